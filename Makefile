@@ -1,0 +1,63 @@
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+# Python ≥ 3.11 and make are all that is asked of the machine; dev/environment.py installs the rest
+# into the user's cache folder. Evaluated only by the recipes that use it.
+PYTHON ?= python3
+PY = $(or $(shell $(PYTHON) dev/environment.py),$(error the environment could not be made; see above))
+BIN = $(dir $(PY))
+export PYTHONPATH := $(CURDIR)/operator/src:$(CURDIR)/connector/src:$(CURDIR)/e2e
+# Without bytecode every engine start compiles thousands of modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
+help: ## show this
+	@echo "pdcluster: make TARGET"
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
+
+env: ## install everything that is needed into the user's cache folder, print its Python
+	@echo $(PY)
+
+model: ## make the tiny random Llama that the example serves, print its folder
+	@$(PY) -m models.tiny llama
+
+demo: PROMPT ?= A prompt whose KV cache is computed by one engine and decoded by another: once upon a time there was a block of tokens, and
+demo: ## one manifest to tokens on this machine: no Kubernetes, no GPU
+	@model=$$($(PY) -m models.tiny llama) && \
+	$(PY) -m pdcluster_operator up examples/tiny-cpu.yaml --model-dir "$$model" --once "$(PROMPT)"
+
+check: ## format, lint, types, import layers, generated files
+	$(BIN)ruff check .
+	$(BIN)ruff format --check .
+	$(BIN)mypy
+	$(BIN)lint-imports
+	$(PY) dev/generated.py --check
+
+test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's scheduler, real engines
+	$(PY) -m pytest -n 2 --dist loadfile -m "not nixl and not engine and not vllm and not cluster"
+	$(PY) -m pytest -m "nixl or engine or vllm"
+
+e2e: ## what a user does, end to end: local mode, kills, restarts
+	$(PY) -m pytest e2e/tests -m "not cluster"
+
+fast: ## the tests that take seconds
+	$(PY) -m pytest -n 2 --dist loadfile -m "not nixl and not engine and not vllm and not cluster" -q
+
+charts: ## render and lint the chart with helm 3 and helm 4 (built with Go at their first use)
+	$(PY) -m pytest charts/tests
+
+cluster-up: ## a real one-node Kubernetes on this machine (builds it with Go once: 20–30 minutes)
+	@$(PY) -m cluster up
+
+cluster-down: ## end it, leaving nothing behind
+	@$(PY) -m cluster down
+
+format: ## rewrite files the way `make check` wants them
+	$(BIN)ruff check --fix .
+	$(BIN)ruff format .
+
+generate: ## write crds/ and docs/rules.md again from the code
+	$(PY) dev/generated.py
+
+lock: ## resolve the pinned requirement files again
+	dev/lock.sh
+
+.PHONY: help env model demo check test e2e fast charts cluster-up cluster-down format generate lock

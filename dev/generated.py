@@ -1,0 +1,35 @@
+"""Write the files that are generated from the code, or check that they are up to date."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = {
+    "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.crd",
+    "docs/rules.md": "pdcluster_connector.compat.rules_page",
+}
+
+
+def main() -> int:
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for name, module in FILES.items():
+        text = subprocess.run(
+            [sys.executable, "-m", module], check=True, capture_output=True, text=True
+        ).stdout
+        path = ROOT / name
+        if check and (not path.exists() or path.read_text() != text):
+            stale.append(name)
+        elif not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    if stale:
+        print(f"out of date: {', '.join(stale)}; run `make generate`", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
