@@ -1,0 +1,7 @@
+"""KV cache transfer between prefill and decode engines of vLLM.
+
+Importing this package imports nothing heavy: vLLM loads the connector class by
+``kv_connector_module_path`` in every process, also in those that never move KV.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,40 @@
+"""Why a prefill and a decode engine cannot exchange KV, or why one transfer failed.
+
+The same names stand in admission errors, in handshake refusals, in the link table, in
+status conditions and in metric labels: one home, so that they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """A named cause. The member's value is what users see."""
+
+    # Rules: decided by two engines' shapes (compat.rules).
+    MODEL_MISMATCH = "ModelMismatch"
+    KV_DTYPE_MISMATCH = "KVDtypeMismatch"
+    LAYER_MISMATCH = "LayerMismatch"
+    LAYOUT_UNSUPPORTED = "LayoutUnsupported"
+    BLOCK_INTERIOR_OPAQUE = "BlockInteriorOpaque"
+    BLOCK_SIZE_MISMATCH = "BlockSizeMismatch"
+    PREFIX_CACHING_HETEROGENEOUS_BLOCKS = "PrefixCachingHeterogeneousBlocks"
+    CONTEXT_PARALLEL_UNSUPPORTED = "ContextParallelUnsupported"
+    MEMORY_TYPE_UNSUPPORTED = "MemoryTypeUnsupported"
+    SHARD_MISSING = "ShardMissing"
+    ENGINE_ID_INCONSISTENT = "EngineIdInconsistent"
+    PROTOCOL_VERSION_MISMATCH = "ProtocolVersionMismatch"
+    VERSION_UNSUPPORTED = "VersionUnsupported"
+
+    # Observations: what happened on the way.
+    SIDE_CHANNEL_UNREACHABLE = "SideChannelUnreachable"
+    AUTHENTICATION_FAILED = "AuthenticationFailed"
+    BACKEND_ERROR = "BackendError"
+    PROBE_CORRUPTED = "ProbeCorrupted"
+    TRANSFER_STALLED = "TransferStalled"
+    PEER_RESTARTED = "PeerRestarted"
+    LEASE_EXPIRED = "LeaseExpired"
+    TICKET_INVALID = "TicketInvalid"
+    COVERAGE_INCOMPLETE = "CoverageIncomplete"
+    CANARY_FAILED = "CanaryFailed"

@@ -1,0 +1,72 @@
+"""Whether two engines can exchange KV, by named rule.
+
+The one entry for admission, the command line and the handshake. Pure: no I/O, nothing
+imported but the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdcluster_connector.compat.findings import Clash, Finding, Rule, Verdict, show
+from pdcluster_connector.compat.pair_rules import IDENTITY_RULES, PAIR_RULES
+from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.compat.shape_rules import SHAPE_RULES
+
+__all__ = ["RULES", "Finding", "Rule", "Verdict", "check", "check_engine", "refused"]
+
+# Causes before consequences: another model also has other layers, another dtype other sizes.
+RULES: tuple[Rule, ...] = (*IDENTITY_RULES, *SHAPE_RULES, *PAIR_RULES)
+
+
+def check(prefill: EngineShape, decode: EngineShape) -> tuple[Finding, ...]:
+    """Return all rules that do not hold between two engines, or cannot be decided yet.
+
+    Args:
+        prefill, decode: shapes; None in a field means that it is not known.
+
+    Returns:
+        Refusals first, then unknowns, each in the order of :data:`RULES`; for each unknown
+        field only the first rule that needs it. Empty: the engines can exchange KV.
+    """
+    return _findings(RULES, prefill, decode)
+
+
+def check_engine(shape: EngineShape) -> tuple[Finding, ...]:
+    """Return the rules that one engine breaks whoever its peer is; both values are its own."""
+    return _findings((rule for rule in RULES if rule.alone), shape, shape)
+
+
+def refused(findings: Iterable[Finding]) -> Finding | None:
+    """Return the first refusal, or None when nothing is refused (unknowns may remain)."""
+    return next((finding for finding in findings if finding.verdict is Verdict.REFUSED), None)
+
+
+def _findings(
+    rules: Iterable[Rule], prefill: EngineShape, decode: EngineShape
+) -> tuple[Finding, ...]:
+    refusals: list[Finding] = []
+    unknown: dict[str, Finding] = {}
+    for rule in rules:
+        clash = rule.test(prefill, decode)
+        if clash is None:
+            continue
+        if clash.verdict is Verdict.REFUSED:
+            refusals.append(_finding(rule, clash, clash.message))
+        else:
+            message = f"{clash.field} is not known yet, so {rule.id} waits for the handshake"
+            unknown.setdefault(clash.field, _finding(rule, clash, message))
+    return (*refusals, *unknown.values())
+
+
+def _finding(rule: Rule, clash: Clash, message: str) -> Finding:
+    return Finding(
+        reason=rule.reason,
+        verdict=clash.verdict,
+        field=clash.field,
+        prefill_value=show(clash.prefill),
+        decode_value=show(clash.decode),
+        message=message,
+        remedy=rule.remedy,
+        rule=rule.id,
+    )

@@ -1,0 +1,215 @@
+"""Rules that judge one engine by itself: what this connector does not carry yet, or never.
+
+Each test looks at one shape; :func:`alone` turns it into a test of a pair that names the
+values of both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import EngineShape, LayerKind
+
+UNQUANTIZED = frozenset({"float32", "float16", "bfloat16"})
+
+# Looks at one shape: what is wrong with it, as a noun phrase, or None.
+Look = Callable[[EngineShape], str | None]
+
+
+def alone(field: str, look: Look, sentence: str, needs: str = "") -> PairTest:
+    """Turn a look at one shape into a test of a pair.
+
+    Args:
+        field: the deciding field of EngineShape.
+        look: called for each side whose ``needs`` field is known.
+        sentence: the message after the offenders' names.
+        needs: the field that may be unknown; empty if the look always decides.
+    """
+
+    def test(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+        sides = {"prefill": prefill, "decode": decode}
+        known = {
+            side: shape
+            for side, shape in sides.items()
+            if not needs or getattr(shape, needs) is not None
+        }
+        offences = {side: look(shape) for side, shape in known.items()}
+        bad = {side: offence for side, offence in offences.items() if offence}
+        if bad:
+            values = [_value(shape, field) for shape in sides.values()]
+            named = " and ".join(f"{side} has {offence}" for side, offence in bad.items())
+            return Clash(field, values[0], values[1], f"{named}; {sentence}")
+        if len(known) < len(sides):
+            values = [_value(shape, needs) for shape in sides.values()]
+            return Clash(needs, values[0], values[1], verdict=Verdict.UNKNOWN)
+        return None
+
+    return test
+
+
+def _value(shape: EngineShape, field: str) -> object:
+    """Shorten the list of layers to what a line of a table can hold."""
+    value = getattr(shape, field)
+    if field != "layers" or value is None:
+        return value
+    kinds = sorted({layer.kind.value for layer in shape.layers or ()})
+    groups = len({layer.group for layer in shape.layers or ()})
+    return f"{len(value)} layers of {groups} groups ({', '.join(kinds)})"
+
+
+def _context(shape: EngineShape) -> str | None:
+    return f"context parallel size {shape.context}" if shape.context != 1 else None
+
+
+def _pipeline(shape: EngineShape) -> str | None:
+    return f"pipeline parallel size {shape.pipeline}" if shape.pipeline != 1 else None
+
+
+def _data(shape: EngineShape) -> str | None:
+    return f"data parallel size {shape.data}" if shape.data != 1 else None
+
+
+def _quantized(shape: EngineShape) -> str | None:
+    return None if shape.kv_dtype in UNQUANTIZED else f"KV dtype {shape.kv_dtype}"
+
+
+def _kinds(shape: EngineShape) -> str | None:
+    layers = shape.layers or ()
+    other = [layer for layer in layers if layer.kind is not LayerKind.FULL_ATTENTION]
+    if not other:
+        return None
+    kinds = ", ".join(sorted({layer.kind.value for layer in other}))
+    return f"{kinds} layers ({len(other)} of {len(layers)}, first {other[0].name})"
+
+
+def _groups(shape: EngineShape) -> str | None:
+    count = len({layer.group for layer in shape.layers or ()})
+    return f"{count} KV cache groups" if count > 1 else None
+
+
+def _heads(shape: EngineShape) -> str | None:
+    for layer in shape.layers or ():
+        small, large = sorted((layer.kv_heads, shape.tensor))
+        if small < 1 or large % small:
+            size = f"tensor parallel size {shape.tensor}"
+            return f"{layer.kv_heads} KV heads over {size} ({layer.name})"
+    return None
+
+
+def _empty(shape: EngineShape) -> str | None:
+    return None if shape.layers else "no layer with KV"
+
+
+SHAPE_RULES: tuple[Rule, ...] = (
+    Rule(
+        id="ContextParallelUnsupported",
+        reason=Reason.CONTEXT_PARALLEL_UNSUPPORTED,
+        description=(
+            "Context parallelism (decode or prefill) spreads one sequence's tokens over ranks. "
+            "vLLM's own checks for it look for the stock connector's name and do not protect us."
+        ),
+        remedy="Run both engines without decode and prefill context parallelism.",
+        source="vLLM 0.32 config/vllm.py (DCP checks)",
+        test=alone(
+            "context",
+            _context,
+            "context parallelism spreads a sequence's tokens over ranks, which is not supported",
+        ),
+        alone=True,
+    ),
+    Rule(
+        id="LayoutUnsupported/pipeline",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description="Pipeline parallelism on either side is not carried by this version.",
+        remedy="Set parallelism.pipeline to 1 on both roles.",
+        source="scope of this version; the plan itself matches layers by name over all ranks",
+        test=alone(
+            "pipeline",
+            _pipeline,
+            "this version carries pipeline parallel size 1 only",
+        ),
+        alone=True,
+    ),
+    Rule(
+        id="LayoutUnsupported/data",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description=(
+            "Data parallelism inside one engine (each rank with its own scheduler, side channel "
+            "and leases) is not carried by this version."
+        ),
+        remedy="Set parallelism.data to 1 on both roles and use replicas instead.",
+        source="scope of this version",
+        test=alone(
+            "data",
+            _data,
+            "this version carries data parallel size 1 only; more replicas do the same work",
+        ),
+        alone=True,
+    ),
+    Rule(
+        id="LayoutUnsupported/quantized",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description=(
+            "A quantized KV cache has scales beside it; that both engines use the same scales "
+            "is not checked by this version, so it carries float32, float16 and bfloat16 only."
+        ),
+        remedy="Set engine.kvCacheDtype to the model's own dtype.",
+        source="scope of this version",
+        test=alone(
+            "kv_dtype",
+            _quantized,
+            "this version carries KV in float32, float16 and bfloat16 only",
+            "kv_dtype",
+        ),
+        alone=True,
+    ),
+    Rule(
+        id="LayoutUnsupported/layers",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description=(
+            "Every layer with KV must be full attention. Sliding window, MLA, Mamba and other "
+            "kinds are not carried by this version."
+        ),
+        remedy="Serve a model whose attention layers are all full attention.",
+        source="scope of this version",
+        test=alone(
+            "layers",
+            _kinds,
+            "this version carries full attention layers only",
+            "layers",
+        ),
+        alone=True,
+    ),
+    Rule(
+        id="LayoutUnsupported/groups",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description="A hybrid model's several KV cache groups are not carried by this version.",
+        remedy="Serve a model with one KV cache group.",
+        source="scope of this version",
+        test=alone("layers", _groups, "this version carries one KV cache group only", "layers"),
+        alone=True,
+    ),
+    Rule(
+        id="LayoutUnsupported/heads",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description=(
+            "KV heads must divide by the tensor parallel size, or the size by the heads (then "
+            "heads are replicated). P's and D's sizes need not divide each other."
+        ),
+        remedy="Choose a tensor parallel size that divides the KV heads or is a multiple of them.",
+        source="vLLM 0.32 model_executor/layers: QKV parallel linear asserts the same",
+        test=alone("tensor", _heads, "neither divides the other", "layers"),
+        alone=True,
+    ),
+    Rule(
+        id="LayoutUnsupported/empty",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description="An engine without a single layer of KV has nothing to exchange.",
+        remedy="Serve a decoder model with attention layers.",
+        source="definition",
+        test=alone("layers", _empty, "there is nothing to transfer", "layers"),
+        alone=True,
+    ),
+)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pdcluster_connector.compat.rules import RULES
+from pdcluster_connector.compat.rules_page import page
+
+CHECKED_IN = Path(__file__).parents[3] / "docs" / "rules.md"
+
+
+def test_the_page_describes_every_rule() -> None:
+    text = page()
+    for rule in RULES:
+        assert f"## `{rule.id}`" in text
+        assert rule.description in text
+        assert rule.remedy in text
+
+
+def test_the_page_in_docs_is_the_generated_one() -> None:
+    assert CHECKED_IN.read_text() == page(), (
+        "run python -m pdcluster_connector.compat.rules_page > docs/rules.md"
+    )
+
+
+def test_the_rules_import_nothing_but_the_standard_library() -> None:
+    """The operator's image has neither torch nor vLLM, and admission must be quick."""
+    code = (
+        "import sys; before = set(sys.modules);"
+        "import pdcluster_connector.compat.rules_page;"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before};"
+        "print(*sorted(new - set(sys.stdlib_module_names)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+    )
+    assert result.stdout.split() == ["pdcluster_connector"]
