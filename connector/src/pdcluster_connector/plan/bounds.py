@@ -1,0 +1,64 @@
+"""Checks that a region's numbers describe memory in which nothing overlaps.
+
+A peer states its regions itself, and this engine's own come from strides; an address is only
+computed from a region that passed here, so that every descriptor lies inside its region.
+"""
+
+from __future__ import annotations
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan.errors import PlanError
+from pdcluster_connector.plan.geometry import Region
+
+ADDRESS_LIMIT = 2**63
+SIZE_LIMIT = 2**31
+
+
+def check_region(region: Region, side: str) -> None:
+    """Refuse a region in which two (block, head, token) would share bytes.
+
+    Raises:
+        PlanError: LayoutUnsupported, with the field and its value.
+    """
+    heads = region.head_stop - region.head_start
+    for field, value in (
+        ("num_blocks", region.num_blocks),
+        ("block_tokens", region.block_tokens),
+        ("token_bytes", region.token_bytes),
+        ("heads", heads),
+    ):
+        if not 1 <= value < SIZE_LIMIT:
+            raise _bad(region, side, f"{field} is {value}")
+    if region.head_start < 0:
+        raise _bad(region, side, f"head_start is {region.head_start}")
+    extent = block_extent(region)
+    if extent is None:
+        strides = f"head_stride {region.head_stride}, token_stride {region.token_stride}"
+        raise _bad(region, side, f"{strides}: heads and tokens overlap")
+    if region.block_stride < extent:
+        message = f"block_stride {region.block_stride} is less than a block's {extent} bytes"
+        raise _bad(region, side, message)
+    end = region.base + region.num_blocks * region.block_stride
+    if region.base < 0 or end > ADDRESS_LIMIT:
+        raise _bad(region, side, f"addresses [{region.base}, {end}) do not exist")
+
+
+def block_extent(region: Region) -> int | None:
+    """Return the bytes from a block's first to behind its last; None if its cells overlap."""
+    heads = region.head_stop - region.head_start
+    if region.token_stride is None:
+        unit = region.block_tokens * region.token_bytes
+        axes = [(region.head_stride, heads)]
+    else:
+        unit = region.token_bytes
+        axes = [(region.token_stride, region.block_tokens), (region.head_stride, heads)]
+    extent = unit
+    for stride, count in sorted(axis for axis in axes if axis[1] > 1):
+        if stride < extent:
+            return None
+        extent += stride * (count - 1)
+    return extent
+
+
+def _bad(region: Region, side: str, message: str) -> PlanError:
+    return PlanError(Reason.LAYOUT_UNSUPPORTED, f"{side} layer {region.layer}: {message}")

@@ -1,0 +1,53 @@
+"""Where the KV of one shard lies in memory.
+
+vLLM's per-layer cache is logically ``[block, head, token, content]`` whatever the physical
+order (vLLM RFC #42082); strides say how it is laid out. A backend may pack a block's
+interior so that only whole (block, head) runs have meaning (CPU_ATTN keeps all K tokens,
+then all V tokens): such a region has no token stride and can be cut by head, not by token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdcluster_connector.compat.shape import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One layer's KV cache in one shard.
+
+    Attributes:
+        layer: vLLM's layer name; layers are matched by it.
+        base: address of block 0.
+        num_blocks: kernel blocks.
+        block_stride: bytes from one block to the next.
+        block_tokens: tokens in a kernel block.
+        head_start, head_stop: global KV heads that this shard holds.
+        head_stride: bytes from one head to the next in a block.
+        token_stride: bytes from one token to the next in a head; None if opaque.
+        token_bytes: bytes of one token of one head.
+        device: device index.
+        memory: NIXL memory type.
+    """
+
+    layer: str
+    base: int
+    num_blocks: int
+    block_stride: int
+    block_tokens: int
+    head_start: int
+    head_stop: int
+    head_stride: int
+    token_stride: int | None
+    token_bytes: int
+    device: int = 0
+    memory: Memory = Memory.DRAM
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's regions. ``rank`` is (pipeline rank, tensor rank)."""
+
+    rank: tuple[int, int]
+    regions: tuple[Region, ...]

@@ -1,0 +1,162 @@
+"""Pairs the blocks of a prefill and a decode engine by token position.
+
+A block list covers a token interval. Whatever the two lists' block sizes and first tokens,
+the required interval is cut at every block boundary of either side; each piece then lies in
+one prefill block and in one decode block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcluster_connector.plan.errors import CoverageError
+
+__all__ = ["BlockList", "CoverageError", "Pairs", "expand_blocks", "pair_blocks"]
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+LIMIT = 2**31 - 1
+NULL_BLOCK = 0  # vLLM's block pool keeps block 0 back as the null block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockList:
+    """Kernel blocks of one request in one KV cache group, by position.
+
+    Attributes:
+        blocks: block i holds the tokens from ``first_token + i * block_tokens`` on;
+            negative where nothing is held.
+        block_tokens: tokens in a block.
+        first_token: the first token that ``blocks[0]`` stands for.
+    """
+
+    blocks: Sequence[int] | Int32
+    block_tokens: int
+    first_token: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """Pieces of a token interval, in token order; arrays of one length, int32.
+
+    Piece i is ``tokens[i]`` tokens that start at token ``prefill_offset[i]`` of block
+    ``prefill_block[i]`` on the prefill side, and likewise on the decode side.
+    """
+
+    prefill_block: Int32
+    prefill_offset: Int32
+    decode_block: Int32
+    decode_offset: Int32
+    tokens: Int32
+    prefill_block_tokens: int
+    decode_block_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def pair_blocks(prefill: BlockList, decode: BlockList, start: int, stop: int) -> Pairs:
+    """Pair both lists' blocks over the tokens [start, stop).
+
+    Raises:
+        CoverageError: a token of the interval has no block on one side, or a list that is
+            needed for it is not a list of different block ids.
+    """
+    if not 0 <= start <= stop <= LIMIT:
+        raise CoverageError(f"tokens [{start}, {stop}) are no interval")
+    sides = {"prefill": prefill, "decode": decode}
+    if start == stop:
+        nothing = np.empty(0, np.int32)
+        sizes = (prefill.block_tokens, decode.block_tokens)
+        return Pairs(nothing, nothing, nothing, nothing, nothing, *sizes)
+    ids = {side: _held(side, blocks, start, stop) for side, blocks in sides.items()}
+    cuts = np.unique(np.concatenate([_cuts(blocks, start, stop) for blocks in sides.values()]))
+    begin = cuts[:-1]
+    prefill_index, prefill_offset = np.divmod(begin - prefill.first_token, prefill.block_tokens)
+    decode_index, decode_offset = np.divmod(begin - decode.first_token, decode.block_tokens)
+    return Pairs(
+        prefill_block=ids["prefill"][prefill_index],
+        prefill_offset=prefill_offset.astype(np.int32),
+        decode_block=ids["decode"][decode_index],
+        decode_offset=decode_offset.astype(np.int32),
+        tokens=np.diff(cuts).astype(np.int32),
+        prefill_block_tokens=prefill.block_tokens,
+        decode_block_tokens=decode.block_tokens,
+    )
+
+
+def expand_blocks(
+    logical: Sequence[int] | Int32, ratio: int, null: int | None = NULL_BLOCK
+) -> Int32:
+    """Expand an engine's logical block ids to its kernel block ids, with its own ratio.
+
+    Args:
+        logical: ids as the scheduler counts them.
+        ratio: kernel blocks in a logical block.
+        null: the id that stands for no block; vLLM's is 0. None: there is none.
+
+    Returns:
+        int32 of ``len(logical) * ratio``; -1 where nothing is held.
+
+    Raises:
+        CoverageError: the ids are no block ids.
+    """
+    if not 1 <= ratio <= LIMIT:
+        raise CoverageError(f"{ratio} kernel blocks in a logical block")
+    ids = _integers("logical", logical)
+    if ids.size and int(ids.max()) > LIMIT // ratio - 1:
+        raise CoverageError(f"logical block {int(ids.max())} is out of range")
+    kernel = ids[:, None] * ratio + np.arange(ratio)
+    absent = ids < 0 if null is None else (ids < 0) | (ids == null)
+    kernel[absent] = -1
+    return kernel.ravel().astype(np.int32)
+
+
+def _integers(side: str, blocks: Sequence[int] | Int32) -> Int64:
+    """Return ids as int64; what is no list of whole numbers fails (a ticket may say anything)."""
+    try:
+        ids = np.asarray(blocks)
+    except (ValueError, OverflowError) as error:
+        raise CoverageError(f"{side} blocks are no list of ids: {error}") from None
+    if ids.size == 0:
+        return np.empty(0, np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise CoverageError(f"{side} blocks are no list of ids")
+    if int(ids.max()) > LIMIT:
+        raise CoverageError(f"{side} block {int(ids.max())} is out of range")
+    return ids.astype(np.int64)
+
+
+def _held(side: str, blocks: BlockList, start: int, stop: int) -> Int32:
+    """Return a side's ids after checking that they hold all of [start, stop)."""
+    size, first = blocks.block_tokens, blocks.first_token
+    if not (1 <= size <= LIMIT and 0 <= first <= LIMIT):
+        raise CoverageError(f"{side} blocks of {size} tokens from token {first} on")
+    ids = _integers(side, blocks.blocks)
+    end = first + size * len(ids)
+    if start < first or stop > end:
+        raise CoverageError(f"{side} blocks hold tokens [{first}, {end}), not [{start}, {stop})")
+    low = (start - first) // size
+    needed = ids[low : (stop - 1 - first) // size + 1]
+    absent = np.flatnonzero(needed < 0)
+    if absent.size:
+        token = first + (low + int(absent[0])) * size
+        raise CoverageError(f"{side} holds no block for token {max(token, start)}")
+    ordered = np.sort(needed)
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if twice.size:
+        raise CoverageError(f"{side} block {int(ordered[twice[0]])} is listed twice")
+    return ids.astype(np.int32)
+
+
+def _cuts(blocks: BlockList, start: int, stop: int) -> Int64:
+    """Return start, stop and this list's block boundaries between them."""
+    size, first = blocks.block_tokens, blocks.first_token
+    boundary = first + ((start - first) // size + 1) * size
+    inner = np.arange(boundary, stop, size, dtype=np.int64)
+    return np.concatenate([np.array([start], np.int64), inner, np.array([stop], np.int64)])

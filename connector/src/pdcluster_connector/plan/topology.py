@@ -1,0 +1,112 @@
+"""Which prefill shard a decode shard takes each (layer, head interval) from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan.errors import PlanError
+from pdcluster_connector.plan.geometry import Region, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Heads [head_start, head_stop) of one layer come from ``prefill`` into ``decode``.
+
+    ``source`` is the index of the prefill shard in the list that was given.
+    """
+
+    source: int
+    prefill: Region
+    decode: Region
+    head_start: int
+    head_stop: int
+
+
+# A shard that holds some heads of a layer: (index of the shard, first head, one past the last).
+Holder = tuple[int, int, int]
+
+
+def head_interval(kv_heads: int, tensor: int, rank: int) -> tuple[int, int]:
+    """Return the global KV heads of one tensor rank, as vLLM spreads them.
+
+    Raises:
+        ValueError: heads and ranks don't divide one another, or the rank is no rank.
+    """
+    small, large = sorted((kv_heads, tensor))
+    if small < 1 or large % small or not 0 <= rank < tensor:
+        raise ValueError(f"{kv_heads} KV heads over {tensor} tensor ranks, rank {rank}")
+    start = rank * kv_heads // tensor
+    return start, start + max(1, kv_heads // tensor)
+
+
+def assign_sources(decode: Shard, prefill: Sequence[Shard]) -> list[Assignment]:
+    """Find one source for every head of every layer of a decode shard.
+
+    Layers are matched by name over all prefill shards, so pipeline sizes may differ. Where
+    several shards hold a head (tensor parallel size above the number of KV heads), decode
+    ranks that share the head take turns.
+
+    Raises:
+        PlanError: LayerMismatch, ShardMissing or EngineIdInconsistent.
+    """
+    holders = _holders(prefill)
+    chosen: dict[tuple[int, int, tuple[Holder, ...]], list[Holder] | int] = {}
+    assignments = []
+    for name, region in _by_layer(decode, "decode").items():
+        held = holders.get(name)
+        if held is None:
+            raise PlanError(Reason.LAYER_MISMATCH, f"no prefill shard has layer {name}")
+        key = (region.head_start, region.head_stop, tuple(holder for holder, _ in held))
+        if key not in chosen:
+            chosen[key] = _choose(*key, turn=decode.rank[1])
+        choice = chosen[key]
+        if isinstance(choice, int):
+            message = f"no prefill shard holds KV head {choice} of layer {name}"
+            raise PlanError(Reason.SHARD_MISSING, message)
+        regions = {holder[0]: prefill_region for holder, prefill_region in held}
+        assignments += [
+            Assignment(source, regions[source], region, start, stop)
+            for source, start, stop in choice
+        ]
+    return assignments
+
+
+def _by_layer(shard: Shard, side: str) -> dict[str, Region]:
+    regions = {region.layer: region for region in shard.regions}
+    if len(regions) != len(shard.regions):
+        message = f"{side} rank {shard.rank} names a layer twice"
+        raise PlanError(Reason.LAYER_MISMATCH, message)
+    return regions
+
+
+def _holders(prefill: Sequence[Shard]) -> dict[str, list[tuple[Holder, Region]]]:
+    """Return, by layer, who holds which heads; by rank, whatever the order of the shards."""
+    if len({shard.rank for shard in prefill}) != len(prefill):
+        raise PlanError(Reason.ENGINE_ID_INCONSISTENT, "two prefill shards have the same rank")
+    holders: dict[str, list[tuple[Holder, Region]]] = {}
+    for source, shard in sorted(enumerate(prefill), key=lambda item: item[1].rank):
+        for name, region in _by_layer(shard, "prefill").items():
+            holder = (source, region.head_start, region.head_stop)
+            holders.setdefault(name, []).append((holder, region))
+    return holders
+
+
+def _choose(start: int, stop: int, held: tuple[Holder, ...], turn: int) -> list[Holder] | int:
+    """Cut [start, stop) into intervals with one source each, or return a head that nobody has."""
+    edges = {edge for _, low, high in held for edge in (low, high) if start < edge < stop}
+    edges |= {start, stop}
+    cuts = sorted(edges)
+    choice: list[Holder] = []
+    for low, high in pairwise(cuts):
+        able = [source for source, first, last in held if first <= low and high <= last]
+        if not able:
+            return low
+        source = able[turn % len(able)]
+        if choice and choice[-1][0] == source:
+            choice[-1] = (source, choice[-1][1], high)
+        else:
+            choice.append((source, low, high))
+    return choice

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster_connector.plan.pairing import (
+    BlockList,
+    CoverageError,
+    Pairs,
+    expand_blocks,
+    pair_blocks,
+)
+
+
+def spelled_out(blocks: BlockList) -> dict[int, tuple[int, int]]:
+    """Token -> (block, offset), one by one."""
+    return {
+        blocks.first_token + position * blocks.block_tokens + offset: (block, offset)
+        for position, block in enumerate(blocks.blocks)
+        if block >= 0
+        for offset in range(blocks.block_tokens)
+    }
+
+
+def tokens_of(pairs: Pairs) -> list[tuple[int, int, int, int]]:
+    return [
+        (int(pb), int(po) + i, int(db), int(do) + i)
+        for pb, po, db, do, n in zip(
+            pairs.prefill_block,
+            pairs.prefill_offset,
+            pairs.decode_block,
+            pairs.decode_offset,
+            pairs.tokens,
+            strict=True,
+        )
+        for i in range(int(n))
+    ]
+
+
+@st.composite
+def block_lists(draw: st.DrawFn) -> BlockList:
+    ids = draw(st.lists(st.integers(0, 99), unique=True, max_size=12))
+    nulls = draw(st.sets(st.integers(0, 11), max_size=2))
+    return BlockList(
+        blocks=[-1 if i in nulls else block for i, block in enumerate(ids)],
+        block_tokens=draw(st.integers(1, 9)),
+        first_token=draw(st.integers(0, 20)),
+    )
+
+
+@given(block_lists(), block_lists(), st.integers(0, 60), st.integers(0, 60))
+def test_each_token_is_paired_once_and_in_order_or_the_interval_fails(
+    prefill: BlockList, decode: BlockList, start: int, length: int
+) -> None:
+    stop = start + length
+    ours, theirs = spelled_out(prefill), spelled_out(decode)
+    wanted = range(start, stop)
+    if not all(token in ours and token in theirs for token in wanted):
+        with pytest.raises(CoverageError):
+            pair_blocks(prefill, decode, start, stop)
+        return
+    pairs = pair_blocks(prefill, decode, start, stop)
+    assert tokens_of(pairs) == [(*ours[token], *theirs[token]) for token in wanted]
+    for column in (pairs.prefill_block, pairs.prefill_offset, pairs.decode_block, pairs.tokens):
+        assert column.dtype == np.int32
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 500))
+def test_pieces_are_as_few_as_the_two_grids_allow(ours: int, theirs: int, length: int) -> None:
+    prefill = BlockList(range(-(-length // ours)), ours)
+    decode = BlockList(range(-(-length // theirs)), theirs)
+    boundaries = {t for t in range(1, length) if t % ours == 0 or t % theirs == 0}
+    assert len(pair_blocks(prefill, decode, 0, length)) == len(boundaries) + 1
+
+
+def test_a_hit_that_decode_lists_or_leaves_out_pairs_alike() -> None:
+    prefill = BlockList([10, 11, 12, 13], 16)
+    listed = pair_blocks(prefill, BlockList([1, 2, 3, 4], 16), 32, 50)
+    left_out = pair_blocks(prefill, BlockList([3, 4], 16, 32), 32, 50)
+    assert tokens_of(listed) == tokens_of(left_out)
+    assert listed.prefill_block.tolist() == [12, 13]
+    assert listed.tokens.tolist() == [16, 2]
+
+
+def test_an_empty_interval_needs_no_block() -> None:
+    assert len(pair_blocks(BlockList([], 16), BlockList([], 16), 5, 5)) == 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "part"),
+    [
+        ([4, 4], "listed twice"),
+        ([4, -1], "no block for token 16"),
+        ([4], r"hold tokens \[0, 16\)"),
+        ([4, 2**31], "out of range"),
+        ([4, 2**80], "no list of ids"),
+        ([4, -(2**80)], "no list of ids"),
+        ([4, 5.0], "no list of ids"),
+        ([4, "5"], "no list of ids"),
+        ([4, [5]], "no list of ids"),
+        ([[4], [5]], "no list of ids"),
+        ([4, None], "no list of ids"),
+        ([True, False], "no list of ids"),
+    ],
+)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_list_that_does_not_hold_the_interval_fails_by_name(blocks, part, side) -> None:
+    lists = {"prefill": BlockList([1, 2], 16), "decode": BlockList([1, 2], 16)}
+    lists[side] = BlockList(blocks, 16)
+    with pytest.raises(CoverageError, match=part) as caught:
+        pair_blocks(lists["prefill"], lists["decode"], 0, 20)
+    assert side in str(caught.value)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 4), (5, 4), (0, 2**31), (0, 2**70)])
+def test_what_is_no_interval_fails_before_anything_is_allocated(start: int, stop: int) -> None:
+    with pytest.raises(CoverageError):
+        pair_blocks(BlockList([1], 16), BlockList([1], 16), start, stop)
+
+
+@pytest.mark.parametrize(("size", "first"), [(0, 0), (-16, 0), (16, -16), (2**40, 0)])
+def test_a_grid_that_cannot_be_fails(size: int, first: int) -> None:
+    with pytest.raises(CoverageError):
+        pair_blocks(BlockList([1], size, first), BlockList([1], 16), 0, 4)
+
+
+@given(st.lists(st.integers(1, 10**6), max_size=20), st.integers(1, 40))
+def test_expansion_goes_by_the_engines_own_ratio(logical: list[int], ratio: int) -> None:
+    expected = [block * ratio + i for block in logical for i in range(ratio)]
+    assert expand_blocks(logical, ratio).tolist() == expected
+
+
+def test_the_ratios_of_a_hybrid_pair_by_token() -> None:
+    """34 kernel blocks a logical block on prefill, 66 on decode, of 16 tokens each."""
+    prefill = BlockList(expand_blocks([5, 9], 34), 16)
+    decode = BlockList(expand_blocks([7], 66), 16)
+    pairs = pair_blocks(prefill, decode, 0, 66 * 16)
+    expected = [5 * 34 + i for i in range(34)] + [9 * 34 + i for i in range(32)]
+    assert pairs.prefill_block.tolist() == expected
+    assert pairs.decode_block.tolist() == [7 * 66 + i for i in range(66)]
+
+
+def test_the_null_block_and_absent_ones_stay_absent() -> None:
+    assert expand_blocks([0, 3, -1], 2).tolist() == [-1, -1, 6, 7, -1, -1]
+    assert expand_blocks([0, 3], 2, null=None).tolist() == [0, 1, 6, 7]
+    with pytest.raises(CoverageError, match="no block for token 0"):
+        pair_blocks(BlockList(expand_blocks([0], 1), 16), BlockList([1], 16), 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("logical", "ratio"), [([2**30], 2), ([1], 0), ([1], 2**40), ([2**90], 1), (["x"], 1)]
+)
+def test_ids_that_do_not_fit_are_not_expanded(logical, ratio) -> None:
+    with pytest.raises(CoverageError):
+        expand_blocks(logical, ratio)
+
+
+def test_blocks_on_either_side_of_the_interval_are_not_needed() -> None:
+    held = [-1, 5, 6, -1, 5]
+    pairs = pair_blocks(BlockList(held, 16), BlockList(held, 16), 16, 48)
+    assert pairs.prefill_block.tolist() == pairs.decode_block.tolist() == [5, 6]

@@ -1,0 +1,343 @@
+"""What a plan looks like, and that bad regions and bad block ids never become an address."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.pairing import BlockList, Pairs, pair_blocks
+from pdcluster_connector.plan.transfer import PlanError, plan_peer, rows_nx3
+
+BASE = 1 << 40
+LIMIT = 2**31
+
+
+def packed(
+    *,
+    layers=2,
+    heads=4,
+    start=0,
+    tokens=16,
+    blocks=32,
+    content=8,
+    base=BASE,
+    rank=(0, 0),
+    opaque=True,
+) -> Shard:
+    """A shard in vLLM's CPU layout: per layer [block, head, tokens * content]."""
+    unit = tokens * content
+    regions = tuple(
+        Region(
+            layer=f"layer{layer}",
+            base=base + layer * blocks * heads * unit,
+            num_blocks=blocks,
+            block_stride=heads * unit,
+            block_tokens=tokens,
+            head_start=start,
+            head_stop=start + heads,
+            head_stride=unit,
+            token_stride=None if opaque else content,
+            token_bytes=content,
+        )
+        for layer in range(layers)
+    )
+    return Shard(rank, regions)
+
+
+def packed_together(layers=4, heads=2, base=BASE) -> Shard:
+    """The same with blocks outermost: [block, layer, head, tokens * content]."""
+    unit = 128
+    regions = tuple(
+        Region(
+            f"layer{i}", base + i * heads * unit, 8, layers * heads * unit, 16, 0, heads, unit,
+            None, 8,
+        )
+        for i in range(layers)
+    )  # fmt: skip
+    return Shard((0, 0), regions)
+
+
+def changed(shard: Shard, **fields) -> Shard:
+    return replace(shard, regions=tuple(replace(region, **fields) for region in shard.regions))
+
+
+def test_equal_shards_need_one_row_a_layer_and_one_descriptor_a_block() -> None:
+    plan = plan_peer(packed(base=BASE * 2), [packed(content=8)])
+    (source,) = plan.sources
+    assert source.rank == (0, 0)
+    assert source.prefill_rows.tolist() == [
+        [BASE, 512, 0, 512, 32],
+        [BASE + 32 * 512, 512, 0, 512, 32],
+    ]
+    assert (source.decode_rows[:, 0] - source.prefill_rows[:, 0] == BASE).all()
+    (part,) = plan.indices(pair_blocks(BlockList([9, 4], 16), BlockList([1, 2], 16), 0, 30))
+    assert part.prefill_indices.tolist() == [4, 9, 36, 41], "sorted by prefill block"
+    assert part.decode_indices.tolist() == [2, 1, 34, 33]
+    assert part.nbytes == 4 * 512
+
+
+def test_a_layout_with_blocks_outermost_moves_all_layers_of_a_block_at_once() -> None:
+    plan = plan_peer(packed_together(base=BASE * 2), [packed_together()])
+    assert plan.sources[0].prefill_rows.tolist() == [[BASE, 1024, 0, 1024, 8]]
+
+
+def test_blocks_outermost_on_one_side_only_are_not_joined() -> None:
+    apart = packed(layers=4, heads=2, blocks=8)
+    plan = plan_peer(packed_together(base=BASE * 2), [apart])
+    assert plan.sources[0].prefill_rows[:, 1].tolist() == [256] * 4
+
+
+def test_half_of_the_heads_come_from_the_right_place() -> None:
+    plan = plan_peer(packed(heads=2, start=2, base=BASE * 2), [packed(heads=4)])
+    assert plan.sources[0].prefill_rows[0].tolist() == [BASE + 2 * 128, 256, 0, 512, 32]
+    assert plan.sources[0].decode_rows[0].tolist() == [BASE * 2, 256, 0, 256, 32]
+
+
+def test_dense_blocks_of_another_size_are_one_row_of_units() -> None:
+    one_head = {"heads": 1, "opaque": False, "layers": 1}
+    plan = plan_peer(packed(tokens=64, base=BASE * 2, **one_head), [packed(**one_head)])
+    assert plan.sources[0].decode_rows.tolist() == [[BASE * 2, 128, 0, 128, 128]]
+    pairs = pair_blocks(BlockList([5, 6, 7], 16), BlockList([2], 64), 0, 48)
+    (part,) = plan.indices(pairs)
+    assert part.prefill_indices.tolist() == [5, 6, 7]
+    assert part.decode_indices.tolist() == [8, 9, 10], "neighbours, so that NIXL merges them"
+
+
+def test_groups_are_indexed_apart() -> None:
+    plan = plan_peer(packed(base=BASE * 2), [packed()], groups={"layer1": 1})
+    pairs = pair_blocks(BlockList([3], 16), BlockList([4], 16), 0, 16)
+    indices = [plan.indices(pairs, group)[0].prefill_indices.tolist() for group in (0, 1)]
+    assert indices == [[3], [35]]
+    assert plan.indices(pairs, 2) == []
+
+
+def test_an_empty_request_moves_nothing() -> None:
+    plan = plan_peer(packed(base=BASE * 2), [packed()])
+    (part,) = plan.indices(pair_blocks(BlockList([], 16), BlockList([], 16), 0, 0))
+    assert (part.nbytes, part.prefill_indices.size, part.decode_indices.size) == (0, 0, 0)
+
+
+def test_strided_rows_flatten_to_plain_ones() -> None:
+    rows = np.array([[100, 4, 0, 10, 3], [900, 6, 1, 6, 2]], np.uint64)
+    flat = [[100, 4, 0], [110, 4, 0], [120, 4, 0], [900, 6, 1], [906, 6, 1]]
+    assert rows_nx3(rows).tolist() == flat
+    assert rows_nx3(rows).dtype == np.uint64
+
+
+# What must be refused while planning.
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_blocks": 0},
+        {"num_blocks": -1},
+        {"num_blocks": LIMIT},
+        {"block_tokens": 0},
+        {"token_bytes": 0},
+        {"token_bytes": -8},
+        {"head_start": -1, "head_stop": 3},
+        {"block_stride": 511},
+        {"block_stride": -512},
+        {"head_stride": 127},
+        {"head_stride": 0},
+        {"head_stride": -128},
+        {"base": -4096},
+        {"base": 2**63 - 512},
+        {"base": 2**200},
+        {"block_stride": 2**60},
+    ],
+)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_region_that_cannot_be_is_refused_by_name(fields: dict, side: str) -> None:
+    sides = {"prefill": packed(), "decode": packed(base=BASE * 2)}
+    sides[side] = changed(sides[side], **fields)
+    if "block_tokens" in fields or "token_bytes" in fields:
+        sides = {name: changed(shard, **fields) for name, shard in sides.items()}
+        side = "decode"  # both are wrong alike; decode is looked at first
+    with pytest.raises(PlanError) as caught:
+        plan_peer(sides["decode"], [sides["prefill"]])
+    assert caught.value.reason is Reason.LAYOUT_UNSUPPORTED
+    assert side in caught.value.message
+
+
+def test_a_region_without_heads_is_refused() -> None:
+    empty = changed(packed(), head_start=2, head_stop=2)
+    with pytest.raises(PlanError):
+        plan_peer(empty, [packed()])
+
+
+@pytest.mark.parametrize(
+    ("token_stride", "head_stride", "fits"),
+    [
+        (8, 128, True),
+        (32, 8, True),
+        (8, 120, False),
+        (24, 8, False),
+        (40, 8, True),
+        (-8, 128, False),
+    ],
+)
+def test_heads_and_tokens_may_interleave_but_not_overlap(token_stride, head_stride, fits) -> None:
+    strides = {"token_stride": token_stride, "head_stride": head_stride, "block_stride": 1024}
+    prefill = changed(packed(), **strides)
+    if fits:
+        assert plan_peer(packed(base=BASE * 2, opaque=False), [prefill]).sources
+    else:
+        with pytest.raises(PlanError, match="overlap"):
+            plan_peer(packed(base=BASE * 2, opaque=False), [prefill])
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reason"),
+    [
+        ({"tokens": 32}, {"tokens": 128}, Reason.BLOCK_INTERIOR_OPAQUE),
+        ({"tokens": 128}, {"tokens": 32}, Reason.BLOCK_INTERIOR_OPAQUE),
+        ({"opaque": False}, {}, Reason.BLOCK_INTERIOR_OPAQUE),
+        ({}, {"opaque": False}, Reason.BLOCK_INTERIOR_OPAQUE),
+        ({"content": 4}, {}, Reason.LAYER_MISMATCH),
+        ({"heads": 2}, {}, Reason.SHARD_MISSING),
+        ({"layers": 1}, {}, Reason.LAYER_MISMATCH),
+    ],
+)
+def test_shards_that_do_not_correspond_are_refused(prefill, decode, reason) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_peer(packed(base=BASE * 2, **decode), [packed(**prefill)])
+    assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize("grain", [0, -1, 3, 32])
+def test_a_grain_that_does_not_fit_is_refused(grain: int) -> None:
+    shards = packed(base=BASE * 2, opaque=False), packed(opaque=False)
+    assert plan_peer(shards[0], [shards[1]], grain=8).sources
+    with pytest.raises(PlanError) as caught:
+        plan_peer(shards[0], [shards[1]], grain=grain)
+    assert caught.value.reason is Reason.BLOCK_SIZE_MISMATCH
+
+
+def test_mixed_memory_in_one_shard_is_refused_and_either_alone_is_not() -> None:
+    prefill = changed(packed(), memory=Memory.VRAM)
+    assert plan_peer(packed(base=BASE * 2), [prefill]).sources[0].prefill_memory is Memory.VRAM
+    mixed = replace(prefill, regions=(prefill.regions[0], packed().regions[1]))
+    with pytest.raises(PlanError) as caught:
+        plan_peer(packed(base=BASE * 2), [mixed])
+    assert caught.value.reason is Reason.MEMORY_TYPE_UNSUPPORTED
+
+
+def test_more_descriptors_than_can_be_indexed_are_refused() -> None:
+    huge = [packed(layers=5, heads=1, blocks=2**29, base=base) for base in (BASE, BASE * 8)]
+    with pytest.raises(PlanError, match="more than NIXL can index"):
+        plan_peer(huge[0], [huge[1]])
+
+
+# What must be refused for one request.
+
+
+def pairs_of(prefill_blocks, decode_blocks, stop=20, tokens=16) -> Pairs:
+    return pair_blocks(BlockList(prefill_blocks, tokens), BlockList(decode_blocks, tokens), 0, stop)
+
+
+@pytest.mark.parametrize("block", [32, 33, 2**31 - 1])
+def test_a_block_outside_of_the_cache_fails_that_request(block: int) -> None:
+    plan = plan_peer(packed(base=BASE * 2), [packed()])
+    assert plan.indices(pairs_of([31, 30], [31, 30]))
+    with pytest.raises(PlanError) as caught:
+        plan.indices(pairs_of([1, block], [1, 2]))
+    assert caught.value.reason is Reason.TICKET_INVALID
+    assert str(block) in caught.value.message
+    with pytest.raises(PlanError) as caught:
+        plan.indices(pairs_of([1, 2], [1, block]))
+    assert caught.value.reason is Reason.COVERAGE_INCOMPLETE
+
+
+def test_each_side_has_its_own_bound() -> None:
+    plan = plan_peer(packed(base=BASE * 2, blocks=8), [packed(blocks=32)])
+    assert plan.indices(pairs_of([31, 30], [7, 6]))
+    with pytest.raises(PlanError, match="decode block 8"):
+        plan.indices(pairs_of([31, 30], [7, 8]))
+
+
+@pytest.mark.parametrize("tokens", [8, 32])
+def test_pairs_of_another_block_size_are_refused(tokens: int) -> None:
+    plan = plan_peer(packed(base=BASE * 2), [packed()])
+    with pytest.raises(PlanError, match="paired as"):
+        plan.indices(pairs_of([1, 2, 3], [1, 2, 3], tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prefill_block": [-1]},
+        {"decode_block": [-1]},
+        {"prefill_offset": [-16]},
+        {"decode_offset": [16]},
+        {"tokens": [17]},
+        {"tokens": [0]},
+        {"tokens": [-16]},
+    ],
+)
+def test_pairs_made_by_hand_are_not_trusted_either(fields: dict) -> None:
+    plan = plan_peer(packed(base=BASE * 2), [packed()])
+    arrays = {name: np.array(value, np.int32) for name, value in fields.items()}
+    with pytest.raises(PlanError):
+        plan.indices(replace(pairs_of([1], [1], stop=16), **arrays))
+
+
+def test_a_start_inside_of_a_packed_block_is_refused() -> None:
+    plan = plan_peer(packed(base=BASE * 2), [packed()])
+    with pytest.raises(PlanError, match="only be moved whole"):
+        plan.indices(pair_blocks(BlockList([1], 16), BlockList([1], 16), 4, 16))
+
+
+@given(
+    st.lists(st.integers(-2, 40), min_size=1, max_size=6),
+    st.lists(st.integers(-2, 40), min_size=1, max_size=6),
+    st.integers(0, 100),
+    st.integers(0, 100),
+)
+def test_whatever_the_blocks_no_descriptor_leaves_its_region(ours, theirs, start, stop) -> None:
+    prefill, decode = packed(blocks=20), packed(blocks=30, base=BASE * 2)
+    plan = plan_peer(decode, [prefill])
+    try:
+        pairs = pair_blocks(BlockList(ours, 16), BlockList(theirs, 16), start, stop)
+        slices = plan.indices(pairs)
+    except PlanError:
+        return
+    for part in slices:
+        source = plan.sources[part.source]
+        for rows, indices, shard in (
+            (source.prefill_rows, part.prefill_indices, prefill),
+            (source.decode_rows, part.decode_indices, decode),
+        ):
+            for address, length, _ in rows_nx3(rows)[indices].tolist():
+                assert any(
+                    region.base <= address
+                    and address + length <= region.base + region.num_blocks * region.block_stride
+                    for region in shard.regions
+                )
+
+
+def test_planning_takes_milliseconds_and_not_seconds() -> None:
+    """32 layers x 512 blocks, TP 2 -> 1; loose enough for a busy machine (docs hold figures)."""
+    sizes = {"layers": 32, "blocks": 20_000, "content": 256}
+    prefill = [packed(heads=4, start=4 * i, rank=(0, i), base=BASE + i * BASE, **sizes)
+               for i in range(2)]  # fmt: skip
+    decode = packed(heads=8, base=BASE * 4, **sizes)
+    began = time.perf_counter()
+    plan = plan_peer(decode, prefill)
+    built = time.perf_counter() - began
+    blocks = np.random.default_rng(0).permutation(20_000)[:512].astype(np.int32)
+    began = time.perf_counter()
+    slices = plan.indices(pair_blocks(BlockList(blocks, 16), BlockList(blocks, 16), 0, 8190))
+    planned = time.perf_counter() - began
+    assert [part.prefill_indices.size for part in slices] == [32 * 512] * 2
+    assert built < 0.5
+    assert planned < 0.1
