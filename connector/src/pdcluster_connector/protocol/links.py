@@ -1,0 +1,117 @@
+"""What launcher, workers and operator tell each other about links, as bounded JSON.
+
+A link is one (prefill engine, decode engine) pair. The operator names a decode engine's
+peers, the launcher hands the document to its workers, each worker reports what it found.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pdcluster_connector.protocol.messages import Identifier, Malformed, Rank, Text, bounded
+
+MAX_DOCUMENT_BYTES = 1024 * 1024
+
+Address = Annotated[str, Meta(min_length=1, max_length=512)]
+Amount = Annotated[float, Meta(ge=0, le=1e18)]
+Whole = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class LinkState(StrEnum):
+    """How far a link has come."""
+
+    PENDING = "Pending"
+    ESTABLISHED = "Established"
+    FAILED = "Failed"
+
+
+class PeerEntry(Struct, frozen=True):
+    """One prefill engine that a decode engine shall keep a link to.
+
+    ``engine`` is its logical id; ``engine_id`` the incarnation that the operator saw last
+    (the peer itself knows better); ``side_channel`` is ``host:port``; ``api`` a base URL.
+    """
+
+    engine: Identifier
+    side_channel: Address
+    engine_id: Annotated[str, Meta(max_length=512)] = ""
+    api: Annotated[str, Meta(max_length=512)] = ""
+
+
+class PeersDocument(Struct, frozen=True):
+    """``/v1/peers``. ``generation`` grows with every change."""
+
+    generation: Whole
+    peers: Annotated[tuple[PeerEntry, ...], Meta(max_length=4096)]
+    model: Annotated[str, Meta(max_length=512)] = ""
+    canary_interval_seconds: Whole = 0
+
+
+class LinkReport(Struct, frozen=True):
+    """One worker's view of one link. ``reason`` is a :class:`Reason` value or empty."""
+
+    engine: Identifier
+    engine_id: Annotated[str, Meta(max_length=512)]
+    state: LinkState
+    reason: Annotated[str, Meta(max_length=128)] = ""
+    message: Text = ""
+    bytes_per_second: Amount = 0.0
+    probe_bytes: Whole = 0
+
+
+class RankReport(Struct, frozen=True):
+    """``POST /v1/reports``: all links of one worker; ``of`` is (pipeline, tensor) sizes."""
+
+    rank: Rank
+    of: Rank
+    links: Annotated[tuple[LinkReport, ...], Meta(max_length=4096)]
+
+
+_PEERS = msgspec.json.Decoder(PeersDocument)
+_REPORT = msgspec.json.Decoder(RankReport)
+
+
+def encode_json(message: PeersDocument | RankReport) -> bytes:
+    """Return the JSON of a document."""
+    return msgspec.json.encode(message)
+
+
+def decode_peers(raw: bytes) -> PeersDocument | Malformed:
+    """Decode ``/v1/peers``; two entries for one engine are an error."""
+    document = bounded(raw, MAX_DOCUMENT_BYTES, _PEERS.decode)
+    if isinstance(document, Malformed):
+        return document
+    names = [entry.engine for entry in document.peers]
+    if len(set(names)) != len(names):
+        return Malformed("an engine is named twice")
+    for entry in document.peers:
+        if split_address(entry.side_channel) is None:
+            return Malformed(f"side_channel {entry.side_channel!r} is not host:port")
+    return document
+
+
+def decode_report(raw: bytes) -> RankReport | Malformed:
+    """Decode ``POST /v1/reports``."""
+    report = bounded(raw, MAX_DOCUMENT_BYTES, _REPORT.decode)
+    if isinstance(report, RankReport) and not all(
+        math.isfinite(link.bytes_per_second) for link in report.links
+    ):
+        return Malformed("bytes_per_second is not a finite number")
+    return report
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """Return (host, port) of ``host:port`` or ``[v6]:port``; None when it is neither."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        return None
+    if not colon or not host or not (port.isascii() and port.isdigit()) or len(port) > 5:
+        return None
+    return (host, int(port)) if 1 <= int(port) <= 65535 else None

@@ -1,0 +1,285 @@
+"""What travels on the side channel between engines: msgpack structs with total parsers.
+
+Every ``decode_*`` maps any bytes to a value or to :class:`Malformed` and never raises.
+Sizes are bounded before parsing (the byte limits) and while parsing (the limits of the
+types), so a peer can cost one message at most. Maps are keyed by field name and unknown
+keys are skipped: a newer peer may add fields. Regions and layers, of which there are many,
+are arrays to which new fields may be appended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
+from pdcluster_connector.plan.geometry import Region, Shard
+
+PROTOCOL_OLDEST = 1
+PROTOCOL_NEWEST = 1
+
+MAX_REQUEST_BYTES = 256 * 1024  # a request carries its engine's layers: 60 bytes each
+MAX_REPLY_BYTES = 64 * 1024 * 1024
+MAX_REGIONS_PER_ENGINE = 100_000
+
+Identifier = Annotated[str, Meta(min_length=1, max_length=512)]
+Text = Annotated[str, Meta(max_length=4096)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+ParallelSize = Annotated[int, Meta(ge=1, le=4096)]
+RankNumber = Annotated[int, Meta(ge=0, le=4095)]
+Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Bytes = Annotated[int, Meta(ge=0, le=2**48)]
+Token = Annotated[int, Meta(ge=0)]  # 64 random bits; msgpack has no larger integers
+Rank = tuple[RankNumber, RankNumber]  # (pipeline rank, tensor rank)
+LeaseKey = tuple[Identifier, Token]  # (prefill's request id, lease token)
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Bytes that are not the message they should be, and why in one sentence."""
+
+    message: str
+
+
+class RegionMessage(Struct, frozen=True, array_like=True):
+    """Mirrors :class:`~pdcluster_connector.plan.geometry.Region`."""
+
+    layer: Identifier
+    base: Address
+    num_blocks: Count
+    block_stride: Bytes
+    block_tokens: Count
+    head_start: Annotated[int, Meta(ge=0, le=2**20)]
+    head_stop: Annotated[int, Meta(ge=0, le=2**20)]
+    head_stride: Bytes
+    token_stride: Bytes | None
+    token_bytes: Bytes
+    device: Annotated[int, Meta(ge=0, le=4096)] = 0
+    memory: Memory = Memory.DRAM
+
+
+class LayerMessage(Struct, frozen=True, array_like=True):
+    """Mirrors :class:`~pdcluster_connector.compat.shape.LayerShape`.
+
+    An unknown ``kind`` of a newer peer becomes ``OTHER``, which a rule refuses by name.
+    """
+
+    name: Identifier
+    kind: Identifier
+    group: Annotated[int, Meta(ge=0, le=4096)]
+    kv_heads: Count
+    token_bytes: Bytes
+    window: Count | None = None
+
+
+class ShapeMessage(Struct, frozen=True):
+    """Mirrors :class:`~pdcluster_connector.compat.shape.EngineShape`."""
+
+    model: Identifier | None = None
+    kv_dtype: Identifier | None = None
+    block_size: Count | None = None
+    kernel_blocks_per_block: Count | None = None
+    prefix_caching: bool | None = None
+    tensor: ParallelSize = 1
+    pipeline: ParallelSize = 1
+    data: ParallelSize = 1
+    context: ParallelSize = 1
+    memory: Memory | None = None
+    token_sliceable: bool | None = None
+    packing: Identifier | None = None
+    layers: Annotated[tuple[LayerMessage, ...], Meta(max_length=8192)] | None = None
+
+
+class ProbeRegion(Struct, frozen=True):
+    """Registered memory that peers read to verify and measure a link; ``length`` in bytes."""
+
+    address: Address
+    length: Bytes
+    device: Annotated[int, Meta(ge=0, le=4096)] = 0
+    memory: Memory = Memory.DRAM
+
+
+class LeaseWords(Struct, frozen=True):
+    """Host memory with one 64-bit lease word a slot, read by decode after the data.
+
+    The place of the fence: nothing reads it yet.
+    """
+
+    address: Address
+    slots: Count
+
+
+class ShardMetadata(Struct, frozen=True):
+    """What one worker (rank) publishes about the memory that peers may read."""
+
+    engine_id: Identifier
+    rank: Rank
+    agent_name: Identifier
+    agent_metadata: Annotated[bytes, Meta(max_length=8 * 1024 * 1024)]
+    regions: Annotated[tuple[RegionMessage, ...], Meta(max_length=MAX_REGIONS_PER_ENGINE)]
+    probe: ProbeRegion
+    lease_words: LeaseWords | None = None
+
+
+class EngineMetadata(Struct, frozen=True, tag="engine"):
+    """The answer to a handshake: everything that a peer needs to read this engine's KV."""
+
+    protocol: int
+    engine_id: Identifier
+    shape: ShapeMessage
+    shards: Annotated[tuple[ShardMetadata, ...], Meta(max_length=4096)]
+    lease_seconds: Annotated[float, Meta(gt=0, le=86400)]
+    versions: Annotated[dict[Identifier, Text], Meta(max_length=64)] = {}
+
+
+class Refusal(Struct, frozen=True, tag="refusal"):
+    """The other answer to a handshake: the rule that forbids the pair, and both values."""
+
+    reason: Identifier
+    message: Text
+    prefill_value: Text = ""
+    decode_value: Text = ""
+
+
+class HandshakeRequest(Struct, frozen=True):
+    """Decode introduces itself. ``protocols`` is the (oldest, newest) version it speaks."""
+
+    protocols: tuple[int, int]
+    engine_id: Identifier
+    shape: ShapeMessage
+    rank: Rank
+
+
+class LeaseRequest(Struct, frozen=True):
+    """Decode tells prefill ``engine_id`` which leases it is done with or still needs."""
+
+    engine_id: Identifier
+    releases: Annotated[tuple[LeaseKey, ...], Meta(max_length=1024)] = ()
+    renewals: Annotated[tuple[LeaseKey, ...], Meta(max_length=1024)] = ()
+
+
+class HealthReply(Struct, frozen=True):
+    """``GET /healthz`` (JSON): which incarnation listens here, and how many shards it serves."""
+
+    engine_id: Identifier
+    role: Identifier
+    shards: Annotated[int, Meta(ge=0, le=4096)]
+
+
+T = TypeVar("T")
+
+# What msgspec raises on hostile input; RecursionError comes from deep nesting in skipped
+# fields, ValueError from text that is not UTF-8, OverflowError from numbers out of range.
+DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, MemoryError)
+
+
+def bounded(raw: bytes, limit: int, decoder: Callable[[bytes], T]) -> T | Malformed:
+    """Apply ``decoder`` to at most ``limit`` bytes; its known errors become Malformed."""
+    if len(raw) > limit:
+        return Malformed(f"{len(raw)} bytes, more than the {limit} allowed")
+    try:
+        return decoder(raw)
+    except DECODE_ERRORS as error:
+        return Malformed(f"{type(error).__name__}: {str(error)[:300]}")
+
+
+encode: Callable[[Struct], bytes] = msgspec.msgpack.encode
+encode_health: Callable[[HealthReply], bytes] = msgspec.json.encode
+
+_KINDS = {kind.value: kind for kind in LayerKind}
+_REPLY = msgspec.msgpack.Decoder(EngineMetadata | Refusal)
+_REQUEST = msgspec.msgpack.Decoder(HandshakeRequest)
+_LEASES = msgspec.msgpack.Decoder(LeaseRequest)
+_SHARD = msgspec.msgpack.Decoder(ShardMetadata)
+_HEALTH = msgspec.json.Decoder(HealthReply)
+
+
+def decode_handshake_request(raw: bytes) -> HandshakeRequest | Malformed:
+    """Decode ``POST /v1/handshake``'s body."""
+    return bounded(raw, MAX_REQUEST_BYTES, _REQUEST.decode)
+
+
+def decode_handshake_reply(raw: bytes) -> EngineMetadata | Refusal | Malformed:
+    """Decode a handshake's answer; limits over all shards together are checked here."""
+    reply = bounded(raw, MAX_REPLY_BYTES, _REPLY.decode)
+    if isinstance(reply, EngineMetadata):
+        regions = sum(len(shard.regions) for shard in reply.shards)
+        if regions > MAX_REGIONS_PER_ENGINE:
+            return Malformed(f"{regions} regions, more than the {MAX_REGIONS_PER_ENGINE} allowed")
+        if not math.isfinite(reply.lease_seconds):
+            return Malformed("lease_seconds is not a finite number")
+    return reply
+
+
+def decode_lease_request(raw: bytes) -> LeaseRequest | Malformed:
+    """Decode ``POST /v1/leases``'s body."""
+    return bounded(raw, MAX_REQUEST_BYTES, _LEASES.decode)
+
+
+def decode_shard(raw: bytes) -> ShardMetadata | Malformed:
+    """Decode what a worker handed to its own engine's scheduler role."""
+    return bounded(raw, MAX_REPLY_BYTES, _SHARD.decode)
+
+
+def decode_health(raw: bytes) -> HealthReply | Malformed:
+    """Decode ``GET /healthz``'s JSON body."""
+    return bounded(raw, 4096, _HEALTH.decode)
+
+
+def to_region(message: RegionMessage) -> Region:
+    """Return the planner's value of a wire region."""
+    return Region(**{name: getattr(message, name) for name in message.__struct_fields__})
+
+
+def from_region(region: Region) -> RegionMessage:
+    """Return the wire form of a region."""
+    return RegionMessage(
+        **{name: getattr(region, name) for name in RegionMessage.__struct_fields__}
+    )
+
+
+def to_shard(message: ShardMetadata) -> Shard:
+    """Return the planner's value of a wire shard."""
+    return Shard(rank=message.rank, regions=tuple(to_region(item) for item in message.regions))
+
+
+def to_shape(message: ShapeMessage) -> EngineShape:
+    """Return the rules' value of a wire shape."""
+    fields = {name: getattr(message, name) for name in message.__struct_fields__}
+    if message.layers is not None:
+        fields["layers"] = tuple(_to_layer(item) for item in message.layers)
+    return EngineShape(**fields)
+
+
+def from_shape(shape: EngineShape) -> ShapeMessage:
+    """Return the wire form of a shape."""
+    fields = {name: getattr(shape, name) for name in ShapeMessage.__struct_fields__}
+    if shape.layers is not None:
+        fields["layers"] = tuple(
+            LayerMessage(
+                layer.name,
+                layer.kind.value,
+                layer.group,
+                layer.kv_heads,
+                layer.token_bytes,
+                layer.window,
+            )
+            for layer in shape.layers
+        )
+    return ShapeMessage(**fields)
+
+
+def _to_layer(message: LayerMessage) -> LayerShape:
+    return LayerShape(
+        name=message.name,
+        kind=_KINDS.get(message.kind, LayerKind.OTHER),
+        group=message.group,
+        kv_heads=message.kv_heads,
+        token_bytes=message.token_bytes,
+        window=message.window,
+    )

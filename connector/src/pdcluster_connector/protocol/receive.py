@@ -1,0 +1,268 @@
+"""One request's receive on one rank: events and time in, decisions out.
+
+::
+
+    NEW -> HANDSHAKE -> POSTED -> FENCE -> DONE
+                |          |
+                |          +-> QUARANTINE -> FAILED
+                +------------------------------^
+
+The machine does no I/O and reads no clock. Its executor (``runtime.receive_executor``) tells
+it what happened and carries out the actions that come back. Two promises rest here:
+
+* exactly one :attr:`Action.REPORT` per request, whatever happens in whatever order;
+* a request is not reported while a transfer of it may still write into its blocks. Releasing
+  a NIXL handle does not stop the DMA, so only three things end a transfer: it was seen done,
+  it was seen broken by the transport, or the agent that ran it was destroyed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from math import inf
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
+
+
+class State(StrEnum):
+    """Where a receive stands."""
+
+    NEW = "new"
+    HANDSHAKE = "handshake"
+    POSTED = "posted"
+    FENCE = "fence"
+    DONE = "done"
+    QUARANTINE = "quarantine"
+    FAILED = "failed"
+
+
+class Action(Enum):
+    """What the executor has to do next."""
+
+    CONNECT = "find the peer and prepare its descriptor lists"
+    POST = "post the transfers, each between an Opened and, at the end, one Posted"
+    DESTROY_AGENT = "destroy the reading agent: nothing else stops what is still under way"
+    REPORT = "tell the engine: DONE or FAILED, with failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine handed the request over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The peer is known and its descriptor lists are prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Transfer ``transfer`` is about to be posted.
+
+    It may be posted only if it is in :attr:`Receive.open` afterwards: the lease may have
+    ended in this very moment.
+    """
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """No further transfer will be opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Transfer ``transfer`` was seen done: all its bytes are there."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Transfer ``transfer`` can write no more (transport error, or it was never posted)."""
+
+    transfer: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something else went wrong: handshake, plan, a peer that is gone, an exception."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The engine gave the request up (abort)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDestroyed:
+    """The agent that ran this request's transfers is gone, and its DMA with it."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    Started
+    | Connected
+    | Opened
+    | Posted
+    | Landed
+    | Broken
+    | Failed
+    | Abandoned
+    | AgentDestroyed
+    | Tick
+)
+
+ABANDONED = "given up by the engine before all data had landed"
+
+
+@dataclass(slots=True)
+class Receive:
+    """The state of one receive.
+
+    Attributes:
+        request_id: for messages only.
+        deadline: when the prefill engine's lease ends; same clock as the ``now`` of events.
+        drain_seconds: how long a quarantine may last before the agent must be destroyed.
+        state: where it stands.
+        failure: the first cause, once there is one.
+        abandoned: whether the engine gave the request up before it was done.
+        open: transfers that may still write into the request's blocks.
+        entered: when each state was first entered.
+        posted_at: when the last transfer was posted.
+    """
+
+    request_id: str
+    deadline: float
+    drain_seconds: float
+    state: State = State.NEW
+    failure: Failure | None = None
+    abandoned: bool = False
+    open: set[int] = field(default_factory=set)
+    entered: dict[State, float] = field(default_factory=dict)
+    posted_at: float | None = None
+    drain_at: float = inf
+    destroy_asked: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has been reported."""
+        return self.state in (State.DONE, State.FAILED)
+
+    @property
+    def may_post(self) -> bool:
+        """Whether a further transfer may be opened: not after anything went wrong."""
+        return self.state is State.POSTED and self.posted_at is None
+
+    @property
+    def next_tick(self) -> float:
+        """When a :class:`Tick` is due; infinite when time changes nothing any more."""
+        if self.finished:
+            return inf
+        if self.state is State.QUARANTINE:
+            return inf if self.destroy_asked else self.drain_at
+        return self.deadline
+
+    def on(self, event: Event, now: float) -> tuple[Action, ...]:
+        """Take in ``event`` at time ``now``; returns what to do, in order."""
+        if self.finished:
+            return ()
+        actions: list[Action] = []
+        expired = self.state is not State.QUARANTINE and now >= self.deadline
+        if expired and not isinstance(event, Failed):  # which knows the cause better
+            # Before the event: data that is seen landed after the lease's end may already
+            # be another request's.
+            self._fail(self._expired(), now, actions)
+        if not self.finished:
+            self._take(event, now, actions)
+        if self.state is State.QUARANTINE and now >= self.drain_at and not self.destroy_asked:
+            self.destroy_asked = True
+            actions.append(Action.DESTROY_AGENT)
+        return tuple(actions)
+
+    def _take(self, event: Event, now: float, actions: list[Action]) -> None:
+        match event:  # what no case fits is late or repeated news, which changes nothing
+            case Started() if self.state is State.NEW:
+                self._enter(State.HANDSHAKE, now)
+                actions.append(Action.CONNECT)
+            case Connected() if self.state is State.HANDSHAKE:
+                self._enter(State.POSTED, now)
+                actions.append(Action.POST)
+            case Opened(transfer) if self.may_post:
+                self.open.add(transfer)
+            case Posted() if self.may_post:
+                self.posted_at = now
+                self._settle(now, actions)
+            case Landed(transfer):
+                self.open.discard(transfer)
+                self._settle(now, actions)
+            case Broken() | Failed() | Abandoned() | AgentDestroyed():
+                self._take_trouble(event, now, actions)
+
+    def _take_trouble(
+        self,
+        event: Broken | Failed | Abandoned | AgentDestroyed,
+        now: float,
+        actions: list[Action],
+    ) -> None:
+        match event:
+            case Broken(transfer, failure):
+                self.open.discard(transfer)
+                self._fail(failure, now, actions)
+            case Failed(failure):
+                self._fail(failure, now, actions)
+            case Abandoned():
+                self.abandoned = True
+                self._fail(Failure(Reason.TRANSFER_STALLED, ABANDONED), now, actions)
+            case AgentDestroyed(failure):
+                if self.open or self.state is State.POSTED:
+                    self.open.clear()
+                    self._fail(failure, now, actions)
+
+    def _settle(self, now: float, actions: list[Action]) -> None:
+        """End the receive if nothing of it is under way any more."""
+        if self.open:
+            return
+        if self.state is State.QUARANTINE:
+            self._enter(State.FAILED, now)
+            actions.append(Action.REPORT)
+        elif self.state is State.POSTED and self.posted_at is not None:
+            # FENCE is where the lease word will be read after the data; until it is, the
+            # state is passed straight through.
+            self._enter(State.FENCE, now)
+            self._enter(State.DONE, now)
+            actions.append(Action.REPORT)
+
+    def _fail(self, failure: Failure, now: float, actions: list[Action]) -> None:
+        if self.failure is None:
+            self.failure = failure
+        if self.state is not State.QUARANTINE:
+            self.drain_at = now + self.drain_seconds
+            self._enter(State.QUARANTINE, now)
+        self._settle(now, actions)
+
+    def _expired(self) -> Failure:
+        if self.state is State.POSTED:
+            return Failure(
+                Reason.TRANSFER_STALLED,
+                f"{len(self.open)} transfer(s) had not landed when the lease ended",
+            )
+        return Failure(
+            Reason.LEASE_EXPIRED, "the lease ended before the prefill engine could be read"
+        )
+
+    def _enter(self, state: State, now: float) -> None:
+        self.state = state
+        self.entered.setdefault(state, now)

@@ -1,0 +1,48 @@
+"""One refusal in its three forms: a rule's finding, a message on the wire, a failure.
+
+At a handshake everything about both engines is known, so a rule that cannot be decided is
+a refusal too: nothing is attempted on a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.rules import Finding, Verdict, refused
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.messages import Refusal
+
+_REASONS = {reason.value: reason for reason in Reason}
+
+
+def refusal_of(findings: Sequence[Finding]) -> Refusal | None:
+    """Return the refusal that ``findings`` amount to at a handshake; None when empty."""
+    if not findings:
+        return None
+    finding = refused(findings) or findings[0]
+    if finding.verdict is Verdict.UNKNOWN:
+        message = f"an engine does not state its {finding.field}"
+    else:
+        message = finding.message
+    return Refusal(
+        reason=finding.reason.value,
+        message=f"{message.rstrip('.')}. {finding.remedy}"[:4096],
+        prefill_value=finding.prefill_value[:4096],
+        decode_value=finding.decode_value[:4096],
+    )
+
+
+def failure_of(refusal: Refusal) -> Failure:
+    """Return what a request fails with, or a link shows, for a refusal.
+
+    A reason that only a newer peer knows becomes ProtocolVersionMismatch and stays in the
+    text.
+    """
+    reason = _REASONS.get(refusal.reason)
+    message = refusal.message
+    if refusal.prefill_value or refusal.decode_value:
+        message += f" (prefill: {refusal.prefill_value}; decode: {refusal.decode_value})"
+    if reason is None:
+        return Failure(Reason.PROTOCOL_VERSION_MISMATCH, f"{refusal.reason}: {message}")
+    return Failure(reason, message)

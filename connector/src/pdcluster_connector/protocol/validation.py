@@ -1,0 +1,133 @@
+"""Contradictions inside one engine's metadata: found before anything is planned from it.
+
+The rules of :mod:`pdcluster_connector.compat` judge two shapes; here one engine's own
+statement is judged: its shards must be complete, agree on the engine, and describe memory
+that can exist.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.rules import Finding, Verdict
+from pdcluster_connector.protocol.messages import EngineMetadata, RegionMessage, ShardMetadata
+
+MAX_RANKS = 4096
+MAX_REGION_BYTES = 2**48
+ADDRESS_SPACE = 2**63
+
+
+def validate_metadata(metadata: EngineMetadata) -> tuple[Finding, ...]:
+    """All contradictions in ``metadata``; empty when it can be planned from."""
+    return tuple(_findings(metadata))
+
+
+def _findings(metadata: EngineMetadata) -> Iterator[Finding]:
+    yield from _shards(metadata)
+    if metadata.shape.layers is not None:
+        yield from _layers(metadata)
+    for shard in metadata.shards:
+        yield from _memory(shard)
+
+
+def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
+    for shard in metadata.shards:
+        if shard.engine_id != metadata.engine_id:
+            yield _finding(
+                Reason.ENGINE_ID_INCONSISTENT,
+                "engine_id",
+                shard.engine_id,
+                f"rank {shard.rank} says that it belongs to {shard.engine_id},"
+                f" its engine says {metadata.engine_id}",
+                "Start every rank of an engine with the same engine_id.",
+            )
+    ranks = Counter(shard.rank for shard in metadata.shards)
+    shape = metadata.shape
+    if shape.pipeline * shape.tensor > MAX_RANKS:
+        yield _finding(
+            Reason.LAYOUT_UNSUPPORTED,
+            "pipeline, tensor",
+            f"{shape.pipeline} x {shape.tensor}",
+            f"pipeline {shape.pipeline} x tensor {shape.tensor} is more than {MAX_RANKS} ranks",
+            f"Use at most {MAX_RANKS} ranks an engine.",
+        )
+        return
+    expected = {(pp, tp) for pp in range(shape.pipeline) for tp in range(shape.tensor)}
+    twice = sorted(rank for rank, count in ranks.items() if count > 1)
+    for rank in (*twice, *sorted(set(ranks) - expected))[:8]:
+        yield _finding(
+            Reason.ENGINE_ID_INCONSISTENT,
+            "rank",
+            str(rank),
+            f"rank {rank} is published twice or lies outside of pipeline {shape.pipeline}"
+            f" x tensor {shape.tensor}",
+            "Start every engine with an engine_id of its own.",
+        )
+    for rank in sorted(expected - set(ranks))[:8]:
+        yield _finding(
+            Reason.SHARD_MISSING,
+            "rank",
+            str(rank),
+            f"rank {rank} of {metadata.engine_id} has published no memory",
+            "Look for that rank's worker in the engine's log.",
+        )
+
+
+def _layers(metadata: EngineMetadata) -> Iterator[Finding]:
+    stated = {layer.name for layer in metadata.shape.layers or ()}
+    held = {region.layer for shard in metadata.shards for region in shard.regions}
+    for name in sorted(stated ^ held)[:8]:
+        where = "no shard holds it" if name in stated else "the shape does not name it"
+        yield _finding(
+            Reason.LAYER_MISMATCH,
+            "layers",
+            name,
+            f"layer {name} of {metadata.engine_id}: {where}",
+            "Use the same connector version in every rank of the engine.",
+        )
+
+
+def _memory(shard: ShardMetadata) -> Iterator[Finding]:
+    wrong = next(((region, why) for region in shard.regions if (why := _fault(region))), None)
+    if wrong is not None:
+        region, why = wrong
+        yield _finding(
+            Reason.LAYOUT_UNSUPPORTED,
+            "regions",
+            region.layer,
+            f"layer {region.layer} of rank {shard.rank}: {why}",
+            "Report it: the connector described memory that cannot exist.",
+        )
+
+
+def _fault(region: RegionMessage) -> str | None:
+    heads = region.head_stop - region.head_start
+    if heads <= 0 or min(region.block_stride, region.head_stride, region.token_bytes) <= 0:
+        return "a size that is not positive"
+    if region.token_stride is not None and region.token_stride < region.token_bytes:
+        return "tokens that overlap"
+    tokens = (region.block_tokens - 1) * (region.token_stride or region.token_bytes)
+    extent = (
+        (region.num_blocks - 1) * region.block_stride
+        + (heads - 1) * region.head_stride
+        + tokens
+        + region.token_bytes
+    )
+    if extent > MAX_REGION_BYTES or region.base + extent >= ADDRESS_SPACE:
+        return f"{extent} bytes at {region.base:#x} are beyond any memory"
+    return None
+
+
+def _finding(reason: Reason, field: str, value: str, message: str, remedy: str) -> Finding:
+    return Finding(
+        reason=reason,
+        verdict=Verdict.REFUSED,
+        field=field,
+        prefill_value=value,
+        decode_value="",
+        message=message,
+        remedy=remedy,
+        rule=f"{reason.value}/metadata",
+    )

@@ -1,0 +1,89 @@
+"""The links' documents, read on both ends: here by the worker, there by the launcher."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster_connector.protocol import links
+from pdcluster_connector.protocol.messages import Malformed
+
+ENTRY = links.PeerEntry("ns.c.prefill.r.0", "127.0.0.2:5600", "ns.c.prefill.r.0/1", "http://a:8000")
+DOCUMENT = links.PeersDocument(3, (ENTRY,), "tiny", 30)
+REPORT = links.RankReport(
+    (0, 1),
+    (1, 2),
+    (links.LinkReport("e", "e/1", links.LinkState.ESTABLISHED, "", "", 1.5e9, 65536),),
+)
+
+
+def test_documents_as_operator_and_worker_write_them() -> None:
+    peers = {
+        "generation": 3,
+        "model": "tiny",
+        "canary_interval_seconds": 30,
+        "later": {"field": 1},
+        "peers": [
+            {
+                "engine": "ns.c.prefill.r.0",
+                "engine_id": "ns.c.prefill.r.0/1",
+                "side_channel": "127.0.0.2:5600",
+                "api": "http://a:8000",
+            }
+        ],
+    }
+    assert links.decode_peers(json.dumps(peers).encode()) == DOCUMENT
+    assert links.decode_peers(links.encode_json(DOCUMENT)) == DOCUMENT
+    assert links.decode_report(links.encode_json(REPORT)) == REPORT
+    assert json.loads(links.encode_json(REPORT))["links"][0]["state"] == "Established"
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes(raw: bytes) -> None:
+    assert isinstance(links.decode_peers(raw), Malformed)
+    assert isinstance(links.decode_report(raw), Malformed)
+
+
+def test_mutations_never_raise() -> None:
+    rng = random.Random(3)
+    for raw in (links.encode_json(DOCUMENT), links.encode_json(REPORT)):
+        for _ in range(3000):
+            mutant = bytearray(raw)
+            for _ in range(rng.randint(1, 4)):
+                mutant[rng.randrange(len(mutant))] = rng.randrange(256)
+            links.decode_peers(bytes(mutant))
+            links.decode_report(bytes(mutant))
+
+
+def test_an_engine_named_twice_and_a_wrong_address() -> None:
+    twice = links.decode_peers(links.encode_json(links.PeersDocument(1, (ENTRY, ENTRY))))
+    assert twice == Malformed("an engine is named twice")
+    wrong = links.PeersDocument(1, (links.PeerEntry("e", "nowhere"),))
+    outcome = links.decode_peers(links.encode_json(wrong))
+    assert isinstance(outcome, Malformed)
+    assert "nowhere" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1:5600", ("127.0.0.1", 5600)),
+        ("[::1]:80", ("::1", 80)),
+        ("a.b.svc:1", ("a.b.svc", 1)),
+        ("::1:80", None),
+        ("host", None),
+        (":80", None),
+        ("h:", None),
+        ("h:0", None),
+        ("h:65536", None),
+        ("h:٣", None),
+        ("h:-1", None),
+    ],
+)
+def test_addresses(text: str, expected: tuple[str, int] | None) -> None:
+    assert links.split_address(text) == expected

@@ -1,0 +1,195 @@
+"""Tickets: round trips, totality, and the prompt they are bound to."""
+
+from __future__ import annotations
+
+import json
+import random
+from base64 import urlsafe_b64encode
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster_connector.protocol.messages import Malformed
+from pdcluster_connector.protocol.prompt_digest import DIGEST_BYTES, prompt_digest
+from pdcluster_connector.protocol.ticket import (
+    MAX_TICKET_BYTES,
+    Ticket,
+    decode,
+    encode,
+    kv_transfer_params,
+    signed_bytes,
+    ticket_of,
+)
+
+TICKET = Ticket(
+    engine_id="ns.c.prefill.r.0/0123456789abcdef",
+    host="127.0.0.2",
+    port=5600,
+    request_id="cmpl-1-0",
+    token=2**64 - 1,
+    blocks=((3, 4, -1, 9),),
+    block_size=16,
+    tokens=50,
+    prompt_digest=prompt_digest([1, 2, 3]),
+    expires_at=1_800_000_000.5,
+    tensor=2,
+)
+ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60)
+tickets = st.builds(
+    Ticket,
+    engine_id=ids,
+    host=ids,
+    port=st.integers(1, 65535),
+    request_id=ids,
+    token=st.integers(0, 2**64 - 1),
+    blocks=st.lists(st.lists(st.integers(-1, 2**31 - 1), max_size=30).map(tuple), max_size=4).map(
+        tuple
+    ),
+    block_size=st.integers(1, 4096),
+    tokens=st.integers(0, 2**31 - 1),
+    prompt_digest=st.binary(min_size=16, max_size=16),
+    expires_at=st.floats(allow_nan=False, allow_infinity=False),
+    tensor=st.integers(1, 4096),
+    pipeline=st.integers(1, 4096),
+    fence_slot=st.integers(-1, 2**31 - 1),
+    signature=st.binary(max_size=64),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(tickets)
+def test_round_trip(ticket: Ticket) -> None:
+    text = encode(ticket)
+    assert text.isascii()
+    assert decode(text) == ticket
+    assert ticket_of(json.loads(json.dumps(kv_transfer_params(ticket)))) == ticket
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.text(max_size=200) | st.binary(max_size=200).map(lambda b: urlsafe_b64encode(b).decode()))
+def test_any_text_is_malformed_or_a_ticket(text: str) -> None:
+    assert isinstance(decode(text), Malformed)
+
+
+def test_mutations_never_raise() -> None:
+    rng = random.Random(7)
+    text = encode(TICKET)
+    raw = bytearray(text.encode())
+    for _ in range(5000):
+        mutant = bytearray(raw)
+        for _ in range(rng.randint(1, 6)):
+            mutant[rng.randrange(len(mutant))] = rng.randrange(128)
+        assert isinstance(decode(mutant.decode()), Ticket | Malformed)
+    for length in range(len(text)):
+        assert isinstance(decode(text[:length]), Malformed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"port": 0},
+        {"port": 70000},
+        {"engine_id": ""},
+        {"engine_id": "x" * 513},
+        {"prompt_digest": b"short"},
+        {"blocks": ((-2,),)},
+        {"block_size": 0},
+        {"expires_at": float("nan")},
+        {"expires_at": float("inf")},
+    ],
+    ids=str,
+)
+def test_values_out_of_bounds(change: dict[str, object]) -> None:
+    ticket = msgspec.structs.replace(TICKET, **change)
+    assert isinstance(decode(encode(ticket)), Malformed)
+
+
+def test_a_ticket_of_another_format_says_so() -> None:
+    envelope = msgspec.msgpack.encode([2, signed_bytes(TICKET), b""])
+    outcome = decode(urlsafe_b64encode(envelope).decode())
+    assert isinstance(outcome, Malformed)
+    assert "format 2" in outcome.message
+
+
+def test_too_long_is_refused_before_decoding() -> None:
+    outcome = decode("A" * (MAX_TICKET_BYTES + 4))
+    assert isinstance(outcome, Malformed)
+    assert str(MAX_TICKET_BYTES) in outcome.message
+
+
+def test_the_signature_covers_everything_but_itself() -> None:
+    signed = msgspec.structs.replace(TICKET, signature=b"s" * 32)
+    assert signed_bytes(signed) == signed_bytes(TICKET)
+    for name in Ticket.__struct_fields__:
+        if name == "signature":
+            continue
+        value = getattr(TICKET, name)
+        other = value + value if isinstance(value, str | bytes | tuple) else value - 1
+        changed = msgspec.structs.replace(TICKET, **{name: other})
+        assert signed_bytes(changed) != signed_bytes(TICKET), name
+
+
+def test_router_keys() -> None:
+    params = kv_transfer_params(TICKET)
+    assert params["do_remote_prefill"] is True
+    assert params["do_remote_decode"] is False
+    assert params["remote_engine_id"] == TICKET.engine_id
+    assert (params["remote_host"], params["remote_port"]) == TICKET.side_channel
+    assert params["remote_request_id"] == TICKET.request_id
+    assert params["remote_block_ids"] == [[3, 4, -1, 9]]
+    assert params["tp_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        (None, type(None)),
+        ({}, type(None)),
+        ({"do_remote_decode": True}, type(None)),
+        ({"do_remote_prefill": False, "ticket": encode(TICKET)}, type(None)),
+        ([1, 2], type(None)),
+        ("text", type(None)),
+        ({"do_remote_prefill": True}, Malformed),
+        ({"do_remote_prefill": True, "ticket": 7}, Malformed),
+        ({"do_remote_prefill": True, "ticket": ["x"]}, Malformed),
+        ({"do_remote_prefill": True, "ticket": ""}, Malformed),
+        ({"do_remote_prefill": True, "ticket": encode(TICKET)}, Ticket),
+    ],
+    ids=str,
+)
+def test_ticket_of_takes_any_params(params: object, kind: type) -> None:
+    assert isinstance(ticket_of(params), kind)  # type: ignore[arg-type]
+
+
+def test_digest_tells_prompts_apart() -> None:
+    digests = {
+        prompt_digest([1, 2, 3]),
+        prompt_digest([1, 2, 4]),
+        prompt_digest([1, 2]),
+        prompt_digest([]),
+        prompt_digest([1, 2, 3], ["a"]),
+        prompt_digest([1, 2, 3], ["b"]),
+        prompt_digest([1, 2, 3], ["a", "b"]),
+        prompt_digest([1, 2, 3], ["ab"]),
+        prompt_digest([1, 2, 3], lora="a"),
+        prompt_digest([1, 2, 3], lora=""),
+    }
+    assert len(digests) == 10
+    assert all(len(digest) == DIGEST_BYTES for digest in digests)
+
+
+def test_digest_does_not_depend_on_the_container() -> None:
+    expected = prompt_digest([5, 6, 7])
+    assert prompt_digest((5, 6, 7)) == expected
+    assert prompt_digest(np.array([5, 6, 7], dtype=np.int32)) == expected  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=50), st.data())
+def test_one_changed_token_changes_the_digest(tokens: list[int], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    changed = [*tokens]
+    changed[at] += 1
+    assert prompt_digest(changed) != prompt_digest(tokens)

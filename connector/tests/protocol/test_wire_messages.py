@@ -1,0 +1,253 @@
+"""The decoders are total and bounded, and wire forms say what the values say."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tracemalloc
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
+from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.protocol import messages as m
+
+DECODERS = [
+    m.decode_handshake_request,
+    m.decode_handshake_reply,
+    m.decode_lease_request,
+    m.decode_shard,
+    m.decode_health,
+]
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
+sizes = st.integers(1, 2**31 - 1)
+layers = st.builds(
+    LayerShape,
+    name=names,
+    kind=st.sampled_from(LayerKind),
+    group=st.integers(0, 4096),
+    kv_heads=sizes,
+    token_bytes=st.integers(0, 2**40),
+    window=st.none() | sizes,
+)
+shapes = st.builds(
+    EngineShape,
+    model=st.none() | names,
+    kv_dtype=st.none() | names,
+    block_size=st.none() | sizes,
+    kernel_blocks_per_block=st.none() | sizes,
+    prefix_caching=st.none() | st.booleans(),
+    tensor=st.integers(1, 4096),
+    pipeline=st.integers(1, 4096),
+    data=st.integers(1, 4096),
+    context=st.integers(1, 4096),
+    memory=st.none() | st.sampled_from(Memory),
+    token_sliceable=st.none() | st.booleans(),
+    packing=st.none() | names,
+    layers=st.none() | st.lists(layers, max_size=4).map(tuple),
+)
+regions = st.builds(
+    Region,
+    layer=names,
+    base=st.integers(0, 2**63 - 1),
+    num_blocks=sizes,
+    block_stride=st.integers(0, 2**48),
+    block_tokens=sizes,
+    head_start=st.integers(0, 2**20),
+    head_stop=st.integers(0, 2**20),
+    head_stride=st.integers(0, 2**48),
+    token_stride=st.none() | st.integers(0, 2**48),
+    token_bytes=st.integers(0, 2**48),
+    device=st.integers(0, 4096),
+    memory=st.sampled_from(Memory),
+)
+
+
+def engine(shape: EngineShape, held: tuple[Region, ...]) -> m.EngineMetadata:
+    shard = m.ShardMetadata(
+        "ns.c.prefill.r.0/00",
+        (0, 0),
+        "agent",
+        b"\0\1blob",
+        tuple(map(m.from_region, held)),
+        m.ProbeRegion(4096, 65536),
+        m.LeaseWords(1 << 40, 128),
+    )
+    return m.EngineMetadata(
+        1, "ns.c.prefill.r.0/00", m.from_shape(shape), (shard,), 60.0, {"vllm": "0.32.0"}
+    )
+
+
+VALID = [
+    m.encode(m.HandshakeRequest((1, 1), "d/1", m.from_shape(EngineShape()), (0, 0))),
+    m.encode(
+        engine(
+            EngineShape(layers=(LayerShape("l", LayerKind.MLA, 0, 1, 8),)),
+            (Region("l", 4096, 8, 1024, 16, 0, 2, 512, None, 32),),
+        )
+    ),
+    m.encode(m.Refusal("BlockSizeMismatch", "no", "16", "32")),
+    m.encode(m.LeaseRequest("p/1", (("r", 2**64 - 1),), (("s", 0),))),
+    m.encode_health(m.HealthReply("p/1", "prefill", 2)),
+]
+
+
+def check(raw: bytes) -> int:
+    """Run every decoder; return how many took the bytes for their message."""
+    taken = 0
+    for decode in DECODERS:
+        value = decode(raw)
+        if isinstance(value, m.Malformed):
+            assert value.message
+            assert len(value.message) < 500
+        else:
+            assert isinstance(value, msgspec.Struct)
+            taken += 1
+    return taken
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_value_or_malformed(raw: bytes) -> None:
+    check(raw)
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | names
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "engine_id", "shape", "shards", "rank", "protocols", "releases", "regions"]
+            )
+            | names,
+            inner,
+            max_size=6,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(values)
+def test_well_formed_msgpack_and_json_of_wrong_types(value: object) -> None:
+    check(msgspec.msgpack.encode(value))
+    check(msgspec.json.encode(value))
+
+
+def test_mutations_of_valid_messages_never_raise() -> None:
+    rng = random.Random(20261121)
+    tried = taken = 0
+    for raw in VALID:
+        assert check(raw) >= 1
+        for length in range(len(raw)):
+            check(raw[:length])
+            tried += 1
+        for _ in range(3000):
+            mutant = bytearray(raw)
+            for _ in range(rng.randint(1, 4)):
+                at = rng.randrange(len(mutant))
+                choice = rng.random()
+                if choice < 0.6:
+                    mutant[at] = rng.randrange(256)
+                elif choice < 0.8:
+                    del mutant[at : at + rng.randint(1, 8)]
+                    mutant = mutant or bytearray(b"\xc1")
+                else:
+                    mutant[at:at] = rng.randbytes(rng.randint(1, 8))
+            taken += check(bytes(mutant)) > 0
+            tried += 1
+    assert tried > 15_000
+    assert 0 < taken < tried  # some mutations only change a value: those are taken
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x82\xa4type\xa6engine\xa6shards\xdd\xff\xff\xff\xff\x80",
+        b"\x81\xa8releases\xdd\xff\xff\xff\xff" + b"\x92\xa1a\x01" * 100,
+        b"\x81\xa1x" + b"\x91" * 200_000,
+        b"[" * 4000,
+        b'{"x":' * 700,
+    ],
+    ids=["array", "map", "bin", "shards", "releases", "nested", "json list", "json map"],
+)
+def test_bombs_cost_no_memory(raw: bytes) -> None:
+    tracemalloc.start()
+    try:
+        assert check(raw) == 0
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * 1024 * 1024
+
+
+def test_sizes_are_checked_before_parsing() -> None:
+    padding = b"\0" * m.MAX_REQUEST_BYTES
+    for decode in (m.decode_handshake_request, m.decode_lease_request):
+        value = decode(VALID[0] + padding)
+        assert isinstance(value, m.Malformed)
+        assert str(m.MAX_REQUEST_BYTES) in value.message
+
+
+def test_regions_are_bounded_over_all_shards() -> None:
+    region = m.from_region(Region("l", 4096, 8, 1024, 16, 0, 2, 512, None, 32))
+    many = engine(EngineShape(), ())
+    shard = msgspec.structs.replace(many.shards[0], regions=(region,) * 50_001)
+    value = m.decode_handshake_reply(m.encode(msgspec.structs.replace(many, shards=(shard, shard))))
+    assert isinstance(value, m.Malformed)
+    assert "100002 regions" in value.message
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0, 1e9])
+def test_lease_seconds_is_a_sane_number(seconds: float) -> None:
+    metadata = msgspec.structs.replace(engine(EngineShape(), ()), lease_seconds=seconds)
+    assert isinstance(m.decode_handshake_reply(m.encode(metadata)), m.Malformed)
+
+
+@settings(max_examples=300, deadline=None)
+@given(shapes, st.lists(regions, max_size=4).map(tuple))
+def test_values_survive_the_wire(shape: EngineShape, held: tuple[Region, ...]) -> None:
+    raw = m.encode(engine(shape, held))
+    reply = m.decode_handshake_reply(raw)
+    assert isinstance(reply, m.EngineMetadata)
+    assert m.to_shape(reply.shape) == shape
+    assert m.to_shard(reply.shards[0]) == Shard((0, 0), held)
+    assert m.decode_shard(m.encode(reply.shards[0])) == reply.shards[0]
+
+
+@pytest.mark.parametrize(
+    ("wire", "value"),
+    [(m.RegionMessage, Region), (m.LayerMessage, LayerShape), (m.ShapeMessage, EngineShape)],
+)
+def test_wire_forms_mirror_every_field(wire: type, value: type) -> None:
+    assert wire.__struct_fields__ == tuple(field.name for field in dataclasses.fields(value))
+
+
+def test_an_unknown_layer_kind_is_other_and_unknown_fields_are_skipped() -> None:
+    raw = msgspec.msgpack.encode(
+        {
+            "protocols": [1, 3],
+            "engine_id": "d/1",
+            "rank": [0, 0],
+            "news": {"deep": [1, 2, 3]},
+            "shape": {"layers": [["l", "linear_v7", 0, 2, 64, None, "appended later"]]},
+        }
+    )
+    request = m.decode_handshake_request(raw)
+    assert isinstance(request, m.HandshakeRequest)
+    layers = m.to_shape(request.shape).layers
+    assert layers is not None
+    assert layers[0].kind is LayerKind.OTHER
