@@ -1,0 +1,186 @@
+"""One link of one decode worker: found, shaken hands with, probed, watched, and found anew.
+
+A keeper does not wait for the operator to notice a restart: it asks the peer itself which
+incarnation listens, so a prefill engine that comes back is linked again at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import aiohttp
+from msgspec.structs import replace
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.links import LinkReport, LinkState, PeerEntry, split_address
+from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.runtime.handshake import TryAgain, ask_health
+from pdcluster_connector.runtime.ports import PeerSource
+
+logger = logging.getLogger(__name__)
+
+HEALTH_SECONDS = 3.0
+CONNECT_SECONDS = 30.0
+PROBE_SECONDS = 60.0
+RETRY_SECONDS = 0.5
+REFUSED_SECONDS = 5.0  # a refusal is not asked about again sooner
+
+
+class ProbeOutcome(Protocol):
+    """What a probe of a peer's memory found; ``failure`` is None when all of it was right."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the probe cannot be believed."""
+        ...
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The slowest source shard's rate."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read, over all source shards."""
+        ...
+
+
+Probe = Callable[[EngineMetadata], "Future[ProbeOutcome]"]
+
+
+class LinkKeeper:
+    """Keeps one link; :attr:`report` is its present state.
+
+    Args:
+        entry: the peer.
+        peers: where handshakes are made; its news of gone peers comes in by :meth:`gone`.
+        probe: reads the peer's probe memory.
+        changed: called, without arguments, after :attr:`report` has changed.
+    """
+
+    def __init__(
+        self, entry: PeerEntry, peers: PeerSource, probe: Probe, changed: Callable[[], None]
+    ) -> None:
+        self.entry = entry
+        self.report = LinkReport(entry.engine, entry.engine_id or entry.engine, LinkState.PENDING)
+        self._peers = peers
+        self._probe = probe
+        self._changed = changed
+        self._engine_id = ""
+        self._lost: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
+
+    def gone(self, engine_id: str, failure: Failure) -> None:
+        """Take notice that an incarnation has vanished. On the loop's thread."""
+        if engine_id == self._engine_id and not self._lost.done():
+            self._lost.set_result(failure)
+
+    async def keep(self, session: aiohttp.ClientSession) -> None:
+        """Keep the link until cancelled."""
+        while True:
+            try:
+                failure = await self._once(session)
+            except Exception as error:  # whatever it is, the other links go on
+                logger.exception("the link to %s", self.entry.engine)
+                failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
+            held = self.report.state is LinkState.ESTABLISHED
+            self._set(LinkState.FAILED, reason=failure.reason.value, message=failure.message[:4000])
+            lost = failure.reason in {Reason.SIDE_CHANNEL_UNREACHABLE, Reason.PEER_RESTARTED}
+            pause = RETRY_SECONDS if held or lost else REFUSED_SECONDS
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
+
+    async def _once(self, session: aiohttp.ClientSession) -> Failure:
+        """Establish the link and hold it; return why it could not be, or was lost."""
+        address = split_address(self.entry.side_channel)
+        if address is None:
+            message = f"{self.entry.side_channel!r} is not host:port"
+            return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
+        health = await ask_health(session, *address, HEALTH_SECONDS)
+        if isinstance(health, TryAgain):
+            return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, health.message)
+        logical = health.engine_id.partition("/")[0]
+        if logical != self.entry.engine:
+            message = f"{self.entry.side_channel} is {logical}, not {self.entry.engine}"
+            return Failure(Reason.ENGINE_ID_INCONSISTENT, message)
+        self._engine_id = health.engine_id
+        self._lost = asyncio.get_running_loop().create_future()
+        metadata = await self._connect(*address)
+        if isinstance(metadata, Failure):
+            return metadata
+        probed = await self._probed(metadata)
+        if isinstance(probed, Failure):
+            return probed
+        self._set(
+            LinkState.ESTABLISHED,
+            bytes_per_second=probed.bytes_per_second,
+            probe_bytes=probed.nbytes,
+        )
+        return await self._lost
+
+    async def _connect(self, host: str, port: int) -> EngineMetadata | Failure:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[EngineMetadata | Failure] = loop.create_future()
+
+        def done(outcome: EngineMetadata | Failure) -> None:
+            loop.call_soon_threadsafe(_settle, answer, outcome)
+
+        deadline = time.monotonic() + CONNECT_SECONDS
+        self._peers.connect(self._engine_id, host, port, deadline, done)
+        return await answer
+
+    async def _probed(self, metadata: EngineMetadata) -> ProbeOutcome | Failure:
+        running = asyncio.wrap_future(self._probe(metadata))
+        both: set[asyncio.Future[Any]] = {running, self._lost}
+        done, _ = await asyncio.wait(
+            both, timeout=PROBE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        if running in done and running.cancelled():  # the receiver shuts down
+            return Failure(Reason.BACKEND_ERROR, "the probe was cancelled")
+        if running in done:
+            return running.result().failure or running.result()
+        running.cancel()
+        if self._lost in done:
+            return self._lost.result()
+        message = f"a probe of {metadata.engine_id} took more than {PROBE_SECONDS:.0f} s"
+        return Failure(Reason.TRANSFER_STALLED, message)
+
+    def _set(
+        self,
+        state: LinkState,
+        *,
+        reason: str = "",
+        message: str = "",
+        bytes_per_second: float = 0.0,
+        probe_bytes: int = 0,
+    ) -> None:
+        report = LinkReport(
+            engine=self.entry.engine,
+            engine_id=self._engine_id or self.report.engine_id,
+            state=state,
+            reason=reason,
+            message=message,
+            bytes_per_second=bytes_per_second,
+            probe_bytes=probe_bytes,
+        )
+        if report != self.report:
+            self.report = report
+            self._changed()
+
+    def rename(self, entry: PeerEntry) -> None:
+        """Take a newer entry for the same engine at the same side channel."""
+        self.entry = entry
+        if not self._engine_id and entry.engine_id:
+            self.report = replace(self.report, engine_id=entry.engine_id)
+
+
+def _settle(
+    answer: asyncio.Future[EngineMetadata | Failure], outcome: EngineMetadata | Failure
+) -> None:
+    if not answer.done():
+        answer.set_result(outcome)

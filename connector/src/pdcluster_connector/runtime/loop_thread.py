@@ -1,0 +1,67 @@
+"""An asyncio loop in a thread of its own, for work that must not wait for engine steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """A daemon thread that runs an asyncio loop between :meth:`start` and :meth:`stop`."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._stopped = False
+
+    def start(self) -> None:
+        """Start the thread; callbacks given before run first."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop runs."""
+        return self._thread.is_alive()
+
+    def call(self, callback: Callable[..., object], *args: object) -> bool:
+        """Run ``callback(*args)`` on the loop, from any thread. False once stopped."""
+        try:
+            self.loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop, from any other thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Cancel every task, wait for them, end the thread and close the loop."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if not self._thread.is_alive():
+            self.loop.close()
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            asyncio.set_event_loop(None)
+            self.loop.close()

@@ -1,0 +1,227 @@
+"""The real NIXL port; the only module that imports nixl.
+
+One thread calls an agent (its owner); nixl's own lock mode is RW all the same, because its
+progress thread runs beside it. Errors are translated outside of ``except`` blocks: a chained
+traceback would keep nixl's agent alive, and destroying the agent is what stops a DMA.
+"""
+
+# ruff: noqa: D102 - the methods are documented in NixlPort
+
+from __future__ import annotations
+
+import gc
+import importlib
+import secrets
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.plan.transfer import rows_nx3
+from pdcluster_connector.runtime.nixl_port import (
+    AgentSurvivedError,
+    Dlist,
+    Handle,
+    Indices,
+    MemoryRange,
+    PortError,
+    PortErrorKind,
+    Rows,
+)
+
+T = TypeVar("T")
+
+_ALL = frozenset(PortErrorKind)
+_GONE = frozenset({PortErrorKind.DISCONNECTED})
+_ENDED = frozenset({PortErrorKind.DISCONNECTED, PortErrorKind.TRANSPORT})
+
+
+def _load_nixl() -> Any:
+    """Return nixl's Python API; the ROCm wheel has its own top-level name."""
+    try:
+        return importlib.import_module("nixl._api")
+    except ImportError as error:
+        try:
+            return importlib.import_module("nixl_rocm._api")
+        except ImportError:
+            raise PortError(
+                PortErrorKind.INVALID,
+                f"nixl cannot be imported ({error}); install nixl, or use an image that holds it",
+            ) from error
+
+
+PROGRESS_DELAY_MICROSECONDS = 100
+
+
+@contextmanager
+def _waiting_progress_thread(api: Any) -> Iterator[None]:
+    """Let the agent's progress thread wait for events while it has nothing to do.
+
+    nixl 1.5's Python API fixes the delay at 0: each idle agent then spins on a core.
+    """
+    bindings = api.nixlBind
+    original = bindings.nixlAgentConfig
+
+    class Config(original):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, PROGRESS_DELAY_MICROSECONDS if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Config
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = original
+
+
+class NixlAgent:
+    """The real port: one nixl agent with backend ``backends`` (UCX)."""
+
+    def __init__(
+        self, name: str, *, backends: Sequence[str] = ("UCX",), strided: bool | None = None
+    ) -> None:
+        """``strided``: whether Nx5 lists are used; None finds out at the first list."""
+        api = _load_nixl()
+        # Peers tell agents apart by name, so a rebuilt agent needs a new one.
+        self.name = f"{name}#{secrets.token_hex(4)}"
+        self._strided = strided
+        self._registrations: list[Any] = []
+        self._open: set[Dlist | Handle] = set()
+        self._kinds = _error_kinds(
+            importlib.import_module(api.__name__.replace("_api", "_bindings"))
+        )
+        config = api.nixl_agent_config(
+            backends=list(backends), sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+        )
+        with _waiting_progress_thread(api):
+            self._agent: Any = self._call(lambda: api.nixl_agent(self.name, config))
+        if not self._agent.backends:
+            raise PortError(PortErrorKind.INVALID, f"nixl has no backend of {list(backends)}")
+
+    def register(self, ranges: Sequence[MemoryRange]) -> None:
+        for memory in Memory:
+            rows = [(r.address, r.length, r.device, "") for r in ranges if r.memory is memory]
+            if rows:
+                register = partial(self._agent.register_memory, rows, memory.value)
+                self._registrations.append(self._call(register))
+
+    def metadata(self) -> bytes:
+        return bytes(self._call(self._agent.get_agent_metadata))
+
+    def add_peer(self, metadata: bytes) -> str:
+        name = self._call(lambda: self._agent.add_remote_agent(metadata))
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, name: str) -> None:
+        self._call(lambda: self._agent.remove_remote_agent(name))
+
+    def prepare(self, peer: str | None, rows: Rows, memory: Memory) -> Dlist:
+        agent = "NIXL_INIT_AGENT" if peer is None else peer
+        native = None
+        if self._strided is not False:
+            try:
+                native = self._call(lambda: self._agent.prep_xfer_dlist(agent, rows, memory.value))
+                self._strided = True
+            except PortError:
+                if self._strided:
+                    raise
+        if native is None:
+            # Older nixl knows no strided lists; if the rows are wrong, this raises as well.
+            dense = rows_nx3(rows)
+            native = self._call(lambda: self._agent.prep_xfer_dlist(agent, dense, memory.value))
+            self._strided = False
+        dlist = Dlist(native, peer)
+        self._open.add(dlist)
+        return dlist
+
+    def read(
+        self, local: Dlist, local_indices: Indices, remote: Dlist, remote_indices: Indices
+    ) -> Handle:
+        native = self._call(
+            lambda: self._agent.make_prepped_xfer(
+                "READ", local.native, local_indices, remote.native, remote_indices
+            )
+        )
+        handle = Handle(native)
+        self._open.add(handle)  # also if posting fails: nixl may hold a part of it
+        # Part of it may be under way when posting fails, unless the peer is gone altogether.
+        status = self._call(lambda: self._agent.transfer(native), ending=_GONE)
+        if status == "ERR":
+            raise PortError(PortErrorKind.TRANSPORT, "posting the transfer failed", flying=True)
+        return handle
+
+    def state(self, handle: Handle) -> Literal["DONE", "PROC"]:
+        status = self._call(lambda: self._agent.check_xfer_state(handle.native), ending=_ENDED)
+        if status == "ERR":
+            raise PortError(PortErrorKind.TRANSPORT, "the transport failed the transfer")
+        return "DONE" if status == "DONE" else "PROC"
+
+    def release(self, handle: Handle) -> None:
+        self._call(handle.native.release)
+        self._drop(handle)
+
+    def release_dlist(self, dlist: Dlist) -> None:
+        self._call(dlist.native.release)
+        self._drop(dlist)
+
+    def close(self) -> None:
+        if self._agent is None:
+            return
+        alive = weakref.ref(self._agent.agent)
+        agent = self._agent
+        closers: list[Callable[[], Any]] = [
+            *(item.native.release for item in sorted(self._open, key=_handles_first)),
+            *(partial(agent.deregister_memory, item) for item in self._registrations),
+        ]
+        for closer in closers:
+            # A refusal changes nothing: destroying the agent frees all of it.
+            with suppress(PortError):
+                self._call(closer)
+        for item in list(self._open):
+            self._drop(item)
+        self._registrations.clear()
+        closers.clear()
+        del agent, closer
+        self._agent = None
+        if alive() is not None:
+            gc.collect()
+        if alive() is not None:
+            raise AgentSurvivedError(
+                PortErrorKind.INTERNAL, f"something still holds nixl agent {self.name}", flying=True
+            )
+
+    def _drop(self, item: Dlist | Handle) -> None:
+        """Let go of nixl's own object, which would keep the agent alive."""
+        item.native = None
+        self._open.discard(item)
+
+    def _call(self, function: Callable[[], T], *, ending: Container[PortErrorKind] = _ALL) -> T:
+        """Call nixl. Errors of the kinds in ``ending`` mean that no transfer is under way."""
+        try:
+            return function()
+        except Exception as error:  # noqa: BLE001 - every failure of nixl becomes a PortError
+            kind = self._kinds.get(type(error), PortErrorKind.INTERNAL)
+            message = f"nixl: {type(error).__name__}: {error}"
+        raise PortError(kind, message, flying=kind not in ending)
+
+
+def _handles_first(item: Dlist | Handle) -> bool:
+    return isinstance(item, Dlist)
+
+
+def _error_kinds(bindings: Any) -> dict[type[BaseException], PortErrorKind]:
+    """Map the exception classes this nixl has; by name, for they differ between versions."""
+    names = {
+        "nixlRemoteDisconnectError": PortErrorKind.DISCONNECTED,
+        "nixlBackendError": PortErrorKind.TRANSPORT,
+        "nixlCancelledError": PortErrorKind.TRANSPORT,
+        "nixlNotFoundError": PortErrorKind.LOST,
+        "nixlInvalidParamError": PortErrorKind.INVALID,
+        "nixlMismatchError": PortErrorKind.INVALID,
+        "nixlNotAllowedError": PortErrorKind.INVALID,
+    }
+    kinds = {
+        getattr(bindings, name): kind for name, kind in names.items() if hasattr(bindings, name)
+    }
+    return {**kinds, TypeError: PortErrorKind.INVALID, ValueError: PortErrorKind.INVALID}

@@ -1,0 +1,131 @@
+"""What the transfer thread knows of one request, and how its transfers are planned."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan.pairing import BlockList, expand_blocks, pair_blocks
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive import Receive
+from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.runtime.nixl_port import Indices
+from pdcluster_connector.runtime.reading_agent import Link
+
+logger = logging.getLogger(__name__)
+
+
+def exit_process(message: str) -> None:
+    """End this worker: blocks can be neither kept for ever nor given back safely."""
+    logger.critical("the worker ends: %s", message)
+    sys.stderr.flush()
+    os._exit(70)  # EX_SOFTWARE; the launcher starts the engine anew
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveRequest:
+    """One request whose KV is to be read from a prefill engine.
+
+    Attributes:
+        request_id: this engine's id; reported exactly once.
+        ticket: what the prefill engine handed over.
+        decode_blocks: one list of this rank's kernel blocks for each KV cache group.
+        start, stop: tokens wanted, counted from the prompt's start.
+        deadline: when the lease ends, monotonic seconds.
+    """
+
+    request_id: str
+    ticket: Ticket
+    decode_blocks: tuple[BlockList, ...]
+    start: int
+    stop: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverOptions:
+    """Limits of the receiving side.
+
+    Attributes:
+        drain_deadline_seconds: how long a failed request may wait for its transfers before
+            the reading agent is destroyed under them.
+        descriptors_per_transfer: larger requests are posted in pieces, between which
+            others are served; posting costs some 10 microseconds a descriptor.
+        probe_seconds: how long a warm-up or a probe may take.
+        max_requests: requests under way at once.
+        fatal: called when transfers can no longer be stopped; must not return in production.
+    """
+
+    drain_deadline_seconds: float = 30.0
+    descriptors_per_transfer: int = 1024
+    probe_seconds: float = 10.0
+    max_requests: int = 65536
+    fatal: Callable[[str], None] = exit_process
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One transfer to post: descriptor indices into source ``source`` of the link."""
+
+    source: int
+    decode: Indices
+    prefill: Indices
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request under way. ``serial`` tells requests of one id apart."""
+
+    serial: int
+    request: ReceiveRequest
+    machine: Receive
+    link: Link | None = None
+    pieces: deque[Piece] = field(default_factory=deque)
+    nbytes: int = 0
+    descriptors: int = 0
+
+
+def plan_pieces(job: Job, link: Link, limit: int) -> Failure | None:
+    """Fill ``job.pieces`` with transfers of at most ``limit`` descriptors.
+
+    Returns why the ticket does not fit this engine.
+
+    Raises:
+        PlanError: the blocks do not cover the tokens, or lie outside of the caches.
+    """
+    request, ticket, shape = job.request, job.request.ticket, link.metadata.shape
+    if len(ticket.blocks) != 1 or len(request.decode_blocks) != 1:
+        return Failure(
+            Reason.LAYOUT_UNSUPPORTED,
+            f"{len(ticket.blocks)} KV cache groups at prefill, {len(request.decode_blocks)}"
+            " at decode; one on each side is supported",
+        )
+    if ticket.block_size != shape.block_size:
+        return Failure(
+            Reason.TICKET_INVALID,
+            f"the ticket's blocks hold {ticket.block_size} tokens, the engine's {shape.block_size}",
+        )
+    if request.stop > ticket.tokens:
+        return Failure(
+            Reason.COVERAGE_INCOMPLETE,
+            f"tokens up to {request.stop} are wanted, the ticket covers {ticket.tokens}",
+        )
+    ratio = shape.kernel_blocks_per_block or 1
+    prefill = BlockList(expand_blocks(ticket.blocks[0], ratio), ticket.block_size // ratio)
+    pairs = pair_blocks(prefill, request.decode_blocks[0], request.start, request.stop)
+    for part in link.plan.indices(pairs):
+        job.nbytes += part.nbytes
+        job.descriptors += len(part.decode_indices)
+        job.pieces.extend(_pieces(part.source, part.decode_indices, part.prefill_indices, limit))
+    return None
+
+
+def _pieces(source: int, decode: Indices, prefill: Indices, limit: int) -> Iterator[Piece]:
+    for first in range(0, len(decode), limit):
+        cut = slice(first, first + limit)
+        yield Piece(source, decode[cut], prefill[cut])

@@ -1,0 +1,165 @@
+"""The one thread that makes every NIXL call of a worker's receiving side.
+
+The engine step only puts commands into a queue. While nothing is under way the thread blocks
+on that queue; while transfers fly it polls, at first every 50 microseconds and, the longer
+nothing moves, up to every millisecond: a poller that spins doubled the engine's step.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Protocol
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
+
+logger = logging.getLogger(__name__)
+
+SHORTEST_SLEEP = 50e-6
+LONGEST_SLEEP = 1e-3
+LONGEST_BLOCK = 3600.0
+MAX_CRASHES = 20  # in a row, without a turn that went well
+
+Command = Callable[[], None]
+
+
+class Executor(Protocol):
+    """What the thread drives (``ReceiveExecutor``)."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether turns are needed before the next tick."""
+
+    @property
+    def next_tick(self) -> float:
+        """When time alone changes something; infinite when it does not."""
+
+    def turn(self) -> bool:
+        """Do what is due; returns whether anything moved."""
+
+    def rebuild(self, failure: Failure, *, final: bool = False) -> None:
+        """Destroy the agent and fail what ran on it; ``final``: and everything else."""
+
+
+class TransferThread:
+    """Runs an executor's turns until it is stopped, and survives what they raise.
+
+    Args:
+        prepare: called first on the thread; what it raises, :meth:`start` raises.
+        executor: used on the thread only.
+        fatal: called when nothing can stop the transfers of a thread that ends.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        executor: Executor,
+        *,
+        prepare: Command,
+        clock: Callable[[], float],
+        fatal: Callable[[str], None],
+    ) -> None:
+        self._executor = executor
+        self._prepare = prepare
+        self._clock = clock
+        self._fatal = fatal
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.dead: Failure | None = None
+
+    def start(self, timeout: float) -> None:
+        """Start, and wait until the agent is there."""
+        self._thread.start()
+        self._ready.result(timeout)
+
+    def put(self, command: Command) -> None:
+        """Have ``command`` called on the thread. Never blocks, never raises."""
+        self._inbox.put(command)
+
+    def stop(self, timeout: float) -> bool:
+        """Destroy the agent, fail what is under way, and end; returns whether it ended."""
+        if self._thread.ident is None:
+            self._end(Failure(Reason.BACKEND_ERROR, "the receiver was closed before it started"))
+            return True
+        self._inbox.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failure = Failure(Reason.BACKEND_ERROR, "the receiver is closed")
+        try:
+            self._prepare()
+        except BaseException as error:  # noqa: BLE001 - start() raises it
+            self._end(Failure(Reason.BACKEND_ERROR, f"no reading agent: {error}"))
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result(None)
+        try:
+            self._loop()
+        except BaseException as error:
+            logger.exception("the transfer thread ends")
+            failure = Failure(
+                Reason.BACKEND_ERROR, f"the transfer thread died: {type(error).__name__}: {error}"
+            )
+        self._end(failure)
+
+    def _end(self, failure: Failure) -> None:
+        try:
+            self._executor.rebuild(failure, final=True)
+        except BaseException as error:  # noqa: BLE001
+            self._fatal(f"the reading agent cannot be destroyed: {error}")
+        self.dead = failure
+        self.drain()
+
+    def drain(self) -> None:
+        """Run what came too late, once the thread is dead; the executor then refuses it."""
+        with suppress(queue.Empty):
+            while True:
+                command = self._inbox.get_nowait()
+                try:
+                    if command is not None:
+                        command()
+                except Exception:
+                    logger.exception("a command of a dead transfer thread failed")
+
+    def _loop(self) -> None:
+        sleep, crashes = SHORTEST_SLEEP, 0
+        while True:
+            try:
+                commanded = self._take(sleep)
+                if commanded is None:
+                    return
+                moved = self._executor.turn() or commanded
+                crashes = 0
+            except BaseException as error:
+                crashes += 1
+                if crashes > MAX_CRASHES:
+                    raise
+                logger.exception("the transfer thread rebuilds its agent")
+                moved = True
+                self._executor.rebuild(
+                    Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
+                )
+            sleep = SHORTEST_SLEEP if moved else min(sleep * 1.5, LONGEST_SLEEP)
+
+    def _take(self, sleep: float) -> bool | None:
+        """Wait at most until something is due and run commands; None means stop."""
+        until_tick = self._executor.next_tick - self._clock()
+        wait = min(until_tick, sleep if self._executor.busy else LONGEST_BLOCK)
+        commanded = False
+        try:
+            command = self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
+            while True:
+                if command is None:
+                    return None
+                commanded = True
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return commanded

@@ -1,0 +1,109 @@
+"""KV caches in host memory whose every byte says what it should hold.
+
+A byte's label is a hash of (seed, layer, global head, token, offset in the token's entry), so
+a byte that arrives from the wrong layer, head, token or request shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.runtime.nixl_port import MemoryRange
+
+
+def labels(
+    seed: int, layer: int, heads: Sequence[int], tokens: range, *, token_bytes: int
+) -> NDArray[np.uint8]:
+    """Return what these cells hold: uint8 of shape (head, token, byte)."""
+    parts = [
+        np.array([seed * 1_000_003 + layer], np.uint64),
+        np.asarray(heads, np.uint64)[:, None, None] + np.uint64(1),
+        np.arange(tokens.start, tokens.stop, dtype=np.uint64)[:, None],
+        np.arange(token_bytes, dtype=np.uint64),
+    ]
+    value = np.zeros((1, 1, 1), np.uint64)
+    for part in parts:
+        value = (value ^ part) * np.uint64(0x9E3779B97F4A7C15)
+        value ^= value >> np.uint64(29)
+    return (value >> np.uint64(56)).astype(np.uint8)
+
+
+class LabelledCache:
+    """One rank's KV cache, laid out [block, head, token, byte] for each layer.
+
+    Args:
+        rank: tensor rank of ``tensor``; heads are spread over ranks, or replicated when there
+            are more ranks than heads.
+        opaque: whether a block's interior can only be moved whole.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        tensor: int = 1,
+        kv_heads: int = 2,
+        layers: int = 2,
+        num_blocks: int = 32,
+        block_tokens: int = 16,
+        token_bytes: int = 8,
+        opaque: bool = True,
+    ) -> None:
+        first = rank * kv_heads // tensor
+        self.heads = range(first, first + max(1, kv_heads // tensor))
+        self.block_tokens = block_tokens
+        self.token_bytes = token_bytes
+        shape = (layers, num_blocks, len(self.heads), block_tokens, token_bytes)
+        self.bytes = np.zeros(shape, np.uint8)
+        self.memory = [MemoryRange(self.bytes.ctypes.data, self.bytes.nbytes)]
+        head = block_tokens * token_bytes
+        self.shard = Shard(
+            rank=(0, rank),
+            regions=tuple(
+                Region(
+                    layer=f"model.layers.{layer}.self_attn.attn",
+                    base=self.bytes[layer].ctypes.data,
+                    num_blocks=num_blocks,
+                    block_stride=head * len(self.heads),
+                    block_tokens=block_tokens,
+                    head_start=self.heads.start,
+                    head_stop=self.heads.stop,
+                    head_stride=head,
+                    token_stride=None if opaque else token_bytes,
+                    token_bytes=token_bytes,
+                )
+                for layer in range(layers)
+            ),
+        )
+
+    def write(self, seed: int, blocks: Sequence[int], tokens: int) -> None:
+        """Fill ``blocks`` with request ``seed``'s KV of its first ``tokens`` tokens."""
+        for layer in range(len(self.bytes)):
+            for index, block in enumerate(blocks):
+                first = index * self.block_tokens
+                count = min(self.block_tokens, tokens - first)
+                if count > 0:
+                    self.bytes[layer, block, :, :count] = labels(
+                        seed,
+                        layer,
+                        self.heads,
+                        range(first, first + count),
+                        token_bytes=self.token_bytes,
+                    )
+
+    def wrong_tokens(self, seed: int, blocks: Sequence[int], start: int, stop: int) -> list[int]:
+        """Return the tokens of [start, stop) that do not hold request ``seed``'s KV."""
+        wrong = set()
+        for layer in range(len(self.bytes)):
+            tokens = range(start, stop)
+            expected = labels(seed, layer, self.heads, tokens, token_bytes=self.token_bytes)
+            for token in tokens:
+                index, offset = divmod(token, self.block_tokens)
+                found = self.bytes[layer, blocks[index], :, offset]
+                if (found != expected[:, token - start]).any():
+                    wrong.add(token)
+        return sorted(wrong)

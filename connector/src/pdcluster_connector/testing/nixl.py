@@ -1,0 +1,326 @@
+"""NIXL in memory: agents in one process that really copy bytes, and that fail on request.
+
+It keeps NIXL's unpleasant properties: releasing a handle or removing a peer does not stop a
+transfer under way, and only destroying the agent does; indices and addresses are checked; a
+transfer may land long after everybody stopped waiting.
+"""
+
+# ruff: noqa: D102 - the methods of an agent are documented in NixlPort
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.runtime.nixl_port import (
+    AgentSurvivedError,
+    Dlist,
+    Handle,
+    Indices,
+    MemoryRange,
+    PortError,
+    PortErrorKind,
+    Rows,
+)
+
+_MAGIC = b"in-memory-nixl:"
+_GONE = PortErrorKind.DISCONNECTED
+_ENDED = (PortErrorKind.DISCONNECTED, PortErrorKind.TRANSPORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """What one transfer does.
+
+    Attributes:
+        polls: polls answered PROC before the transfer lands (or ``poll_error`` comes).
+        hang: PROC for ever; bytes move only by :meth:`Fabric.land`.
+        post_error: posting raises this; with ``hang`` the bytes are under way all the same
+            (not for DISCONNECTED).
+        poll_error: polling raises this; DISCONNECTED and TRANSPORT end the transfer, after the
+            others its bytes may land all the same.
+        poll_raises: polling raises this very exception (a broken port).
+        refuse_release: releasing the handle raises while it is under way.
+    """
+
+    polls: int = 0
+    hang: bool = False
+    post_error: PortErrorKind | None = None
+    poll_error: PortErrorKind | None = None
+    poll_raises: BaseException | None = None
+    refuse_release: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """One READ: (destination, source, length) copies that are still to be made."""
+
+    agent: str
+    peer: str
+    copies: list[tuple[int, int, int]]
+    behaviour: Behaviour = Behaviour()
+    polls: int = 0
+    error: PortErrorKind | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes not moved yet."""
+        return sum(length for _, _, length in self.copies)
+
+
+@dataclass(slots=True)
+class _Elements:
+    rows: Rows
+    memory: Memory
+
+
+class Fabric:
+    """What connects the agents of one test. Thread-safe.
+
+    ``behave`` decides what each transfer does; set it at any time.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.agents: dict[str, InMemoryAgent] = {}
+        self.flying: list[Transfer] = []
+        self.dead: set[str] = set()
+        self.behave: Callable[[Transfer], Behaviour] = lambda _: Behaviour()
+        self.survive_close = False
+        self.posted = 0
+        self._serial = itertools.count()
+
+    def agent(self, name: str) -> InMemoryAgent:
+        """Make an agent: a :class:`~pdcluster_connector.runtime.nixl_port.NixlPort`."""
+        with self.lock:
+            agent = InMemoryAgent(self, f"{name}#{next(self._serial)}")
+            self.agents[agent.name] = agent
+            return agent
+
+    def kill(self, name: str) -> None:
+        """End a peer's process: what it still had to deliver never lands; readers see errors."""
+        with self.lock:
+            self.dead.update(agent for agent in self.agents if agent.startswith(name))
+            for transfer in self.flying:
+                if transfer.peer in self.dead:
+                    transfer.copies.clear()
+                    transfer.error = PortErrorKind.DISCONNECTED
+            self.flying = [item for item in self.flying if item.peer not in self.dead]
+
+    def disconnect(self, agent: InMemoryAgent, peer: str) -> None:
+        """Break one agent's connection to one peer: NIXL then forgets the peer by itself."""
+        with self.lock:
+            for transfer in self.flying:
+                if (transfer.agent, transfer.peer) == (agent.name, peer):
+                    transfer.copies.clear()
+                    transfer.error = PortErrorKind.DISCONNECTED
+            self.flying = [item for item in self.flying if item.error is None]
+            agent.peers.discard(peer)
+
+    def land(self, transfer: Transfer | None = None, copies: int | None = None) -> int:
+        """Make (at most ``copies``) copies of one or of all flying transfers; returns how many."""
+        with self.lock:
+            made = 0
+            for item in [transfer] if transfer else list(self.flying):
+                if item not in self.flying:
+                    continue
+                count = len(item.copies) if copies is None else min(copies, len(item.copies))
+                for destination, source, length in item.copies[:count]:
+                    ctypes.memmove(destination, source, length)
+                del item.copies[:count]
+                made += count
+                if not item.copies:
+                    self.flying.remove(item)
+            return made
+
+    def open_handles(self) -> int:
+        """Count handles that nobody released, over all agents."""
+        with self.lock:
+            return sum(len(agent.handles) for agent in self.agents.values())
+
+    def open_dlists(self) -> int:
+        """Count descriptor lists that nobody released, over all agents."""
+        with self.lock:
+            return sum(len(agent.dlists) for agent in self.agents.values())
+
+
+@dataclass(eq=False)
+class InMemoryAgent:
+    """One agent of a :class:`Fabric`."""
+
+    fabric: Fabric
+    name: str
+    ranges: list[MemoryRange] = field(default_factory=list)
+    peers: set[str] = field(default_factory=set)
+    handles: set[Handle] = field(default_factory=set)
+    dlists: set[Dlist] = field(default_factory=set)
+    owner: int | None = None
+    closed: bool = False
+
+    def register(self, ranges: Sequence[MemoryRange]) -> None:
+        self._check()
+        self.ranges.extend(ranges)
+
+    def metadata(self) -> bytes:
+        self._check()
+        return _MAGIC + self.name.encode()
+
+    def add_peer(self, metadata: bytes) -> str:
+        self._check()
+        name = metadata.removeprefix(_MAGIC).decode(errors="replace")
+        with self.fabric.lock:
+            if not metadata.startswith(_MAGIC) or name not in self.fabric.agents:
+                raise PortError(PortErrorKind.INVALID, "this is no agent's metadata")
+            self.peers.add(name)
+        return name
+
+    def remove_peer(self, name: str) -> None:
+        self._check()
+        if name not in self.peers:
+            raise PortError(PortErrorKind.LOST, f"no peer {name}")
+        self.peers.remove(name)
+
+    def prepare(self, peer: str | None, rows: Rows, memory: Memory) -> Dlist:
+        self._check()
+        dense = _elements(rows)
+        with self.fabric.lock:
+            if peer is not None and peer not in self.peers:
+                raise PortError(PortErrorKind.LOST, f"no peer {peer}")
+            ranges = self.ranges if peer is None else self.fabric.agents[peer].ranges
+            self._inside(dense, ranges, memory)
+            dlist = Dlist(_Elements(dense, memory), peer)
+            self.dlists.add(dlist)
+        return dlist
+
+    def read(
+        self, local: Dlist, local_indices: Indices, remote: Dlist, remote_indices: Indices
+    ) -> Handle:
+        self._check()
+        if local not in self.dlists or remote not in self.dlists or remote.peer is None:
+            raise PortError(PortErrorKind.INVALID, "a descriptor list that is not prepared")
+        to = self._pick(local, local_indices)
+        source = self._pick(remote, remote_indices)
+        if to.shape != source.shape or (to[:, 1] != source[:, 1]).any():
+            raise PortError(PortErrorKind.INVALID, "the two sides differ in count or length")
+        copies = [
+            (int(a), int(b), int(n))
+            for a, b, n in zip(to[:, 0], source[:, 0], to[:, 1], strict=True)
+        ]
+        with self.fabric.lock:
+            if remote.peer not in self.peers or remote.peer in self.fabric.dead:
+                raise PortError(PortErrorKind.DISCONNECTED, f"{remote.peer} is gone")
+            transfer = Transfer(self.name, remote.peer, copies)
+            transfer.behaviour = self.fabric.behave(transfer)
+            self.fabric.posted += 1
+            error = transfer.behaviour.post_error
+            if error is None or transfer.behaviour.hang:
+                self.fabric.flying.append(transfer)
+            if error is not None:
+                if error is _GONE:
+                    self.fabric.disconnect(self, remote.peer)
+                raise PortError(error, "posting failed, as asked", flying=error is not _GONE)
+            handle = Handle(transfer)
+            self.handles.add(handle)
+        return handle
+
+    def state(self, handle: Handle) -> Literal["DONE", "PROC"]:
+        self._check()
+        with self.fabric.lock:
+            transfer = self._transfer(handle)
+            if transfer.error is not None:
+                raise PortError(transfer.error, f"{transfer.peer} is dead")
+            if transfer not in self.fabric.flying:
+                return "DONE"
+            if transfer.peer not in self.peers:
+                raise PortError(PortErrorKind.LOST, f"no peer {transfer.peer}", flying=True)
+            behaviour = transfer.behaviour
+            transfer.polls += 1
+            if transfer.polls <= behaviour.polls:
+                return "PROC"
+            if behaviour.poll_raises is not None:
+                raise behaviour.poll_raises
+            if behaviour.poll_error is not None:
+                flying = behaviour.poll_error not in _ENDED
+                if behaviour.poll_error is _GONE:
+                    self.fabric.disconnect(self, transfer.peer)
+                elif not flying:
+                    self.fabric.flying.remove(transfer)
+                raise PortError(behaviour.poll_error, "polling failed, as asked", flying=flying)
+            if behaviour.hang:
+                return "PROC"
+            self.fabric.land(transfer)
+            return "DONE"
+
+    def release(self, handle: Handle) -> None:
+        self._check()
+        with self.fabric.lock:
+            transfer = self._transfer(handle)
+            if transfer.behaviour.refuse_release and transfer in self.fabric.flying:
+                raise PortError(PortErrorKind.INTERNAL, "cannot be cancelled", flying=True)
+            self.handles.remove(handle)
+
+    def release_dlist(self, dlist: Dlist) -> None:
+        self._check()
+        if dlist not in self.dlists:
+            raise PortError(PortErrorKind.INVALID, "released twice")
+        self.dlists.remove(dlist)
+
+    def close(self) -> None:
+        with self.fabric.lock:
+            if self.fabric.survive_close:
+                raise AgentSurvivedError(PortErrorKind.INTERNAL, "survives, as asked", flying=True)
+            self.closed = True
+            self.fabric.flying = [t for t in self.fabric.flying if t.agent != self.name]
+            self.fabric.agents.pop(self.name, None)
+            self.handles.clear()
+            self.dlists.clear()
+
+    def _check(self) -> None:
+        """Enforce the rule that one thread owns an agent."""
+        thread = threading.get_ident()
+        self.owner = self.owner or thread
+        if thread != self.owner:
+            raise AssertionError(f"agent {self.name} called from two threads")
+        if self.closed:
+            raise PortError(PortErrorKind.INVALID, f"agent {self.name} is closed")
+
+    def _transfer(self, handle: Handle) -> Transfer:
+        if handle not in self.handles or not isinstance(handle.native, Transfer):
+            raise PortError(PortErrorKind.INVALID, "a handle that is not open")
+        return handle.native
+
+    def _pick(self, dlist: Dlist, indices: Indices) -> NDArray[np.uint64]:
+        rows: Rows = dlist.native.rows
+        if len(indices) == 0 or indices.min() < 0 or indices.max() >= len(rows):
+            raise PortError(PortErrorKind.INVALID, "an index outside the descriptor list")
+        return rows[indices]
+
+    def _inside(self, dense: Rows, ranges: Sequence[MemoryRange], memory: Memory) -> None:
+        start = dense[:, 0]
+        stop = start + dense[:, 1]
+        covered = np.zeros(len(dense), bool)
+        for item in ranges:
+            if item.memory is memory:
+                covered |= (start >= item.address) & (stop <= item.address + item.length)
+        if not covered.all():
+            raise PortError(PortErrorKind.INVALID, "memory that is not registered")
+
+
+def _elements(rows: Rows) -> Rows:
+    """Return (address, length) of every element of strided rows, row after row."""
+    return np.array(
+        [
+            (int(address) + k * int(stride), int(length))
+            for address, length, _, stride, count in rows
+            for k in range(int(count))
+        ],
+        np.uint64,
+    ).reshape(-1, 2)

@@ -1,0 +1,262 @@
+"""The receive machine under every order of events, against a model of the DMA.
+
+The model knows nothing of the machine's states: it only tracks which transfers may still
+write and whether anything has gone wrong. Sequences that lead to the same situation share
+their continuation, so with two transfers and three times all sequences, of any length, are
+covered without walking each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive import (
+    Abandoned,
+    Action,
+    AgentDestroyed,
+    Broken,
+    Connected,
+    Event,
+    Failed,
+    Landed,
+    Opened,
+    Posted,
+    Receive,
+    Started,
+    State,
+    Tick,
+)
+
+LEASE_END = 10.0
+DRAIN = 5.0
+BROKEN = Failure(Reason.BACKEND_ERROR, "broken")
+FAILED = Failure(Reason.PEER_RESTARTED, "gone")
+DESTROYED = Failure(Reason.BACKEND_ERROR, "destroyed")
+
+
+@dataclass
+class Dma:
+    """What really may write, and whether the request may still end well."""
+
+    flying: set[int] = field(default_factory=set)
+    landed: set[int] = field(default_factory=set)
+    posted: bool = False
+    clean: bool = True
+    reports: int = 0
+    destroys: int = 0
+    now: float = 0.0
+    trouble_at: float | None = None
+
+    def apply(self, event: Event, reading: bool) -> None:
+        if self.now >= LEASE_END:
+            self.clean = False
+        match event:
+            case Opened(transfer):
+                self.flying.add(transfer)
+            case Posted():
+                self.posted = True
+            case Landed(transfer):
+                self.flying.discard(transfer)
+                self.landed.add(transfer)
+            case Broken(transfer):
+                self.flying.discard(transfer)
+                self.clean = False
+            case Failed() | Abandoned():
+                self.clean = False
+            case AgentDestroyed():
+                # Destroying an agent on which nothing of this request ran does not hurt it.
+                self.clean = self.clean and not reading
+                self.flying.clear()
+
+
+def choices(machine: Receive, dma: Dma) -> list[tuple[Event, float]]:
+    """Every event that an executor may deliver now, late and repeated ones included."""
+    now = dma.now
+    events: list[tuple[Event, float]] = [
+        (Started(), now),
+        (Connected(), now),
+        (Failed(FAILED), now),
+        (Abandoned(), now),
+        (AgentDestroyed(DESTROYED), now),
+        (Tick(), now),
+    ]
+    events += [(Tick(), time) for time in (LEASE_END, LEASE_END + 6 * DRAIN) if time > now]
+    if machine.may_post:
+        events.append((Posted(), now))
+        fresh = [t for t in (0, 1) if t not in dma.flying | dma.landed][:1]
+        events += [(Opened(t), time) for t in fresh for time in (now, LEASE_END)]
+    for transfer in sorted(dma.flying | dma.landed):
+        events.append((Landed(transfer), now))
+        events.append((Broken(transfer, BROKEN), now))
+        if now < LEASE_END:
+            events.append((Landed(transfer), LEASE_END))
+    return events
+
+
+def deliver(machine: Receive, dma: Dma, event: Event, now: float) -> None:
+    """One event; every promise of the machine is checked after it."""
+    finished = machine.finished
+    dma.now = now
+    reading = bool(dma.flying) or machine.state is State.POSTED
+    actions = machine.on(event, now)
+    if finished:
+        assert actions == (), "a finished receive asked for something"
+        return
+    if not isinstance(event, Opened) or event.transfer in machine.open:
+        dma.apply(event, reading)  # an executor posts only what the machine took in
+    elif now >= LEASE_END:
+        dma.clean = False
+    if not dma.clean and dma.trouble_at is None:
+        dma.trouble_at = now
+    dma.reports += actions.count(Action.REPORT)
+    dma.destroys += actions.count(Action.DESTROY_AGENT)
+    check(machine, dma, actions)
+
+
+def check(machine: Receive, dma: Dma, actions: tuple[Action, ...]) -> None:
+    assert dma.reports <= 1
+    assert dma.destroys <= 1
+    assert machine.finished == (dma.reports == 1)
+    assert machine.open == dma.flying
+    if machine.finished:
+        assert not dma.flying, "reported while a transfer could still write"
+    if machine.state is State.DONE:
+        assert dma.clean
+        assert dma.posted
+        assert machine.failure is None
+    if not dma.clean:
+        assert machine.failure is not None
+        assert machine.finished == (not dma.flying), "trouble with nothing under way must report"
+    if Action.POST in actions:
+        assert dma.clean
+    if Action.DESTROY_AGENT in actions:
+        assert dma.flying
+        assert dma.trouble_at is not None
+        assert dma.now >= dma.trouble_at + DRAIN
+    if dma.clean and dma.posted and not dma.flying:
+        assert machine.state is State.DONE
+
+
+def close(machine: Receive, dma: Dma) -> None:
+    """Whatever happened, time and a destroyed agent end the receive."""
+    deliver(machine, dma, Tick(), max(dma.now, LEASE_END))
+    if not machine.finished:
+        assert dma.destroys or machine.next_tick <= dma.now + DRAIN
+        deliver(machine, dma, Tick(), dma.now + DRAIN)
+    if not machine.finished:
+        assert dma.destroys == 1
+        deliver(machine, dma, AgentDestroyed(DESTROYED), dma.now)
+    assert machine.finished
+    assert dma.reports == 1
+
+
+def snapshot(machine: Receive, dma: Dma) -> tuple[object, ...]:
+    return (
+        machine.state,
+        machine.failure,
+        machine.abandoned,
+        machine.posted_at is None,
+        machine.drain_at,
+        machine.destroy_asked,
+        frozenset(dma.flying),
+        frozenset(dma.landed),
+        dma.posted,
+        dma.clean,
+        dma.trouble_at,
+        dma.reports,
+        dma.now,
+    )
+
+
+def test_every_order_of_events() -> None:
+    seen: set[tuple[object, ...]] = set()
+    states: set[State] = set()
+    frontier = [(Receive("r", LEASE_END, DRAIN), Dma())]
+    steps = 0
+    while frontier:
+        machine, dma = frontier.pop()
+        key = snapshot(machine, dma)
+        if key in seen:
+            continue
+        seen.add(key)
+        states.add(machine.state)
+        close(copy.deepcopy(machine), copy.deepcopy(dma))
+        for event, now in choices(machine, dma):
+            branch, model = copy.deepcopy(machine), copy.deepcopy(dma)
+            deliver(branch, model, event, now)
+            frontier.append((branch, model))
+            steps += 1
+    assert states == set(State) - {State.FENCE}  # which is passed within one event
+    assert len(seen) > 100
+    assert steps > 1000
+
+
+def ready(*transfers: int) -> Receive:
+    machine = Receive("r", LEASE_END, DRAIN)
+    assert machine.on(Started(), 0) == (Action.CONNECT,)
+    assert machine.on(Connected(), 1) == (Action.POST,)
+    for transfer in transfers:
+        assert machine.on(Opened(transfer), 2) == ()
+    return machine
+
+
+def test_a_whole_life_passes_the_fence_and_knows_its_times() -> None:
+    machine = ready(0, 1)
+    assert machine.on(Posted(), 3) == ()
+    assert machine.on(Landed(1), 4) == ()
+    assert machine.on(Landed(0), 5) == (Action.REPORT,)
+    assert machine.state is State.DONE
+    assert machine.entered == {
+        State.HANDSHAKE: 0,
+        State.POSTED: 1,
+        State.FENCE: 5,
+        State.DONE: 5,
+    }
+    assert machine.posted_at == 3
+    assert machine.next_tick == float("inf")
+
+
+def test_nothing_to_read_is_done_at_once() -> None:
+    assert ready().on(Posted(), 2) == (Action.REPORT,)
+
+
+def test_a_sibling_keeps_a_failed_request_in_quarantine() -> None:
+    machine = ready(0, 1)
+    assert machine.on(Broken(0, BROKEN), 3) == ()
+    assert machine.state is State.QUARANTINE
+    assert not machine.may_post
+    assert machine.on(Landed(1), 4) == (Action.REPORT,)
+    assert machine.failure == BROKEN
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [(Receive("r", LEASE_END, DRAIN), Reason.LEASE_EXPIRED), (ready(0), Reason.TRANSFER_STALLED)],
+)
+def test_the_lease_end_names_what_it_interrupted(machine: Receive, reason: Reason) -> None:
+    machine.on(Tick(), LEASE_END)
+    assert machine.failure is not None
+    assert machine.failure.reason is reason
+
+
+def test_data_that_lands_after_the_lease_is_not_believed() -> None:
+    machine = ready(0)
+    machine.on(Posted(), 3)
+    assert machine.on(Landed(0), LEASE_END) == (Action.REPORT,)
+    assert machine.state is State.FAILED
+
+
+def test_a_hanging_transfer_costs_the_agent_after_the_drain_deadline() -> None:
+    machine = ready(0)
+    machine.on(Posted(), 3)
+    machine.on(Abandoned(), 4)
+    assert machine.next_tick == 4 + DRAIN
+    assert machine.on(Tick(), 4 + DRAIN) == (Action.DESTROY_AGENT,)
+    assert machine.on(Tick(), 99) == ()
+    assert machine.on(AgentDestroyed(DESTROYED), 99) == (Action.REPORT,)
+    assert machine.abandoned

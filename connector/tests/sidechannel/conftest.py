@@ -1,0 +1,54 @@
+"""Real servers on 127.0.0.1 with free ports, and peer books that shake hands with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
+
+from pdcluster_connector.runtime.peers import PeerBook
+from pdcluster_connector.runtime.side_channel import SideChannelServer
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., SideChannelServer]]:
+    """Start side channels: ``serve(engine_id=..., port=..., **change of the shape)``."""
+    servers: list[SideChannelServer] = []
+
+    def start(
+        engine_id: str = PREFILL, port: int = 0, leases: object = None, **change: object
+    ) -> SideChannelServer:
+        server = SideChannelServer(
+            "127.0.0.1",
+            port,
+            engine_id,
+            dataclasses.replace(SHAPE, **change),
+            shards=shards_of(engine_id),
+            leases=leases,  # type: ignore[arg-type]
+            versions={"pdcluster": "0"},
+        )
+        server.start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def books() -> Iterator[Callable[..., PeerBook]]:
+    """Make started peer books of a decode engine."""
+    made: list[PeerBook] = []
+
+    def make(**change: object) -> PeerBook:
+        book = PeerBook(DECODE, dataclasses.replace(SHAPE, **change), (0, 0))
+        book.start()
+        made.append(book)
+        return book
+
+    yield make
+    for book in made:
+        book.close()

@@ -1,0 +1,74 @@
+"""The engines of these tests: what they publish, and how to wait for answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
+from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.runtime.peers import PeerBook
+
+LAYERS = tuple(
+    LayerShape(f"model.layers.{i}.self_attn.attn", LayerKind.FULL_ATTENTION, 0, 2, 64)
+    for i in range(4)
+)
+SHAPE = EngineShape(
+    model="0123456789abcdef",
+    kv_dtype="float32",
+    block_size=16,
+    kernel_blocks_per_block=1,
+    prefix_caching=True,
+    memory=Memory.DRAM,
+    token_sliceable=True,
+    packing="none",
+    layers=LAYERS,
+)
+PREFILL = "ns.c.prefill.r.0/00000000000000aa"
+DECODE = "ns.c.decode.r.0/00000000000000dd"
+
+
+def shards_of(engine_id: str) -> tuple[m.ShardMetadata, ...]:
+    regions = tuple(
+        m.from_region(Region(layer.name, 1 << 30, 64, 2048, 16, 0, 2, 1024, 64, 64))
+        for layer in LAYERS
+    )
+    probe = m.ProbeRegion(1 << 20, 65536)
+    return (m.ShardMetadata(engine_id, (0, 0), "agent-0", b"blob" * 500, regions, probe),)
+
+
+class Answer:
+    """Collects what a ``done`` callback is given; more than one call is a fault."""
+
+    def __init__(self) -> None:
+        self.values: list[m.EngineMetadata | Failure] = []
+        self.at = 0.0
+        self._came = threading.Event()
+
+    def __call__(self, value: m.EngineMetadata | Failure) -> None:
+        self.at = time.monotonic()
+        self.values.append(value)
+        self._came.set()
+
+    def wait(self, seconds: float = 10.0) -> m.EngineMetadata | Failure:
+        assert self._came.wait(seconds), "no answer"
+        assert len(self.values) == 1
+        return self.values[0]
+
+
+def connect(book: PeerBook, port: int, engine_id: str = PREFILL, seconds: float = 10.0) -> Answer:
+    answer = Answer()
+    book.connect(engine_id, "127.0.0.1", port, time.monotonic() + seconds, answer)
+    return answer
+
+
+def until(condition: Callable[[], object], seconds: float = 5.0) -> float:
+    """Wait for a condition; return how long it took, or fail."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, "it did not happen in time"
+        time.sleep(0.005)
+    return time.monotonic() - start

@@ -1,0 +1,313 @@
+"""The worker's link agent against a launcher's HTTP interface and real side channels."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import pytest
+from aiohttp import web
+from loopback_engines import until
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol import links
+from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.links import LinkReport, LinkState
+from pdcluster_connector.runtime.control import ControlAgent
+from pdcluster_connector.runtime.loop_thread import LoopThread
+from pdcluster_connector.runtime.peers import PeerBook
+from pdcluster_connector.runtime.side_channel import SideChannelServer
+
+Serve = Callable[..., SideChannelServer]
+ENGINE = "ns.c.prefill.r.0"
+FIRST, SECOND = f"{ENGINE}/00000000000000aa", f"{ENGINE}/00000000000000bb"
+
+
+class Launcher:
+    """The launcher's side: serves the peers document, keeps the reports."""
+
+    def __init__(self) -> None:
+        self.document = links.PeersDocument(0, ())
+        self.reports: list[tuple[float, links.RankReport]] = []
+        self.tokens: set[str | None] = set()
+        self.polls = 0
+        self.broken = False
+        self.port = 0
+        self._new = asyncio.Event()
+        self._thread = LoopThread("test-launcher")
+        self._thread.start()
+        self._thread.submit(self._serve()).result(10)
+
+    async def _serve(self) -> None:
+        app = web.Application()
+        app.router.add_get("/v1/peers", self._peers)
+        app.router.add_post("/v1/reports", self._take)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = self.runner.addresses[0][1]
+
+    async def _peers(self, request: web.Request) -> web.Response:
+        self.polls += 1
+        if self.broken:
+            return web.Response(status=200, body=b'{"generation": "many", "peers": 7}')
+        after = int(request.query["after"])
+        if after == self.document.generation:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._new.wait(), float(request.query["wait"]))
+        return web.Response(body=links.encode_json(self.document))
+
+    async def _take(self, request: web.Request) -> web.Response:
+        self.tokens.add(request.headers.get("Authorization"))
+        report = links.decode_report(await request.read())
+        assert isinstance(report, links.RankReport)
+        self.reports.append((time.monotonic(), report))
+        return web.Response(status=204)
+
+    def put(self, *entries: links.PeerEntry) -> None:
+        def change() -> None:
+            self.document = links.PeersDocument(self.document.generation + 1, entries)
+            self._new.set()
+            self._new = asyncio.Event()
+
+        self._thread.call(change)
+
+    def link(self, engine: str = ENGINE) -> LinkReport | None:
+        if not self.reports:
+            return None
+        return next((link for link in self.reports[-1][1].links if link.engine == engine), None)
+
+    def shows(self, state: LinkState, engine_id: str | None = None, reason: str = "") -> bool:
+        link = self.link()
+        return (
+            link is not None
+            and (link.state, link.reason) == (state, reason)
+            and engine_id in {None, link.engine_id}
+        )
+
+    def close(self) -> None:
+        self._thread.submit(self.runner.cleanup()).result(10)
+        self._thread.stop()
+
+
+@dataclass(frozen=True)
+class Probed:
+    failure: Failure | None = None
+    bytes_per_second: float = 2.5e9
+    nbytes: int = 65536
+
+
+class Probe:
+    """Hands out what the test says; by default a good result at once."""
+
+    def __init__(self) -> None:
+        self.outcome: Probed | Exception | None = Probed()
+        self.asked: list[str] = []
+
+    def __call__(self, metadata: m.EngineMetadata) -> Future[Probed]:
+        self.asked.append(metadata.engine_id)
+        future: Future[Probed] = Future()
+        if isinstance(self.outcome, Exception):
+            future.set_exception(self.outcome)
+        elif self.outcome is not None:
+            future.set_result(self.outcome)
+        return future
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def probe() -> Probe:
+    return Probe()
+
+
+@pytest.fixture
+def agent(
+    launcher: Launcher, books: Callable[..., PeerBook], probe: Probe
+) -> Iterator[ControlAgent]:
+    environment = {
+        "PDCLUSTER_CONTROL_URL": f"http://127.0.0.1:{launcher.port}",
+        "PDCLUSTER_CONTROL_TOKEN": "secret",
+    }
+    agent = ControlAgent.from_environment(
+        environment, rank=(0, 1), of=(1, 2), peers=books(), probe=probe
+    )
+    assert agent is not None
+    agent.start()
+    yield agent
+    agent.close()
+    agent.close()
+
+
+def entry(server: SideChannelServer, engine_id: str = FIRST) -> links.PeerEntry:
+    return links.PeerEntry(ENGINE, f"127.0.0.1:{server.port}", engine_id)
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_link_comes_up_and_is_reported(launcher: Launcher, probe: Probe, serve: Serve) -> None:
+    launcher.put(entry(serve(FIRST)))
+    assert until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST)) < 2.0
+    link = launcher.link()
+    assert link is not None
+    assert (link.bytes_per_second, link.probe_bytes) == (2.5e9, 65536)
+    assert probe.asked == [FIRST]
+    assert launcher.tokens == {"Bearer secret"}
+    assert (launcher.reports[-1][1].rank, launcher.reports[-1][1].of) == ((0, 1), (1, 2))
+
+
+@pytest.mark.usefixtures("agent")
+def test_death_and_return_without_the_operator(
+    launcher: Launcher,
+    probe: Probe,
+    serve: Serve,
+    record_property: Callable[[str, object], None],
+) -> None:
+    server = serve(FIRST)
+    launcher.put(entry(server))
+    until(lambda: launcher.shows(LinkState.ESTABLISHED))
+    server.stop()
+    dead = until(lambda: launcher.shows(LinkState.FAILED, FIRST, "SideChannelUnreachable"))
+    assert dead < 5.0
+    serve(SECOND, port=server.port)  # the document still names FIRST
+    back = until(lambda: launcher.shows(LinkState.ESTABLISHED, SECOND))
+    assert back < 3.0
+    assert probe.asked == [FIRST, SECOND]
+    record_property("dead_seen_s", round(dead, 2))
+    record_property("back_after_s", round(back, 2))
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_quick_restart_is_called_one(launcher: Launcher, serve: Serve, probe: Probe) -> None:
+    server = serve(FIRST)
+    launcher.put(entry(server))
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
+    server.stop()
+    serve(SECOND, port=server.port)
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, SECOND))
+    reasons = [link.reason for _, report in launcher.reports for link in report.links]
+    assert "PeerRestarted" in reasons
+    assert probe.asked == [FIRST, SECOND]
+
+
+@pytest.mark.usefixtures("agent")
+def test_reports_keep_coming_when_nothing_changes(launcher: Launcher, serve: Serve) -> None:
+    launcher.put(entry(serve(FIRST)))
+    until(lambda: launcher.shows(LinkState.ESTABLISHED))
+    seen, polls = len(launcher.reports), launcher.polls
+    until(lambda: len(launcher.reports) > seen, seconds=5.0)
+    assert launcher.reports[-1][0] - launcher.reports[-2][0] < 5.0
+    assert launcher.polls == polls  # one long poll waits, it does not spin
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_refusal_names_the_rule_and_both_values(launcher: Launcher, serve: Serve) -> None:
+    launcher.put(entry(serve(FIRST, model="another model")))
+    until(lambda: launcher.shows(LinkState.FAILED, FIRST, "ModelMismatch"))
+    link = launcher.link()
+    assert link is not None
+    assert "another model" in link.message
+    assert "0123456789abcdef" in link.message
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_wrong_probe_is_a_failed_link(launcher: Launcher, probe: Probe, serve: Serve) -> None:
+    probe.outcome = Probed(Failure(Reason.PROBE_CORRUPTED, "byte 7 differs"))
+    launcher.put(entry(serve(FIRST)))
+    until(lambda: launcher.shows(LinkState.FAILED, FIRST, "ProbeCorrupted"))
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_probe_that_raises_is_a_failed_link(
+    launcher: Launcher, probe: Probe, serve: Serve
+) -> None:
+    probe.outcome = OSError("no device")
+    launcher.put(entry(serve(FIRST)))
+    until(lambda: launcher.shows(LinkState.FAILED, FIRST, "BackendError"))
+    link = launcher.link()
+    assert link is not None
+    assert "no device" in link.message
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_peer_that_dies_while_its_probe_hangs(
+    launcher: Launcher, probe: Probe, serve: Serve
+) -> None:
+    probe.outcome = None
+    server = serve(FIRST)
+    launcher.put(entry(server))
+    until(lambda: probe.asked)
+    server.stop()
+    until(lambda: launcher.shows(LinkState.FAILED, FIRST, "SideChannelUnreachable"))
+
+
+def test_a_link_that_the_receiver_drops_is_probed_again(
+    agent: ControlAgent, launcher: Launcher, probe: Probe, serve: Serve
+) -> None:
+    launcher.put(entry(serve(FIRST)))
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
+    agent._peers.forget(FIRST)  # as after a transport error
+    until(lambda: probe.asked == [FIRST, FIRST])
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
+    reasons = [link.reason for _, report in launcher.reports for link in report.links]
+    assert "BackendError" in reasons
+
+
+@pytest.mark.usefixtures("agent")
+def test_another_engine_at_the_address(launcher: Launcher, serve: Serve, probe: Probe) -> None:
+    launcher.put(entry(serve("ns.c.prefill.r.7/00000000000000cc")))
+    until(lambda: launcher.shows(LinkState.FAILED, FIRST, "EngineIdInconsistent"))
+    assert probe.asked == []
+
+
+@pytest.mark.usefixtures("agent")
+def test_one_dead_peer_of_many(launcher: Launcher, serve: Serve, probe: Probe) -> None:
+    entries = [links.PeerEntry("ns.c.prefill.r.99", "127.0.0.1:1")]
+    for number in range(6):
+        engine = f"ns.c.prefill.r.{number}"
+        server = serve(f"{engine}/aa")
+        entries.append(links.PeerEntry(engine, f"127.0.0.1:{server.port}"))
+    launcher.put(*entries)
+
+    def states() -> list[str]:
+        return sorted(link.state for _, report in launcher.reports[-1:] for link in report.links)
+
+    until(lambda: states() == ["Established"] * 6 + ["Failed"], seconds=3.0)
+    assert len(probe.asked) == 6
+
+
+@pytest.mark.usefixtures("agent")
+def test_peers_come_go_and_move(launcher: Launcher, serve: Serve) -> None:
+    first, moved = serve(FIRST), serve(SECOND)
+    launcher.put(entry(first))
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
+    launcher.put(entry(moved, SECOND))
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, SECOND))
+    launcher.put()
+    until(lambda: launcher.reports[-1][1].links == ())  # gone from the table
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_launcher_that_talks_nonsense_for_a_while(launcher: Launcher, serve: Serve) -> None:
+    launcher.broken = True
+    launcher.put(entry(serve(FIRST)))  # ends the poll under way, the next one is nonsense
+    until(lambda: launcher.polls >= 3)
+    launcher.broken = False
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
+
+
+def test_without_a_launcher_there_is_no_agent(books: Callable[..., PeerBook]) -> None:
+    assert (
+        ControlAgent.from_environment({}, rank=(0, 0), of=(1, 1), peers=books(), probe=Probe())
+        is None
+    )

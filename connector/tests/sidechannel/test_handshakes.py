@@ -1,0 +1,252 @@
+"""Handshakes between real servers and peer books over loopback sockets."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+from loopback_engines import PREFILL, SHAPE, Answer, connect, shards_of, until
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.runtime.peers import PeerBook
+from pdcluster_connector.runtime.side_channel import SideChannelServer
+
+Serve = Callable[..., SideChannelServer]
+Books = Callable[..., PeerBook]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def test_a_handshake_brings_shape_and_shards(serve: Serve, books: Books) -> None:
+    server = serve()
+    reply = connect(books(), server.port).wait()
+    assert isinstance(reply, m.EngineMetadata)
+    assert m.to_shape(reply.shape) == SHAPE
+    assert reply.shards == shards_of(PREFILL)
+    assert reply.versions == {"pdcluster": "0"}
+
+
+def test_two_books_shake_hands_each_once_however_often_they_ask(serve: Serve, books: Books) -> None:
+    server = serve()
+    pair = books(), books()
+    answers = [connect(book, server.port) for book in pair for _ in range(50)]
+    assert all(isinstance(answer.wait(), m.EngineMetadata) for answer in answers)
+    assert isinstance(connect(pair[0], server.port).wait(), m.EngineMetadata)
+    assert server.counts["handshakes"] == 2
+
+
+def test_a_dead_engine_delays_no_other(
+    serve: Serve, books: Books, record_property: Callable[[str, object], None]
+) -> None:
+    """20 engines at once; one port swallows connections and never answers."""
+    alive = [serve(f"ns.c.prefill.r.{n}/{n:016x}") for n in range(19)]
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, never reads
+        book = books()
+        start = time.monotonic()
+        dead = connect(book, silent.getsockname()[1], "ns.c.prefill.r.99/00", seconds=2.0)
+        answers = [
+            connect(book, server.port, f"ns.c.prefill.r.{n}/{n:016x}")
+            for n, server in enumerate(alive)
+        ]
+        assert all(isinstance(answer.wait(), m.EngineMetadata) for answer in answers)
+        took = sorted(answer.at - start for answer in answers)
+        failure = dead.wait()
+        assert isinstance(failure, Failure)
+        assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+        assert 1.9 < dead.at - start < 3.0  # its own deadline, no fixed timeout
+    record_property("slowest_of_19_ms", round(took[-1] * 1000, 1))
+    record_property("median_of_19_ms", round(statistics.median(took) * 1000, 1))
+    assert took[-1] < 1.0
+
+
+def test_retried_until_the_engine_listens(serve: Serve, books: Books) -> None:
+    port = free_port()
+    answer = connect(books(), port, seconds=20.0)
+    time.sleep(1.0)
+    assert not answer.values
+    serve(port=port)
+    assert isinstance(answer.wait(3.0), m.EngineMetadata)
+
+
+def test_retried_while_the_shards_are_not_there(books: Books) -> None:
+    server = SideChannelServer("127.0.0.1", 0, PREFILL, SHAPE)
+    server.start()
+    try:
+        answer = connect(books(), server.port)
+        time.sleep(0.4)
+        assert not answer.values
+        server.set_shards(shards_of(PREFILL))
+        assert isinstance(answer.wait(3.0), m.EngineMetadata)
+    finally:
+        server.stop()
+
+
+def test_each_request_has_its_own_deadline(books: Books) -> None:
+    book, port = books(), free_port()
+    start = time.monotonic()
+    late = connect(book, port, seconds=1.2)
+    early = connect(book, port, seconds=0.3)
+    past = connect(book, port, seconds=-5.0)
+    for answer in (past, early, late):
+        failure = answer.wait()
+        assert isinstance(failure, Failure)
+        assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+    assert "onnect" in late.wait().message  # says why the last attempt did not succeed
+    assert past.at - start < 0.2
+    assert 0.25 < early.at - start < 0.7
+    assert 1.1 < late.at - start < 1.8
+    until(lambda: not book._peers)
+
+
+def test_a_refusal_reaches_all_at_once_and_is_remembered_for_a_while(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdcluster_connector.runtime.peers.REFUSAL_SECONDS", 0.5)
+    server = serve(block_size=32)
+    book = books()
+    start = time.monotonic()
+    answers = [connect(book, server.port, seconds=60.0) for _ in range(30)]
+    for answer in answers:
+        failure = answer.wait(2.0)
+        assert isinstance(failure, Failure)
+        assert failure.reason in {
+            Reason.BLOCK_SIZE_MISMATCH,
+            Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS,
+        }
+        assert "32" in failure.message
+        assert "16" in failure.message
+    assert time.monotonic() - start < 1.5
+    assert server.counts["refusals"] == 1
+    time.sleep(0.6)
+    connect(book, server.port).wait()
+    assert server.counts["refusals"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "another model"}, Reason.MODEL_MISMATCH),
+        ({"kv_dtype": "bfloat16"}, Reason.KV_DTYPE_MISMATCH),
+        ({"context": 2}, Reason.CONTEXT_PARALLEL_UNSUPPORTED),
+    ],
+    ids=str,
+)
+def test_rules_refuse_by_name(
+    serve: Serve, books: Books, change: dict[str, object], reason: Reason
+) -> None:
+    failure = connect(books(), serve(**change).port).wait()
+    assert isinstance(failure, Failure)
+    assert failure.reason is reason
+
+
+def test_another_protocol_is_refused_by_name(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    monkeypatch.setattr(m, "PROTOCOL_OLDEST", 7)
+    monkeypatch.setattr(m, "PROTOCOL_NEWEST", 9)
+    request = m.encode(m.HandshakeRequest((1, 1), "d/1", m.from_shape(SHAPE), (0, 0)))
+    decoded = m.decode_handshake_request(request)
+    assert isinstance(decoded, m.HandshakeRequest)
+    refusal = server._refusal(decoded)
+    assert refusal is not None
+    assert refusal.reason == Reason.PROTOCOL_VERSION_MISMATCH
+    assert (refusal.prefill_value, refusal.decode_value) == ("7..9", "1..1")
+
+
+def test_metadata_that_contradicts_itself_is_not_used(books: Books) -> None:
+    server = SideChannelServer("127.0.0.1", 0, PREFILL, SHAPE, shards=shards_of("p/other"))
+    server.start()
+    try:
+        failure = connect(books(), server.port).wait()
+        assert isinstance(failure, Failure)
+        assert failure.reason is Reason.ENGINE_ID_INCONSISTENT
+    finally:
+        server.stop()
+
+
+def test_a_port_that_is_no_side_channel(books: Books) -> None:
+    """Something answers, but not as we expect: retried, and named at the deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as odd:
+        odd.settimeout(5.0)
+        answer = connect(books(), odd.getsockname()[1], seconds=1.0)
+        for _ in range(2):
+            peer, _ = odd.accept()
+            peer.recv(65536)
+            peer.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            peer.close()
+        failure = answer.wait(3.0)
+    assert isinstance(failure, Failure)
+    assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\xc1", b"\x81\xa4type\xa6engine", m.encode(m.Refusal("x", "y"))[:-3]],
+    ids=["empty", "invalid", "truncated struct", "truncated"],
+)
+def test_an_answer_that_cannot_be_read(books: Books, body: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+    with socket.create_server(("127.0.0.1", 0)) as odd:
+        odd.settimeout(5.0)
+        answer = connect(books(), odd.getsockname()[1])
+        peer, _ = odd.accept()
+        peer.recv(65536)
+        peer.sendall(head + body)
+        failure = answer.wait(3.0)
+        peer.close()
+    assert isinstance(failure, Failure)
+    assert failure.reason is Reason.PROTOCOL_VERSION_MISMATCH
+
+
+@pytest.mark.parametrize("host", ["not a host", "host\r\nX: y", "", "..", "[", "a" * 300])
+def test_hosts_that_make_no_address(books: Books, host: str) -> None:
+    answer = Answer()
+    books().connect(PREFILL, host, 5600, time.monotonic() + 0.5, answer)
+    failure = answer.wait(5.0)
+    assert isinstance(failure, Failure)
+    assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+
+
+def test_closing_answers_everyone_who_waits(books: Books) -> None:
+    book = books()
+    waiting = connect(book, free_port(), seconds=60.0)
+    book.close()
+    after = connect(book, free_port(), seconds=60.0)
+    for answer in (waiting, after):
+        assert isinstance(answer.wait(1.0), Failure)
+    book.close()
+
+
+def test_a_callback_that_raises_harms_nobody(serve: Serve, books: Books) -> None:
+    server, book = serve(), books()
+
+    def broken(_: object) -> None:
+        raise RuntimeError("a fault in the callback")
+
+    book.connect(PREFILL, "127.0.0.1", server.port, time.monotonic() + 5, broken)
+    assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
+
+
+def test_handshake_latency(
+    serve: Serve, books: Books, record_property: Callable[[str, object], None]
+) -> None:
+    server, book = serve(), books()
+    took = []
+    for _ in range(50):
+        start = time.monotonic()
+        answer = connect(book, server.port)
+        answer.wait()
+        took.append(answer.at - start)
+        book.forget(PREFILL)
+    record_property("handshake_median_ms", round(statistics.median(took) * 1000, 2))
+    assert server.counts["handshakes"] == 50
+    assert statistics.median(took) < 0.5

@@ -1,0 +1,69 @@
+"""A process of prefill engines over real NIXL, driven through a pipe by the tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from transfer_rig import Prefill
+
+from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.runtime.nixl_agent import NixlAgent
+
+
+class Agents:
+    """What ``Prefill`` asks of a fabric, over real NIXL."""
+
+    def agent(self, name: str) -> NixlAgent:
+        return NixlAgent(name)
+
+
+def serve(pipe: Connection, engines: dict[str, int], cache: dict[str, Any]) -> None:
+    """Serve engines (id -> tensor parallel size) until the pipe closes."""
+    running = {
+        engine_id: Prefill(Agents(), engine_id, tensor, **cache)  # type: ignore[arg-type]
+        for engine_id, tensor in engines.items()
+    }
+    pipe.send([engine.metadata for engine in running.values()])
+    while True:
+        try:
+            engine_id, seed, blocks, tokens = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(running[engine_id].ticket(seed, blocks, tokens))
+
+
+class PrefillProcess:
+    """The handle of such a process."""
+
+    def __init__(self, engines: dict[str, int], cache: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, engines, cache), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.metadata: dict[str, EngineMetadata] = {}
+        assert self.pipe.poll(60), "the prefill process did not come up"
+        for metadata in self.pipe.recv():
+            self.metadata[metadata.engine_id] = metadata
+
+    def ticket(self, engine_id: str, seed: int, blocks: Sequence[int], tokens: int) -> Ticket:
+        self.pipe.send((engine_id, seed, list(blocks), tokens))
+        assert self.pipe.poll(30)
+        return self.pipe.recv()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.process.join(0.5)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(10)

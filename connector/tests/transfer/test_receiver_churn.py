@@ -1,0 +1,162 @@
+"""Ten thousand requests through every fault at once, with blocks recycled as an engine does.
+
+The blocks of a request that was reported are overwritten by the test and watched: a byte
+that lands in them afterwards is the fault that all of this exists to prevent.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter, deque
+
+import numpy as np
+from transfer_rig import Decode, FakePeers, Prefill
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.runtime.nixl_port import PortErrorKind
+from pdcluster_connector.runtime.receiver import ReceiverOptions
+from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+
+REQUESTS = 10_000
+UNDER_WAY = 96
+CACHE = {"kv_heads": 2, "layers": 2, "num_blocks": 600, "block_tokens": 4, "token_bytes": 2}
+TOKENS = 10
+OVERWRITTEN = 0xEE
+WATCH_SECONDS = 0.03
+
+
+class Engine:
+    """A decode engine's bookkeeping: free blocks, requests under way, blocks watched."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.fabric = Fabric()
+        self.fabric.behave = self.behave
+        self.peers = FakePeers()
+        self.incarnation = 0
+        self.tickets: list[Ticket] = []
+        self.prefills: list[Prefill] = []
+        self.new_prefill()
+        options = ReceiverOptions(
+            drain_deadline_seconds=0.15, probe_seconds=0.5, descriptors_per_transfer=5
+        )
+        self.decode = Decode(self.fabric, self.peers, options=options, **CACHE)
+        self.free = deque(range(1, CACHE["num_blocks"]))
+        self.under_way: dict[str, tuple[int, list[int]]] = {}
+        self.watched: deque[tuple[float, list[int]]] = deque()
+        self.outcomes: Counter[str] = Counter()
+
+    def new_prefill(self) -> None:
+        """Kill the prefill engine and start its next incarnation."""
+        old = f"prefill/{self.incarnation}"
+        self.incarnation += 1
+        prefill = Prefill(self.fabric, f"prefill/{self.incarnation}", **CACHE)
+        self.peers.table = {prefill.engine_id: prefill.metadata}
+        self.tickets = [
+            prefill.ticket(n, [3 * n + 1, 3 * n + 2, 3 * n + 3], TOKENS) for n in range(20)
+        ]
+        self.prefills.append(prefill)  # a dead engine's memory is not reused within the test
+        if self.incarnation > 1:
+            self.fabric.kill(old + "-")
+            assert self.peers.on_gone is not None
+            self.peers.on_gone(old, Failure(Reason.PEER_RESTARTED, "killed"))
+
+    def behave(self, transfer: Transfer) -> Behaviour:
+        dice = self.random.random()
+        if len(transfer.copies) == 1 and dice > 0.01:
+            return Behaviour()  # most warm-ups go well
+        faults = [
+            (0.01, Behaviour(hang=True)),
+            (0.01, Behaviour(hang=True, refuse_release=True)),
+            (0.01, Behaviour(post_error=PortErrorKind.INVALID)),
+            (0.0005, Behaviour(post_error=PortErrorKind.DISCONNECTED)),
+            (0.0005, Behaviour(post_error=PortErrorKind.TRANSPORT, hang=True)),
+            (0.002, Behaviour(polls=2, poll_error=PortErrorKind.TRANSPORT)),
+            (0.0005, Behaviour(polls=1, poll_error=PortErrorKind.DISCONNECTED)),
+            (0.0005, Behaviour(polls=2, poll_error=PortErrorKind.LOST)),
+            (0.0005, Behaviour(poll_raises=RuntimeError("broken port"))),
+        ]
+        for share, fault in faults:
+            if dice < share:
+                return fault
+            dice -= share
+        return Behaviour(polls=self.random.randrange(4))
+
+    def send(self, number: int) -> None:
+        ticket = self.random.choice(self.tickets)
+        blocks = [self.free.popleft() for _ in range(3)]
+        request_id = f"r{number}"
+        lease = self.random.choice([0.004, 0.02]) if self.random.random() < 0.03 else 30.0
+        self.under_way[request_id] = (ticket.token, blocks)
+        self.decode.receiver.receive([self.decode.request(request_id, ticket, blocks, lease=lease)])
+        if self.random.random() < 0.05:
+            self.decode.receiver.abandon([self.random.choice(list(self.under_way))])
+
+    def step(self) -> None:
+        """Take results, check arrivals, overwrite and watch blocks, recycle what is quiet."""
+        results = self.decode.take()
+        for request_id in results.finished:
+            seed, blocks = self.under_way.pop(request_id)
+            if request_id in results.received:
+                assert self.decode.cache.wrong_tokens(seed, blocks, 0, TOKENS) == []
+                self.outcomes["received"] += 1
+            else:
+                self.outcomes[results.failed[request_id].reason] += 1
+            self.decode.cache.bytes[:, blocks] = OVERWRITTEN
+            self.watched.append((time.monotonic() + WATCH_SECONDS, blocks))
+        while self.watched and (self.watched[0][0] <= time.monotonic() or not self.under_way):
+            _, blocks = self.watched.popleft()
+            landed = self.decode.cache.bytes[:, blocks] != OVERWRITTEN
+            assert not landed.any(), f"{np.count_nonzero(landed)} bytes landed after the report"
+            self.free.extend(blocks)
+
+
+def test_ten_thousand_requests_through_every_fault() -> None:
+    engine = Engine(seed=20261121)
+    threads = threading.active_count()
+    stop = threading.Event()
+
+    def dma() -> None:
+        """What hangs lands some day, bit by bit, released or not."""
+        while not stop.wait(0.002):
+            engine.fabric.land(copies=1)
+
+    background = threading.Thread(target=dma)
+    background.start()
+    try:
+        for number in range(REQUESTS):
+            while len(engine.under_way) >= UNDER_WAY or len(engine.free) < 3:
+                engine.step()
+                time.sleep(0.0002)
+            engine.send(number)
+            if number % 1000 == 999:
+                engine.new_prefill()
+        until = time.monotonic() + 30
+        while engine.under_way:
+            assert time.monotonic() < until, f"never reported: {sorted(engine.under_way)[:5]}"
+            engine.step()
+            time.sleep(0.001)
+        engine.step()
+    finally:
+        stop.set()
+        background.join()
+
+    assert len(engine.decode.reported) == REQUESTS
+    assert engine.outcomes["received"] > REQUESTS / 2, dict(engine.outcomes)
+    expected = {Reason.BACKEND_ERROR, Reason.TRANSFER_STALLED, Reason.PEER_RESTARTED}
+    assert expected <= set(engine.outcomes), engine.outcomes
+    assert len(engine.free) == CACHE["num_blocks"] - 1
+
+    executor = engine.decode.receiver._executor
+    assert executor._jobs == executor._by_id == {}
+    assert len(executor._ticks._heap) < 100
+    assert engine.fabric.open_handles() == 0
+    assert engine.fabric.open_dlists() <= 2  # the live incarnation's link
+    assert [t for t in engine.fabric.flying if t.agent.startswith("decode")] == []
+    assert threading.active_count() == threads
+    assert engine.decode.receiver.close()
+    assert threading.active_count() == threads - 1

@@ -1,0 +1,217 @@
+"""Real NIXL between processes: bytes for every pair of tensor sizes, and dying peers.
+
+Prefill engines live in a process of their own; this one holds the decode ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from nixl_prefill import Agents, PrefillProcess
+from transfer_rig import PROBE_BYTES, Decode, FakePeers, eventually
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.runtime.nixl_agent import NixlAgent
+from pdcluster_connector.runtime.receiver import ReceiverOptions
+
+pytestmark = pytest.mark.nixl
+
+SIZES = (1, 2, 4)
+CACHE = {"kv_heads": 4, "layers": 4, "num_blocks": 96, "block_tokens": 16, "token_bytes": 32}
+BIG = {"kv_heads": 4, "layers": 2, "num_blocks": 160, "block_tokens": 16, "token_bytes": 256}
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Iterator[PrefillProcess]:
+    process = PrefillProcess({f"prefill-tp{size}/1": size for size in SIZES}, CACHE)
+    yield process
+    process.end()
+
+
+@pytest.fixture(scope="module")
+def decodes(prefill: PrefillProcess) -> Iterator[Callable[[int], list[Decode]]]:
+    made: dict[int, list[Decode]] = {}
+
+    def of_size(size: int) -> list[Decode]:
+        if size not in made:
+            made[size] = []
+            for rank in range(size):
+                peers = FakePeers()
+                peers.table.update(prefill.metadata)
+                options = ReceiverOptions(descriptors_per_transfer=64)
+                made[size].append(
+                    Decode(Agents(), peers, rank=rank, tensor=size, options=options, **CACHE)
+                )
+        return made[size]
+
+    yield of_size
+    for decode in itertools.chain(*made.values()):
+        assert decode.receiver.close()
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), itertools.product(SIZES, SIZES))
+def test_every_byte_arrives_in_its_place(
+    prefill: PrefillProcess,
+    decodes: Callable[[int], list[Decode]],
+    prefill_size: int,
+    decode_size: int,
+) -> None:
+    dice = random.Random(10 * prefill_size + decode_size)
+    ranks = decodes(decode_size)
+    # (tokens, tokens that decode has already): ragged ends, prefix hits, one block, many.
+    shapes = [(1, 0), (15, 0), (16, 0), (17, 16), (200, 0), (333, 64), (400, 384)]
+    free = {side: dice.sample(range(1, 96), 95) for side in ("prefill", "decode")}
+    sent = []
+    for number, (tokens, start) in enumerate(shapes):
+        blocks = {side: [free[side].pop() for _ in range(-(-tokens // 16))] for side in free}
+        seed = 1000 * prefill_size + 100 * decode_size + number
+        ticket = prefill.ticket(f"prefill-tp{prefill_size}/1", seed, blocks["prefill"], tokens)
+        request_id = f"r{seed}"
+        sent.append((request_id, seed, blocks["decode"], start, tokens))
+        for decode in ranks:
+            if number == 0:
+                decode.cache.bytes[:] = 0xEE
+            decode.receiver.receive(
+                [decode.request(request_id, ticket, blocks["decode"], start=start)]
+            )
+    for decode in ranks:
+        results = decode.wait(*(request[0] for request in sent), timeout=30)
+        assert results.failed == {}
+        touched = np.zeros(96, bool)
+        for request_id, seed, blocks, start, tokens in sent:
+            assert decode.cache.wrong_tokens(seed, blocks, start, tokens) == []
+            read = blocks[start // 16 :]
+            touched[read] = True
+            heads = len(decode.cache.heads)
+            assert results.received[request_id].nbytes == len(read) * heads * 4 * 16 * 32
+        assert (decode.cache.bytes[:, ~touched] == 0xEE).all(), "a foreign block changed"
+
+
+def test_probes_measure_the_link(
+    prefill: PrefillProcess, decodes: Callable[[int], list[Decode]]
+) -> None:
+    result = decodes(1)[0].receiver.probe(prefill.metadata["prefill-tp4/1"]).result(timeout=20)
+    assert result.failure is None
+    assert result.nbytes == 4 * PROBE_BYTES
+    assert result.bytes_per_second > 1e6
+
+
+def test_the_dense_lists_of_older_nixl_read_the_same(prefill: PrefillProcess) -> None:
+    class Dense(Agents):
+        def agent(self, name: str) -> NixlAgent:
+            return NixlAgent(name, strided=False)
+
+    peers = FakePeers()
+    peers.table.update(prefill.metadata)
+    decode = Decode(Dense(), peers, options=ReceiverOptions(), **CACHE)  # type: ignore[arg-type]
+    ticket = prefill.ticket("prefill-tp2/1", 77, [5, 9, 6, 7], 60)
+    decode.receiver.receive([decode.request("r", ticket, [1, 2, 90, 4])])
+    assert "r" in decode.wait("r").received
+    assert decode.cache.wrong_tokens(77, [1, 2, 90, 4], 0, 60) == []
+    assert decode.receiver.close()
+
+
+# Peers that stop and die, over TCP as between pods: with shared memory a stopped peer can
+# still be read.
+
+
+@pytest.fixture
+def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+class OverTcp:
+    """A big prefill engine in its own process and one decode rank, the link warmed up."""
+
+    BLOCKS = tuple(range(1, 151))
+
+    def __init__(self, drain_seconds: float) -> None:
+        self.peers = FakePeers()
+        self.prefill = self.start_prefill("prefill/1")
+        self.decode = Decode(
+            Agents(),
+            self.peers,
+            options=ReceiverOptions(drain_deadline_seconds=drain_seconds, probe_seconds=20),
+            **BIG,
+        )
+        self.engine = "prefill/1"
+        self.works("warm")
+
+    def start_prefill(self, engine_id: str) -> PrefillProcess:
+        prefill = PrefillProcess({engine_id: 1}, BIG)
+        self.peers.table.update(prefill.metadata)
+        return prefill
+
+    def works(self, request_id: str) -> None:
+        ticket = self.prefill.ticket(self.engine, 5, [3, 1, 2], 48)
+        self.decode.receiver.receive([self.decode.request(request_id, ticket, [151, 152, 153])])
+        results = self.decode.wait(request_id, timeout=20)
+        assert request_id in results.received, results.failed
+        assert self.decode.cache.wrong_tokens(5, [151, 152, 153], 0, 48) == []
+
+    def stop_in_the_middle(self, lease: float) -> None:
+        """Begin a 5 MB read from an engine that has just been stopped."""
+        ticket = self.prefill.ticket(self.engine, 6, self.BLOCKS, 2400)
+        self.prefill.signal(signal.SIGSTOP)
+        self.decode.cache.bytes[:] = 0xEE
+        self.decode.receiver.receive([self.decode.request("r", ticket, self.BLOCKS, lease=lease)])
+        eventually(lambda: bool(self.decode.receiver._executor._flights))
+        self.decode.nothing(0.2)
+
+    def restart(self, number: int) -> None:
+        self.prefill.signal(signal.SIGKILL)
+        self.prefill.end()
+        self.engine = f"prefill/{number}"
+        self.prefill = self.start_prefill(self.engine)
+
+    def end(self) -> None:
+        self.prefill.signal(signal.SIGKILL)
+        self.prefill.end()
+        assert self.decode.receiver.close()
+        assert self.decode.fatal == []
+
+
+def test_a_killed_prefill_engine_fails_the_request_and_its_successor_serves(tcp: None) -> None:
+    rig = OverTcp(drain_seconds=20)
+    rig.stop_in_the_middle(lease=30)
+    rig.prefill.signal(signal.SIGKILL)
+    killed = time.monotonic()
+    failure = rig.decode.wait("r", timeout=15).failed["r"]
+    assert failure.reason is Reason.BACKEND_ERROR
+    assert time.monotonic() - killed < 5
+    rig.restart(2)
+    rig.works("after")
+    rig.restart(3)  # killed while idle
+    rig.works("again")
+    rig.end()
+
+
+def test_what_lands_late_lands_before_the_report(tcp: None) -> None:
+    rig = OverTcp(drain_seconds=20)
+    rig.stop_in_the_middle(lease=2)
+    rig.decode.nothing(2.2)  # past the lease's end, and the blocks are not given back
+    rig.prefill.signal(signal.SIGCONT)
+    assert rig.decode.wait("r", timeout=15).failed["r"].reason is Reason.TRANSFER_STALLED
+    rig.decode.cache.bytes[:] = 0xEE
+    time.sleep(0.5)
+    assert (rig.decode.cache.bytes == 0xEE).all()
+    rig.end()
+
+
+def test_nothing_lands_after_the_agent_was_destroyed(tcp: None) -> None:
+    rig = OverTcp(drain_seconds=0.5)
+    rig.stop_in_the_middle(lease=2)
+    assert rig.decode.wait("r", timeout=15).failed["r"].reason is Reason.TRANSFER_STALLED
+    rig.decode.cache.bytes[:] = 0xEE
+    rig.prefill.signal(signal.SIGCONT)
+    time.sleep(1.0)
+    assert (rig.decode.cache.bytes == 0xEE).all(), "a released transfer landed"
+    rig.restart(2)  # UCX may have taken the first one down: facts about NIXL over TCP
+    rig.works("after")
+    rig.end()

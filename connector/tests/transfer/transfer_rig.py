@@ -1,0 +1,194 @@
+"""Prefill and decode workers over the in-memory NIXL, for the tests of this folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan.pairing import BlockList
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.messages import EngineMetadata, ShapeMessage
+from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.runtime.receiver import (
+    Receiver,
+    ReceiveRequest,
+    ReceiveResults,
+    ReceiverOptions,
+)
+from pdcluster_connector.runtime.serving import ServingAgent
+from pdcluster_connector.testing.caches import LabelledCache
+from pdcluster_connector.testing.nixl import Fabric
+
+PROBE_BYTES = 64 * 1024
+
+
+class FakePeers:
+    """A PeerSource that answers from a table, at once or when the test says so."""
+
+    def __init__(self) -> None:
+        self.on_gone: Callable[[str, Failure], None] | None = None
+        self.table: dict[str, EngineMetadata | Failure] = {}
+        self.hold = False
+        self.held: list[tuple[str, Callable[[EngineMetadata | Failure], None]]] = []
+        self.asked: list[str] = []
+        self.forgotten: list[str] = []
+
+    def connect(
+        self,
+        engine_id: str,
+        host: str,
+        port: int,
+        deadline: float,
+        done: Callable[[EngineMetadata | Failure], None],
+    ) -> None:
+        assert (host, port) == ("127.0.0.1", 5600)
+        assert deadline > 0
+        self.asked.append(engine_id)
+        if self.hold:
+            self.held.append((engine_id, done))
+        else:
+            done(self.answer(engine_id))
+
+    def forget(self, engine_id: str) -> None:
+        self.forgotten.append(engine_id)
+
+    def release(self) -> None:
+        self.hold, held, self.held = False, self.held, []
+        for engine_id, done in held:
+            done(self.answer(engine_id))
+
+    def answer(self, engine_id: str) -> EngineMetadata | Failure:
+        unknown = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"no {engine_id}")
+        return self.table.get(engine_id, unknown)
+
+
+class Prefill:
+    """A prefill engine of ``tensor`` ranks with numpy caches."""
+
+    def __init__(self, fabric: Fabric, engine_id: str = "prefill/1", tensor: int = 1, **cache):
+        self.engine_id = engine_id
+        self.caches = [LabelledCache(rank=r, tensor=tensor, **cache) for r in range(tensor)]
+        self.agents = [
+            ServingAgent(
+                lambda rank=rank: fabric.agent(f"{engine_id}-{rank}"),
+                cache.memory,
+                probe_bytes=PROBE_BYTES,
+            )
+            for rank, cache in enumerate(self.caches)
+        ]
+        self.tensor = tensor
+        self.metadata = EngineMetadata(
+            protocol=1,
+            engine_id=engine_id,
+            shape=ShapeMessage(
+                block_size=self.caches[0].block_tokens, kernel_blocks_per_block=1, tensor=tensor
+            ),
+            shards=tuple(
+                agent.metadata(engine_id, cache.shard.rank, cache.shard.regions)
+                for agent, cache in zip(self.agents, self.caches, strict=True)
+            ),
+            lease_seconds=60,
+        )
+
+    def ticket(self, seed: int, blocks: Sequence[int], tokens: int, /, **changes) -> Ticket:
+        """Compute the KV of request ``seed`` and hand it over."""
+        for cache in self.caches:
+            cache.write(seed, blocks, tokens)
+        fields = {
+            "engine_id": self.engine_id,
+            "host": "127.0.0.1",
+            "port": 5600,
+            "request_id": f"p-{seed}",
+            "token": seed,
+            "blocks": (tuple(blocks),),
+            "block_size": self.caches[0].block_tokens,
+            "tokens": tokens,
+            "prompt_digest": bytes(16),
+            "expires_at": 0.0,
+        }
+        return Ticket(**(fields | changes))
+
+
+class Decode:
+    """One rank of a decode engine, with its receiver."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        peers: FakePeers,
+        *,
+        rank: int = 0,
+        tensor: int = 1,
+        options: ReceiverOptions | None = None,
+        **cache,
+    ) -> None:
+        self.cache = LabelledCache(rank=rank, tensor=tensor, **cache)
+        self.fatal: list[str] = []
+        self.receiver = Receiver(
+            shard=self.cache.shard,
+            memory=self.cache.memory,
+            port_factory=lambda: fabric.agent(f"decode-{rank}"),
+            peers=peers,
+            options=options
+            or ReceiverOptions(
+                drain_deadline_seconds=2.0, probe_seconds=0.3, fatal=self.fatal.append
+            ),
+        )
+        self.receiver.start()
+        self.reported: list[str] = []
+
+    def request(
+        self,
+        request_id: str,
+        ticket: Ticket,
+        blocks: Sequence[int],
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        lease: float = 20.0,
+    ) -> ReceiveRequest:
+        return ReceiveRequest(
+            request_id=request_id,
+            ticket=ticket,
+            decode_blocks=(BlockList(list(blocks), self.cache.block_tokens),),
+            start=start,
+            stop=ticket.tokens if stop is None else stop,
+            deadline=time.monotonic() + lease,
+        )
+
+    def take(self) -> ReceiveResults:
+        results = self.receiver.results()
+        self.reported.extend(results.finished)
+        assert len(self.reported) == len(set(self.reported)), "reported twice"
+        assert set(results.failed) | set(results.received) == results.finished
+        assert not set(results.failed) & set(results.received)
+        return results
+
+    def wait(self, *request_ids: str, timeout: float = 10.0) -> ReceiveResults:
+        """Take results until all of ``request_ids`` are in; returns them merged."""
+        merged = ReceiveResults()
+        until = time.monotonic() + timeout
+        while not merged.finished >= set(request_ids):
+            assert time.monotonic() < until, f"only {merged.finished} of {request_ids}"
+            results = self.take()
+            merged.finished |= results.finished
+            merged.failed |= results.failed
+            merged.abandoned |= results.abandoned
+            merged.received |= results.received
+            time.sleep(0.0005)
+        return merged
+
+    def nothing(self, seconds: float = 0.05) -> None:
+        """Check that nothing is reported for a while."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            assert not self.take().finished
+            time.sleep(0.001)
+
+
+def eventually(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    until = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.0005)
