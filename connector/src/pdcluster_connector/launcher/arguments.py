@@ -1,0 +1,201 @@
+"""The command line of ``vllm serve`` as the launcher reads and rewrites it. Pure.
+
+Only the flags that the launcher has to know are read; every other argument passes unchanged.
+vLLM takes ``--flag value`` and ``--flag=value``, underscores for dashes, and the last of two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+CONNECTOR_FLAG: Final = "--kv-transfer-config"
+KV_ROLE: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+_SHORT: Final = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+}
+
+
+class ArgumentError(ValueError):
+    """The engine's command line cannot be used. The message names the argument and a remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """What the launcher knows of the engine that it starts.
+
+    Attributes:
+        arguments: for ``vllm serve``: the model first, ``engine_id`` filled in.
+        model: folder or repository of the weights.
+        served_name: the name in requests.
+        host: address that the OpenAI API binds to; empty is every address.
+        port: its port.
+        side_channel_host: address that the connector's side channel binds and advertises.
+        side_channel_port: its port; a data-parallel rank adds its number.
+        tensor: tensor-parallel size.
+        pipeline: pipeline-parallel size.
+        data: data-parallel size.
+        nodes: pods that this engine spans.
+        node_rank: this pod's place among them; 0 is the leader.
+        leader: ``--master-addr``, the leader's address for its followers.
+        block_tokens: ``--block-size``, or None where vLLM chooses.
+        max_tokens: ``--max-model-len``, or None where the model's config decides.
+        load_format: ``--load-format``.
+    """
+
+    arguments: tuple[str, ...]
+    model: str
+    served_name: str
+    host: str
+    port: int
+    side_channel_host: str
+    side_channel_port: int
+    tensor: int
+    pipeline: int
+    data: int
+    nodes: int
+    node_rank: int
+    leader: str
+    block_tokens: int | None
+    max_tokens: int | None
+    load_format: str
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this pod holds the API, the scheduler and the engine's identity."""
+        return self.node_rank == 0
+
+
+def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> EngineCommand:
+    """Read ``vllm serve``'s arguments and write ``engine_id`` into the connector's JSON.
+
+    Args:
+        arguments: everything after ``--`` on the launcher's command line.
+        engine_id: ``logical/incarnation``, the same in every rank.
+        role: ``prefill`` or ``decode``.
+
+    Raises:
+        ArgumentError: the connector's JSON is missing, malformed or of the other role, the model
+            is missing, or a number is none.
+    """
+    words = list(arguments)
+    flags = _flags(words)
+    config, where = _transfer_config(words, flags)
+    _check_role(config, role)
+    config["engine_id"] = engine_id
+    if flags.get("--node-rank", "0") != "0" and "--headless" not in flags:
+        words.append("--headless")  # after everything: no index moves
+    text = json.dumps(config, separators=(",", ":"), ensure_ascii=False)
+    index, inline = where
+    words[index] = f"{CONNECTOR_FLAG}={text}" if inline else text
+    model = _model(words, flags)
+    extra = config.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, dict):
+        raise ArgumentError(f"{CONNECTOR_FLAG}: kv_connector_extra_config must be a JSON object")
+    length = flags.get("--max-model-len", "")
+    return EngineCommand(
+        arguments=tuple(words),
+        model=model,
+        served_name=flags.get("--served-model-name", model),
+        host=flags.get("--host", ""),
+        port=_number(flags, "--port", 8000, high=65535),
+        side_channel_host=str(extra.get("side_channel_host", "127.0.0.1")),
+        side_channel_port=_port(extra.get("side_channel_port", 5600)),
+        tensor=_number(flags, "--tensor-parallel-size", 1),
+        pipeline=_number(flags, "--pipeline-parallel-size", 1),
+        data=_number(flags, "--data-parallel-size", 1),
+        nodes=_number(flags, "--nnodes", 1),
+        node_rank=_number(flags, "--node-rank", 0, low=0),
+        leader=flags.get("--master-addr", "127.0.0.1"),
+        block_tokens=_number(flags, "--block-size", 0, low=0) or None,
+        # vLLM also takes 32k, 1M and auto here; the launcher only needs a plain number.
+        max_tokens=int(length) if length.isdecimal() else None,
+        load_format=flags.get("--load-format", "auto"),
+    )
+
+
+def _flags(words: Sequence[str]) -> dict[str, str]:
+    """Flag (long, dashed) -> value; of two the last, as vLLM's parser has it."""
+    found: dict[str, str] = {}
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        name = _SHORT.get(name, name.replace("_", "-"))
+        if not name.startswith("--"):
+            continue
+        if equals:
+            found[name] = value
+        else:
+            follows = words[index + 1] if index + 1 < len(words) else ""
+            found[name] = "" if follows.startswith("--") else follows
+    return found
+
+
+def _transfer_config(
+    words: Sequence[str], flags: Iterable[str]
+) -> tuple[dict[str, Any], tuple[int, bool]]:
+    """Find the connector's JSON and where it stands: (index of the word, written with ``=``)."""
+    if any(flag.startswith(f"{CONNECTOR_FLAG}.") for flag in flags):
+        raise ArgumentError(f"{CONNECTOR_FLAG} must be one JSON object, not dotted flags")
+    places = [
+        (index, "=" in word)
+        for index, word in enumerate(words)
+        if word.partition("=")[0].replace("_", "-") == CONNECTOR_FLAG
+    ]
+    if len(places) != 1:
+        found = "is missing" if not places else "is given more than once"
+        raise ArgumentError(
+            f'{CONNECTOR_FLAG} {found}; pass it once: {{"kv_connector":"PDClusterConnector",'
+            '"kv_connector_module_path":"pdcluster_connector.vllm.connector",'
+            '"kv_role":"kv_producer"}'
+        )
+    index, inline = places[0]
+    if not inline:
+        index += 1
+    word = words[index] if index < len(words) else ""
+    text = word.partition("=")[2] if inline else word
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ArgumentError(f"{CONNECTOR_FLAG} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ArgumentError(f"{CONNECTOR_FLAG} must be a JSON object, not {text[:80]!r}")
+    return config, (index, inline)
+
+
+def _check_role(config: dict[str, Any], role: str) -> None:
+    given, wanted = config.get("kv_role"), KV_ROLE[role]
+    if given not in {wanted, "kv_both"}:
+        raise ArgumentError(
+            f"{CONNECTOR_FLAG}: kv_role is {given!r}, but --role {role} needs {wanted!r}"
+        )
+
+
+def _model(words: Sequence[str], flags: dict[str, str]) -> str:
+    model = flags.get("--model") or (words[0] if words and not words[0].startswith("-") else "")
+    if not model:
+        raise ArgumentError("the model is missing; it is the first argument after --")
+    return model
+
+
+def _number(
+    flags: dict[str, str], name: str, default: int, *, low: int = 1, high: int = 1_000_000
+) -> int:
+    text = flags.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise ArgumentError(f"{name} is {text!r}; it must be a number from {low} to {high}")
+    return int(text)
+
+
+def _port(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
+        raise ArgumentError(f"{CONNECTOR_FLAG}: side_channel_port is {value!r}; use 1 to 65535")
+    return value

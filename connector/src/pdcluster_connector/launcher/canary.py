@@ -1,0 +1,187 @@
+"""The canary: a request of the launcher's own that goes through prefill and decode.
+
+A link is believed only when a real request's KV went through it: prefill's API is asked for one
+token, decode's API for the next with the parameters that prefill returned, and decode tells what
+its KV path did for that very request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from pdcluster_connector.launcher.engine_api import ApiError, ApiUnreachableError, EngineApi
+from pdcluster_connector.launcher.links import CanaryResult, LinkRow, LinkTable
+from pdcluster_connector.protocol.links import LinkState
+
+TIMEOUT_SECONDS: Final = 120.0
+_BLOCKS: Final = 3
+_LOOK_EVERY: Final = 0.5
+_FIRST_RETRY: Final = 2.0
+_LAST_RETRY: Final = 60.0
+
+
+def prompt(block_tokens: int, vocabulary: int, limit: int | None) -> list[int]:
+    """Random token ids, three blocks and one token, or what ``limit`` (tokens a request) leaves.
+
+    Ids instead of text: no tokenizer shortens them, and no prefix cache knows them yet.
+    """
+    length = _BLOCKS * block_tokens + 1
+    if limit is not None:
+        length = max(1, min(length, limit - 2))
+    low = min(10, vocabulary - 1)
+    draw = random.SystemRandom()
+    return [draw.randrange(low, vocabulary) for _ in range(length)]
+
+
+async def run(
+    prefill: EngineApi,
+    decode: EngineApi,
+    *,
+    prefill_engine_id: str,
+    decode_engine_id: str,
+    model: str,
+    tokens: list[int],
+    seconds: float = TIMEOUT_SECONDS,
+) -> CanaryResult:
+    """Send one request through both engines and judge what the KV path did.
+
+    Pending: an API does not answer, so nothing is known. Failed: everything else but KV that
+    moved between these two engines. Never raises.
+    """
+    request = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
+    try:
+        async with asyncio.timeout(seconds):
+            first = await prefill.complete(
+                {**request, "kv_transfer_params": {"do_remote_decode": True}}, seconds
+            )
+            parameters = first.get("kv_transfer_params")
+            if not isinstance(parameters, dict) or not parameters.get("do_remote_prefill"):
+                return CanaryResult(
+                    "Failed",
+                    message=f"prefill at {prefill.address} handed over no KV: its answer holds no "
+                    "kv_transfer_params",
+                )
+            second = await decode.complete({**request, "kv_transfer_params": parameters}, seconds)
+    except ApiUnreachableError as error:
+        return CanaryResult("Pending", message=str(error))
+    except ApiError as error:
+        return CanaryResult("Failed", message=str(error))
+    except TimeoutError:
+        return CanaryResult("Failed", message=f"no answer within {seconds:g} s")
+    return judge(second.get("kv_transfer_params"), prefill_engine_id, decode_engine_id)
+
+
+def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> CanaryResult:
+    """Judge by what decode's ``kv_transfer_params`` say of the KV path of that request."""
+    path = answer.get("kv_path") if isinstance(answer, Mapping) else None
+    if not isinstance(path, Mapping):
+        return _failed("decode's answer holds no kv_path: is its connector PDClusterConnector?")
+    outcome, moved, reason = path.get("outcome"), path.get("bytes"), path.get("reason")
+    why = f" ({reason})" if isinstance(reason, str) and reason else ""
+    if outcome == "local":
+        return _failed(f"decode computed the prompt itself instead of receiving its KV{why}")
+    if outcome != "transferred":
+        return _failed(f"the KV transfer ended as {outcome!r}{why}")
+    for name, wanted in (("prefill", prefill_engine_id), ("decode", decode_engine_id)):
+        if path.get(name) not in {None, "", wanted}:
+            return _failed(f"the KV went through another {name} engine: {path.get(name)!r}")
+    if not isinstance(moved, int) or isinstance(moved, bool) or moved <= 0:
+        return _failed(f"the transfer is reported as done, but {moved!r} bytes moved")
+    return CanaryResult("Passed", moved)
+
+
+def _failed(message: str) -> CanaryResult:
+    return CanaryResult("Failed", message=message)
+
+
+class CanarySchedule:
+    """Which links are due for a canary.
+
+    At once when new, again after an interval, and after a failure with growing pauses. Times are
+    seconds of a monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[str, float] = {}
+        self._pause: dict[str, float] = {}
+
+    def due(self, rows: Sequence[LinkRow], now: float) -> LinkRow | None:
+        """Choose the established link that has waited longest, if any is due."""
+        known = {row.engine_id for row in rows}
+        self._next = {key: at for key, at in self._next.items() if key in known}
+        self._pause = {key: pause for key, pause in self._pause.items() if key in known}
+        waiting = [
+            (self._next.get(row.engine_id, 0.0), row)
+            for row in rows
+            if row.state is LinkState.ESTABLISHED and row.peer.api.startswith("http://")
+        ]
+        at, row = min(waiting, key=lambda item: item[0], default=(0.0, None))
+        return row if at <= now else None
+
+    def ran(self, engine_id: str, result: CanaryResult, interval: float, now: float) -> None:
+        """Plan this link's next canary; ``interval`` 0 means no other after a pass."""
+        if result.state == "Passed":
+            self._pause.pop(engine_id, None)
+            self._next[engine_id] = now + interval if interval > 0 else float("inf")
+            return
+        pause = self._pause.get(engine_id, _FIRST_RETRY)
+        self._next[engine_id] = now + pause
+        self._pause[engine_id] = min(2 * pause, _LAST_RETRY)
+
+
+async def keep_running(
+    links: LinkTable,
+    session: aiohttp.ClientSession,
+    decode: EngineApi,
+    *,
+    decode_engine_id: str,
+    ready: Callable[[], bool],
+    make_prompt: Callable[[], list[int]],
+) -> None:
+    """Run canaries one at a time, through whatever link is due, for as long as this task lives."""
+    schedule = CanarySchedule()
+    while True:
+        now = time.monotonic()
+        row = schedule.due(links.rows(now), now) if ready() else None
+        if row is None:
+            await asyncio.sleep(_LOOK_EVERY)
+            continue
+        prefill = EngineApi(session, row.peer.api.rstrip("/"))
+        model, tokens = links.peers.model, make_prompt()
+        result = await run(
+            prefill,
+            decode,
+            prefill_engine_id=row.engine_id,
+            decode_engine_id=decode_engine_id,
+            model=model,
+            tokens=tokens,
+        )
+        links.set_canary(row.peer.engine, row.engine_id, result)
+        interval = links.peers.canary_interval_seconds
+        schedule.ran(row.engine_id, result, interval, time.monotonic())
+
+
+def vocabulary(config: Mapping[str, Any] | None) -> int:
+    """Look up the size of a model's vocabulary in its config.json; 1000 where it is not known."""
+    for place in (config or {}, (config or {}).get("text_config")):
+        size = place.get("vocab_size") if isinstance(place, Mapping) else None
+        if isinstance(size, int) and 2 <= size <= 10_000_000:
+            return size
+    return 1000
+
+
+def model_config(model: str) -> Mapping[str, Any] | None:
+    """Read a model folder's config.json; None for a repository or anything unreadable."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None

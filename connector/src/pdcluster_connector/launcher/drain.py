@@ -1,0 +1,52 @@
+"""Whether an engine still has work that a stop would break: requests under way, leases held."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (?P<value>\S+)")
+_REQUESTS: Final = frozenset({"vllm:num_requests_running", "vllm:num_requests_waiting"})
+_LEASES: Final = "pdcluster_kv_leases_held"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an engine is still needed for.
+
+    Attributes:
+        requests: running or waiting, on all data-parallel ranks.
+        leases: finished prefills whose KV blocks a decode engine may still read.
+    """
+
+    requests: int
+    leases: int
+
+    @property
+    def done(self) -> bool:
+        """Whether the engine can stop without anybody noticing."""
+        return self.requests == 0 and self.leases == 0
+
+    def __str__(self) -> str:
+        if self.done:
+            return "drained: no request and no lease is left"
+        return f"waiting for {self.requests} request(s) and {self.leases} lease(s)"
+
+
+def work(metrics: str) -> Work:
+    """Sum up an engine's ``/metrics`` (Prometheus text); what is not there counts as nothing."""
+    requests = leases = 0.0
+    for line in metrics.splitlines():
+        match = _SAMPLE.match(line)
+        if match is None or (match["name"] not in _REQUESTS and match["name"] != _LEASES):
+            continue
+        try:
+            value = float(match["value"])
+        except ValueError:
+            continue
+        if match["name"] == _LEASES:
+            leases += value
+        else:
+            requests += value
+    return Work(round(requests), round(leases))

@@ -1,0 +1,87 @@
+"""An engine's OpenAI API as the launcher uses it: health, metrics, one completion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from pdcluster_connector.launcher.drain import Work, work
+
+MAX_ANSWER: Final = 4 << 20
+
+
+class ApiError(Exception):
+    """The API answered, but not with what was asked for. The message says what it said."""
+
+
+class ApiUnreachableError(Exception):
+    """Nothing answered: no connection, or a connection that broke. The message says why."""
+
+
+class EngineApi:
+    """One engine's API at ``http://host:port``.
+
+    Answers are read up to ``MAX_ANSWER`` bytes; every call has a deadline in seconds.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
+        self._session = session
+        self.address = address
+
+    async def health(self, seconds: float = 2.0) -> None:
+        """Return if ``/health`` answers 200; raises ApiError or ApiUnreachableError."""
+        await self._call("GET", "/health", None, seconds)
+
+    async def work(self, seconds: float = 5.0) -> Work:
+        """Ask what the engine still has to do; raises ApiError or ApiUnreachableError."""
+        return work((await self._call("GET", "/metrics", None, seconds)).decode(errors="replace"))
+
+    async def complete(self, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """POST ``/v1/completions``; raises ApiError, ApiUnreachableError or TimeoutError."""
+        data = await self._call("POST", "/v1/completions", body, seconds)
+        try:
+            return msgspec.json.decode(data, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise ApiError(f"{self.address} answered no JSON object: {error}") from None
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
+    ) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=seconds, connect=min(seconds, 5.0))
+        address = f"{self.address}{path}"
+        try:
+            async with self._session.request(
+                method, address, json=body, timeout=timeout, allow_redirects=False
+            ) as answer:
+                data = await answer.content.read(MAX_ANSWER)
+                while chunk := await answer.content.read(MAX_ANSWER - len(data) + 1):
+                    data += chunk
+                    if len(data) > MAX_ANSWER:
+                        raise ApiError(f"{address} answered more than {MAX_ANSWER} bytes")
+        except TimeoutError:
+            raise
+        except aiohttp.ClientResponseError as error:
+            raise ApiError(f"{address} answered no HTTP: {error.message}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ApiUnreachableError(f"{address} does not answer: {_cause(error)}") from None
+        if answer.status != 200:
+            raise ApiError(f"{address} answered {answer.status}: {_said(data)}")
+        return data
+
+
+def _cause(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return text.lower()
+
+
+def _said(data: bytes) -> str:
+    """Find the message in an error's body: OpenAI's ``error.message``, or the beginning."""
+    try:
+        document = msgspec.json.decode(data)
+        message = document["error"]["message"]
+    except (msgspec.DecodeError, TypeError, KeyError):
+        message = data.decode(errors="replace")
+    return " ".join(str(message).split())[:300]

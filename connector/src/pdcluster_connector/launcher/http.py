@@ -1,0 +1,177 @@
+"""The launcher's HTTP interface: for the operator, the kubelet and this engine's own workers.
+
+Whatever is sent to it, a request costs one answer: bodies are bounded, parsers total, and an
+error is a status code with one sentence in JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from pdcluster_connector.launcher.links import LinkTable
+from pdcluster_connector.launcher.readiness import Readiness
+from pdcluster_connector.launcher.rendezvous import Followers, Rendezvous
+from pdcluster_connector.protocol.links import MAX_DOCUMENT_BYTES, decode_peers, decode_report
+from pdcluster_connector.protocol.messages import Malformed
+
+MAX_WAIT_SECONDS: Final = 30.0
+
+_Document = TypeVar("_Document")
+_Decode = Callable[[bytes], _Document | Malformed]
+
+
+class LauncherServer:
+    """Serves one engine's readiness, peers, links and drain.
+
+    Args:
+        readiness: what ``/readyz`` tells.
+        links: what ``/v1/links`` tells; peers and reports go into it.
+        token: that this engine's workers present with their reports.
+        drain: called once for every ``POST /v1/drain``; must not block.
+        followers: of a multi-node engine's leader; without them there is no rendezvous.
+    """
+
+    def __init__(
+        self,
+        readiness: Readiness,
+        links: LinkTable,
+        token: str,
+        drain: Callable[[], None],
+        followers: Followers | None = None,
+    ) -> None:
+        self._readiness = readiness
+        self._links = links
+        self._token = token
+        self._drain = drain
+        self._followers = followers
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._runner: web.AppRunner | None = None
+
+    def application(self) -> web.Application:
+        """Build the aiohttp application."""
+        app = web.Application(client_max_size=MAX_DOCUMENT_BYTES, middlewares=[_errors_as_json])
+        app.router.add_get("/readyz", self._get_readyz)
+        app.router.add_put("/v1/peers", self._put_peers)
+        app.router.add_get("/v1/peers", self._get_peers)
+        app.router.add_post("/v1/reports", self._post_reports)
+        app.router.add_get("/v1/links", self._get_links)
+        app.router.add_post("/v1/drain", self._post_drain)
+        if self._followers is not None:
+            app.router.add_get("/v1/rendezvous", self._get_rendezvous)
+        return app
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; raises OSError where the address cannot be bound."""
+        self._runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=0.2)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host or None, port).start()
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where the server listens: (host, port) of each socket."""
+        return [(str(a[0]), int(a[1])) for a in self._runner.addresses] if self._runner else []
+
+    async def stop(self) -> None:
+        """Stop listening; requests that wait are answered or dropped within 0.2 s."""
+        self._stopping = True
+        self._changed.set()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _get_readyz(self, _: web.Request) -> web.Response:
+        document = self._readiness.document()
+        return web.json_response(document, status=200 if document["ready"] else 503)
+
+    async def _put_peers(self, request: web.Request) -> web.Response:
+        if self._links.set_peers(await _body(request, decode_peers)):
+            self._changed.set()
+            self._changed = asyncio.Event()
+        return web.Response(status=204)
+
+    async def _get_peers(self, request: web.Request) -> web.Response:
+        after = int(_number(request, "after", -1))
+        deadline = time.monotonic() + min(_number(request, "wait", 0), MAX_WAIT_SECONDS)
+        while self._links.peers.generation == after and not self._stopping:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                break
+        return _json(self._links.peers)
+
+    async def _post_reports(self, request: web.Request) -> web.Response:
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            return _error(401, "reports need this engine's token (PDCLUSTER_CONTROL_TOKEN)")
+        wrong = self._links.add(await _body(request, decode_report), time.monotonic())
+        return _error(400, wrong) if wrong else web.Response(status=204)
+
+    async def _get_links(self, _: web.Request) -> web.Response:
+        identity = self._readiness.identity
+        rows = [row.document() for row in self._links.rows(time.monotonic())]
+        return _json({"engine": identity.logical, "engine_id": identity.engine_id, "links": rows})
+
+    async def _get_rendezvous(self, request: web.Request) -> web.Response:
+        rank, start = int(_number(request, "rank", 0)), request.query.get("start", "")
+        if self._followers is None:
+            raise web.HTTPNotFound
+        if wrong := self._followers.heard(rank, start, time.monotonic()):
+            return _error(400, wrong)
+        engine_id = self._readiness.identity.engine_id
+        return _json(Rendezvous(engine_id, self._token, self._readiness.ready))
+
+    async def _post_drain(self, _: web.Request) -> web.Response:
+        self._drain()
+        return web.Response(status=202)
+
+
+class _BadRequestError(Exception):
+    """A request whose content is wrong. The message says where."""
+
+
+async def _body(request: web.Request, decode: _Decode[_Document]) -> _Document:
+    document = decode(await request.read())
+    if isinstance(document, Malformed):
+        raise _BadRequestError(f"{request.method} {request.path}: {document.message}")
+    return document
+
+
+def _number(request: web.Request, name: str, default: float) -> float:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise _BadRequestError(f"{name} must be a whole number of at most 18 digits")
+    return float(int(text)) if name == "wait" else int(text)
+
+
+def _json(document: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(document), content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message}, status=status)
+
+
+@web.middleware
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except _BadRequestError as error:
+        return _error(400, str(error))
+    except web.HTTPRequestEntityTooLarge:
+        return _error(413, f"the body is larger than {MAX_DOCUMENT_BYTES} bytes")
+    except web.HTTPException as error:
+        return _error(error.status, error.reason)

@@ -1,0 +1,81 @@
+"""``python3 connector.pyz``: check, start the engine, answer for it, end with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Final, NoReturn
+
+import pdcluster_connector
+from pdcluster_connector.launcher import checks, versions
+from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
+from pdcluster_connector.launcher.identity import Identity
+from pdcluster_connector.launcher.options import Options, UsageError, parse
+from pdcluster_connector.launcher.terminal import say
+
+EX_USAGE: Final = 2
+EX_CONFIG: Final = 78
+_MAX_TERMINATION_LOG: Final = 4000
+
+
+def main() -> NoReturn:
+    """Run the launcher with the process's command line; exits with the engine's code."""
+    arguments = sys.argv[1:]
+    try:
+        options = parse(arguments)
+        identity = Identity(options.engine)
+        command = engine_command(options.vllm, engine_id=identity.engine_id, role=options.role)
+    except (UsageError, ArgumentError, ValueError) as error:
+        _last_words(_termination_log(arguments), str(error))
+        sys.exit(EX_USAGE)
+    sys.exit(_run(options, identity, command))
+
+
+def _run(options: Options, identity: Identity, command: EngineCommand) -> int:
+    found = versions.installed()
+    say(f"{versions.one_line(found)}; {options.role} engine {identity.engine_id}")
+    own = checks.Port(options.host, options.port, "the launcher", "pass another --port before --")
+    if problems := checks.problems(command, found, os.environ, own):
+        _last_words(options.termination_log, "\n".join(problems))
+        return EX_CONFIG
+    # Imported late: a wrong command line is answered at once.
+    import asyncio
+
+    from pdcluster_connector.launcher.supervisor import Supervisor
+
+    supervisor = Supervisor(options, identity, command, found, package_root())
+    code, reason = asyncio.run(supervisor.run())
+    if reason:
+        _last_words(options.termination_log, reason)
+    return code
+
+
+def package_root() -> Path:
+    """Find the folder or zip file that holds this package, for vLLM's processes to import from."""
+    return Path(os.path.abspath(pdcluster_connector.__file__)).parent.parent
+
+
+def _last_words(log: Path, reason: str) -> None:
+    for line in reason.splitlines():
+        say(line)
+    # In a pod the kubelet has made this file; elsewhere there is nobody to read it, unless the
+    # caller has made it.
+    if log.exists():
+        try:
+            log.write_text(reason.encode()[:_MAX_TERMINATION_LOG].decode(errors="ignore") + "\n")
+        except OSError as error:
+            say(f"cannot write {log}: {error.strerror}")
+
+
+def _termination_log(arguments: list[str]) -> Path:
+    """``--termination-log`` of a command line that could not be parsed."""
+    for index, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name == "--termination-log":
+            return Path(value if equals else "".join(arguments[index + 1 : index + 2]))
+    return Path("/dev/termination-log")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What the launcher says of its engine: state, message, addresses, versions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from pdcluster_connector.launcher.arguments import EngineCommand
+from pdcluster_connector.launcher.identity import Identity
+from pdcluster_connector.launcher.progress import EngineState, Progress, advance
+
+_WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
+
+
+def url(host: str, port: int) -> str:
+    """``http://host:port``, with brackets around an IPv6 address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def reachable(host: str, otherwise: str) -> str:
+    """Choose an address to connect to where ``host`` may be the wildcard."""
+    return otherwise if host in _WILDCARDS else host
+
+
+class Readiness:
+    """State of one engine. Fed by its output (any thread), its API's health and the launcher."""
+
+    def __init__(
+        self, identity: Identity, role: str, command: EngineCommand, versions: Mapping[str, str]
+    ) -> None:
+        self.identity = identity
+        self.role = role
+        self.versions = dict(versions)
+        # Both the API's and the side channel's clients are other pods: where the API binds every
+        # address, the side channel's own says which one is known outside.
+        self.api = url(reachable(command.host, command.side_channel_host), command.port)
+        self.side_channel = f"{command.side_channel_host}:{command.side_channel_port}"
+        self._lock = threading.Lock()
+        self._progress = Progress(EngineState.STARTING, "starting vLLM")
+
+    @property
+    def progress(self) -> Progress:
+        """The current state and its message."""
+        return self._progress
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine may get requests."""
+        return self._progress.state is EngineState.READY
+
+    @property
+    def loading(self) -> bool:
+        """Whether the engine has never been ready yet."""
+        return self._progress.state in {
+            EngineState.STARTING,
+            EngineState.LOADING_WEIGHTS,
+            EngineState.WARMING_UP,
+        }
+
+    def line(self, text: str) -> None:
+        """Take one line of the engine's output."""
+        with self._lock:
+            if self.loading:
+                self._progress = advance(self._progress, text)
+
+    def healthy(self, message: str = "") -> None:
+        """Take note that the API answers (of a follower: that its process runs)."""
+        with self._lock:
+            if self._progress.state not in {EngineState.DRAINING, EngineState.FAILED}:
+                self._progress = Progress(EngineState.READY, message)
+
+    def waiting(self, message: str) -> None:
+        """Say what the start waits for."""
+        with self._lock:
+            if self._progress.state is EngineState.STARTING:
+                self._progress = Progress(EngineState.STARTING, message)
+
+    def unhealthy(self, message: str) -> None:
+        """Take note that the API of an engine that was ready does not answer any more."""
+        with self._lock:
+            if self._progress.state is EngineState.READY:
+                self._progress = Progress(EngineState.WARMING_UP, message)
+
+    def draining(self, message: str) -> None:
+        """Want no new requests; those under way and the leases go on."""
+        self._set(EngineState.DRAINING, message)
+
+    def failed(self, message: str) -> None:
+        """Take note that the engine is gone."""
+        self._set(EngineState.FAILED, message)
+
+    def document(self) -> dict[str, Any]:
+        """``GET /readyz``."""
+        progress = self._progress
+        return {
+            "ready": progress.state is EngineState.READY,
+            "engine": self.identity.logical,
+            "engine_id": self.identity.engine_id,
+            "role": self.role,
+            "state": progress.state.value,
+            "message": progress.message,
+            "versions": self.versions,
+            "side_channel": self.side_channel,
+            "api": self.api,
+        }
+
+    def _set(self, state: EngineState, message: str) -> None:
+        with self._lock:
+            self._progress = Progress(state, message)

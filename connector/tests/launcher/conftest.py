@@ -1,0 +1,92 @@
+"""A launcher from the built zip file, with a small program in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launched import CONFIG, HERE, Launched, free_port
+
+from pdcluster_connector.launcher import bundle
+
+
+@pytest.fixture(scope="session")
+def pyz(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bundle") / "connector.pyz"
+    bundle.build(out)
+    return out
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "vocab_size": 512}'
+    )
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def launch(pyz: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Start a launcher: ``launch("serve", "--port 1", ...)``; its processes end with the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        behaviour: str = "serve",
+        *flags: str,
+        role: str = "prefill",
+        runner: str = "stand_in_engine",
+        vllm: tuple[str, ...] = (),
+        sink: int | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        **environment: str,
+    ) -> Launched:
+        folder = tmp_path / f"launcher-{len(started)}"
+        folder.mkdir()
+        (folder / "termination").touch()
+        port, api, side = port or free_port(), free_port(), free_port()
+        kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+        extra = {"kv_connector_extra_config": {"side_channel_port": side}}
+        config = json.dumps({**CONFIG, "kv_role": kv_role, **extra})
+        arguments = vllm or (str(model), "--host", "127.0.0.1", "--port", str(api))
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            process = subprocess.Popen(
+                [
+                    sys.executable, str(pyz), "--engine", "default.tiny.prefill.r1.0",
+                    "--role", role, "--host", host, "--port", str(port),
+                    "--termination-log", str(folder / "termination"), "--runner", runner,
+                    *flags, "--", *arguments, "--kv-transfer-config", config,
+                ],
+                stdout=out if sink is None else sink,
+                stderr=err if sink is None else sink,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(HERE),
+                    "STAND_IN": behaviour,
+                    "PYTHONUNBUFFERED": "1",
+                    **environment,
+                },
+                start_new_session=True,
+            )  # fmt: skip
+        started.append(process)
+        return Launched(process, folder, host, port, api)
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

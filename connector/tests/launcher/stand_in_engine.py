@@ -1,0 +1,98 @@
+"""What the launcher starts instead of vLLM in tests: a real process, told how to behave.
+
+``STAND_IN`` is a ``;``-separated list: ``serve``, ``say:TEXT``, ``err:TEXT``, ``exit:CODE``,
+``signal:N``, ``children``, ``deaf`` (ignores SIGTERM), ``slow:SECONDS``, ``busy:SECONDS``,
+``log:FILE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Handler(BaseHTTPRequestHandler):
+    busy_until = 0.0
+
+    def do_GET(self) -> None:
+        busy = float(time.monotonic() < self.busy_until)
+        text = f'vllm:num_requests_running{{engine="0"}} {busy}\npdcluster_kv_leases_held {busy}\n'
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode() if self.path == "/metrics" else b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def serve(arguments: list[str]) -> None:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    if "--headless" in arguments:
+        time.sleep(600)
+    port = int(arguments[arguments.index("--port") + 1])
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    while True:
+        time.sleep(60)
+
+
+def start_children() -> list[int]:
+    """A child, one that left the process group, and one whose parent is gone."""
+    forever = [sys.executable, "-c", "import time; time.sleep(600)"]
+    orphan = f"import subprocess; print(subprocess.Popen({forever}, stdout=-3).pid)"
+    parent = subprocess.run(
+        [sys.executable, "-c", orphan], stdout=subprocess.PIPE, check=True, text=True
+    )
+    return [
+        subprocess.Popen(forever).pid,
+        subprocess.Popen(forever, start_new_session=True).pid,
+        int(parent.stdout),
+    ]
+
+
+def take(step: str) -> None:
+    name, _, value = step.partition(":")
+    if name == "say":
+        print(value, flush=True)
+    elif name == "err":
+        print(value, file=sys.stderr, flush=True)
+    elif name == "log":
+        sys.stdout.write(Path(value).read_text())
+        sys.stdout.flush()
+    elif name == "exit":
+        sys.exit(int(value))
+    elif name == "signal":
+        os.kill(os.getpid(), int(value))
+    elif name == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif name == "slow":
+        time.sleep(float(value))
+    elif name == "busy":
+        Handler.busy_until = time.monotonic() + float(value)
+    elif name == "serve":
+        serve(sys.argv[1:])
+
+
+def main() -> None:
+    steps = os.environ["STAND_IN"].split(";")
+    about = {
+        "arguments": sys.argv[1:],
+        "environment": dict(os.environ),
+        "pid": os.getpid(),
+        "children": start_children() if "children" in steps else [],
+    }
+    print(json.dumps(about), flush=True)
+    for step in steps:
+        take(step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Reading and rewriting vLLM's command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
+from pdcluster_connector.launcher.identity import Identity, mint_incarnation
+
+CONFIG = json.dumps({"kv_connector": "PDClusterConnector", "kv_role": "kv_producer"})
+
+
+def read(*arguments: str, role: str = "prefill") -> EngineCommand:
+    return engine_command(arguments, engine_id="a.b/0123456789abcdef", role=role)
+
+
+def config_of(command: EngineCommand) -> dict:
+    for index, word in enumerate(command.arguments):
+        if word == "--kv-transfer-config":
+            return json.loads(command.arguments[index + 1])
+        if word.startswith("--kv-transfer-config="):
+            return json.loads(word.partition("=")[2])
+    raise AssertionError(command.arguments)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("--kv-transfer-config", CONFIG),
+        (f"--kv-transfer-config={CONFIG}",),
+        ("--kv_transfer_config", CONFIG),
+        (f"--kv_transfer_config={CONFIG}",),
+    ],
+)
+def test_engine_id_is_written_and_nothing_else_changes(form):
+    command = read("m", "--dtype", "float32", *form, "--seed", "3")
+    assert config_of_any(command) == {**json.loads(CONFIG), "engine_id": "a.b/0123456789abcdef"}
+    assert command.arguments[:3] == ("m", "--dtype", "float32")
+    assert command.arguments[-2:] == ("--seed", "3")
+    assert len(command.arguments) == 5 + len(form)
+
+
+def config_of_any(command: EngineCommand) -> dict:
+    words = list(command.arguments)
+    place = next(i for i, word in enumerate(words) if "transfer" in word)
+    head, equals, value = words[place].partition("=")
+    assert head.replace("_", "-") == "--kv-transfer-config"
+    return json.loads(value if equals else words[place + 1])
+
+
+def test_an_engine_id_of_the_user_is_replaced():
+    given_id = json.dumps({**json.loads(CONFIG), "engine_id": "mine"})
+    assert config_of(read("m", "--kv-transfer-config", given_id))["engine_id"].startswith("a.b/")
+
+
+@given(st.lists(st.text(max_size=20).filter(lambda t: not t.startswith(("-", "=")))))
+def test_other_arguments_survive(words):
+    command = engine_command(
+        ["model", *words, "--kv-transfer-config", CONFIG], engine_id="a/b", role="prefill"
+    )
+    assert list(command.arguments[: 1 + len(words)]) == ["model", *words]
+
+
+def test_defaults():
+    command = read("m", "--kv-transfer-config", CONFIG)
+    assert (command.model, command.served_name, command.host, command.port) == ("m", "m", "", 8000)
+    assert (command.side_channel_host, command.side_channel_port) == ("127.0.0.1", 5600)
+    assert (command.tensor, command.pipeline, command.data) == (1, 1, 1)
+    assert (command.nodes, command.node_rank, command.is_leader) == (1, 0, True)
+    assert (command.block_tokens, command.max_tokens) == (None, None)
+
+
+def test_values():
+    extra = {"side_channel_host": "10.0.0.7", "side_channel_port": 5700}
+    config = json.dumps({**json.loads(CONFIG), "kv_connector_extra_config": extra})
+    command = read(
+        "/models/x", "--port=9000", "--host", "127.0.0.3", "-tp", "4", "--pipeline_parallel_size",
+        "2", "-dp=3", "--nnodes", "2", "--node-rank", "1", "--block-size", "16", "--max-model-len",
+        "1024", "--served-model-name", "llama", "--enforce-eager", "--kv-transfer-config", config,
+        "--master-addr", "leader.svc", "--load-format", "dummy", "--port", "9001",
+    )  # fmt: skip
+    assert (command.host, command.port) == ("127.0.0.3", 9001)
+    assert (command.side_channel_host, command.side_channel_port) == ("10.0.0.7", 5700)
+    assert (command.tensor, command.pipeline, command.data) == (4, 2, 3)
+    assert (command.nodes, command.node_rank, command.is_leader) == (2, 1, False)
+    assert (command.block_tokens, command.max_tokens) == (16, 1024)
+    assert (command.served_name, command.leader, command.load_format) == (
+        "llama",
+        "leader.svc",
+        "dummy",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("m",), ("--kv-transfer-config is missing", "kv_connector_module_path")),
+        (("m", "--kv-transfer-config"), ("is no JSON",)),
+        (("m", "--kv-transfer-config", "{"), ("is no JSON",)),
+        (("m", "--kv-transfer-config", "[1]"), ("must be a JSON object",)),
+        (("m", "--kv-transfer-config", "{}"), ("kv_role is None", "'kv_producer'")),
+        (("m", "--kv-transfer-config.kv_role", "kv_producer"), ("not dotted",)),
+        (
+            ("m", "--kv-transfer-config", CONFIG, f"--kv-transfer-config={CONFIG}"),
+            ("more than once",),
+        ),
+        (("--kv-transfer-config", CONFIG), ("the model is missing",)),
+        (("m", "--port", "http", "--kv-transfer-config", CONFIG), ("--port is 'http'",)),
+        (("m", "--port", "99999", "--kv-transfer-config", CONFIG), ("1 to 65535",)),
+        (("m", "-tp", "0", "--kv-transfer-config", CONFIG), ("--tensor-parallel-size is '0'",)),
+        (
+            (
+                "m",
+                "--kv-transfer-config",
+                '{"kv_role":"kv_producer","kv_connector_extra_config":{"side_channel_port":true}}',
+            ),
+            ("side_channel_port is True",),
+        ),
+        (
+            (
+                "m",
+                "--kv-transfer-config",
+                '{"kv_role":"kv_producer","kv_connector_extra_config":7}',
+            ),
+            ("kv_connector_extra_config must be a JSON object",),
+        ),
+    ],
+)
+def test_bad_command_lines_are_named(arguments, names):
+    with pytest.raises(ArgumentError) as error:
+        read(*arguments)
+    for name in names:
+        assert name in str(error.value)
+
+
+def test_the_roles_must_agree():
+    with pytest.raises(ArgumentError, match="--role decode needs 'kv_consumer'"):
+        read("m", "--kv-transfer-config", CONFIG, role="decode")
+    both = json.dumps({"kv_role": "kv_both"})
+    assert read("m", "--kv-transfer-config", both, role="decode").model == "m"
+
+
+def test_identities():
+    assert Identity("ns.c.prefill.r.0", "0123456789abcdef").engine_id == (
+        "ns.c.prefill.r.0/0123456789abcdef"
+    )
+    assert len({mint_incarnation() for _ in range(1000)}) == 1000
+    for wrong in ("", "a/b", "a b", "-a", "a\n", "x" * 201):
+        with pytest.raises(ValueError, match="is no engine id"):
+            Identity(wrong)
+    with pytest.raises(ValueError, match="is no incarnation"):
+        Identity("a", "0")
+
+
+def test_followers_are_headless():
+    follower = ("m", "--nnodes", "2", "--node-rank", "1", "--kv-transfer-config", CONFIG)
+    assert read(*follower).arguments[-1] == "--headless"
+    assert read(*follower, "--headless").arguments.count("--headless") == 1
+    leader = ("m", "--nnodes", "2", "--node-rank", "0", "--kv-transfer-config", CONFIG)
+    assert "--headless" not in read(*leader).arguments

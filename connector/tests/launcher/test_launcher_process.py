@@ -1,0 +1,262 @@
+"""A launcher and a child that behaves in every way an engine can."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from launched import HERE, http, wait_for
+
+import pdcluster_connector
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_engine_gets_its_identity_and_the_connector_of_the_bundle(launch, pyz):
+    engine = launch("serve")
+    readyz = engine.ready()
+    told = engine.told()
+    config = json.loads(told["arguments"][told["arguments"].index("--kv-transfer-config") + 1])
+    assert config["engine_id"] == readyz["engine_id"]
+    logical, incarnation = readyz["engine_id"].split("/")
+    assert logical == readyz["engine"] == "default.tiny.prefill.r1.0"
+    assert len(incarnation) == 16
+    assert int(incarnation, 16) >= 0
+    # The bundle first, the image's own path behind it.
+    assert told["environment"]["PYTHONPATH"] == f"{pyz}{os.pathsep}{HERE}"
+    assert told["environment"]["PDCLUSTER_CONTROL_URL"] == engine.url
+    assert len(told["environment"]["PDCLUSTER_CONTROL_TOKEN"]) >= 24
+    assert readyz["role"] == "prefill"
+    assert readyz["state"] == "Ready"
+    assert readyz["api"] == engine.api
+    assert readyz["side_channel"].startswith("127.0.0.1:")
+    assert readyz["versions"]["pdcluster"] == pdcluster_connector.__version__
+
+
+def test_every_start_is_another_incarnation(launch):
+    ids = {launch("serve").ready()["engine_id"] for _ in range(2)}
+    assert len(ids) == 2
+
+
+def test_not_ready_before_the_api_answers(launch):
+    engine = launch(
+        "say:(Worker pid=1) INFO 11-21 03:52:30 [a.py:1] Starting to load model x...;slow:2;serve"
+    )
+    wait_for(lambda: engine.state == "LoadingWeights")
+    status, document = http(f"{engine.url}/readyz")
+    assert (status, document["ready"]) == (503, False)
+    assert document["message"] == "loading the model's weights"
+    engine.ready()
+
+
+def test_output_passes_unchanged_and_apart(launch):
+    engine = launch("say:to stdout äöü \x1b[31mred\x1b[0m;err:to stderr;exit:3")
+    assert engine.end() == 3
+    assert engine.out.splitlines()[1] == "to stdout äöü \x1b[31mred\x1b[0m"
+    assert "to stderr" in engine.err
+    assert "to stdout" not in engine.err
+
+
+@pytest.mark.parametrize("code", [1, 7, 255])
+def test_exit_code_is_the_engines(launch, code):
+    engine = launch(f"err:ValueError: the tea is cold;exit:{code}")
+    assert engine.end() == code
+    assert engine.termination == "ValueError: the tea is cold"
+    assert engine.err.splitlines()[-1] == "pdcluster: ValueError: the tea is cold"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_death_by_signal(launch, number):
+    engine = launch(f"signal:{int(number)}")
+    assert engine.end() == 128 + number
+    assert engine.termination == f"the engine was killed by {number.name}"
+
+
+def test_an_engine_that_ends_unasked_with_zero_has_failed(launch):
+    engine = launch("exit:0")
+    assert engine.end() == 1
+    assert engine.termination == "the engine ended with code 0 and did not say why"
+
+
+def test_last_words_of_a_real_log(launch):
+    engine = launch(f"log:{HERE / 'logs' / 'cut-weights.log'};exit:1")
+    assert engine.end() == 1
+    assert engine.termination.startswith("SafetensorError: Error while deserializing header")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_an_idle_engine(launch, number):
+    engine = launch("serve")
+    engine.ready()
+    began = time.monotonic()
+    engine.process.send_signal(number)
+    assert engine.end() == 0
+    assert time.monotonic() - began < 5
+    assert engine.termination == ""
+
+
+def test_a_signal_while_loading_stops_at_once(launch):
+    engine = launch("slow:60;serve", "--drain-seconds", "60")
+    pid = engine.told()["pid"]
+    began = time.monotonic()
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.end() == 128 + signal.SIGKILL
+    assert time.monotonic() - began < 5
+    assert not alive(pid)
+
+
+def test_a_stop_waits_for_requests_and_leases(launch):
+    engine = launch("busy:4;serve")
+    engine.ready()
+    began = time.monotonic()
+    engine.process.send_signal(signal.SIGTERM)
+    told = "waiting for 1 request(s) and 1 lease(s)"
+    wait_for(lambda: http(f"{engine.url}/readyz")[1]["message"] == told)
+    assert http(f"{engine.url}/readyz")[0] == 503
+    assert engine.state == "Draining"
+    assert engine.end() == 0
+    assert time.monotonic() - began > 1
+
+
+def test_a_stop_does_not_wait_longer_than_told(launch):
+    engine = launch("busy:60;serve", "--drain-seconds", "1")
+    engine.ready()
+    began = time.monotonic()
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.end() == 0
+    assert time.monotonic() - began < 6
+
+
+def test_an_engine_deaf_to_sigterm_is_killed(launch):
+    engine = launch("deaf;serve", "--drain-seconds", "0", "--stop-seconds", "1")
+    engine.ready()
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.end() == 128 + signal.SIGKILL
+
+
+def test_a_second_signal_kills(launch):
+    engine = launch("deaf;busy:60;serve")
+    engine.ready()
+    engine.process.send_signal(signal.SIGINT)
+    wait_for(lambda: engine.state == "Draining")
+    began = time.monotonic()
+    engine.process.send_signal(signal.SIGINT)
+    assert engine.end() == 128 + signal.SIGKILL
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("behaviour", ["children;slow:0.2;exit:5", "children;signal:9"])
+def test_no_descendant_outlives_the_engine(launch, behaviour):
+    engine = launch(behaviour)
+    children = engine.told()["children"]
+    assert len(children) == 3
+    assert engine.end() in {5, 137}
+    assert [pid for pid in children if alive(pid)] == []
+
+
+def test_descendants_end_after_a_stop(launch):
+    engine = launch("children;serve")
+    engine.ready()
+    children = engine.told()["children"]
+    assert all(alive(pid) for pid in children)
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.end() == 0
+    assert [pid for pid in children if alive(pid)] == []
+
+
+def test_orphans_are_reaped_while_the_engine_runs(launch):
+    engine = launch("children;serve")
+    engine.ready()
+    orphan = engine.told()["children"][2]
+    os.kill(orphan, signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{orphan}").exists(), 5)
+    assert engine.state == "Ready"
+
+
+def test_a_closed_terminal_does_not_stop_the_engine(launch):
+    read, write = os.pipe()
+    os.close(read)
+    noisy = "err:" + "x" * 5000
+    engine = launch(";".join([noisy] * 20) + ";serve", sink=write)
+    os.close(write)
+    engine.ready()
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.end() == 0
+
+
+def test_a_launcher_that_is_killed_takes_its_engine_along(launch):
+    engine = launch("deaf;serve")
+    engine.ready()
+    pid = engine.told()["pid"]
+    engine.process.kill()
+    wait_for(lambda: not alive(pid), 5)
+
+
+def test_drain_on_request_keeps_the_engine(launch):
+    engine = launch("busy:1.5;serve")
+    engine.ready()
+    assert http(f"{engine.url}/v1/drain", method="POST")[0] == 202
+    assert engine.state == "Draining"
+    wait_for(
+        lambda: (
+            http(f"{engine.url}/readyz")[1]["message"] == "drained: no request and no lease is left"
+        )
+    )
+    assert http(f"{engine.api}/health")[0] == 200
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.end() == 0
+
+
+# Before the start.
+
+
+def test_every_obstacle_is_named_at_once(launch, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        missing = str(tmp_path / "nowhere")
+        engine = launch(vllm=(missing, "--host", "127.0.0.1", "--port", str(port)))
+        assert engine.end() == 78
+    model, busy = engine.termination.splitlines()
+    assert missing in model
+    assert "does not exist; mount it" in model
+    assert f"127.0.0.1:{port} (the engine's API) is in use by another process" in busy
+    assert "--port" in busy
+    assert "Traceback" not in engine.err
+
+
+def test_a_wrong_command_line_is_one_sentence(launch, model):
+    engine = launch("serve", role="prefill", vllm=(str(model), "--port", "http"))
+    assert engine.end() == 2
+    assert engine.termination == "--port is 'http'; it must be a number from 1 to 65535"
+    assert "Traceback" not in engine.err
+
+
+def test_too_little_memory(launch):
+    engine = launch("serve", VLLM_CPU_KVCACHE_SPACE="900000")
+    assert engine.end() == 78
+    assert engine.termination.startswith("not enough memory: the KV cache needs 900000.0 GiB")
+
+
+def test_a_missing_runner_dies_with_its_reason(launch):
+    engine = launch("serve", runner="no_such_runner")
+    assert engine.end() == 1
+    assert "No module named no_such_runner" in engine.err
+
+
+def test_launcher_starts_the_engine_within_a_second(launch):
+    began = time.monotonic()
+    engine = launch("serve")
+    wait_for(lambda: engine.out)
+    assert time.monotonic() - began < 3  # 0.5 s on an idle machine

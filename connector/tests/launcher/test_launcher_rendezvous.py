@@ -1,0 +1,127 @@
+"""The pods of a multi-node engine live and die as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from launched import Launched, free_port, http, wait_for
+
+from pdcluster_connector.launcher.rendezvous import SILENCE, Followers
+
+LEADER, FOLLOWER = "127.0.0.1", "127.0.0.2"
+
+
+@pytest.fixture
+def node(launch, model):
+    port, api = free_port(), free_port()
+
+    def start(rank: int, behaviour: str = "serve") -> Launched:
+        host = FOLLOWER if rank else LEADER
+        return launch(
+            behaviour,
+            "--drain-seconds",
+            "1",
+            host=host,
+            port=port,
+            vllm=(
+                str(model), "--host", host, "--port", str(api), "--nnodes", "2", "--node-rank",
+                str(rank), "--master-addr", LEADER, "--tensor-parallel-size", "2",
+            ),
+        )  # fmt: skip
+
+    return start
+
+
+def kv_config(engine: Launched) -> dict:
+    told = engine.told()["arguments"]
+    return json.loads(told[told.index("--kv-transfer-config") + 1])
+
+
+def test_a_follower_waits_for_its_leader_and_takes_its_identity(node):
+    follower = node(1)
+    waits = "waiting for the engine's leader"
+    wait_for(lambda: waits in (http(f"{follower.url}/readyz")[1] or {"message": ""})["message"])
+    leader = node(0)
+    engine_id = leader.ready()["engine_id"]
+    assert kv_config(follower)["engine_id"] == kv_config(leader)["engine_id"] == engine_id
+    assert follower.ready()["engine_id"] == engine_id
+    assert "--headless" in follower.told()["arguments"]
+    assert "--headless" not in leader.told()["arguments"]
+    # The follower's workers report to the leader.
+    ours, theirs = follower.told()["environment"], leader.told()["environment"]
+    assert ours["PDCLUSTER_CONTROL_URL"] == theirs["PDCLUSTER_CONTROL_URL"] == leader.url
+    assert ours["PDCLUSTER_CONTROL_TOKEN"] == theirs["PDCLUSTER_CONTROL_TOKEN"]
+
+
+def test_a_follower_is_ready_only_with_its_leader(node):
+    leader, follower = node(0, "slow:3;serve"), node(1)
+    follower.told()
+    assert http(f"{follower.url}/readyz")[0] == 503
+    leader.ready()
+    follower.ready()
+
+
+def test_when_the_follower_restarts_so_does_the_leader(node):
+    leader, follower = node(0), node(1)
+    leader.ready()
+    follower.ready()
+    os.kill(follower.told()["pid"], signal.SIGKILL)
+    assert follower.end() == 137
+    node(1)
+    assert leader.end() == 1
+    assert leader.termination == (
+        "node 1 of this engine has restarted; an engine lives and dies as one"
+    )
+
+
+def test_when_the_leader_restarts_so_does_the_follower(node):
+    leader, follower = node(0), node(1)
+    leader.ready()
+    first = follower.ready()["engine_id"]
+    os.kill(leader.told()["pid"], signal.SIGKILL)
+    assert leader.end() == 137
+    again = node(0)
+    assert follower.end() == 1
+    assert follower.termination.startswith("the leader of this engine has restarted as ")
+    assert again.ready()["engine_id"] != first
+
+
+def test_a_follower_that_waits_can_be_stopped(node):
+    follower = node(1)
+    wait_for(lambda: follower.state == "Starting")
+    began = time.monotonic()
+    follower.process.send_signal(signal.SIGTERM)
+    assert follower.end() == 143
+    assert time.monotonic() - began < 5
+
+
+def test_the_rendezvous_is_for_this_engines_followers(node, launch):
+    leader = node(0)
+    leader.ready()
+    for query in ("", "rank=0&start=a", "rank=2&start=a", "rank=1", "rank=x&start=a"):
+        assert http(f"{leader.url}/v1/rendezvous?{query}")[0] == 400, query
+    single = launch("serve")
+    single.ready()
+    assert http(f"{single.url}/v1/rendezvous?rank=1&start=a")[0] == 404
+
+
+def test_losses():
+    followers = Followers(3)
+    assert followers.heard(1, "a", 0.0) is None
+    assert followers.heard(2, "b", 5.0) is None
+    assert followers.loss(SILENCE) is None
+    assert followers.loss(SILENCE + 1) == "node 1 of this engine has been silent for 20 s"
+    followers.heard(1, "a", 10.0)
+    assert followers.loss(SILENCE + 1) is None
+    followers.heard(2, "c", 10.0)
+    assert followers.loss(10.0) == "node 2 of this engine has restarted"
+    # What restarted once stays lost, whoever asks.
+    followers.heard(2, "c", 11.0)
+    assert followers.loss(11.0)
+    assert followers.heard(3, "a", 0.0)
+    assert followers.heard(1, "", 0.0)
+    assert followers.heard(1, "x" * 65, 0.0)
