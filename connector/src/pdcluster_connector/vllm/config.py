@@ -1,0 +1,113 @@
+"""Typed options of the connector: what ``kv_connector_extra_config`` may hold.
+
+Everything wrong is reported at once, when the engine starts, with the key, the value and the
+remedy: a typo that is silently ignored would only be noticed when a transfer misbehaves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+MAX_LEASE_SECONDS: Final = 3600.0
+_WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
+
+# Keys of the design whose feature this version lacks. Ignoring them would leave an engine open
+# that its user believes to be protected.
+_NOT_YET: Final = {
+    "tls": "the side channel has no TLS in this version; remove the key and keep the side "
+    "channel on a loopback address or in a trusted network with allow_insecure",
+    "ticket_key_file": "tickets are not signed in this version; remove the key",
+}
+
+
+class ConfigError(ValueError):
+    """The connector's configuration is wrong. The message lists every mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """Options of one engine.
+
+    Attributes:
+        side_channel_host: address that the side channel binds and advertises.
+        side_channel_port: its port; a data-parallel engine adds its rank.
+        lease_seconds: how long a prefill engine keeps a finished request's blocks unasked.
+        drain_deadline_seconds: how long a failed receive may hold its blocks in quarantine.
+        allow_insecure: permits a side channel without TLS on other than loopback addresses.
+    """
+
+    side_channel_host: str = "127.0.0.1"
+    side_channel_port: int = 5600
+    lease_seconds: float = 60.0
+    drain_deadline_seconds: float = 30.0
+    allow_insecure: bool = False
+
+
+def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
+    """Options from ``kv_connector_extra_config``; raises :class:`ConfigError`."""
+    known = list(ConnectorOptions.__dataclass_fields__)
+    problems: list[str] = []
+    for key in extra:
+        if key in _NOT_YET:
+            problems.append(f"{key}: {_NOT_YET[key]}")
+        elif key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            problems.append(f"{key}: unknown key; did you mean {near[0]}?")
+
+    def take(name: str, convert: Any) -> Any:
+        if name not in extra:
+            return ConnectorOptions.__dataclass_fields__[name].default
+        try:
+            return convert(extra[name])
+        except ValueError as error:
+            problems.append(f"{name}: {extra[name]!r} {error}")
+            return ConnectorOptions.__dataclass_fields__[name].default
+
+    options = ConnectorOptions(
+        side_channel_host=take("side_channel_host", _host),
+        side_channel_port=take("side_channel_port", _port) + data_parallel_rank,
+        lease_seconds=take("lease_seconds", _seconds),
+        drain_deadline_seconds=take("drain_deadline_seconds", _seconds),
+        allow_insecure=take("allow_insecure", _flag),
+    )
+    if options.side_channel_port > 65535:
+        problems.append(
+            f"side_channel_port: {options.side_channel_port} with data-parallel rank "
+            f"{data_parallel_rank} added is over 65535"
+        )
+    if problems:
+        raise ConfigError("kv_connector_extra_config of PDClusterConnector: " + "; ".join(problems))
+    return options
+
+
+def _host(value: Any) -> str:
+    if not isinstance(value, str) or not value or len(value) > 255:
+        raise ValueError("is not a host name or address")
+    if value in _WILDCARDS:
+        raise ValueError(
+            "cannot be advertised to peers; give the address they reach, e.g. the pod's"
+        )
+    return value
+
+
+def _port(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
+        raise ValueError("is not a port from 1 to 65535")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("is not a number of seconds")
+    if not 1 <= value <= MAX_LEASE_SECONDS:
+        raise ValueError(f"is not between 1 and {MAX_LEASE_SECONDS:.0f} seconds")
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("is neither true nor false")
+    return value

@@ -1,0 +1,272 @@
+"""The class that vLLM loads: every method of its connector contract, delegated.
+
+``kv_connector_module_path`` names this module. It is imported in every process of the engine,
+also in the API server, so it imports neither NIXL nor the roles; those come with the
+constructor. Methods that vLLM calls in a step go through :mod:`guard` and never raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from pdcluster_connector.vllm.config import ConfigError, parse_options
+from pdcluster_connector.vllm.guard import engine_step
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from pdcluster_connector.vllm.scheduler import SchedulerRole
+    from pdcluster_connector.vllm.step import StepOrders, StepReport
+    from pdcluster_connector.vllm.worker import WorkerRole
+
+NAME = "PDClusterConnector"
+
+
+def _no_orders() -> KVConnectorMetadata:
+    from pdcluster_connector.vllm.step import StepOrders
+
+    return StepOrders()
+
+
+class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV connector for prefill and decode on separate engines: decode reads over NIXL."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _refuse_ray(vllm_config.parallel_config)
+        transfer = self._kv_transfer_config
+        engine_id = transfer.engine_id
+        if not engine_id or len(engine_id) > 512:
+            raise ConfigError("engine_id of --kv-transfer-config must have 1 to 512 characters")
+        options = parse_options(
+            transfer.kv_connector_extra_config, vllm_config.parallel_config.data_parallel_index
+        )
+        self._scheduler: SchedulerRole | None = None
+        self._worker: WorkerRole | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            from pdcluster_connector.vllm.scheduler import SchedulerRole
+
+            self._scheduler = SchedulerRole(vllm_config, kv_cache_config, options, engine_id)
+        else:
+            from pdcluster_connector.vllm.worker import WorkerRole
+
+            self._worker = WorkerRole(vllm_config, kv_cache_config, options, engine_id)
+
+    def count_fault(self, method: str, error: Exception) -> None:
+        """Count an exception that the guard caught in ``method``."""
+        role = self._scheduler or self._worker
+        if role is not None:
+            role.fault(f"{method}:{type(error).__name__}")
+
+    # Scheduler role.
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Check the workers' metadata and open the side channel; raises at start only."""
+        if self._scheduler is not None:
+            self._scheduler.publish(metadata)
+
+    @engine_step(fallback=lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        """Judge a new request's ticket."""
+        if self._scheduler is not None:
+            self._scheduler.arrived(request)
+
+    @engine_step(fallback=lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that a prefill engine holds beyond the local ones; without side effects."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """A transfer fills the request's own blocks of every group."""
+        return self._kv_cache_config.transfer_group_ids
+
+    def _cannot_receive(
+        self, error: Exception, request: Request, blocks: KVCacheBlocks, external: int
+    ) -> None:
+        if self._scheduler is not None and external > 0:
+            self._scheduler.unreceivable(request.request_id, repr(error))
+
+    @engine_step(fallback=lambda: None, affected=_cannot_receive)
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Arm the lease (prefill) or order the receive (decode)."""
+        if self._scheduler is not None:
+            self._scheduler.scheduled(request, blocks, num_external_tokens)
+
+    @engine_step(fallback=_no_orders)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """This step's orders to the workers."""
+        return _no_orders() if self._scheduler is None else self._scheduler.orders()
+
+    @engine_step(fallback=lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in what all ranks reported."""
+        if self._scheduler is not None:
+            self._scheduler.results(connector_output)
+
+    def _forget(self, error: Exception, request: Request, *_: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.forget(request.request_id)
+
+    @engine_step(fallback=lambda: (False, None), affected=_forget)
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Ticket (prefill) or account of the KV path (decode) of a request that ended."""
+        if self._scheduler is None:
+            return False, None
+        return self._scheduler.finished(request, block_ids)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same for a model with one KV cache group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    # Worker role.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the caches with NIXL; raises at start only."""
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler role publishes on behalf of this rank."""
+        return None if self._worker is None else self._worker.handshake()
+
+    def _fail_orders(self, error: Exception, *_: Any) -> None:
+        if self._worker is not None:
+            self._worker.fail_orders(self._orders(), error)
+
+    @engine_step(fallback=lambda: None, affected=_fail_orders)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Hand this step's orders to the transfer thread; returns at once."""
+        if self._worker is not None:
+            self._worker.start(self._orders())
+
+    @engine_step(fallback=KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests that this rank is through with, each exactly once."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        return self._worker.results()
+
+    @engine_step(fallback=lambda: None)
+    def build_connector_worker_meta(self) -> StepReport | None:
+        """What became of the receives that ended in this step."""
+        return None if self._worker is None else self._worker.report()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: vLLM runs a request only when all of its KV is there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Decode reads from the cache itself; nothing is saved."""
+
+    def wait_for_save(self) -> None:
+        """See save_kv_layer."""
+
+    # Both roles.
+
+    @engine_step(fallback=lambda: None)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Counts since the last step."""
+        role = self._scheduler or self._worker
+        return None if role is None else role.stats()
+
+    def shutdown(self) -> None:
+        """End threads, agents and the side channel."""
+        role = self._scheduler or self._worker
+        if role is not None:
+            role.close()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Stats from the dict that crossed process boundaries."""
+        from pdcluster_connector.vllm.metrics import ConnectorStats
+
+        return ConnectorStats() if data is None else ConnectorStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """The API server's Prometheus metrics."""
+        from pdcluster_connector.vllm.metrics import PrometheusMetrics
+
+        return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _orders(self) -> StepOrders:
+        from pdcluster_connector.vllm.step import StepOrders
+
+        metadata = self._connector_metadata
+        return metadata if isinstance(metadata, StepOrders) else StepOrders()
+
+
+def _refuse_ray(parallel_config: Any) -> None:
+    backend = parallel_config.distributed_executor_backend
+    name = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
+    if "ray" in name.lower():
+        raise ConfigError(
+            "PDClusterConnector does not run under Ray: Ray's workers get neither the "
+            "connector's path nor the engine's identity; use "
+            "--distributed-executor-backend mp (with --nnodes for several nodes)"
+        )
+
+
+def _share_logging() -> None:
+    """Write to where vLLM writes: its handlers know its processes, ranks and formats."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("pdcluster_connector")
+    if not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
+
+
+_share_logging()
+
+# MultiConnector's metrics look classes up by name; importing twice is harmless.
+with contextlib.suppress(ValueError):
+    KVConnectorFactory.register_connector(NAME, __name__, NAME)

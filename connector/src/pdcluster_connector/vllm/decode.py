@@ -1,0 +1,249 @@
+"""Scheduler role of a decode engine: which prompt tokens come from a prefill engine.
+
+Each live request has an :class:`Incoming`. A ticket is used once, only for the prompt that it
+was made for, and released as soon as its KV is no longer needed: after the receive (also a
+failed one), or without one when the request never got that far.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from vllm.v1.request import Request
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.messages import Malformed
+from pdcluster_connector.protocol.ticket import Ticket, ticket_of
+from pdcluster_connector.vllm.metrics import StatsCollector
+from pdcluster_connector.vllm.prefill import is_prefill
+from pdcluster_connector.vllm.prompt import digest_of_prompt
+from pdcluster_connector.vllm.step import Receipt, ReceiveOrder
+from pdcluster_connector.vllm.ticket_book import LeaseSender, TicketBook
+
+# Why a request was decoded without a transfer.
+NO_TICKET: Final = "NoTicket"
+TICKET_INVALID: Final = Reason.TICKET_INVALID.value
+LEASE_EXPIRED: Final = Reason.LEASE_EXPIRED.value
+PROMPT_MISMATCH: Final = "PromptMismatch"
+TICKET_SPENT: Final = "TicketSpent"
+PREFIX_HIT: Final = "PrefixHit"
+PREFIX_READING_OFF: Final = "PrefixReadingOff"  # e.g. prompt logprobs: vLLM computes all itself
+
+
+class Stage(Enum):
+    """How far a request's KV has come."""
+
+    WAITING = "waiting"  # not scheduled yet; its ticket is good
+    PARKED = "parked"  # waits for its KV
+    SETTLED = "settled"  # received, failed or local: nothing will be loaded again
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One live request. ``reason`` says why its KV does not come from a prefill engine."""
+
+    ticket: Ticket | None
+    stage: Stage
+    reason: str = ""
+    message: str = ""
+    counted: bool = False
+    start: int = 0
+    stop: int = 0
+    blocks: int = 0
+    receipt: Receipt | None = None
+    outcome: str = "local"
+
+
+class DecodeRole:
+    """Not thread-safe: lives on the scheduler's thread."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        lease_seconds: float,
+        block_size: int,
+        leases: LeaseSender,
+        stats: StatsCollector,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._engine_id = engine_id
+        self._block_size = block_size
+        self._tickets = TicketBook(leases, lease_seconds, clock)
+        self._stats = stats
+        self._wall_clock = wall_clock
+        self._requests: dict[str, Incoming] = {}
+        self._aborted: dict[str, Incoming] = {}  # finished while parked; blocks still held
+        self._orders: list[ReceiveOrder] = []
+        self._abandoned: list[str] = []
+
+    # Before scheduling.
+
+    def arrived(self, request: Request) -> None:
+        """Judge a new request's ticket."""
+        if is_prefill(request):
+            return
+        params = request.kv_transfer_params
+        ticket = ticket_of(params)
+        if ticket is None:
+            incoming = Incoming(None, Stage.SETTLED, NO_TICKET)
+        elif isinstance(ticket, Malformed):
+            incoming = Incoming(None, Stage.SETTLED, TICKET_INVALID, ticket.message)
+        else:
+            incoming = Incoming(ticket, Stage.WAITING, self._objection(request, ticket))
+            self._tickets.use(ticket, (params or {}).get("lease_seconds"))
+        self._requests[request.request_id] = incoming
+
+    def matched(self, request: Request, computed: int) -> tuple[int, bool]:
+        """(tokens that a transfer brings beyond ``computed``, loaded asynchronously).
+
+        Without side effects: vLLM asks again each step until the request is admitted.
+        """
+        incoming = self._requests.get(request.request_id)
+        if incoming is None or incoming.ticket is None or incoming.stage is not Stage.WAITING:
+            return 0, False
+        if incoming.reason:
+            return 0, False
+        count = min(incoming.ticket.tokens, request.num_tokens) - computed
+        return (count, True) if count > 0 else (0, False)
+
+    # Scheduling.
+
+    def scheduled(
+        self, request: Request, blocks: tuple[list[int], ...], external_tokens: int
+    ) -> None:
+        """Order the receive of a request that vLLM has just parked, or settle it without one."""
+        incoming = self._requests.get(request.request_id)
+        if incoming is None or incoming.stage is Stage.PARKED:
+            return
+        if incoming.stage is Stage.WAITING and external_tokens > 0 and incoming.ticket is not None:
+            self._park(request, incoming, incoming.ticket, blocks, external_tokens)
+            return
+        if incoming.stage is Stage.WAITING:
+            incoming.reason = incoming.reason or (
+                PREFIX_READING_OFF if request.skip_reading_prefix_cache else PREFIX_HIT
+            )
+            self._settle(incoming)
+        if not incoming.counted and incoming.outcome == "local":
+            incoming.counted = True
+            self._stats.decoded_without_transfer(incoming.reason)
+
+    def _park(
+        self,
+        request: Request,
+        incoming: Incoming,
+        ticket: Ticket,
+        blocks: tuple[list[int], ...],
+        external_tokens: int,
+    ) -> None:
+        # The ticket covers [0, tokens); what vLLM has not asked for is a local prefix hit.
+        incoming.stop = min(ticket.tokens, request.num_tokens)
+        incoming.start = incoming.stop - external_tokens
+        first = incoming.start // self._block_size
+        last = -(-incoming.stop // self._block_size)
+        incoming.blocks = last - first
+        incoming.stage = Stage.PARKED
+        self._tickets.renew(ticket)
+        self._orders.append(
+            ReceiveOrder(
+                request_id=request.request_id,
+                ticket=ticket,
+                blocks=tuple(tuple(group[first:last]) for group in blocks),
+                block_size=self._block_size,
+                first_token=first * self._block_size,
+                start=incoming.start,
+                stop=incoming.stop,
+                seconds=self._tickets.lease_seconds(ticket),
+            )
+        )
+
+    def take_orders(self) -> tuple[list[ReceiveOrder], list[str]]:
+        """(receives to start, parked requests that were aborted); each is given out once."""
+        self._tickets.renew_all()
+        orders, self._orders = self._orders, []
+        abandoned, self._abandoned = self._abandoned, []
+        return orders, abandoned
+
+    # Results.
+
+    def reported(self, receipts: Mapping[str, Receipt]) -> None:
+        """Add what workers said about receives, one rank or several."""
+        for request_id, receipt in receipts.items():
+            incoming = self._requests.get(request_id) or self._aborted.get(request_id)
+            if incoming is not None:
+                known = incoming.receipt
+                incoming.receipt = receipt if known is None else known + receipt
+
+    def received(self, finished: Iterable[str], failed: set[str]) -> None:
+        """All ranks are through with these requests; ``failed`` is a subset."""
+        for request_id in finished:
+            incoming = self._requests.get(request_id) or self._aborted.pop(request_id, None)
+            if incoming is None or incoming.stage is Stage.SETTLED:
+                continue
+            if request_id in self._abandoned:  # aborted in the very step that ended it
+                self._abandoned.remove(request_id)
+            incoming.outcome = "failed" if request_id in failed else "transferred"
+            if incoming.receipt is not None and incoming.receipt.reason:
+                incoming.reason = incoming.receipt.reason
+                incoming.message = incoming.receipt.message
+            self._settle(incoming)
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """Forget a request; return what the client learns about its KV."""
+        incoming = self._requests.pop(request.request_id, None)
+        if incoming is None:
+            return None
+        if incoming.stage is Stage.PARKED:
+            # Its blocks stay until every rank has said that nothing can land in them.
+            self._aborted[request.request_id] = incoming
+            self._abandoned.append(request.request_id)
+            return None
+        if incoming.stage is Stage.WAITING:
+            self._settle(incoming)
+        return {"kv_path": self._path(incoming)}
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request; if it is parked, only when all ranks are through with it."""
+        incoming = self._requests.pop(request_id, None)
+        if incoming is None:
+            return
+        if incoming.stage is Stage.PARKED:
+            self._aborted[request_id] = incoming
+        elif incoming.stage is Stage.WAITING:
+            self._settle(incoming)
+
+    def _path(self, incoming: Incoming) -> dict[str, Any]:
+        receipt = incoming.receipt or Receipt(0, 0.0)
+        moved = incoming.outcome == "transferred"
+        return {
+            "prefill": incoming.ticket.engine_id if incoming.ticket else "",
+            "decode": self._engine_id,
+            "tokens": incoming.stop - incoming.start if moved else 0,
+            "blocks": incoming.blocks if moved else 0,
+            "bytes": receipt.nbytes,
+            "seconds": round(receipt.seconds, 6),
+            "outcome": incoming.outcome,
+            "reason": incoming.reason,
+            "message": incoming.message[:500],
+        }
+
+    def _objection(self, request: Request, ticket: Ticket) -> str:
+        """Why a well-formed ticket must not be used; empty if it may."""
+        if digest_of_prompt(request, ticket.tokens) != ticket.prompt_digest:
+            return PROMPT_MISMATCH
+        if self._tickets.is_spent(ticket):
+            # Released by an earlier request of this engine: the blocks may be reused already.
+            return TICKET_SPENT
+        if ticket.expires_at <= self._wall_clock():
+            return LEASE_EXPIRED
+        return ""
+
+    def _settle(self, incoming: Incoming) -> None:
+        """Nothing will be loaded any more."""
+        incoming.stage = Stage.SETTLED
+        if incoming.ticket is not None:
+            self._tickets.done(incoming.ticket)

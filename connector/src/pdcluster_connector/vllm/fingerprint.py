@@ -1,0 +1,141 @@
+"""A digest of the model, so that only engines with equal weights exchange KV.
+
+Two fine-tunes of one architecture have equal layouts, names and sizes, and KV that means
+different things. The same weights under two paths are one model. So the digest is made from
+content: the model's configuration without what merely records how the files were written,
+and a bounded sample of the weights (sizes, headers and one piece of many tensors).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+PIECE_BYTES: Final = 64 * 1024
+MAX_PIECES: Final = 1024
+_MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
+# What a saving tool writes down about itself, or what another rule compares (the KV's dtype).
+_VOLATILE: Final = frozenset(
+    {
+        "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "torch_dtype",
+        "dtype", "use_cache", "_attn_implementation_autoset",
+    }
+)  # fmt: skip
+_WEIGHT_PATTERNS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def model_digest(config: Mapping[str, Any], folder: Path | None, variant: str = "") -> str:
+    """Hex digest (32 characters) of a model.
+
+    Args:
+        config: the model's configuration as a mapping of JSON values.
+        folder: where its weights lie; None if unknown, then the configuration alone counts.
+        variant: anything else that changes what the weights compute, e.g. a quantization that
+            is applied while loading.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(_canonical(config))
+    digest.update(variant.encode())
+    for part in _weights(folder) if folder is not None else ():
+        digest.update(struct.pack("<Q", len(part)))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def digest_of_engine(model_config: Any) -> str:
+    """:func:`model_digest` of vLLM's ``ModelConfig``."""
+    folder = _model_folder(str(model_config.model), model_config.revision)
+    config: Mapping[str, Any] | None = None
+    if folder is not None and (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    if config is None:
+        # Differences to the class's defaults: steadier across versions than all values.
+        config = model_config.hf_config.to_diff_dict()
+    overrides = getattr(model_config, "hf_overrides", None)
+    variant = json.dumps(
+        {
+            "quantization": model_config.quantization,
+            "overrides": overrides if isinstance(overrides, dict) else repr(type(overrides)),
+            "dummy": str(getattr(model_config, "load_format", "")) == "dummy",
+        },
+        sort_keys=True,
+        default=str,
+    )
+    return model_digest(config, folder, variant)
+
+
+def _canonical(value: Mapping[str, Any]) -> bytes:
+    def clean(item: Any) -> Any:
+        if isinstance(item, Mapping):
+            return {str(k): clean(v) for k, v in item.items() if k not in _VOLATILE}
+        if isinstance(item, list | tuple):
+            return [clean(v) for v in item]
+        return item
+
+    return json.dumps(clean(value), sort_keys=True, default=str).encode()
+
+
+def _weights(folder: Path) -> Iterable[bytes]:
+    """Content of all weight files, sampled; independent of the folder and of file names."""
+    files: list[Path] = []
+    for pattern in _WEIGHT_PATTERNS:
+        files = sorted(p for p in folder.glob(pattern) if p.is_file())
+        if files:
+            break
+    budget = max(1, MAX_PIECES // max(1, len(files)))
+    parts = [_sample(path, budget) for path in files]
+    # File names may differ between copies; content alone gives the order.
+    return sorted(parts)
+
+
+def _sample(path: Path, pieces: int) -> bytes:
+    size = path.stat().st_size
+    summary = hashlib.blake2b(struct.pack("<Q", size), digest_size=32)
+    with path.open("rb") as file:
+        header, starts = _tensor_middles(file.read(8), file, size)
+        summary.update(header)
+        if not starts:
+            starts = [size * i // 16 for i in range(16)]
+        step = max(1, -(-len(starts) // pieces))
+        for start in starts[::step]:
+            file.seek(start)
+            summary.update(file.read(PIECE_BYTES))
+    return summary.digest()
+
+
+def _tensor_middles(prefix: bytes, file: Any, size: int) -> tuple[bytes, list[int]]:
+    """A safetensors file's header, and a position inside each of its tensors."""
+    if len(prefix) < 8:
+        return b"", []
+    length = struct.unpack("<Q", prefix)[0]
+    if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+        return b"", []
+    try:
+        header: dict[str, Any] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        starts = []
+        for entry in header.values():
+            begin, end = (int(edge) for edge in entry["data_offsets"])
+            middle = begin + max(0, (end - begin - PIECE_BYTES) // 2)
+            starts.append(8 + length + middle)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return b"", []
+    return json.dumps(header, sort_keys=True).encode(), sorted(starts)
+
+
+def _model_folder(model: str, revision: str | None) -> Path | None:
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return path.parent
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception:  # noqa: BLE001  any failure means only: the files are not here
+        return None

@@ -1,0 +1,133 @@
+"""Scheduler role of a prefill engine: leases, tickets, and when blocks may go.
+
+A lease is armed when a request is scheduled, so that its token exists before its blocks hold
+anything, and granted when the request finishes. The scheduler alone decides when it ends
+(release, expiry) and orders every rank to report the request as sent, once: vLLM frees the
+blocks when all ranks have.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.v1.request import Request, RequestStatus
+
+from pdcluster_connector.protocol.lease import LeaseTable
+from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params
+from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm.metrics import StatsCollector
+from pdcluster_connector.vllm.prompt import digest_of_prompt
+
+_HANDED_OFF = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def is_prefill(request: Request) -> bool:
+    """Whether the client asked for this request's KV to be handed to another engine."""
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
+class PrefillRole:
+    """Not thread-safe: lives on the scheduler's thread.
+
+    ``clock`` gives monotonic seconds. Releases and renewals come in through :meth:`release`
+    and :meth:`renew`.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        options: ConnectorOptions,
+        block_size: int,
+        parallel: tuple[int, int],
+        stats: StatsCollector,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine_id = engine_id
+        self._options = options
+        self._block_size = block_size
+        self._tensor, self._pipeline = parallel
+        self._stats = stats
+        self._clock = clock
+        self._leases = LeaseTable()
+        self._owed: set[str] = set()  # finished requests whose blocks vLLM keeps for us
+        self._sent: list[str] = []
+
+    @property
+    def leases_held(self) -> int:
+        """Leases that keep blocks from reuse."""
+        return self._leases.held
+
+    def scheduled(self, request: Request) -> None:
+        """Arm the lease of a request that starts to compute; again after a preemption."""
+        if is_prefill(request):
+            self._leases.arm(request.request_id, secrets.randbits(64), self._clock())
+
+    def finished(
+        self, request: Request, blocks: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return (keep the blocks, what the client gets): a ticket if there is KV to fetch."""
+        request_id = request.request_id
+        token = self._leases.token(request_id)
+        digest = digest_of_prompt(request, request.num_prompt_tokens)
+        handed_off = (
+            request.status in _HANDED_OFF
+            and request.num_computed_tokens >= request.num_prompt_tokens
+            and any(blocks)
+        )
+        if token is None or digest is None or not handed_off:
+            self._leases.drop(request_id)
+            return False, None
+        if not self._leases.grant(request_id, self._clock() + self._options.lease_seconds):
+            return False, None
+        covered = -(-request.num_prompt_tokens // self._block_size)
+        ticket = Ticket(
+            engine_id=self._engine_id,
+            host=self._options.side_channel_host,
+            port=self._options.side_channel_port,
+            request_id=request_id,
+            token=token,
+            blocks=tuple(tuple(group[:covered]) for group in blocks),
+            block_size=self._block_size,
+            tokens=request.num_prompt_tokens,
+            prompt_digest=digest,
+            expires_at=time.time() + self._options.lease_seconds,
+            tensor=self._tensor,
+            pipeline=self._pipeline,
+        )
+        params = kv_transfer_params(ticket)
+        params["lease_seconds"] = self._options.lease_seconds  # advice: how often to renew
+        self._owed.add(request_id)
+        return True, params
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request's lease; vLLM frees its blocks by itself."""
+        self._leases.drop(request_id)
+        self._owed.discard(request_id)
+
+    def release(self, request_id: str, token: int) -> bool:
+        """End a lease because decode is done with it. False if there is none like it."""
+        if not self._leases.release(request_id, token):
+            return False
+        self._let_go(request_id)
+        return True
+
+    def renew(self, request_id: str, token: int) -> bool:
+        """Extend a lease to ``lease_seconds`` from now. False if there is none like it."""
+        return self._leases.renew(request_id, token, self._clock() + self._options.lease_seconds)
+
+    def take_sent(self) -> list[str]:
+        """Requests that every rank has to report as sent now; each is given out once."""
+        for request_id in self._leases.expire(self._clock()):
+            self._stats.lease_expired()
+            self._let_go(request_id)
+        sent, self._sent = self._sent, []
+        return sent
+
+    def _let_go(self, request_id: str) -> None:
+        if request_id in self._owed:
+            self._owed.remove(request_id)
+            self._sent.append(request_id)

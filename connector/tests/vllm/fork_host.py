@@ -1,0 +1,211 @@
+"""Real CPU engines in seconds: one process imports vLLM once and forks an engine each time.
+
+This is the test's side: :class:`ForkHost` starts the process (``forked_engine.py``) and asks it
+for engines; an :class:`Engine` is the handle of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import pdcluster_connector
+
+SOURCES = Path(pdcluster_connector.__file__).parents[1]
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # With several ranks vLLM compiles one tiny function with the C++ compiler: 10 s each.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+@dataclass
+class Answer:
+    """What became of one request."""
+
+    tokens: list[int]
+    finish_reason: str | None
+    params: dict[str, Any] | None
+
+    @property
+    def path(self) -> dict[str, Any]:
+        """Decode's account of the KV path."""
+        return (self.params or {}).get("kv_path", {})
+
+
+class EngineDiedError(Exception):
+    """The engine's process ended; the message holds the end of its log."""
+
+
+@dataclass
+class Engine:
+    """The test's handle of one forked engine."""
+
+    name: str
+    pid: int
+    log: Path
+    address: str
+    _connection: Connection | None = None
+    _ids: Any = field(default_factory=itertools.count)
+
+    def wait_ready(self, timeout: float = 120) -> Engine:
+        """Block until the engine serves."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                self._connection = Client(self.address, "AF_UNIX")
+                return self
+            except OSError:
+                if not self.alive() or time.monotonic() > deadline:
+                    raise EngineDiedError(f"{self.name}: {self.tail()}") from None
+                time.sleep(0.05)
+
+    def submit(
+        self, prompt: list[int], max_tokens: int = 1, params: dict[str, Any] | None = None,
+        salt: str | None = None,
+    ) -> str:  # fmt: skip
+        """Send a request; returns its id."""
+        request_id = f"{self.name}-{next(self._ids)}"
+        self.ask("submit", request_id, prompt, max_tokens, params, salt)
+        return request_id
+
+    def answer(self, request_id: str, timeout: float = 60) -> Answer:
+        """Wait for a request's end."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            found = self.ask("answer", request_id)
+            if found is not None:
+                return Answer(*found)
+            time.sleep(0.005)
+        raise TimeoutError(f"{request_id} has no answer after {timeout} s; {self.tail()}")
+
+    def generate(self, *args: Any, timeout: float = 60, **kwargs: Any) -> Answer:
+        """Submit and wait."""
+        return self.answer(self.submit(*args, **kwargs), timeout)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, as a client that hangs up does."""
+        self.ask("abort", request_id)
+
+    def held(self) -> int:
+        """Requests that the scheduler still knows, finished ones with kept blocks included."""
+        return self.ask("held")
+
+    def free_blocks(self) -> int:
+        """Blocks in the pool that no request holds."""
+        return self.ask("free_blocks")
+
+    def metrics(self) -> dict[str, float]:
+        """Prometheus samples of this engine: ``name{labels}`` without model and engine."""
+        return self.ask("metrics")
+
+    def ask(self, *message: Any) -> Any:
+        """One command; raises what went wrong in the engine."""
+        assert self._connection is not None, "wait_ready first"
+        try:
+            self._connection.send(message)
+            ok, value = self._connection.recv()
+        except (EOFError, OSError):
+            raise EngineDiedError(f"{self.name}: {self.tail()}") from None
+        if not ok:
+            raise RuntimeError(f"{self.name}: {value}")
+        return value
+
+    def alive(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        stat = Path(f"/proc/{self.pid}/stat")
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+    def kill(self) -> None:
+        """SIGKILL the engine and its workers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        # A process that is about to die can still be read from: wait for its end.
+        deadline = time.monotonic() + 20
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def freeze(self) -> None:
+        """SIGSTOP: the process is there and does nothing."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def stop(self) -> None:
+        """End it in an orderly way, with force after five seconds."""
+        with contextlib.suppress(EngineDiedError, RuntimeError, AssertionError):
+            self.ask("stop")
+        deadline = time.monotonic() + 5
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.kill()
+
+    def tail(self, lines: int = 40) -> str:
+        """End of its log."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else "no log"
+        return "\n".join(text.splitlines()[-lines:])
+
+
+class ForkHost:
+    """Starts the host process and asks it for engines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._log = (folder / "host.log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forked_engine.py")), str(folder)],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(SOURCES)},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._connection: Connection | None = None
+        self._count = itertools.count()
+        self.engines: list[Engine] = []
+
+    def engine(self, name: str, connector: dict[str, Any] | None = None, **llm: Any) -> Engine:
+        """Fork an engine; not ready yet. ``connector`` is its kv-transfer-config."""
+        if self._connection is None:
+            self._connection = self._connect()
+        name = f"{name}{next(self._count)}"
+        address = str(self.folder / name)
+        log = self.folder / f"{name}.log"
+        self._connection.send((address, str(log), connector, llm))
+        engine = Engine(name, self._connection.recv(), log, address)
+        self.engines.append(engine)
+        return engine
+
+    def close(self) -> None:
+        """End every engine and the host."""
+        for engine in self.engines:
+            if engine.alive():
+                engine.stop()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def _connect(self) -> Connection:
+        deadline = time.monotonic() + 240
+        while self._process.poll() is None and time.monotonic() < deadline:
+            try:
+                return Client(str(self.folder / "host"), "AF_UNIX")
+            except OSError:
+                time.sleep(0.1)
+        raise EngineDiedError((self.folder / "host.log").read_text(errors="replace")[-4000:])

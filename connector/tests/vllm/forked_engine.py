@@ -1,0 +1,171 @@
+"""The fork host's process and its children: engines that skip vLLM's imports.
+
+``python forked_engine.py FOLDER`` imports everything that an engine needs, then listens on
+``FOLDER/host``. Each message asks for one engine; the forked child builds an ``LLM`` and serves
+commands on a socket of its own. It steps its engine all the time, as an API server's engine
+does: leases end and orders reach workers only in steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any
+
+
+def _host(folder: Path) -> None:
+    import pdcluster_connector.launcher.vllm_shim  # noqa: F401  what every engine process imports
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama
+    import vllm.v1.attention.backends.cpu_attn
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import pdcluster_connector.vllm.connector
+    import pdcluster_connector.vllm.scheduler
+    import pdcluster_connector.vllm.worker  # noqa: F401
+
+    # Children end on their own account; nobody here waits for them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener = Listener(str(folder / "host"), "AF_UNIX")
+    while True:
+        connection = listener.accept()
+        while True:
+            try:
+                address, log, connector, llm = connection.recv()
+            except EOFError:
+                break
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                connection.close()
+                _child(address, log, connector, llm)
+            connection.send(pid)
+
+
+def _child(address: str, log: str, connector: dict[str, Any] | None, llm: dict[str, Any]) -> None:
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        _serve(address, connector, llm)
+        status = 0
+    except BaseException:  # noqa: BLE001  the log is all that is left
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _serve(address: str, connector: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    import multiprocessing
+
+    from vllm import LLM
+    from vllm.v1.executor import multiproc_executor
+
+    # Tensor-parallel workers skip the imports too.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "block_size": 32,
+        "num_gpu_blocks_override": 256,
+        "max_num_batched_tokens": 512,
+        "disable_log_stats": False,
+        **options,
+    }
+    if connector is not None:
+        settings["kv_transfer_config"] = connector
+    commands = Commands(LLM(**settings).llm_engine)
+    listener = Listener(address, "AF_UNIX")
+    connection = listener.accept()
+    while True:
+        while connection.poll(0.0005):
+            command, *args = connection.recv()
+            if command == "stop":
+                connection.send((True, None))
+                commands.engine.engine_core.shutdown()
+                return
+            try:
+                connection.send((True, getattr(commands, command)(*args)))
+            except Exception as error:  # noqa: BLE001  the test's side raises it
+                connection.send((False, f"{type(error).__name__}: {error}"))
+        commands.step()
+
+
+class Commands:
+    """What a test may ask of an engine; each method is a command."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        self._answers: dict[str, tuple[Any, ...]] = {}
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                self._answers[output.request_id] = (
+                    list(output.outputs[0].token_ids),
+                    output.outputs[0].finish_reason,
+                    output.kv_transfer_params,
+                )
+
+    def submit(
+        self, request_id: str, prompt: list[int], max_tokens: int, params: Any, salt: str | None
+    ) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+        )
+        inputs: dict[str, Any] = {"prompt_token_ids": prompt}
+        if salt is not None:
+            inputs["cache_salt"] = salt
+        self.engine.add_request(request_id, inputs, sampling)
+
+    def answer(self, request_id: str) -> tuple[Any, ...] | None:
+        return self._answers.get(request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort_request([request_id])
+
+    def held(self) -> int:
+        return len(self._scheduler.requests)
+
+    def free_blocks(self) -> int:
+        return self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def metrics(self) -> dict[str, float]:
+        return _metrics()
+
+
+def _metrics() -> dict[str, float]:
+    from prometheus_client import REGISTRY
+
+    samples = {}
+    for family in REGISTRY.collect():
+        if not family.name.startswith("pdcluster_"):
+            continue
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            text = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+            samples[f"{sample.name}{{{text}}}" if text else sample.name] = sample.value
+    return samples
+
+
+if __name__ == "__main__":
+    _host(Path(sys.argv[1]))

@@ -1,0 +1,69 @@
+"""kv_connector_extra_config: everything wrong at once, nothing ignored."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcluster_connector.vllm.config import ConfigError, ConnectorOptions, parse_options
+
+
+def test_defaults_are_safe_ones() -> None:
+    assert parse_options({}) == ConnectorOptions(
+        side_channel_host="127.0.0.1",
+        side_channel_port=5600,
+        lease_seconds=60.0,
+        drain_deadline_seconds=30.0,
+        allow_insecure=False,
+    )
+
+
+def test_every_option_is_taken() -> None:
+    options = parse_options(
+        {
+            "side_channel_host": "10.0.0.7",
+            "side_channel_port": 7000,
+            "lease_seconds": 5,
+            "drain_deadline_seconds": 2.5,
+            "allow_insecure": True,
+        }
+    )
+    assert options == ConnectorOptions("10.0.0.7", 7000, 5.0, 2.5, True)
+
+
+def test_the_data_parallel_rank_moves_the_port() -> None:
+    assert (
+        parse_options({"side_channel_port": 5600}, data_parallel_rank=3).side_channel_port == 5603
+    )
+    with pytest.raises(ConfigError, match="over 65535"):
+        parse_options({"side_channel_port": 65535}, data_parallel_rank=1)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(
+            {
+                "side_chanel_port": 5600,
+                "side_channel_port": "5600",
+                "lease_seconds": 0,
+                "allow_insecure": "yes",
+                "side_channel_host": "",
+            }
+        )
+    message = str(caught.value)
+    assert "side_chanel_port: unknown key; did you mean side_channel_port?" in message
+    assert "side_channel_port: '5600' is not a port" in message
+    assert "lease_seconds: 0 is not between" in message
+    assert "allow_insecure: 'yes'" in message
+    assert "side_channel_host: ''" in message
+
+
+@pytest.mark.parametrize("key", ["tls", "ticket_key_file"])
+def test_protection_that_is_not_there_is_not_silently_dropped(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: "):
+        parse_options({key: "/some/where"})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_wildcard_cannot_be_advertised(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be advertised"):
+        parse_options({"side_channel_host": host, "allow_insecure": True})

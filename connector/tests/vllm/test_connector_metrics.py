@@ -1,0 +1,98 @@
+"""Counts survive vLLM's way: step snapshots, sums over ranks, a dict, Prometheus."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pdcluster_connector.vllm.connector import PDClusterConnector
+from pdcluster_connector.vllm.metrics import MAX_SAMPLES, ConnectorStats, StatsCollector
+
+pytestmark = pytest.mark.vllm
+
+
+def filled() -> ConnectorStats:
+    collector = StatsCollector()
+    collector.receives(1000, {"total": [0.25], "transfer": [0.2]}, {"BackendError": 2})
+    collector.decoded_without_transfer("NoTicket")
+    collector.fault("start_load_kv:KeyError")
+    collector.lease_expired()
+    collector.leases_held(3)
+    taken = collector.take()
+    assert taken is not None
+    return taken
+
+
+def test_nothing_is_reported_when_nothing_happened() -> None:
+    collector = StatsCollector()
+    assert collector.take() is None
+    collector.leases_held(0)
+    assert collector.take() is None
+    collector.leases_held(2)
+    assert collector.take() is not None
+    collector.leases_held(2)
+    assert collector.take() is None
+    assert ConnectorStats().is_empty()
+    assert not filled().is_empty()
+
+
+def test_ranks_add_up_and_dicts_come_back() -> None:
+    summed = filled().aggregate(filled())
+    again = PDClusterConnector.build_kv_connector_stats(json.loads(json.dumps(summed.to_dict())))
+    assert again is not None
+    assert again.data["received_bytes"] == 2000
+    assert again.data["seconds"]["total"] == [0.25, 0.25]
+    assert again.data["failures"] == {"BackendError": 4}
+    assert again.data["leases_held"] == 3, "a gauge is not summed"
+    assert again.reduce()["failures"] == 4
+    assert again.reduce()["mean seconds"] == 0.25
+    again.reset()
+    assert again.is_empty()
+
+
+def test_samples_are_bounded() -> None:
+    collector = StatsCollector()
+    for _ in range(3):
+        collector.receives(0, {"total": [0.1] * MAX_SAMPLES}, {})
+    taken = collector.take()
+    assert taken is not None
+    assert len(taken.data["seconds"]["total"]) == MAX_SAMPLES
+    assert len(taken.aggregate(taken).data["seconds"]["total"]) == MAX_SAMPLES
+
+
+def test_prometheus_names_and_values() -> None:
+    registry = CollectorRegistry()
+
+    def bound(metric: type) -> object:
+        return lambda **kwargs: metric(registry=registry, **kwargs)
+
+    prometheus = PDClusterConnector.build_prom_metrics(
+        SimpleNamespace(kv_transfer_config=None),
+        {Gauge: bound(Gauge), Counter: bound(Counter), Histogram: bound(Histogram)},
+        ["model_name", "engine"],
+        {0: ["m", "0"], 1: ["m", "1"]},
+    )
+    assert prometheus is not None
+    prometheus.observe(filled().to_dict(), 1)
+    prometheus.observe(filled().to_dict(), 1)
+    labels = {"model_name": "m", "engine": "1"}
+
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(name, {**labels, **more})
+
+    assert value("pdcluster_kv_received_bytes_total") == 2000
+    assert value("pdcluster_kv_failures_total", reason="BackendError") == 4
+    assert value("pdcluster_kv_decodes_without_transfer_total", reason="NoTicket") == 2
+    assert value("pdcluster_kv_leases_expired_total") == 2
+    assert value("pdcluster_kv_leases_held") == 3
+    assert value("pdcluster_kv_receive_seconds_sum", phase="total") == 0.5
+    assert value("pdcluster_kv_receive_seconds_count", phase="transfer") == 2
+    assert value("pdcluster_kv_step_faults_total", method="start_load_kv:KeyError") == 2
+    other = {"model_name": "m", "engine": "0"}
+    assert registry.get_sample_value("pdcluster_kv_received_bytes_total", other) is None

@@ -1,0 +1,193 @@
+"""Real CPU engines that must not or cannot exchange KV: refused by name, never wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fork_host import Engine
+
+pytest.importorskip("vllm")
+
+from conftest import Pair, connector_config
+
+from models.tiny import model_path
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [3 + (i * 37 + i * i // 3) % 250 for i in range(100)]
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Callable[..., Engine]) -> Callable[[str], list[int]]:
+    """Greedy tokens of a single engine for PROMPT."""
+    known: dict[str, list[int]] = {}
+
+    def tokens(model: str) -> list[int]:
+        if model not in known:
+            single = engines("single", model=str(model_path(model)), enable_prefix_caching=False)
+            known[model] = single.wait_ready().generate(PROMPT, TOKENS).tokens
+            single.stop()
+        return known[model]
+
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def prefill(engines: Callable[..., Engine]) -> Engine:
+    """A healthy prefill engine for all tests of this module."""
+    return engines(
+        "p", connector_config("kv_producer"), model=str(model_path("llama"))
+    ).wait_ready()
+
+
+def failures(engine: Engine) -> dict[str, float]:
+    return {
+        name.split("reason=")[1].rstrip("}"): value
+        for name, value in engine.metrics().items()
+        if name.startswith("pdcluster_kv_failures_total{")
+    }
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("fail", "llama", {"block_size": 64}, "PrefixCachingHeterogeneousBlocks"),
+    ("recompute", "llama", {"block_size": 64}, "PrefixCachingHeterogeneousBlocks"),
+    (
+        "recompute",
+        "llama",
+        {"block_size": 64, "enable_prefix_caching": False},
+        "PrefixCachingHeterogeneousBlocks",
+    ),
+    ("fail", "llama-finetuned", {}, "ModelMismatch"),
+    ("recompute", "llama-finetuned", {}, "ModelMismatch"),
+]
+
+
+@pytest.mark.parametrize(("policy", "model", "options", "reason"), REFUSED)
+def test_a_refused_pair_follows_the_policy_and_is_never_wrong(
+    prefill: Engine, engines: Callable[..., Engine], expected: Callable[[str], list[int]],
+    policy: str, model: str, options: dict[str, Any], reason: str,
+) -> None:  # fmt: skip
+    decode = engines(
+        "d", connector_config("kv_consumer", policy), model=str(model_path(model)), **options
+    ).wait_ready()
+    pair = Pair(prefill, decode)
+    for _ in range(2):
+        answer = pair.generate(PROMPT, TOKENS)
+        if policy == "fail":
+            assert answer.finish_reason == "error"
+            assert answer.tokens == []
+        else:
+            assert answer.tokens == expected(model)
+            assert answer.path["outcome"] == "failed"
+            assert answer.path["reason"] == reason
+            assert answer.path["bytes"] == 0
+            assert "prefill" in answer.path["message"]
+            assert "decode" in answer.path["message"]
+    assert failures(decode) == {reason: 2}
+    assert decode.held() == 0
+    deadline = time.monotonic() + 5
+    while prefill.held() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert prefill.held() == 0, "a refused ticket is released too"
+    # The engine itself is well: what needs no KV from elsewhere is served.
+    assert decode.generate(PROMPT, TOKENS, salt="alone").tokens == expected(model)
+    decode.stop()
+
+
+@pytest.mark.parametrize("model", ["mistral-window", "gemma3-hybrid"])
+def test_kinds_that_are_not_carried_start_and_are_refused(
+    engines: Callable[..., Engine], model: str
+) -> None:
+    path = str(model_path(model))
+    prefill = engines("p", connector_config("kv_producer"), model=path)
+    decode = engines("d", connector_config("kv_consumer", "recompute"), model=path)
+    pair = Pair(prefill.wait_ready(), decode.wait_ready())
+    answer = pair.generate(PROMPT, TOKENS)
+    assert answer.tokens == decode.generate(PROMPT, TOKENS, salt="alone").tokens
+    assert answer.path["outcome"] == "failed"
+    assert answer.path["reason"] == "LayoutUnsupported"
+    for engine in (prefill, decode):
+        assert engine.alive()
+        engine.stop()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_decode_outlives_a_killed_prefill(
+    engines: Callable[..., Engine], expected: Callable[[str], list[int]], policy: str
+) -> None:
+    model = str(model_path("llama"))
+    doomed = engines("p", connector_config("kv_producer"), model=model)
+    decode = engines("d", connector_config("kv_consumer", policy, lease_seconds=5), model=model)
+    pair = Pair(doomed.wait_ready(), decode.wait_ready())
+    assert pair.generate(PROMPT, TOKENS).path["outcome"] == "transferred"
+    late = pair.ticket(PROMPT, salt="late")
+    doomed.kill()
+    started = time.monotonic()
+    answer = decode.generate(PROMPT, TOKENS, late, "late")
+    assert time.monotonic() - started < 15
+    if policy == "fail":
+        assert answer.finish_reason == "error"
+    else:
+        assert answer.tokens == expected("llama")
+        assert answer.path["outcome"] == "failed"
+    assert sum(failures(decode).values()) == 1
+    assert decode.held() == 0
+    assert decode.generate(PROMPT, TOKENS, salt="after").tokens == expected("llama")
+
+    if policy == "recompute":  # another engine serves the same decode engine at once
+        second = engines("p", connector_config("kv_producer"), model=model).wait_ready()
+        answer = Pair(second, decode).generate(PROMPT, TOKENS, salt="second")
+        assert answer.tokens == expected("llama")
+        assert answer.path["outcome"] == "transferred"
+        second.stop()
+    decode.stop()
+
+
+def test_decode_waits_for_a_prefill_that_is_killed_meanwhile(
+    engines: Callable[..., Engine], expected: Callable[[str], list[int]], prefill: Engine
+) -> None:
+    """The handshake hangs: attempts go on until the lease's end, other peers are not delayed."""
+    model = str(model_path("llama"))
+    decode = engines(
+        "d", connector_config("kv_consumer", "recompute", lease_seconds=4), model=model
+    )
+    other = engines("p", connector_config("kv_producer"), model=model)
+    params = Pair(other.wait_ready(), decode.wait_ready()).ticket(PROMPT)
+    other.freeze()
+    waiting = decode.submit(PROMPT, TOKENS, params)
+    healthy = Pair(prefill, decode).generate(PROMPT, TOKENS, "healthy")
+    assert healthy.path["outcome"] == "transferred"
+    assert decode.ask("answer", waiting) is None, "nothing to read from answers yet"
+    other.kill()
+    answer = decode.answer(waiting, timeout=30)
+    assert answer.tokens == expected("llama")
+    assert answer.path["reason"] == "SideChannelUnreachable"
+    assert Pair(prefill, decode).generate(PROMPT, TOKENS, "x").path["outcome"] == "transferred"
+    decode.stop()
+
+
+def test_aborted_requests_leave_nothing_behind(
+    engines: Callable[..., Engine], prefill: Engine
+) -> None:
+    decode = engines(
+        "d", connector_config("kv_consumer"), model=str(model_path("llama"))
+    ).wait_ready()
+    pair = Pair(prefill, decode)
+    long_prompt = [3 + i * 11 % 250 for i in range(1200)]
+    for i in range(8):
+        params = pair.ticket(long_prompt, salt=f"abort {i}")
+        request_id = decode.submit(long_prompt, 200, params, f"abort {i}")
+        time.sleep(0.004 * i)
+        decode.abort(request_id)
+    deadline = time.monotonic() + 10
+    while (decode.held() or prefill.held()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (decode.held(), prefill.held()) == (0, 0)
+    assert decode.free_blocks() == 255
+    assert failures(decode) == {}, "an abort is no fault of the KV path"
+    assert pair.generate(PROMPT, TOKENS).path["outcome"] == "transferred"
+    decode.stop()

@@ -1,0 +1,86 @@
+"""The model digest: content decides, not paths, and a fine-tune is another model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from pdcluster_connector.vllm.fingerprint import PIECE_BYTES, model_digest
+
+CONFIG = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2}
+
+
+def write_weights(folder: Path, fill: int = 7, tensors: int = 3, size: int = 300_000) -> Path:
+    """A safetensors file of ``tensors`` byte tensors; tensor i is filled with ``fill + i``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {
+        f"layers.{i}": {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]}
+        for i in range(tensors)
+    }
+    text = json.dumps(header).encode()
+    data = b"".join(bytes([fill + i]) * size for i in range(tensors))
+    path = folder / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def test_same_weights_at_two_paths_are_one_model(tmp_path: Path) -> None:
+    write_weights(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b" / "deeper")
+    (tmp_path / "b" / "deeper" / "model.safetensors").rename(
+        tmp_path / "b" / "deeper" / "renamed.safetensors"
+    )
+    first = model_digest({**CONFIG, "_name_or_path": "a"}, tmp_path / "a")
+    second = model_digest(
+        {**CONFIG, "_name_or_path": "b", "transformers_version": "9"}, tmp_path / "b" / "deeper"
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("tensor", [0, 1, 2])
+def test_a_fine_tune_of_any_tensor_is_another_model(tmp_path: Path, tensor: int) -> None:
+    write_weights(tmp_path / "a")
+    path = write_weights(tmp_path / "b")
+    raw = bytearray(path.read_bytes())
+    start = len(raw) - (3 - tensor) * 300_000
+    raw[start : start + 300_000] = bytes([99]) * 300_000
+    path.write_bytes(bytes(raw))
+    assert model_digest(CONFIG, tmp_path / "a") != model_digest(CONFIG, tmp_path / "b")
+
+
+def test_config_shape_and_variant_count(tmp_path: Path) -> None:
+    write_weights(tmp_path)
+    base = model_digest(CONFIG, tmp_path)
+    assert model_digest({**CONFIG, "rope_theta": 1e6}, tmp_path) != base
+    assert model_digest(CONFIG, tmp_path, "fp8") != base
+    assert model_digest(CONFIG, None) != base
+    nested = {**CONFIG, "text_config": {"dtype": "float32", "hidden_size": 8}}
+    other = {**CONFIG, "text_config": {"dtype": "bfloat16", "hidden_size": 8}}
+    assert model_digest(nested, None) == model_digest(other, None)
+
+
+def test_other_formats_are_sampled(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a" * 1_000_000)
+    first = model_digest(CONFIG, tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"b" * 1_000_000)
+    assert model_digest(CONFIG, tmp_path) != first
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"1234567", struct.pack("<Q", 2**60), b"\x02" + b"\0" * 7 + b"{"]
+)
+def test_a_broken_file_has_a_digest_too(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    assert len(model_digest(CONFIG, tmp_path)) == 32
+
+
+def test_reading_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_weights(tmp_path, tensors=200, fill=1, size=PIECE_BYTES + 1)
+    monkeypatch.setattr("pdcluster_connector.vllm.fingerprint.MAX_PIECES", 10)
+    limited = model_digest(CONFIG, tmp_path)
+    monkeypatch.setattr("pdcluster_connector.vllm.fingerprint.MAX_PIECES", 1000)
+    assert model_digest(CONFIG, tmp_path) != limited

@@ -1,0 +1,397 @@
+"""Our scheduler role under vLLM's own scheduler: every state a request can be in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from contract import BLOCK, ContractEngine
+from vllm.v1.request import RequestStatus
+
+pytestmark = pytest.mark.vllm
+
+
+def prompt(length: int, first: int = 5) -> list[int]:
+    return [(first + 7 * i) % 300 for i in range(length)]
+
+
+@pytest.fixture
+def engines() -> Iterator[Any]:
+    made: list[ContractEngine] = []
+
+    def make(role: str, **options: Any) -> ContractEngine:
+        made.append(ContractEngine(role, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def pair(engines: Any) -> tuple[ContractEngine, ContractEngine]:
+    return engines("producer"), engines("consumer")
+
+
+def abort(engine: ContractEngine, request_id: str) -> None:
+    engine.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+
+def released(prefill: ContractEngine) -> bool:
+    """Step prefill until every rank has reported its one hand-off as sent."""
+    prefill.run(lambda: not prefill.scheduler.requests)
+    return all(len(worker.sent) == len(set(worker.sent)) for worker in prefill.workers)
+
+
+def test_hand_off_from_ticket_to_release(pair: Any) -> None:
+    prefill, decode = pair
+    before = prefill.free_blocks()
+    params = prefill.prefill("p0", prompt(40))
+    assert params["do_remote_prefill"] is True
+    assert params["remote_request_id"] == "p0"
+    assert prefill.free_blocks() == before - 3, "blocks are kept for decode"
+    prefill.step()
+    assert prefill.total("leases_held") == 1
+
+    decode.add("d0", prompt(40), params, max_tokens=2)
+    decode.run(lambda: "d0" in decode.parked())
+    order = decode.workers[0].parked["d0"]
+    assert (order.start, order.stop, order.first_token) == (0, 40, 0)
+    assert order.ticket.request_id == "p0"
+    assert len(order.blocks[0]) == len(order.ticket.blocks[0]) == 3
+    for _ in range(3):
+        assert decode.step() == [], "a parked request computes nothing"
+    decode.land("d0", ranks=[1])
+    decode.step()
+    decode.step()
+    assert "d0" not in decode.tokens, "one rank of two is not enough"
+    decode.land("d0", ranks=[0])
+    decode.run(lambda: "d0" in decode.finished)
+    assert decode.tokens["d0"] == 2
+    path = decode.params["d0"]["kv_path"]
+    assert path["prefill"] == prefill.engine_id
+    assert path["decode"] == decode.engine_id
+    assert path["outcome"] == "transferred"
+    assert (path["tokens"], path["blocks"], path["bytes"]) == (40, 3, 200)
+    assert path["seconds"] == 1.25, "the slowest rank's"
+    assert released(prefill)
+    assert all(worker.sent == ["p0"] for worker in prefill.workers)
+    assert prefill.free_blocks() == before
+    assert prefill.total("leases_held") == 0
+    assert decode.total("decodes_without_transfer") == {}
+
+
+def test_matching_has_no_side_effects(pair: Any) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p0", prompt(40))
+    request = decode.add("d0", prompt(40), params)
+    asked = [decode.connector.get_num_new_matched_tokens(request, 16) for _ in range(5)]
+    assert asked == [(24, True)] * 5
+    assert decode.connector.get_num_new_matched_tokens(request, 40) == (0, False)
+    decode.run(lambda: "d0" in decode.parked())
+    assert decode.workers[0].parked["d0"].start == 0
+
+
+def test_a_full_local_prefix_hit_releases_without_a_transfer(pair: Any) -> None:
+    prefill, decode = pair
+    decode.add("warm", prompt(64), None)
+    decode.run(lambda: "warm" in decode.finished)
+    params = prefill.prefill("p0", prompt(49))
+    decode.add("d0", prompt(49), params, max_tokens=2)
+    decode.run(lambda: "d0" in decode.parked())
+    order = decode.workers[0].parked["d0"]
+    assert (order.start, order.stop, order.first_token) == (48, 49, 48), "only what is missing"
+    decode.land("d0")
+    decode.run(lambda: "d0" in decode.finished)
+    params = prefill.prefill("p1", prompt(48))
+    # vLLM always computes the last token itself, so 47 of 48 tokens are a hit of 2 blocks.
+    decode.add("d1", prompt(48), params)
+    decode.run(lambda: "d1" in decode.parked())
+    decode.land("d1")
+    decode.run(lambda: "d1" in decode.finished)
+    decode.connector._scheduler.decode.matched = lambda request, computed: (0, False)
+    params = prefill.prefill("p2", prompt(50))
+    decode.add("d2", prompt(50), params)
+    decode.run(lambda: "d2" in decode.finished)
+    assert decode.params["d2"]["kv_path"]["outcome"] == "local"
+    assert decode.params["d2"]["kv_path"]["reason"] == "PrefixHit"
+    assert decode.total("decodes_without_transfer") == {"NoTicket": 1, "PrefixHit": 1}
+    assert released(prefill)
+
+
+@pytest.mark.parametrize("moment", ["before scheduling", "parked", "received", "decoding"])
+def test_abort_in_every_state(pair: Any, moment: str) -> None:
+    prefill, decode = pair
+    before = decode.free_blocks()
+    params = prefill.prefill("p0", prompt(40))
+    decode.add("d0", prompt(40), params, max_tokens=50)
+    if moment == "before scheduling":
+        abort(decode, "d0")
+    else:
+        decode.run(lambda: "d0" in decode.parked())
+        if moment == "parked":
+            abort(decode, "d0")
+            decode.step()
+            assert [worker.abandoned for worker in decode.workers] == [["d0"], ["d0"]]
+            assert decode.free_blocks() < before, "data may still land in its blocks"
+            decode.land("d0", ranks=[0], reason="TransferStalled")
+            decode.step()
+            assert decode.free_blocks() < before, "one rank is not through yet"
+            decode.land("d0", ranks=[1], reason="TransferStalled")
+            decode.step()
+        else:
+            decode.land("d0")
+            decode.step()
+            if moment == "decoding":
+                decode.run(lambda: decode.tokens.get("d0", 0) > 3)
+            abort(decode, "d0")
+            assert [worker.abandoned for worker in decode.workers] == [[], []]
+    decode.run(lambda: not decode.scheduler.requests)
+    assert decode.free_blocks() == before
+    assert released(prefill)
+    assert decode.connector._scheduler.decode._requests == {}
+    assert decode.connector._scheduler.decode._aborted == {}
+    assert len(decode.connector._scheduler.decode._tickets) == 0
+
+
+def test_a_request_that_the_serving_layer_rejects_releases_its_ticket(pair: Any) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p0", prompt(40))
+    # AsyncLLM.notify_kv_transfer_request_rejected: one token of prompt, aborted at once.
+    request = decode.add("d0", [0], params, abort_immediately=True)
+    assert request.abort_immediately
+    abort(decode, "d0")
+    assert released(prefill)
+    decode.run(lambda: not decode.scheduler.requests)
+    assert decode.total("decodes_without_transfer") == {}, "nothing was decoded"
+
+
+def test_preemption_does_not_load_again(engines: Any) -> None:
+    prefill = engines("producer")
+    decode = engines("consumer", blocks=9)
+    for i in range(2):
+        params = prefill.prefill(f"p{i}", prompt(46, first=i))
+        decode.add(f"d{i}", prompt(46, first=i), params, max_tokens=40)
+    decode.run(lambda: decode.parked() == {"d0", "d1"})
+    decode.land("d0")
+    decode.land("d1")
+    preempted = set()
+
+    def done() -> bool:
+        preempted.update(
+            r.request_id for r in decode.scheduler.requests.values() if r.num_preemptions
+        )
+        assert decode.parked() == set(), "loaded again"
+        return len(decode.finished) == 2
+
+    decode.step()
+    decode.run(done)
+    assert preempted, "the pool was large enough; the test shows nothing"
+    assert decode.tokens == {"d0": 40, "d1": 40}
+    for i in range(2):
+        assert decode.params[f"d{i}"]["kv_path"]["outcome"] == "transferred"
+    assert released(prefill)
+
+
+def test_preempted_prefill_hands_off_once(engines: Any) -> None:
+    prefill = engines("producer", blocks=8, max_tokens_per_step=32)
+    for i in range(2):
+        prefill.add(f"p{i}", prompt(60, first=i), {"do_remote_decode": True})
+    prefill.run(lambda: len(prefill.finished) >= 1)
+    for request_id in list(prefill.finished):
+        assert prefill.params[request_id]["remote_request_id"] == request_id
+    held = {r for r in ("p0", "p1") if r in prefill.finished}
+    role = prefill.connector._scheduler.prefill
+    for request_id in held:
+        assert role.release(request_id, role._leases.token(request_id))
+    prefill.run(lambda: len(prefill.finished) == 2)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_failed_receive_follows_the_policy(engines: Any, policy: str, bad_rank: int) -> None:
+    prefill = engines("producer")
+    decode = engines("consumer", policy=policy)
+    before = decode.free_blocks()
+    params = prefill.prefill("p0", prompt(40))
+    decode.add("d0", prompt(40), params, max_tokens=3)
+    decode.run(lambda: "d0" in decode.parked())
+    decode.land("d0", ranks=[bad_rank], reason="BackendError")
+    decode.step()
+    assert "d0" not in decode.finished, "the other rank may still receive"
+    decode.land("d0", ranks=[1 - bad_rank])
+    decode.run(lambda: "d0" in decode.finished)
+    if policy == "fail":
+        assert decode.finished["d0"] == "error"
+        assert decode.tokens["d0"] == 0
+    else:
+        assert decode.tokens["d0"] == 3
+        path = decode.params["d0"]["kv_path"]
+        assert (path["outcome"], path["reason"]) == ("failed", "BackendError")
+    decode.run(lambda: not decode.scheduler.requests)
+    assert decode.free_blocks() == before
+    assert released(prefill)
+    decode.step()
+    assert [worker.abandoned for worker in decode.workers] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("prompt", "PromptMismatch"),
+        ("ticket", "TicketInvalid"),
+        ("no ticket", "TicketInvalid"),
+        ("no params", "NoTicket"),
+        ("expired", "LeaseExpired"),
+    ],
+)
+def test_a_ticket_that_does_not_fit_is_not_used(
+    pair: Any, change: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    params: dict[str, Any] | None = prefill.prefill("p0", prompt(40))
+    tokens = prompt(40)
+    if change == "prompt":
+        tokens[3] += 1
+    elif change == "ticket":
+        params = {**params, "ticket": params["ticket"][:-10]}
+    elif change == "no ticket":
+        params = {"do_remote_prefill": True}
+    elif change == "no params":
+        params = None
+    else:
+        decode.connector._scheduler.decode._wall_clock = lambda: time.time() + 1000
+    decode.add("d0", tokens, params)
+    decode.run(lambda: "d0" in decode.finished)
+    assert decode.params["d0"]["kv_path"]["outcome"] == "local"
+    assert decode.params["d0"]["kv_path"]["reason"] == reason
+    decode.step()
+    assert decode.total("decodes_without_transfer") == {reason: 1}
+    if change in ("prompt", "expired"):
+        assert released(prefill), "an unused ticket is released too"
+
+
+def test_one_ticket_for_several_requests(pair: Any) -> None:
+    """``n=2`` and ``prompt=[A, B]``: vLLM hands one ticket to all of them."""
+    prefill, decode = pair
+    params = prefill.prefill("p0", prompt(40))
+    decode.add("same0", prompt(40), params)
+    decode.add("same1", prompt(40), params)
+    decode.add("other", prompt(40, first=9), params)
+    decode.run(lambda: decode.parked() == {"same0", "same1"} and "other" in decode.finished)
+    decode.land("same0")
+    decode.run(lambda: "same0" in decode.finished)
+    for _ in range(30):
+        prefill.step()
+        time.sleep(0.005)
+    assert prefill.scheduler.requests, "released while same1 still reads"
+    decode.land("same1")
+    decode.run(lambda: "same1" in decode.finished)
+    assert released(prefill)
+    decode.add("late", prompt(40), params)
+    decode.run(lambda: "late" in decode.finished)
+    assert decode.params["late"]["kv_path"]["reason"] == "TicketSpent"
+    assert decode.total("decodes_without_transfer") == {"PromptMismatch": 1, "TicketSpent": 1}
+
+
+def test_an_unclaimed_lease_expires_and_is_counted(engines: Any) -> None:
+    prefill = engines("producer", lease_seconds=1)
+    before = prefill.free_blocks()
+    prefill.prefill("p0", prompt(40))
+    started = time.monotonic()
+    prefill.run(lambda: not prefill.scheduler.requests)
+    assert 0.8 < time.monotonic() - started < 3
+    assert prefill.free_blocks() == before
+    assert prefill.total("leases_expired") == 1
+    assert all(worker.sent == ["p0"] for worker in prefill.workers)
+
+
+def test_decode_renews_while_it_waits(engines: Any) -> None:
+    prefill = engines("producer", lease_seconds=1)
+    decode = engines("consumer", lease_seconds=60)  # prefill's own lease decides
+    params = prefill.prefill("p0", prompt(40))
+    decode.add("d0", prompt(40), params)
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        decode.step()
+        prefill.step()
+        time.sleep(0.01)
+    assert prefill.total("leases_held") == 1, "expired although decode still waits"
+    decode.land("d0")
+    decode.run(lambda: "d0" in decode.finished)
+    assert released(prefill)
+    assert prefill.total("leases_expired") == 0
+
+
+def test_an_aborted_prefill_holds_nothing(engines: Any) -> None:
+    prefill = engines("producer", max_tokens_per_step=16)
+    before = prefill.free_blocks()
+    prefill.add("p0", prompt(60), {"do_remote_decode": True})
+    prefill.step()
+    abort(prefill, "p0")
+    prefill.run(lambda: not prefill.scheduler.requests)
+    assert prefill.free_blocks() == before
+    role = prefill.connector._scheduler.prefill
+    assert role.leases_held == 0
+    assert role._leases.armed == 0
+    for _ in range(3):
+        prefill.step()
+    assert all(worker.sent == [] for worker in prefill.workers)
+
+
+@pytest.mark.parametrize("method", ["arrived", "matched", "scheduled", "orders", "finished"])
+def test_an_exception_costs_a_request_and_not_the_engine(pair: Any, method: str) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p0", prompt(40))
+    role = decode.connector._scheduler
+    broken = {"on": True}
+    original = getattr(role, method)
+
+    def explode(*args: Any) -> Any:
+        if broken["on"]:
+            raise KeyError("a fault that nobody thought of")
+        return original(*args)
+
+    setattr(role, method, explode)
+    decode.add("d0", prompt(40), params, max_tokens=2)
+    for _ in range(5):
+        decode.step()
+    broken["on"] = method == "finished"
+    if method in ("orders", "finished"):
+        decode.run(lambda: "d0" in decode.parked())
+        decode.land("d0")
+    decode.run(lambda: not decode.scheduler.requests)
+    broken["on"] = False
+    decode.step()
+    assert role.decode._requests == {}
+    # A request that could not be taken in has no known ticket: its lease ends by itself.
+    assert method == "arrived" or released(prefill)
+    assert sum(decode.total("faults").values()) >= 1
+    if method == "scheduled":
+        assert decode.finished["d0"] == "error"
+    elif method != "finished":
+        assert decode.tokens["d0"] == 2
+    decode.add("d1", prompt(20), None, max_tokens=2)
+    decode.run(lambda: "d1" in decode.finished)
+    assert decode.tokens["d1"] == 2
+
+
+def test_the_scheduler_refuses_workers_that_are_not_its_own(engines: Any) -> None:
+    engine = engines("producer")
+    stranger = engine._handshake(0)
+    stranger.engine_id = "ns.c.producer.r.0/other"
+    with pytest.raises(RuntimeError, match=r"EngineIdInconsistent.*ns\.c\.producer\.r\.0/other"):
+        engine.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): stranger, (0, 1): engine._handshake(1)}
+        )
+    with pytest.raises(RuntimeError, match="ShardMissing"):
+        engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): engine._handshake(0)})
+
+
+def test_block_size_of_the_harness() -> None:
+    assert BLOCK == 16, "the numbers above count blocks of 16 tokens"

@@ -1,0 +1,83 @@
+"""Tickets in use: renewed in time, released once, never used again."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.vllm import ticket_book
+from pdcluster_connector.vllm.ticket_book import TicketBook
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, str, float]] = []
+
+    def release(
+        self, host: str, port: int, engine: str, request: str, token: int, by: float
+    ) -> None:
+        self.sent.append(("release", f"{engine}@{host}:{port}/{request}#{token}", by))
+
+    def renew(self, host: str, port: int, engine: str, request: str, token: int, by: float) -> None:
+        self.sent.append(("renew", f"{engine}@{host}:{port}/{request}#{token}", by))
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ticket(request: str = "r", token: int = 7) -> Ticket:
+    return Ticket("e/1", "h", 5, request, token, ((1,),), 16, 10, b"d" * 16, 0.0)
+
+
+def test_the_last_user_releases_once() -> None:
+    sender, clock = Sender(), Clock()
+    book = TicketBook(sender, 60.0, clock)
+    book.use(ticket())
+    book.use(ticket())
+    assert len(book) == 1
+    book.done(ticket())
+    assert [kind for kind, _, _ in sender.sent] == ["renew", "renew"]
+    assert not book.is_spent(ticket())
+    book.done(ticket())
+    assert sender.sent[-1] == ("release", "e/1@h:5/r#7", 160.0)
+    assert len(book) == 0
+    assert book.is_spent(ticket())
+    book.use(ticket())
+    book.done(ticket())
+    assert [kind for kind, _, _ in sender.sent].count("release") == 1
+    assert not book.is_spent(ticket(token=8)), "the token is part of a ticket's identity"
+
+
+@pytest.mark.parametrize(("said", "every"), [(None, 15.0), (8, 2.0), (600, 15.0), ("x", 15.0)])
+def test_renewals_keep_up_with_the_shorter_lease(said: object, every: float) -> None:
+    sender, clock = Sender(), Clock()
+    book = TicketBook(sender, 60.0, clock)
+    book.use(ticket(), said)
+    book.use(ticket("other"))
+    sender.sent.clear()
+    times = []
+    for tenth in range(1, 400):
+        clock.now = 100 + tenth / 10
+        book.renew_all()
+        if sender.sent:
+            assert len(sender.sent) == 2, "both tickets"
+            times.append(clock.now)
+            sender.sent.clear()
+    assert times[0] <= 100 + every + 0.2
+    assert all(b - a <= every + 0.2 for a, b in itertools.pairwise(times))
+    assert book.lease_seconds(ticket()) == every * 4
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticket_book, "MAX_SPENT", 3)
+    book = TicketBook(Sender(), 60.0, Clock())
+    for i in range(5):
+        book.use(ticket(f"r{i}"))
+        book.done(ticket(f"r{i}"))
+    assert [book.is_spent(ticket(f"r{i}")) for i in range(5)] == [False, False, True, True, True]

@@ -1,0 +1,163 @@
+"""The worker role's step: every id is answered once, whatever goes wrong while starting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fork_host import SOURCES
+
+pytest.importorskip("vllm")
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.vllm.config import ConfigError
+from pdcluster_connector.vllm.connector import PDClusterConnector
+from pdcluster_connector.vllm.step import Receipt, ReceiveOrder, StepOrders, StepReport
+
+pytestmark = pytest.mark.vllm
+
+
+def vllm_config(backend: Any = "mp", engine_id: str = "e/1", **extra: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="PDClusterConnector",
+            kv_role="kv_both",
+            engine_id=engine_id,
+            kv_connector_extra_config=extra,
+        ),
+        parallel_config=SimpleNamespace(
+            distributed_executor_backend=backend, data_parallel_index=0
+        ),
+    )
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch) -> PDClusterConnector:
+    one = SimpleNamespace(rank_in_group=0)
+    monkeypatch.setattr("pdcluster_connector.vllm.worker.get_pp_group", lambda: one)
+    monkeypatch.setattr("pdcluster_connector.vllm.worker.get_tp_group", lambda: one)
+    return PDClusterConnector(vllm_config(), KVConnectorRole.WORKER, SimpleNamespace())
+
+
+def order(request_id: str) -> ReceiveOrder:
+    ticket = Ticket("e/2", "h", 5, "r", 7, ((1,),), 16, 10, b"d" * 16, 0.0)
+    return ReceiveOrder(request_id, ticket, ((3,),), 16, 0, 0, 10, 60.0)
+
+
+def step(connector: PDClusterConnector, orders: StepOrders) -> tuple[Any, StepReport | None]:
+    connector.bind_connector_metadata(orders)
+    connector.start_load_kv(None)
+    results = connector.get_transfer_results(set())
+    report = connector.build_connector_worker_meta()
+    connector.clear_connector_metadata()
+    return results, report
+
+
+def test_orders_are_answered_once(connector: PDClusterConnector) -> None:
+    orders = StepOrders(sent=["p1"], unreceivable={"d1": "why"})
+    results, report = step(connector, orders)
+    assert results.finished_sending == {"p1"}
+    assert results.finished_recving == results.failed_recving == {"d1"}
+    assert report is not None
+    assert report.receipts == {"d1": Receipt(0, 0.0, "BackendError", "why")}
+    results, report = step(connector, StepOrders())
+    assert not results.finished_sending
+    assert not results.finished_recving
+    assert report is None
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["failures"] == {"BackendError": 1}
+    assert connector.get_kv_connector_stats() is None
+
+
+def test_a_fault_while_starting_fails_those_requests(connector: PDClusterConnector) -> None:
+    class Broken:
+        def receive(self, requests: Any) -> None:
+            raise AssertionError("not reached")
+
+        def results(self) -> Any:
+            raise OSError("a fault that nobody thought of")
+
+        def close(self) -> None:
+            pass
+
+    assert connector._worker is not None
+    connector._worker._receiver = Broken()
+    broken = order("d1")
+    object.__setattr__(broken, "block_size", None)
+    results, _ = step(connector, StepOrders(receive=[broken, order("d2")]))
+    assert not results.finished_recving, "the results were lost to the second fault, not the ids"
+    connector._worker._receiver = None
+    results, report = step(connector, StepOrders())
+    assert results.failed_recving == {"d1", "d2"}
+    assert report is not None
+    assert "TypeError" in report.receipts["d1"].message
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["faults"] == {
+        "start_load_kv:TypeError": 1,
+        "get_transfer_results:OSError": 1,
+    }
+
+
+def test_metadata_of_another_connector_is_no_order(connector: PDClusterConnector) -> None:
+    results, report = step(connector, SimpleNamespace())  # type: ignore[arg-type]
+    assert not results.finished_recving
+    assert report is None
+
+
+def test_reports_of_ranks_add_up() -> None:
+    first = StepReport({"a": Receipt(10, 1.0), "b": Receipt(5, 2.0)})
+    second = StepReport({"a": Receipt(10, 3.0, "BackendError", "x"), "c": Receipt(1, 1.0)})
+    assert first.aggregate(second).receipts == {
+        "a": Receipt(20, 3.0, "BackendError", "x"),
+        "b": Receipt(5, 2.0),
+        "c": Receipt(1, 1.0),
+    }
+
+
+@pytest.mark.parametrize("backend", ["ray", type("RayDistributedExecutor", (), {})])
+def test_ray_is_refused_with_a_remedy(backend: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"does not run under Ray.*--distributed-executor-backend"
+    ):
+        PDClusterConnector(vllm_config(backend), KVConnectorRole.SCHEDULER, SimpleNamespace())
+
+
+def test_bad_options_end_the_start() -> None:
+    with pytest.raises(ConfigError, match="lease_secnds: unknown key; did you mean lease_seconds"):
+        PDClusterConnector(vllm_config(lease_secnds=5), KVConnectorRole.WORKER, SimpleNamespace())
+
+
+def test_the_class_is_known_to_vllm_by_name() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+
+    found = KVConnectorFactory.get_connector_class_by_name("PDClusterConnector")
+    assert found is PDClusterConnector
+    assert supports_hma(PDClusterConnector)
+
+
+def test_importing_the_module_stays_light() -> None:
+    """The API server imports the class: no NIXL, no HTTP client, no roles."""
+    code = (
+        "import sys, pdcluster_connector.vllm.connector\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('nixl', 'nixl_cu12', 'nixl_cu13')"
+        " or m.startswith(('pdcluster_connector.runtime', 'pdcluster_connector.vllm.worker',"
+        " 'pdcluster_connector.vllm.scheduler'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip().splitlines()[-1] == "[]"
