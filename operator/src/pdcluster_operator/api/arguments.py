@@ -1,0 +1,152 @@
+"""The words of ``extraArgs`` as flags of ``vllm serve``.
+
+vLLM takes ``--flag value`` and ``--flag=value``, underscores for hyphens, short names,
+``--no-`` for off, dotted keys of JSON flags, and (by argparse) unambiguous beginnings of
+a long name. All of these must be seen through, or an owned flag could slip past.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SHORT_NAMES = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-q": "--quantization",
+    "-sc": "--speculative-config",
+    "-cc": "--compilation-config",
+    "-ac": "--attention-config",
+    "-dc": "--diffusion-config",
+    "-asc": "--api-server-count",
+    "-O": "--optimization-level",
+}
+_NUMBER = re.compile(r"-\d")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag with its values.
+
+    Attributes:
+        name: long name with hyphens and without ``--no-``; a dotted key keeps its dots.
+        words: the flag as it was written.
+        values: its values, as text.
+        negated: written as ``--no-…``.
+        place: index of its first word in the list.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    values: tuple[str, ...]
+    negated: bool
+    place: int
+
+    @property
+    def value(self) -> str:
+        """The values in one string."""
+        return " ".join(self.values)
+
+    @property
+    def head(self) -> str:
+        """The name before any dot."""
+        return self.name.partition(".")[0]
+
+
+def parse_flags(words: Sequence[str]) -> tuple[tuple[Flag, ...], tuple[int, ...]]:
+    """Group words by flag.
+
+    Returns:
+        The flags, and the places of words that stand before any flag.
+    """
+    flags: list[Flag] = []
+    stray: list[int] = []
+    starts = [place for place, word in enumerate(words) if _is_flag(word)]
+    stray.extend(range(starts[0] if starts else len(words)))
+    for start, stop in itertools.pairwise([*starts, len(words)]):
+        flags.append(_flag(tuple(words[start:stop]), start))
+    return tuple(flags), tuple(stray)
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and len(word) > 1 and not _NUMBER.match(word)
+
+
+def _flag(words: tuple[str, ...], place: int) -> Flag:
+    written, equals, inline = words[0].partition("=")
+    if written.startswith("--"):
+        head, dot, rest = written.partition(".")
+        name = head.replace("_", "-") + dot + rest
+    elif written not in SHORT_NAMES and written[:2] in SHORT_NAMES:
+        # argparse takes -n2 for -n 2, but only where the short name is one letter.
+        name, inline = SHORT_NAMES[written[:2]], words[0][2:].removeprefix("=")
+    else:
+        name = SHORT_NAMES.get(written, written)
+    negated = name.startswith("--no-")
+    values = ((inline,) if equals or inline else ()) + words[1:]
+    return Flag("--" + name[5:] if negated else name, words, values, negated, place)
+
+
+def merge_flags(shared: Sequence[str], role: Sequence[str]) -> tuple[str, ...]:
+    """Shared words first, then the role's; a flag that the role names replaces the shared one."""
+    ours, _ = parse_flags(role)
+    replaced = {flag.name for flag in ours}
+    kept = [flag for flag in parse_flags(shared)[0] if flag.name not in replaced]
+    return tuple(word for flag in (*kept, *ours) for word in flag.words)
+
+
+OWNED_FLAGS = {
+    "--kv-transfer-config": "The operator writes it; use spec.transfer.",
+    "--host": "The operator sets it.",
+    "--port": "The operator sets it.",
+    "--uds": "The operator serves the API on a port.",
+    "--config": "Write the flags into extraArgs, where rules can see them.",
+    "--model": "Name the model in spec.model.source.",
+    "--served-model-name": "Use spec.model.name.",
+    "--tensor-parallel-size": "Use parallelism.tensor.",
+    "--pipeline-parallel-size": "Use parallelism.pipeline.",
+    "--data-parallel-size": "Use parallelism.data.",
+    "--data-parallel-size-local": "Use parallelism.data.",
+    "--data-parallel-rank": "Use parallelism.data.",
+    "--data-parallel-start-rank": "Use parallelism.data.",
+    "--data-parallel-address": "Use parallelism.data.",
+    "--data-parallel-rpc-port": "Use parallelism.data.",
+    "--data-parallel-backend": "Use parallelism.data.",
+    "--data-parallel-hybrid-lb": "Use parallelism.data.",
+    "--data-parallel-external-lb": "Use parallelism.data.",
+    "--data-parallel-multi-port-external-lb": "Use parallelism.data.",
+    "--nnodes": "Use parallelism.nodes.",
+    "--node-rank": "Use parallelism.nodes.",
+    "--master-addr": "Use parallelism.nodes.",
+    "--master-port": "Use parallelism.nodes.",
+    "--headless": "Use parallelism.nodes.",
+    "--distributed-executor-backend": "The operator uses vLLM's own multiprocessing.",
+    "--api-server-count": "One API server belongs to one engine.",
+}  # fmt: skip
+
+
+def owned_flag(flag: Flag) -> str | None:
+    """Return the owned flag that a flag is, or abbreviates; None if it is free."""
+    if flag.head in OWNED_FLAGS:
+        return flag.head
+    # argparse takes any beginning; no flag of vLLM is the beginning of an owned one.
+    if not flag.head.startswith("--") or flag.head == "--":
+        return None
+    return next((owned for owned in OWNED_FLAGS if owned.startswith(flag.head)), None)

@@ -1,0 +1,152 @@
+"""Condition types, their reasons, and how a condition changes.
+
+``lastTransitionTime`` moves only when ``status`` flips. Messages hold nothing that changes
+by itself, or every write would cause the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+LONGEST_MESSAGE = 2048
+
+
+class ConditionType(StrEnum):
+    """What a PDCluster says about itself, in the order of ``status.conditions``."""
+
+    ACCEPTED = "Accepted"
+    PREFILL_READY = "PrefillReady"
+    DECODE_READY = "DecodeReady"
+    KV_LINKS_ESTABLISHED = "KVLinksEstablished"
+    KV_PATH_VERIFIED = "KVPathVerified"
+    TRANSPORT_HEALTHY = "TransportHealthy"
+    AVAILABLE = "Available"
+    PROGRESSING = "Progressing"
+    READY = "Ready"
+
+
+class Status(StrEnum):
+    """A condition's three values. Unknown is never False."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class StatusReason(StrEnum):
+    """Reasons of conditions beside the rules and ``compat.reasons.Reason``."""
+
+    # Accepted
+    ACCEPTED = "Accepted"
+    PARTIALLY_CHECKED = "PartiallyChecked"
+    NOT_ACCEPTED = "NotAccepted"
+
+    # Engines
+    ENGINES_READY = "EnginesReady"
+    SCALED_TO_ZERO = "ScaledToZero"
+    PODS_MISSING = "PodsMissing"
+    UNSCHEDULABLE = "Unschedulable"
+    IMAGE_UNAVAILABLE = "ImageUnavailable"
+    POD_CONFIG_ERROR = "PodConfigError"
+    CONTAINER_CREATING = "ContainerCreating"
+    STARTING = "Starting"
+    LOADING_WEIGHTS = "LoadingWeights"
+    WARMING_UP = "WarmingUp"
+    DRAINING = "Draining"
+    ENGINE_FAILED = "EngineFailed"
+    LAUNCHER_UNREACHABLE = "LauncherUnreachable"
+
+    # Links and canaries
+    LINKS_ESTABLISHED = "LinksEstablished"
+    LINKS_PENDING = "LinksPending"
+    WAITING_FOR_ENGINES = "WaitingForEngines"
+    NO_PAIRS = "NoPairs"
+    CANARY_PASSED = "CanaryPassed"
+    CANARY_PENDING = "CanaryPending"
+    BANDWIDTH_SUFFICIENT = "BandwidthSufficient"
+    BANDWIDTH_UNMEASURED = "BandwidthUnmeasured"
+    NO_THRESHOLD = "NoThreshold"
+    PROBABLE_TCP_FALLBACK = "ProbableTCPFallback"
+
+    # Service and change
+    SERVING = "Serving"
+    NO_VERIFIED_PAIR = "NoVerifiedPair"
+    ROUTER_UNAVAILABLE = "RouterUnavailable"
+    REPLACING = "Replacing"
+    COMPLETE = "Complete"
+    PAUSED = "Paused"
+    PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    READY = "Ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check says of one condition."""
+
+    status: Status
+    reason: str
+    message: str = ""
+
+
+def yes(reason: str, message: str = "") -> Verdict:
+    """Return a condition that holds."""
+    return Verdict(Status.TRUE, reason, message)
+
+
+def no(reason: str, message: str = "") -> Verdict:
+    """Return a condition that is known not to hold."""
+    return Verdict(Status.FALSE, reason, message)
+
+
+def unknown(reason: str, message: str = "") -> Verdict:
+    """Return a condition of which nothing is known."""
+    return Verdict(Status.UNKNOWN, reason, message)
+
+
+def find_condition(status: object, kind: str) -> Mapping[str, Any]:
+    """Return a condition from a status; empty if it is not there."""
+    conditions = status.get("conditions") if isinstance(status, Mapping) else None
+    for condition in conditions if isinstance(conditions, Sequence) else ():
+        if isinstance(condition, Mapping) and condition.get("type") == kind:
+            return condition
+    return {}
+
+
+def set_conditions(
+    before: object, verdicts: Iterable[tuple[ConditionType, Verdict]], generation: int, now: float
+) -> list[dict[str, Any]]:
+    """Return the conditions to write: transition times are kept where the status stays."""
+    written = []
+    for kind, verdict in verdicts:
+        old = find_condition(before, kind)
+        kept = old.get("lastTransitionTime") if old.get("status") == verdict.status else None
+        written.append(
+            {
+                "type": kind.value,
+                "status": verdict.status.value,
+                "reason": str(verdict.reason),
+                "message": verdict.message[:LONGEST_MESSAGE],
+                "observedGeneration": generation,
+                "lastTransitionTime": kept or timestamp(now),
+            }
+        )
+    return written
+
+
+def timestamp(now: float) -> str:
+    """Write seconds since the epoch as Kubernetes does: UTC, whole seconds."""
+    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds(text: object) -> float | None:
+    """Read Kubernetes' time; None if it is none."""
+    if not isinstance(text, str):
+        return None
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None

@@ -1,0 +1,62 @@
+"""The closed sets of values in the API."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What an engine is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Switch(StrEnum):
+    """On or off, open to a third value later."""
+
+    ENABLED = "Enabled"
+    DISABLED = "Disabled"
+
+
+class Device(StrEnum):
+    """Where KV lives: in GPU memory or in host memory."""
+
+    CUDA = "CUDA"
+    CPU = "CPU"
+
+
+class Backend(StrEnum):
+    """NIXL transport backends."""
+
+    UCX = "UCX"
+
+
+class LoadFailurePolicy(StrEnum):
+    """What happens to a request whose KV did not arrive."""
+
+    FAIL = "Fail"
+    RECOMPUTE = "Recompute"
+
+
+class ConnectorSource(StrEnum):
+    """Where the connector's code comes from."""
+
+    BUNDLED = "Bundled"
+    IMAGE = "Image"
+
+
+class RouterPolicy(StrEnum):
+    """How the router picks engines."""
+
+    ROUND_ROBIN = "RoundRobin"
+    RANDOM = "Random"
+    CACHE_AWARE = "CacheAware"
+    POWER_OF_TWO = "PowerOfTwo"
+    CONSISTENT_HASH = "ConsistentHash"
+
+
+class RolloutType(StrEnum):
+    """How engines are replaced when their revision changes."""
+
+    RECREATE = "Recreate"

@@ -1,0 +1,172 @@
+"""How a field of the API describes itself.
+
+The dataclasses of :mod:`.types` carry these marks in ``Annotated`` hints. The parser and
+the CRD generator read the same marks, so a bound, a default or a description exists once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+Kind = Literal["text", "whole", "flag", "choice", "object", "list", "quantities", "free"]
+
+
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """The field's description, to follow its JSON name: ``is the …``."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Bounds of a string: lengths in characters and an RE2-compatible pattern."""
+
+    longest: int
+    shortest: int = 1
+    pattern: str | None = None
+    says: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Bounds of an integer, both included."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Bounds of a list; ``key`` names the field that identifies an item."""
+
+    most: int
+    least: int = 0
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JsonName:
+    """The JSON name where it is not the camelCase of the Python name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cel:
+    """A rule of one object, evaluated by the API server.
+
+    The same rule is checked again in Python (:mod:`.validate`, or the parser for
+    ``ONE_OF``), because a CRD may be older than the operator.
+    """
+
+    rule: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class FieldInfo:
+    """One field of one API object, ready for the parser and for the CRD."""
+
+    name: str
+    json_name: str
+    kind: Kind
+    optional: bool
+    required: bool
+    default: Any
+    doc: str
+    marks: tuple[Any, ...]
+    item: Any = None
+
+    @property
+    def item_info(self) -> FieldInfo:
+        """What a list says about its items."""
+        return _describe(self.name, self.item, required=True, default=None, doc=self.doc)
+
+    def mark(self, kind: type[Any]) -> Any:
+        """Return the first mark of a kind, or None."""
+        return next((mark for mark in self.marks if isinstance(mark, kind)), None)
+
+
+class Quantities(dict[str, str]):
+    """Resource names to Kubernetes quantities."""
+
+
+class Free(dict[str, Any]):
+    """An object of Kubernetes' own API, passed through as it is."""
+
+
+def camel(name: str) -> str:
+    """``lease_seconds`` -> ``leaseSeconds``."""
+    head, *tail = name.split("_")
+    return head + "".join(part.capitalize() for part in tail)
+
+
+_described: dict[type[Any], tuple[FieldInfo, ...]] = {}
+
+
+def describe(cls: type[Any]) -> tuple[FieldInfo, ...]:
+    """Return all fields of an API dataclass, in order.
+
+    Raises:
+        TypeError: a field lacks a Doc or has a type the API does not know.
+    """
+    if cls not in _described:
+        _described[cls] = _describe_all(cls)
+    return _described[cls]
+
+
+def _describe_all(cls: type[Any]) -> tuple[FieldInfo, ...]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = []
+    for field in dataclasses.fields(cls):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        required = default is dataclasses.MISSING
+        default = None if required else default
+        found.append(_describe(field.name, hints[field.name], required=required, default=default))
+    return tuple(found)
+
+
+def _describe(name: str, hint: Any, *, required: bool, default: Any, doc: str = "") -> FieldInfo:
+    marks: tuple[Any, ...] = ()
+    if typing.get_origin(hint) is typing.Annotated:
+        hint, *rest = typing.get_args(hint)
+        marks = tuple(rest)
+    bare, optional = _without_none(hint)
+    kind, item = _kind(bare)
+    doc = next((mark.text for mark in marks if isinstance(mark, Doc)), doc)
+    if not doc:
+        raise TypeError(f"field {name} has no Doc")
+    named = next((mark.name for mark in marks if isinstance(mark, JsonName)), camel(name))
+    return FieldInfo(name, named, kind, optional, required, default, doc, marks, item)
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        args = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        if len(args) == 1:
+            return args[0], True
+        raise TypeError(f"unsupported union {hint}")
+    return hint, False
+
+
+def _kind(hint: Any) -> tuple[Kind, Any]:
+    plain: dict[Any, Kind] = {
+        str: "text", int: "whole", bool: "flag", Quantities: "quantities", Free: "free",
+    }  # fmt: skip
+    if hint in plain:
+        return plain[hint], None
+    if typing.get_origin(hint) is tuple:
+        return "list", typing.get_args(hint)[0]
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return "choice", hint
+    if dataclasses.is_dataclass(hint):
+        return "object", hint
+    raise TypeError(f"unsupported type {hint}")

@@ -1,0 +1,87 @@
+"""What is wrong, or suspicious, in a manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+LONGEST_VALUE = 200
+
+
+class Rule(StrEnum):
+    """Rules of the API itself; KV rules are named by ``compat.reasons.Reason``."""
+
+    REQUIRED = "Required"
+    UNKNOWN_FIELD = "UnknownField"
+    WRONG_TYPE = "WrongType"
+    OUT_OF_RANGE = "OutOfRange"
+    NOT_ALLOWED = "NotAllowed"
+    BAD_FORMAT = "BadFormat"
+    EXACTLY_ONE = "ExactlyOne"
+    DUPLICATE = "Duplicate"
+    NAME_UNUSABLE = "NameUnusable"
+    OWNED_FLAG = "OwnedFlag"
+    OWNED_VARIABLE = "OwnedVariable"
+    UNREADABLE_FLAG = "UnreadableFlag"
+    NODES_DIVIDE_WORKERS = "NodesDivideWorkers"
+    GPU_COUNT_MISMATCH = "GpuCountMismatch"
+    TOO_MANY_LINKS = "TooManyLinks"
+    CONFLICTING_SETTINGS = "ConflictingSettings"
+    TRANSPORT_WITHOUT_CUDA = "TransportWithoutCuda"
+    EXPANDABLE_SEGMENTS = "ExpandableSegments"
+    NODE_LOCAL_MODEL = "NodeLocalModel"
+    ARGUMENTS_OVERLAID = "ArgumentsOverlaid"
+    NOTHING_TO_PAIR = "NothingToPair"
+    HOST_PATH_NOT_ADMITTED = "HostPathNotAdmitted"
+    INSECURE_SIDE_CHANNEL = "InsecureSideChannel"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldError:
+    """One finding about one field.
+
+    Attributes:
+        path: JSON path, e.g. ``spec.prefill.engine.extraArgs[2]``.
+        value: the offending value, shortened.
+        rule: rule id: a :class:`Rule` or a ``compat`` reason.
+        message: what is wrong, in one sentence.
+        remedy: what to do, in one sentence.
+        related: other paths that the finding was computed from.
+    """
+
+    path: str
+    value: str
+    rule: str
+    message: str
+    remedy: str
+    related: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = f" = {self.value}" if self.value else ""
+        return f"{self.path}{shown}: {self.message} [{self.rule}] {self.remedy}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Everything that was found, errors and warnings, in the manifest's order."""
+
+    errors: tuple[FieldError, ...] = ()
+    warnings: tuple[FieldError, ...] = ()
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing forbids the manifest."""
+        return not self.errors
+
+
+def shown(value: object) -> str:
+    """Write a value for a person, in at most LONGEST_VALUE characters."""
+    text = value if isinstance(value, str) else repr(value)
+    text = repr(text) if isinstance(value, str) and (not text or text != text.strip()) else text
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+
+
+def under(path: str, parent: str) -> bool:
+    """Whether a path is the parent or lies inside it."""
+    return path == parent or path.startswith((parent + ".", parent + "["))

@@ -1,0 +1,191 @@
+"""Labels and names of everything that belongs to a cluster.
+
+Lengths are budgeted from the back: a StatefulSet's name may have 52 characters, because
+Kubernetes appends an 11-character revision to it in a pod label. With a cluster name of at
+most 34, ``-prefill-`` (9), a revision of 5 and ``-999`` (4) that is 52.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .enums import Role
+
+GROUP = "pdcluster.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "PDCluster"
+PLURAL = "pdclusters"
+FIELD_MANAGER = "pdcluster-operator"
+STATUS_FIELD_MANAGER = "pdcluster-operator-status"
+OPERATOR_LABELS = {
+    "app.kubernetes.io/part-of": "pdcluster",
+    "app.kubernetes.io/component": "operator",
+}
+"""Labels of the operator's own pods, whatever installs them: network policies let them in."""
+
+CLUSTER_LABEL = f"{GROUP}/cluster"
+ROLE_LABEL = f"{GROUP}/role"
+REVISION_LABEL = f"{GROUP}/revision"
+PAIRING_LABEL = f"{GROUP}/pairing-key"
+ENGINE_LABEL = f"{GROUP}/engine"
+POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
+APPLIED_ANNOTATION = f"{GROUP}/applied"
+
+HTTP_PORT = 8000
+LAUNCHER_PORT = 5590
+SIDE_CHANNEL_PORT = 5600
+MASTER_PORT = 29500
+ROUTER_PORT = 8000
+ROUTER_METRICS_PORT = 29000
+
+NAME_LIMIT = 34
+STATEFUL_SET_NAME_LIMIT = 52
+OBJECT_NAME_LIMIT = 63
+REVISION_LENGTH = 5
+
+_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def name_errors(name: object) -> list[tuple[str, str]]:
+    """Return (message, remedy) for everything wrong with a cluster's name."""
+    if not isinstance(name, str) or not name:
+        return [("is missing", "Give the cluster a name.")]
+    errors = []
+    if not _DNS_1035.fullmatch(name):
+        errors.append(
+            (
+                "must start with a letter and hold only lower-case letters, digits and hyphens",
+                "Choose another name.",
+            )
+        )
+    if len(name) > NAME_LIMIT:
+        errors.append(
+            (
+                f"has {len(name)} characters; names of its pods leave room for {NAME_LIMIT}",
+                f"Choose a name of at most {NAME_LIMIT} characters.",
+            )
+        )
+    return errors
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EngineName:
+    """Which engine: names and addresses follow from it."""
+
+    namespace: str
+    cluster: str
+    role: Role
+    revision: str
+    index: int
+
+    @property
+    def logical(self) -> str:
+        """Stable id of the engine, over restarts: ``namespace.cluster.role.revision.index``."""
+        return f"{self.namespace}.{self.cluster}.{self.role}.{self.revision}.{self.index}"
+
+    @property
+    def stateful_set(self) -> str:
+        """Name of the engine's StatefulSet and of its headless Service."""
+        return f"{self.cluster}-{self.role}-{self.revision}-{self.index}"
+
+    def pod(self, node: int = 0) -> str:
+        """Name of one of the engine's pods; node 0 leads."""
+        return f"{self.stateful_set}-{node}"
+
+    def host(self, node: int = 0) -> str:
+        """DNS name of one of the engine's pods."""
+        return f"{self.pod(node)}.{self.stateful_set}.{self.namespace}.svc"
+
+    @property
+    def api_url(self) -> str:
+        """Where the engine's OpenAI API answers."""
+        return f"http://{self.host()}:{HTTP_PORT}"
+
+
+def engine_of(manifest: Mapping[str, object]) -> EngineName | None:
+    """Read an engine's name back from a StatefulSet's or pod's labels; None if it is none."""
+    metadata = manifest.get("metadata")
+    if not isinstance(metadata, Mapping):
+        return None
+    labels = metadata.get("labels")
+    if not isinstance(labels, Mapping):
+        return None
+    engine = labels.get(ENGINE_LABEL)
+    role = labels.get(ROLE_LABEL)
+    if not isinstance(engine, str) or role not in (Role.PREFILL.value, Role.DECODE.value):
+        return None
+    index = engine.rpartition("-")[2]
+    if not index.isdecimal():
+        return None
+    return EngineName(
+        str(metadata.get("namespace") or "default"),
+        str(labels.get(CLUSTER_LABEL, "")),
+        Role(role),
+        str(labels.get(REVISION_LABEL, "")),
+        int(index),
+    )
+
+
+def cluster_labels(cluster: str, component: str) -> dict[str, str]:
+    """Labels of every child; ``component`` is prefill, decode, router and so on."""
+    return {
+        "app.kubernetes.io/name": "pdcluster",
+        "app.kubernetes.io/instance": cluster,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/part-of": "pdcluster",
+        "app.kubernetes.io/managed-by": FIELD_MANAGER,
+        CLUSTER_LABEL: cluster,
+    }
+
+
+def engine_labels(engine: EngineName, pairing_key: str) -> dict[str, str]:
+    """Labels of an engine's StatefulSet, Service and pods."""
+    return cluster_labels(engine.cluster, engine.role.value) | {
+        ROLE_LABEL: engine.role.value,
+        REVISION_LABEL: engine.revision,
+        PAIRING_LABEL: pairing_key,
+        ENGINE_LABEL: engine.stateful_set,
+    }
+
+
+def router_name(cluster: str) -> str:
+    """Name of the Service that clients talk to."""
+    return f"{cluster}-router"
+
+
+def router_deployment_name(cluster: str, pairing_key: str) -> str:
+    """Name of the router Deployment of one pairing key."""
+    return f"{cluster}-router-{pairing_key}"
+
+
+def connector_name(cluster: str, digest: str) -> str:
+    """Name of the ConfigMap that holds the connector, by its content."""
+    return f"{cluster}-connector-{digest[:10]}"
+
+
+def service_account_name(cluster: str) -> str:
+    """Name of the ServiceAccount of a cluster's pods."""
+    return f"{cluster}-pods"
+
+
+def budget_name(cluster: str, role: Role) -> str:
+    """Name of a role's PodDisruptionBudget."""
+    return f"{cluster}-{role}"
+
+
+def engines_policy_name(cluster: str) -> str:
+    """Name of the NetworkPolicy of a cluster's engines."""
+    return f"{cluster}-engines"
+
+
+def router_policy_name(cluster: str) -> str:
+    """Name of the NetworkPolicy of a cluster's routers."""
+    return f"{cluster}-router"
+
+
+def cluster_selector(cluster: str) -> str:
+    """Label selector of a cluster's leading decode pods, one an engine, for /scale."""
+    return f"{CLUSTER_LABEL}={cluster},{ROLE_LABEL}={Role.DECODE.value},{POD_INDEX_LABEL}=0"

@@ -1,0 +1,72 @@
+"""Arithmetic of one role: workers, pods and GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .enums import Device, Role
+from .findings import FieldError, Rule
+from .quantity import parse_quantity
+from .resolve import resolve_engine, workers_per_pod
+from .types import Cluster
+
+LARGEST_ENGINE = 4096
+MOST_LINKS = 4096
+
+
+def layout_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield what does not add up."""
+    for role in Role:
+        yield from _workers(cluster, role)
+    prefill, decode = cluster.spec.prefill.replicas, cluster.spec.decode.replicas
+    if prefill * decode > MOST_LINKS:
+        yield FieldError(
+            "spec.decode.replicas",
+            str(decode),
+            Rule.TOO_MANY_LINKS,
+            f"{prefill} prefill x {decode} decode engines are {prefill * decode} links; "
+            f"{MOST_LINKS} are allowed",
+            "Use fewer, larger engines, or several clusters.",
+            ("spec.prefill.replicas",),
+        )
+
+
+def _workers(cluster: Cluster, role: Role) -> Iterator[FieldError]:
+    path = f"spec.{role}.parallelism"
+    parallel = cluster.spec.role(role).parallelism
+    workers = parallel.tensor * parallel.pipeline * parallel.data
+    sizes = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {parallel.data}"
+    if workers % parallel.nodes:
+        yield FieldError(
+            f"{path}.nodes",
+            str(parallel.nodes),
+            Rule.NODES_DIVIDE_WORKERS,
+            f"{sizes} = {workers} workers cannot be spread evenly over {parallel.nodes} pods",
+            "Choose nodes so that it divides the workers.",
+            (path,),
+        )
+    elif workers > LARGEST_ENGINE:
+        yield FieldError(
+            path,
+            sizes,
+            Rule.OUT_OF_RANGE,
+            f"{workers} workers in one engine; {LARGEST_ENGINE} are allowed",
+            "Use smaller engines and more replicas.",
+        )
+    elif cluster.spec.transfer.device is Device.CUDA:
+        yield from _gpus(cluster, role)
+
+
+def _gpus(cluster: Cluster, role: Role) -> Iterator[FieldError]:
+    wanted = workers_per_pod(resolve_engine(cluster, role))
+    limits = cluster.spec.role(role).resources.limits
+    for name, amount in limits.items():
+        if name.endswith("/gpu") and parse_quantity(amount) != wanted:
+            yield FieldError(
+                f"spec.{role}.resources.limits.{name}",
+                amount,
+                Rule.GPU_COUNT_MISMATCH,
+                f"spec.{role}.parallelism needs {wanted} GPUs in each pod",
+                f"Write {wanted}, or leave it out.",
+                (f"spec.{role}.parallelism", "spec.transfer.device"),
+            )

@@ -1,0 +1,98 @@
+"""Known traps: settings that vLLM or UCX accept and that do not do what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .enums import Device, Role
+from .fields import Free
+from .findings import FieldError, Rule, shown
+from .rules_args import engine_places
+from .types import Cluster
+
+CUDA_TRANSPORTS = {"cuda", "cuda_copy", "cuda_ipc", "all"}
+
+
+def trap_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield settings with which vLLM does not start."""
+    if cluster.spec.transfer.device is not Device.CUDA:
+        return
+    for path, engine in engine_places(cluster):
+        for place, var in enumerate(engine.env):
+            value = (var.value or "").lower().replace(" ", "")
+            if var.name.startswith("PYTORCH_") and "expandable_segments:true" in value:
+                yield FieldError(
+                    f"{path}.env[{place}].value",
+                    shown(var.value),
+                    Rule.EXPANDABLE_SEGMENTS,
+                    "vLLM refuses expandable segments together with any KV connector",
+                    "Remove expandable_segments.",
+                    ("spec.transfer.device",),
+                )
+
+
+def trap_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield what is legal but suspicious."""
+    for path, engine in engine_places(cluster):
+        for place, var in enumerate(engine.env):
+            yield from _variable(cluster, f"{path}.env[{place}]", var.name, var.value or "")
+    for role in Role:
+        spec = cluster.spec.role(role)
+        path = f"spec.{role}.podTemplate"
+        yield from _overlay(spec.pod_template, path, "engine")
+        if spec.replicas == 0:
+            yield FieldError(
+                f"spec.{role}.replicas",
+                "0",
+                Rule.NOTHING_TO_PAIR,
+                f"without {role} engines nothing is served",
+                "Set at least 1 to serve.",
+            )
+    yield from _overlay(cluster.spec.router.pod_template, "spec.router.podTemplate", "router")
+    if cluster.spec.model.source.host_path is not None:
+        yield FieldError(
+            "spec.model.source.hostPath.path",
+            cluster.spec.model.source.host_path.path,
+            Rule.NODE_LOCAL_MODEL,
+            "the folder must exist on every node that an engine may run on",
+            "Use a persistentVolumeClaim on a cluster of several nodes.",
+        )
+
+
+def _variable(cluster: Cluster, path: str, name: str, value: str) -> Iterator[FieldError]:
+    if name == "UCX_TLS" and cluster.spec.transfer.device is Device.CUDA:
+        transports = set(value.split(","))
+        if not value.startswith("^") and not transports & CUDA_TRANSPORTS:
+            yield FieldError(
+                f"{path}.value",
+                shown(value),
+                Rule.TRANSPORT_WITHOUT_CUDA,
+                "without a CUDA transport UCX does not recognise GPU memory",
+                "Add cuda_copy and cuda_ipc.",
+                ("spec.transfer.device",),
+            )
+    if name.startswith("VLLM_NIXL_SIDE_CHANNEL_"):
+        yield FieldError(
+            f"{path}.name",
+            name,
+            Rule.CONFLICTING_SETTINGS,
+            "belongs to vLLM's stock connector and does nothing here",
+            "Remove it.",
+        )
+
+
+def _overlay(template: Free | None, path: str, container: str) -> Iterator[FieldError]:
+    spec = template.get("spec") if template is not None else None
+    containers = spec.get("containers") if isinstance(spec, dict) else None
+    for place, entry in enumerate(containers if isinstance(containers, list) else ()):
+        if not isinstance(entry, dict) or entry.get("name") != container:
+            continue
+        for field in ("command", "args"):
+            if field in entry:
+                yield FieldError(
+                    f"{path}.spec.containers[{place}].{field}",
+                    shown(entry[field]),
+                    Rule.ARGUMENTS_OVERLAID,
+                    f"replaces our own {field}: rules do not see what stands there",
+                    "Use engine.extraArgs where it will do.",
+                )

@@ -1,0 +1,87 @@
+"""The shape of a role's engines as far as the spec says it.
+
+``compat`` compares two such shapes at admission, exactly as a handshake compares two real
+ones; what the spec leaves open stays None there.
+"""
+
+from __future__ import annotations
+
+from pdcluster_connector.compat.shape import EngineShape, Memory
+
+from .enums import Device, Switch
+from .resolve import Engine
+from .types import Cluster
+
+# Flags that change which KV a prompt gives.
+MODEL_FLAGS = (
+    "--model", "--revision", "--hf-overrides", "--quantization", "--rope-scaling", "--rope-theta",
+    "--hf-config-path", "--speculative-config", "--lora-modules",
+)  # fmt: skip
+_DTYPES = {
+    "float": "float32",
+    "float32": "float32",
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+}
+
+
+def engine_shape(cluster: Cluster, engine: Engine) -> EngineShape:
+    """Return the shape of one role's engines; unknown fields are None."""
+    parallel = engine.parallelism
+    on_cpu = cluster.spec.transfer.device is Device.CPU
+    return EngineShape(
+        model=_model(engine),
+        kv_dtype=_kv_dtype(engine),
+        block_size=_block_size(engine),
+        prefix_caching=_prefix_caching(engine),
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        data=parallel.data,
+        context=_context(engine),
+        memory=Memory.DRAM if on_cpu else Memory.VRAM,
+    )
+
+
+def _model(engine: Engine) -> str:
+    named = engine.last("--model")
+    revision = engine.last("--revision")
+    words = [named.value if named else engine.model]
+    version = revision.value if revision else engine.model_revision
+    if version:
+        words.append(f"--revision {version}")
+    words += [
+        " ".join(flag.words)
+        for flag in engine.flags
+        if flag.head in MODEL_FLAGS and flag.name not in ("--model", "--revision")
+    ]
+    return " ".join(words)
+
+
+def _kv_dtype(engine: Engine) -> str | None:
+    flag = engine.last("--kv-cache-dtype")
+    named = flag.value if flag else engine.kv_cache_dtype
+    if named and named != "auto":
+        return named
+    dtype = engine.last("--dtype")
+    return _DTYPES.get(dtype.value) if dtype else None
+
+
+def _block_size(engine: Engine) -> int | None:
+    flag = engine.last("--block-size")
+    if flag is not None and flag.value.isdecimal():
+        return int(flag.value)
+    return engine.block_size
+
+
+def _prefix_caching(engine: Engine) -> bool:
+    flag = engine.last("--enable-prefix-caching")
+    if flag is not None:
+        return not flag.negated
+    return engine.prefix_caching is Switch.ENABLED
+
+
+def _context(engine: Engine) -> int:
+    names = ("--decode-context-parallel-size", "--prefill-context-parallel-size")
+    flags = [engine.last(name) for name in names]
+    return max([1, *(int(f.value) for f in flags if f is not None and f.value.isdecimal())])

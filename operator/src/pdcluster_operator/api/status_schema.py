@@ -1,0 +1,127 @@
+"""The status' OpenAPI schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAX_ENGINES = 64
+MAX_FAILED_LINKS = 16
+
+
+def status_schema() -> dict[str, Any]:
+    """Return the schema; lists are maps by key, so that appliers can share them."""
+    return {
+        "type": "object",
+        "description": "status is what the operator observed.",
+        "properties": {
+            "observedGeneration": {
+                "type": "integer",
+                "format": "int64",
+                "minimum": 0,
+                "description": "observedGeneration is the spec's generation that this is about.",
+            },
+            "model": _text("model is the name that clients ask for.", 200),
+            "endpoint": _text("endpoint is the base URL for clients in the cluster.", 512),
+            "selector": _text("selector finds the decode pods, for the scale subresource.", 512),
+            "replicas": {
+                "type": "integer",
+                "format": "int32",
+                "minimum": 0,
+                "description": "replicas is the number of decode engines.",
+            },
+            "prefill": _text("prefill is ready/wanted prefill engines.", 32),
+            "decode": _text("decode is ready/wanted decode engines.", 32),
+            "links": _text("links is established/wanted links.", 32),
+            "conditions": _conditions(),
+            "engines": _engines(),
+            "failedLinks": _failed_links(),
+        },
+    }
+
+
+def _text(description: str, longest: int) -> dict[str, Any]:
+    return {"type": "string", "maxLength": longest, "description": description}
+
+
+def _conditions() -> dict[str, Any]:
+    return {
+        "type": "array",
+        "description": "conditions are what holds of the cluster; Ready sums them up.",
+        "maxItems": 32,
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["type"],
+        "items": {
+            "type": "object",
+            "description": "One condition.",
+            "required": ["type", "status", "reason", "message", "lastTransitionTime"],
+            "properties": {
+                "type": _text("type is the condition's name.", 64),
+                "status": {
+                    "type": "string",
+                    "enum": ["True", "False", "Unknown"],
+                    "description": "status is True, False or Unknown.",
+                },
+                "reason": _text("reason is why, in one CamelCase word.", 256),
+                "message": _text("message is why, in a sentence.", 32768),
+                "observedGeneration": {
+                    "type": "integer",
+                    "format": "int64",
+                    "minimum": 0,
+                    "description": "observedGeneration is the generation it was computed from.",
+                },
+                "lastTransitionTime": _time("lastTransitionTime is when status last flipped."),
+            },
+        },
+    }
+
+
+def _time(description: str) -> dict[str, Any]:
+    return {"type": "string", "format": "date-time", "description": description}
+
+
+def _engines() -> dict[str, Any]:
+    return {
+        "type": "array",
+        "description": f"engines are the wanted engines, at most {MAX_ENGINES}.",
+        "maxItems": MAX_ENGINES,
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["name"],
+        "items": {
+            "type": "object",
+            "description": "One engine.",
+            "required": ["name", "role", "state"],
+            "properties": {
+                "name": _text("name is the engine's StatefulSet.", 63),
+                "role": {
+                    "type": "string",
+                    "enum": ["prefill", "decode"],
+                    "description": "role is what the engine is for.",
+                },
+                "state": _text("state is Ready, Unknown, or why it is not ready.", 64),
+                "engineId": _text("engineId names the running incarnation.", 512),
+                "message": _text("message explains the state.", 1024),
+            },
+        },
+    }
+
+
+def _failed_links() -> dict[str, Any]:
+    return {
+        "type": "array",
+        "description": f"failedLinks are links that failed, at most {MAX_FAILED_LINKS}.",
+        "maxItems": MAX_FAILED_LINKS,
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["prefill", "decode"],
+        "items": {
+            "type": "object",
+            "description": "One failed link.",
+            "required": ["prefill", "decode", "reason"],
+            "properties": {
+                "prefill": _text("prefill is the prefill engine.", 63),
+                "decode": _text("decode is the decode engine.", 63),
+                "reason": _text("reason is why, in one CamelCase word.", 256),
+                "message": _text("message is why, with both engines' values.", 1024),
+                "lastTransitionTime": _time("lastTransitionTime is when it failed this way."),
+            },
+        },
+    }

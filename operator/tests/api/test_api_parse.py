@@ -1,0 +1,190 @@
+"""Parsing: defaults, and every error at once."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster_operator.api.parse import MAX_ERRORS, parse_cluster
+from pdcluster_operator.api.types import Device, Role, RouterPolicy, Switch
+from pdcluster_operator.api.validate import check_manifest
+
+MINIMAL = {
+    "apiVersion": "pdcluster.dev/v1alpha1",
+    "kind": "PDCluster",
+    "metadata": {"name": "llama", "namespace": "ns", "uid": "u", "generation": 4},
+    "spec": {"model": {"source": {"hostPath": {"path": "/models/x"}}}},
+}
+
+
+def with_spec(**spec):
+    return {**MINIMAL, "spec": {**MINIMAL["spec"], **spec}}
+
+
+def errors(manifest):
+    return {error.path: error for error in check_manifest(manifest)[1].errors}
+
+
+def test_the_smallest_manifest_has_all_defaults():
+    result = parse_cluster(MINIMAL)
+    assert result.errors == ()
+    cluster = result.cluster
+    assert (cluster.name, cluster.namespace, cluster.uid, cluster.generation) == (
+        "llama", "ns", "u", 4,
+    )  # fmt: skip
+    assert cluster.served_name == "llama"
+    spec = cluster.spec
+    assert spec.engine.prefix_caching is Switch.ENABLED
+    assert spec.engine.image
+    assert spec.prefill.engine.prefix_caching is None
+    assert spec.prefill.engine.image is None
+    assert spec.transfer.device is Device.CUDA
+    assert spec.router.policy is RouterPolicy.ROUND_ROBIN
+    for role in Role:
+        assert spec.role(role).replicas == 1
+        assert spec.role(role).parallelism.tensor == 1
+
+
+def test_five_mistakes_are_five_errors_at_once():
+    manifest = with_spec(
+        prefil={},
+        transfer={"device": "cuda"},
+        prefill={"replicas": -1, "parallelism": {"tensor": 3, "nodes": 2}},
+        decode={"engine": {"extraArgs": ["--port", "9000"], "blockSize": "16"}},
+    )
+    found = errors(manifest)
+    assert {path: (e.value, e.rule) for path, e in found.items()} == {
+        "spec.prefil": ("", "UnknownField"),
+        "spec.transfer.device": ("cuda", "NotAllowed"),
+        "spec.prefill.replicas": ("-1", "OutOfRange"),
+        "spec.prefill.parallelism.nodes": ("2", "NodesDivideWorkers"),
+        "spec.decode.engine.extraArgs[0]": ("--port 9000", "OwnedFlag"),
+        "spec.decode.engine.blockSize": ("16", "WrongType"),
+    }
+    assert all(error.message and error.remedy for error in found.values())
+    assert found["spec.prefil"].remedy == "Did you mean prefill?"
+    assert found["spec.transfer.device"].remedy == "Did you mean CUDA?"
+    text = str(found["spec.prefill.replicas"])
+    assert "spec.prefill.replicas = -1" in text
+    assert "[OutOfRange]" in text
+
+
+def test_one_mistake_is_not_reported_twice_in_other_words():
+    """What is computed from a field that could not be read is left out."""
+    broken = with_spec(decode={"parallelism": {"tensor": "two", "nodes": 2}})
+    assert set(errors(broken)) == {"spec.decode.parallelism.tensor"}
+    broken = with_spec(decode={"engine": {"blockSize": "x"}}, engine={"blockSize": 16})
+    assert set(errors(broken)) == {"spec.decode.engine.blockSize"}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({}, "nothing"),
+        ({"hostPath": {"path": "/x"}, "huggingFace": {"repo": "a/b"}}, "huggingFace, hostPath"),
+    ],
+)
+def test_a_model_has_exactly_one_source(source, message):
+    found = errors({**MINIMAL, "spec": {"model": {"source": source}}})
+    assert found["spec.model.source"].rule == "ExactlyOne"
+    assert found["spec.model.source"].value == message
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "missing"),
+        (None, "missing"),
+        ("Llama", "lower-case"),
+        ("7b", "letter"),
+        ("a-", "letters"),
+        ("a.b", "letters"),
+        ("l" * 35, "35 characters"),
+        (7, "missing"),
+    ],
+)
+def test_names_that_cannot_be_used(name, said):
+    found = errors({**MINIMAL, "metadata": {"name": name}})
+    assert found["metadata.name"].rule == "NameUnusable"
+    assert said in found["metadata.name"].message
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "rule"),
+    [
+        ("spec.model.source.hostPath.path", "models", "BadFormat"),
+        ("spec.model.name", "two words", "BadFormat"),
+        ("spec.engine.kvCacheDtype", "FP8", "BadFormat"),
+        ("spec.engine.maxModelLen", 0, "OutOfRange"),
+        ("spec.engine.prefixCaching", True, "NotAllowed"),
+        ("spec.engine.extraArgs", "--seed 1", "WrongType"),
+        ("spec.engine.extraArgs", ["x"] * 129, "OutOfRange"),
+        ("spec.engine.env", [{"value": "x"}], "Required"),
+        (
+            "spec.engine.env",
+            [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}],
+            "Duplicate",
+        ),
+        ("spec.engine.env", [{"name": "1A", "value": "1"}], "BadFormat"),
+        ("spec.prefill.podTemplate", [], "WrongType"),
+        ("spec.prefill.resources.limits", {"cpu": "4 cores"}, "BadFormat"),
+        ("spec.prefill.resources.limits", {"cpu": 0.5}, "BadFormat"),
+        ("spec.prefill.replicas", 1.5, "WrongType"),
+        ("spec.prefill.replicas", True, "WrongType"),
+        ("spec.transfer.backends", [], "OutOfRange"),
+        ("spec.transfer.backends", ["TCP"], "NotAllowed"),
+        ("spec.rollout.paused", "yes", "WrongType"),
+        ("spec.rollout.type", "Surge", "NotAllowed"),
+        ("spec.router", [], "WrongType"),
+        ("spec", None, "WrongType"),
+        ("spec.model", {}, "Required"),
+        ("kind", "PDClusters", "NotAllowed"),
+        ("apiVersion", "v1", "NotAllowed"),
+        ("extra", 1, "UnknownField"),
+    ],
+)
+def test_bad_values(path, value, rule):
+    manifest = copy.deepcopy(MINIMAL)
+    *parents, last = path.split(".")
+    target = manifest
+    for parent in parents:
+        target = target.setdefault(parent, {})
+    target[last] = value
+    found = [error for error in check_manifest(manifest)[1].errors if error.rule == rule]
+    assert found, [str(e) for e in check_manifest(manifest)[1].errors]
+    assert found[0].path.startswith(path)
+
+
+KEYS = st.sampled_from(
+    ["apiVersion", "kind", "metadata", "name", "spec", "model", "source", "hostPath", "path",
+     "engine", "env", "extraArgs", "prefill", "decode", "parallelism", "tensor", "nodes",
+     "resources", "limits", "podTemplate", "containers", "transfer", "device", "replicas",
+     "backends", "router", "rdma", "valueFrom", "x"]
+)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON, JSON)
+def test_any_json_gets_an_answer(whole, spec):
+    for manifest in (whole, {**MINIMAL, "spec": spec}):
+        _, findings = check_manifest(manifest)
+        assert len(findings.errors) <= MAX_ERRORS + 64
+        for error in findings.errors:
+            assert len(str(error)) < 4000
+
+
+def test_null_means_not_given():
+    assert parse_cluster(with_spec(router=None, engine={"blockSize": None})).errors == ()
+
+
+def test_errors_are_bounded():
+    many = with_spec(**{f"field{n}": 1 for n in range(1000)})
+    assert len(parse_cluster(many).errors) == MAX_ERRORS

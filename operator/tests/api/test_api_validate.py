@@ -1,0 +1,250 @@
+"""Rules across fields, and whether the two roles can exchange KV."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcluster_operator.api.validate import check_manifest
+
+
+def manifest(**spec):
+    return {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PDCluster",
+        "metadata": {"name": "llama"},
+        "spec": {"model": {"source": {"hostPath": {"path": "/models/x"}}}, **spec},
+    }
+
+
+def findings(**spec):
+    return check_manifest(manifest(**spec))[1]
+
+
+def error(path, **spec):
+    found = {e.path: e for e in findings(**spec).errors}
+    assert path in found, {p: str(e) for p, e in found.items()}
+    assert found[path].remedy
+    return found[path]
+
+
+def args(*words):
+    return {"engine": {"extraArgs": list(words)}}
+
+
+def test_a_plain_spec_is_accepted_as_far_as_it_tells():
+    found = findings()
+    assert found.ok
+    assert {"block_size", "layers"} <= set(found.unchecked)
+    # The same words on both sides leave nothing open about the block size.
+    assert "block_size" not in findings(engine={"blockSize": 16}).unchecked
+
+
+@pytest.mark.parametrize(
+    ("rule", "spec"),
+    [
+        (
+            "PrefixCachingHeterogeneousBlocks",
+            {"prefill": {"engine": {"blockSize": 16}}, "decode": {"engine": {"blockSize": 32}}},
+        ),
+        (
+            "BlockSizeMismatch",
+            {
+                "engine": {"blockSize": 16, "prefixCaching": "Disabled"},
+                "decode": {"engine": {"blockSize": 32}},
+            },
+        ),
+        (
+            "PrefixCachingHeterogeneousBlocks",
+            {"engine": {"blockSize": 16}, "prefill": args("--no-enable-prefix-caching"),
+             "decode": {"engine": {"extraArgs": ["--block_size=32"], "prefixCaching": "Enabled"}}},
+        ),
+    ],
+)  # fmt: skip
+def test_different_block_sizes_are_refused_by_the_compat_rule(rule, spec):
+    found = findings(**spec)
+    (refused,) = [e for e in found.errors if e.rule == rule]
+    assert "16" in refused.value
+    assert "32" in refused.value
+    assert refused.path.startswith("spec.decode.engine.")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "values"),
+    [
+        (args("--model", "/models/a"), args(), ("/models/a", "/models/model")),
+        (args("--model=/models/a"), args("--model=/models/b"), ("/models/a", "/models/b")),
+        (args("--hf-overrides", '{"num_hidden_layers": 2}'), args(), ("num_hidden_layers",)),
+        (args("--hf_overrides.rope_theta", "1"), args(), ("rope_theta",)),
+        (args("--revision", "main"), args("--revision", "v2"), ("main", "v2")),
+        (args("-q", "fp8"), args(), ("fp8",)),
+    ],
+)
+def test_another_model_on_one_role_is_refused_naming_both(prefill, decode, values):
+    found = findings(prefill=prefill, decode=decode)
+    (refused,) = [e for e in found.errors if e.rule == "ModelMismatch"]
+    for value in values:
+        assert value in refused.value
+    assert "extraArgs" in refused.path
+
+
+def test_equal_model_flags_on_both_roles_are_fine():
+    both = args("--hf-overrides", '{"a": 1}')
+    assert findings(prefill=both, decode=both).ok
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ({"decode": {"parallelism": {"pipeline": 2}}}, "LayoutUnsupported"),
+        ({"decode": {"parallelism": {"data": 2}}}, "LayoutUnsupported"),
+        ({"prefill": args("-dcp", "2")}, "ContextParallelUnsupported"),
+        ({"engine": {"kvCacheDtype": "fp8"}}, "LayoutUnsupported"),
+        ({"decode": args("--kv-cache-dtype", "float16"), "prefill": args("--dtype", "float32")},
+         "KVDtypeMismatch"),
+    ],
+)  # fmt: skip
+def test_what_the_connector_does_not_carry_is_refused_by_name(spec, rule):
+    assert rule in {e.rule for e in findings(**spec).errors}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--kv-transfer-config", "{}"],
+        ["--kv_transfer_config={}"],
+        ["--kv-transfer-config.kv_role", "kv_both"],
+        ["--kv-transfer", "{}"],
+        ["-tp", "2"],
+        ["-tp=2"],
+        ["--tensor-parallel-size", "2"],
+        ["--tensor", "2"],
+        ["-n2"],
+        ["-asc", "2"],
+        ["-r", "1"],
+        ["--headless"],
+        ["--no-headless"],
+        ["--port", "1"],
+        ["--host=x"],
+        ["--config", "file.yaml"],
+        ["--served-model-name", "x"],
+        ["--distributed-executor-backend", "ray"],
+    ],
+)
+def test_owned_flags_are_refused_however_they_are_written(words):
+    found = error("spec.engine.extraArgs[2]", engine={"extraArgs": ["--seed", "1", *words]})
+    assert found.rule == "OwnedFlag"
+    assert found.value == " ".join(words)
+
+
+@pytest.mark.parametrize(
+    "words", [["--seed", "-1"], ["--api-key", "x"], ["--max-model-len", "8"], ["-O3"], ["-ep"]]
+)
+def test_free_flags_pass(words):
+    assert findings(engine={"extraArgs": words}).ok
+
+
+def test_a_word_that_belongs_to_no_flag():
+    assert error("spec.engine.extraArgs[0]", engine={"extraArgs": ["my-model"]}).rule == (
+        "UnreadableFlag"
+    )
+    assert error("spec.engine.extraArgs[1]", engine={"extraArgs": ["-ep", "--", "x"]}).rule == (
+        "UnreadableFlag"
+    )
+
+
+@pytest.mark.parametrize("name", ["POD_IP", "VLLM_HOST_IP", "PDCLUSTER_ANYTHING"])
+def test_owned_variables_are_refused(name):
+    found = error("spec.decode.engine.env[0].name",
+                  decode={"engine": {"env": [{"name": name, "value": "x"}]}})  # fmt: skip
+    assert found.rule == "OwnedVariable"
+
+
+def test_the_cache_variable_belongs_to_the_operator_only_for_downloads():
+    env = {"env": [{"name": "HF_HOME", "value": "/x"}]}
+    assert findings(engine=env).ok
+    hub = {"source": {"huggingFace": {"repo": "a/b", "tokenSecretRef": {"name": "t"}}}}
+    error("spec.engine.env[0].name", model=hub, engine=env)
+    token = {"env": [{"name": "HF_TOKEN", "value": "t"}]}
+    error("spec.engine.env[0].name", model=hub, engine=token)
+
+
+@pytest.mark.parametrize("var", [{"name": "A"}, {"name": "A", "value": "", "valueFrom": {}}])
+def test_a_variable_has_one_source(var):
+    assert error("spec.engine.env[0]", engine={"env": [var]}).rule == "ExactlyOne"
+
+
+def test_a_flag_may_not_contradict_a_field():
+    found = error("spec.decode.engine.extraArgs", engine={"maxModelLen": 1024},
+                  decode=args("--max-model-len", "2048"))  # fmt: skip
+    assert found.rule == "ConflictingSettings"
+    assert "1024" in found.message
+    assert findings(engine={"maxModelLen": 1024}, decode=args("--max-model-len", "1024")).ok
+
+
+def test_the_shared_flag_that_a_role_replaces_contradicts_nothing():
+    shared = {"extraArgs": ["--max-model-len", "1", "--seed", "1"]}
+    role = {"engine": {"extraArgs": ["--max_model_len=2048"], "maxModelLen": 2048}}
+    assert findings(engine=shared, prefill=role, decode=role).ok
+
+
+def test_gpus_must_equal_the_workers_of_a_pod():
+    role = {"parallelism": {"tensor": 16, "nodes": 2}, "resources": {"limits": {"amd.com/gpu": 4}}}
+    found = error("spec.prefill.resources.limits.amd.com/gpu", prefill=role)
+    assert found.rule == "GpuCountMismatch"
+    assert "8" in found.message
+    role["resources"]["limits"] = {"amd.com/gpu": "8"}
+    assert findings(prefill=role).ok
+
+
+def test_workers_spread_evenly_and_links_are_bounded():
+    role = {"parallelism": {"tensor": 3, "nodes": 2}}
+    assert error("spec.decode.parallelism.nodes", decode=role).rule == "NodesDivideWorkers"
+    found = error("spec.decode.replicas", prefill={"replicas": 100}, decode={"replicas": 41})
+    assert found.rule == "TooManyLinks"
+    huge = {"parallelism": {"tensor": 1024, "pipeline": 256}}
+    assert error("spec.decode.parallelism", decode=huge).rule == "OutOfRange"
+
+
+def warnings(**spec):
+    found = findings(**spec)
+    assert found.ok, [str(e) for e in found.errors]
+    return {w.rule: w for w in found.warnings}
+
+
+def env(name, value):
+    return {"env": [{"name": name, "value": value}]}
+
+
+def test_traps_are_warned_of():
+    assert "TransportWithoutCuda" in warnings(engine=env("UCX_TLS", "rc,sm"))
+    assert "TransportWithoutCuda" not in warnings(engine=env("UCX_TLS", "rc,cuda_copy"))
+    assert "TransportWithoutCuda" not in warnings(engine=env("UCX_TLS", "^gga"))
+    assert "TransportWithoutCuda" not in warnings(
+        engine=env("UCX_TLS", "tcp"), transfer={"device": "CPU"}
+    )
+    assert "ConflictingSettings" in warnings(engine=env("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"))
+    assert "NodeLocalModel" in warnings()
+    assert "NothingToPair" in warnings(decode={"replicas": 0})
+
+
+def test_expandable_segments_are_refused_where_vllm_refuses_them():
+    setting = env("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: True")
+    assert error("spec.engine.env[0].value", engine=setting).rule == "ExpandableSegments"
+    assert findings(engine=setting, transfer={"device": "CPU"}).ok
+
+
+@pytest.mark.parametrize("field", ["args", "command"])
+def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
+    overlay = {"spec": {"containers": [{"name": "x"}, {"name": "engine", field: ["--foo"]}]}}
+    found = warnings(decode={"podTemplate": overlay})
+    path = f"spec.decode.podTemplate.spec.containers[1].{field}"
+    assert found["ArgumentsOverlaid"].path == path
+    harmless = {"spec": {"containers": [{"name": "engine", "imagePullPolicy": "Never"}]}}
+    assert "ArgumentsOverlaid" not in warnings(decode={"podTemplate": harmless})
+
+
+@pytest.mark.parametrize(
+    "junk", [{"spec": []}, {"spec": {"containers": {}}}, {"spec": {"containers": [1]}}]
+)
+def test_an_overlay_of_any_shape_is_survived(junk):
+    assert findings(decode={"podTemplate": junk}).ok
