@@ -1,0 +1,26 @@
+"""The ConfigMap that carries the connector into engine pods."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from pdcluster_operator.api.labels import cluster_labels, connector_name
+from pdcluster_operator.api.types import Cluster
+from pdcluster_operator.plan.model import ConnectorBundle
+
+from .metadata import child_metadata
+
+CONNECTOR_FILE = "connector.pyz"
+
+
+def build_connector_configmap(cluster: Cluster, connector: ConnectorBundle) -> dict[str, Any]:
+    """Return an immutable ConfigMap, named by the connector's hash."""
+    name = connector_name(cluster.name, connector.digest)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": child_metadata(cluster, name, cluster_labels(cluster.name, "connector")),
+        "immutable": True,
+        "binaryData": {CONNECTOR_FILE: base64.b64encode(connector.data).decode()},
+    }

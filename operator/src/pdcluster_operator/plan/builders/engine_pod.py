@@ -1,0 +1,188 @@
+"""The pod template of an engine: the launcher as PID 1, the connector mounted beside vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdcluster_operator.api.enums import ConnectorSource, Device
+from pdcluster_operator.api.labels import (
+    HTTP_PORT,
+    LAUNCHER_PORT,
+    POD_INDEX_LABEL,
+    SIDE_CHANNEL_PORT,
+    EngineName,
+    connector_name,
+    engine_labels,
+    service_account_name,
+)
+from pdcluster_operator.api.resolve import Engine, gpus_per_pod
+from pdcluster_operator.api.types import Cluster
+from pdcluster_operator.plan.merge import merge
+
+from .connector_configmap import CONNECTOR_FILE
+from .model_volumes import model_env, model_mounts, model_volumes
+from .vllm_args import DRAIN_DEADLINE_SECONDS, NODE_RANK_VARIABLE, vllm_args
+
+ENGINE_CONTAINER = "engine"
+CONNECTOR_FOLDER = "/pdcluster"
+GPU_RESOURCE = "nvidia.com/gpu"
+SHARED_MEMORY = {Device.CUDA: "8Gi", Device.CPU: "2Gi"}
+STOP_SECONDS = 20
+TERMINATION_LOG = "/dev/termination-log"
+STOP_MARGIN_SECONDS = 10
+SHM_FOLDER = "/dev/shm"  # noqa: S108 (a mount of the pod's own)
+# A download of hundreds of gigabytes and a compilation fit in; a hang does not stay unseen.
+STARTUP_SECONDS = 7200
+PROBE_PERIOD_SECONDS = 2
+
+
+def build_engine_pod(
+    cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str, digest: str
+) -> dict[str, Any]:
+    """Return the pod template, with the user's own merged over it by container name."""
+    labels = engine_labels(name, pairing_key)
+    template: dict[str, Any] = {
+        "metadata": {"labels": labels},
+        "spec": {
+            "serviceAccountName": service_account_name(cluster.name),
+            "automountServiceAccountToken": False,
+            # vLLM's images run as root, so that no more can be asked of the user here.
+            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            # Service links would set VLLM_PORT and the like for Services of such names.
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": grace_period(cluster),
+            "containers": [_container(cluster, engine, name)],
+            "volumes": [
+                *_connector_volumes(engine, cluster, digest),
+                *model_volumes(cluster),
+                {
+                    "name": "shm",
+                    "emptyDir": {
+                        "medium": "Memory",
+                        "sizeLimit": SHARED_MEMORY[cluster.spec.transfer.device],
+                    },
+                },
+            ],
+        },
+    }
+    rdma = cluster.spec.transfer.rdma
+    if rdma is not None and rdma.networks:
+        networks = {"k8s.v1.cni.cncf.io/networks": ",".join(rdma.networks)}
+        template["metadata"]["annotations"] = networks
+    overlay = cluster.spec.role(engine.role).pod_template
+    merged: dict[str, Any] = merge(template, overlay or {})
+    # Selectors, links and revisions go by these: no template may change them.
+    return merge(merged, {"metadata": {"labels": labels}})  # type: ignore[no-any-return]
+
+
+def grace_period(cluster: Cluster) -> int:
+    """Seconds from SIGTERM to SIGKILL: the launcher drains, then stops the engine."""
+    return drain_seconds(cluster) + STOP_SECONDS + STOP_MARGIN_SECONDS
+
+
+def drain_seconds(cluster: Cluster) -> int:
+    """How long leases may be held and receives be in quarantine after SIGTERM."""
+    return max(cluster.spec.transfer.lease_seconds, DRAIN_DEADLINE_SECONDS)
+
+
+def _container(cluster: Cluster, engine: Engine, name: EngineName) -> dict[str, Any]:
+    command = ["python3", f"{CONNECTOR_FOLDER}/{CONNECTOR_FILE}"]
+    if engine.connector is ConnectorSource.IMAGE:
+        command = ["python3", "-m", "pdcluster_connector.launcher"]
+    return {
+        "name": ENGINE_CONTAINER,
+        "image": engine.image,
+        "command": command,
+        "args": [
+            "--engine", name.logical,
+            "--role", engine.role.value,
+            "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
+            "--port", str(LAUNCHER_PORT),
+            "--drain-seconds", str(drain_seconds(cluster)),
+            "--stop-seconds", str(STOP_SECONDS),
+            "--termination-log", TERMINATION_LOG,
+            "--",
+            *vllm_args(cluster, engine, name),
+        ],
+        "env": _env(cluster, engine),
+        "ports": _ports(engine),
+        "resources": _resources(cluster, engine),
+        "volumeMounts": [*_connector_mounts(engine), *model_mounts(cluster),
+                         {"name": "shm", "mountPath": SHM_FOLDER}],
+        "startupProbe": _probe(failures=STARTUP_SECONDS // PROBE_PERIOD_SECONDS),
+        "readinessProbe": _probe(failures=3),
+        "securityContext": _security(cluster),
+        "terminationMessagePath": TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }  # fmt: skip
+
+
+def _probe(failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": "/readyz", "port": "launcher"},
+        "periodSeconds": PROBE_PERIOD_SECONDS,
+        "timeoutSeconds": 2,
+        "failureThreshold": failures,
+    }
+
+
+def _env(cluster: Cluster, engine: Engine) -> list[dict[str, Any]]:
+    env: list[dict[str, Any]] = [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "VLLM_HOST_IP", "value": "$(POD_IP)"},
+    ]
+    if engine.parallelism.nodes > 1:
+        label = {"fieldRef": {"fieldPath": f"metadata.labels['{POD_INDEX_LABEL}']"}}
+        env.append({"name": NODE_RANK_VARIABLE, "valueFrom": label})
+    env += model_env(cluster)
+    for var in engine.env:
+        if var.value_from is not None:
+            env.append({"name": var.name, "valueFrom": dict(var.value_from)})
+        else:
+            env.append({"name": var.name, "value": var.value or ""})
+    return env
+
+
+def _ports(engine: Engine) -> list[dict[str, Any]]:
+    # A data parallel rank listens on the side channel's port plus its rank.
+    side_channels = {
+        "side-channel" if rank == 0 else f"side-channel-{rank}": SIDE_CHANNEL_PORT + rank
+        for rank in range(engine.parallelism.data)
+    }
+    ports = {"http": HTTP_PORT, "launcher": LAUNCHER_PORT} | side_channels
+    return [
+        {"name": name, "containerPort": number, "protocol": "TCP"} for name, number in ports.items()
+    ]
+
+
+def _resources(cluster: Cluster, engine: Engine) -> dict[str, Any]:
+    given = cluster.spec.role(engine.role).resources
+    limits = dict(given.limits)
+    gpus = gpus_per_pod(cluster, engine)
+    if gpus and not any(name.endswith("/gpu") for name in limits):
+        limits[GPU_RESOURCE] = str(gpus)
+    rdma = cluster.spec.transfer.rdma
+    if rdma is not None and rdma.resource not in limits:
+        limits[rdma.resource] = str(rdma.per_gpu * max(1, gpus))
+    parts = {"requests": dict(given.requests), "limits": limits}
+    return {name: part for name, part in parts.items() if part}
+
+
+def _security(cluster: Cluster) -> dict[str, Any]:
+    capabilities: dict[str, Any] = {"drop": ["ALL"]}
+    if cluster.spec.transfer.rdma is not None:
+        # RDMA memory registration locks pages.
+        capabilities["add"] = ["IPC_LOCK"]
+    return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
+
+
+def _connector_volumes(engine: Engine, cluster: Cluster, digest: str) -> list[dict[str, Any]]:
+    if engine.connector is ConnectorSource.IMAGE:
+        return []
+    return [{"name": "connector", "configMap": {"name": connector_name(cluster.name, digest)}}]
+
+
+def _connector_mounts(engine: Engine) -> list[dict[str, Any]]:
+    if engine.connector is ConnectorSource.IMAGE:
+        return []
+    return [{"name": "connector", "mountPath": CONNECTOR_FOLDER, "readOnly": True}]

@@ -1,0 +1,89 @@
+"""Who may talk to a cluster's pods. The KV side channel has no TLS yet: this is its fence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdcluster_operator.api.enums import Role
+from pdcluster_operator.api.labels import (
+    CLUSTER_LABEL,
+    HTTP_PORT,
+    LAUNCHER_PORT,
+    OPERATOR_LABELS,
+    ROLE_LABEL,
+    ROUTER_METRICS_PORT,
+    ROUTER_PORT,
+    cluster_labels,
+    engines_policy_name,
+    router_policy_name,
+)
+from pdcluster_operator.api.types import Cluster
+
+from .metadata import child_metadata
+from .router_deployment import ROUTER_COMPONENT
+
+NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+
+
+def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> dict[str, Any]:
+    """Return what engines let in.
+
+    Engines of the cluster reach each other on every port, the operator their launchers, the
+    router their API; without routers of ours, anybody their API.
+
+    Args:
+        operator_namespace: where the operator runs; None lets its labels count in any.
+    """
+    namespace = {NAMESPACE_LABEL: operator_namespace} if operator_namespace else {}
+    operator = {
+        "namespaceSelector": {"matchLabels": namespace} if namespace else {},
+        "podSelector": {"matchLabels": dict(OPERATOR_LABELS)},
+    }
+    router = {"podSelector": {"matchLabels": _router(cluster)}}
+    clients: dict[str, Any] = {"ports": _ports(HTTP_PORT)}
+    if cluster.spec.router.replicas:
+        clients["from"] = [router]
+    ingress = [
+        {"from": [{"podSelector": _engines(cluster)}]},
+        {"from": [operator], "ports": _ports(LAUNCHER_PORT)},
+        clients,
+    ]
+    name = engines_policy_name(cluster.name)
+    return _policy(cluster, name, "engine", _engines(cluster), ingress)
+
+
+def build_router_policy(cluster: Cluster) -> dict[str, Any] | None:
+    """Return what routers let in: clients from anywhere, and whoever reads metrics."""
+    if cluster.spec.router.replicas == 0:
+        return None
+    ingress = [{"ports": _ports(ROUTER_PORT, ROUTER_METRICS_PORT)}]
+    name = router_policy_name(cluster.name)
+    return _policy(cluster, name, ROUTER_COMPONENT, {"matchLabels": _router(cluster)}, ingress)
+
+
+def _policy(
+    cluster: Cluster,
+    name: str,
+    component: str,
+    pods: dict[str, Any],
+    ingress: list[dict[str, Any]],
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": child_metadata(cluster, name, cluster_labels(cluster.name, component)),
+        "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress},
+    }
+
+
+def _engines(cluster: Cluster) -> dict[str, Any]:
+    roles = {"key": ROLE_LABEL, "operator": "In", "values": sorted(role.value for role in Role)}
+    return {"matchLabels": {CLUSTER_LABEL: cluster.name}, "matchExpressions": [roles]}
+
+
+def _router(cluster: Cluster) -> dict[str, str]:
+    return {CLUSTER_LABEL: cluster.name, "app.kubernetes.io/component": ROUTER_COMPONENT}
+
+
+def _ports(*numbers: int) -> list[dict[str, Any]]:
+    return [{"port": number, "protocol": "TCP"} for number in numbers]

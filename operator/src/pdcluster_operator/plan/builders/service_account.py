@@ -1,0 +1,21 @@
+"""The ServiceAccount of a cluster's pods: an identity without rights and without a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdcluster_operator.api.labels import cluster_labels, service_account_name
+from pdcluster_operator.api.types import Cluster
+
+from .metadata import child_metadata
+
+
+def build_service_account(cluster: Cluster) -> dict[str, Any]:
+    """Return the ServiceAccount; nothing in the pods talks to the Kubernetes API."""
+    name = service_account_name(cluster.name)
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": child_metadata(cluster, name, cluster_labels(cluster.name, "identity")),
+        "automountServiceAccountToken": False,
+    }

@@ -1,0 +1,128 @@
+"""What is known of each engine: from its pods (the kubelet's word) and from its launcher.
+
+Three values: ready, not ready for a stated reason, or unknown. Unknown only where the
+kubelet says that the pods are fine and the launcher does not answer us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.enums import Role
+from pdcluster_operator.api.labels import ENGINE_LABEL, EngineName
+
+from .model import Manifest, Observed
+from .pods import (
+    Trouble,
+    is_pod_ready,
+    joined,
+    metadata_of,
+    pod_trouble,
+    previous_end,
+    status_of,
+    text_of,
+)
+from .reports import EngineReport
+
+REPORTED_STATES = {
+    "Starting": StatusReason.STARTING,
+    "LoadingWeights": StatusReason.LOADING_WEIGHTS,
+    "WarmingUp": StatusReason.WARMING_UP,
+    "Draining": StatusReason.DRAINING,
+    "Failed": StatusReason.ENGINE_FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One wanted engine as it was seen.
+
+    Attributes:
+        ready: None if unknown.
+        reason: why it is not ready; EnginesReady if it is.
+        message: the reason in a sentence, with the engine's last words where it died.
+        engine_id: of the running incarnation, or the last one known; empty if none was.
+        address: IP of the leader's pod; empty if it has none.
+    """
+
+    name: EngineName
+    ready: bool | None
+    reason: StatusReason
+    message: str
+    engine_id: str
+    address: str
+
+
+def observe_engines(
+    observed: Observed, names: Iterable[EngineName], nodes: Mapping[Role, int]
+) -> tuple[EngineView, ...]:
+    """Return a view of each engine. ``nodes`` is the number of pods an engine has, by role."""
+    pods: dict[str, list[Manifest]] = {}
+    for pod in observed.pods:
+        engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
+        if engine:
+            pods.setdefault(engine, []).append(pod)
+    known = _known_ids(observed.cluster)
+    views = []
+    for name in names:
+        own = sorted(pods.get(name.stateful_set, ()), key=_name)
+        leader = next((pod for pod in own if _name(pod) == name.pod()), {})
+        report = observed.engines.get(name.logical)
+        ready, why = _judge(name, nodes[name.role], own, report)
+        views.append(
+            EngineView(
+                name,
+                ready,
+                why.reason,
+                why.message,
+                (report.engine_id if report else "") or known.get(name.stateful_set, ""),
+                text_of(status_of(leader).get("podIP")),
+            )
+        )
+    return tuple(views)
+
+
+def _judge(
+    name: EngineName, nodes: int, pods: Sequence[Manifest], report: EngineReport | None
+) -> tuple[bool | None, Trouble]:
+    if len(pods) < nodes or _name(pods[0]) != name.pod():
+        return False, Trouble(StatusReason.PODS_MISSING, f"{len(pods)} of {nodes} pods exist")
+    for pod in pods:
+        trouble = pod_trouble(pod)
+        if trouble is not None:
+            return False, Trouble(trouble.reason, f"{_name(pod)}: {trouble.message}")
+    waiting = [pod for pod in pods if not is_pod_ready(pod)]
+    if report is None:
+        return _silent(name, waiting)
+    if not report.ready:
+        reason = REPORTED_STATES.get(report.state, StatusReason.STARTING)
+        return False, Trouble(reason, joined(report.message, previous_end(pods[0])))
+    followers = [pod for pod in waiting if _name(pod) != name.pod()]
+    if followers:
+        return False, Trouble(StatusReason.STARTING, f"{_name(followers[0])} is not ready")
+    return True, Trouble(StatusReason.ENGINES_READY, "")
+
+
+def _silent(name: EngineName, waiting: Sequence[Manifest]) -> tuple[bool | None, Trouble]:
+    """Judge an engine whose launcher is silent: the kubelet's word, or unknown."""
+    if waiting:
+        words = joined("the launcher does not answer yet", previous_end(waiting[0]))
+        return False, Trouble(StatusReason.STARTING, words)
+    message = f"{name.pod()} is ready, but its launcher does not answer the operator"
+    return None, Trouble(StatusReason.LAUNCHER_UNREACHABLE, message)
+
+
+def _known_ids(cluster: Manifest) -> dict[str, str]:
+    """Engine ids that an earlier status holds: a launcher that is silent now had one."""
+    entries = status_of(cluster).get("engines")
+    return {
+        str(entry.get("name")): text_of(entry.get("engineId"))
+        for entry in (entries if isinstance(entries, list) else ())
+        if isinstance(entry, Mapping)
+    }
+
+
+def _name(pod: Manifest) -> str:
+    return text_of(metadata_of(pod).get("name"))

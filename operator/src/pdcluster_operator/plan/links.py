@@ -1,0 +1,98 @@
+"""The link table: every pair of a prefill and a decode engine, and what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdcluster_operator.api.conditions import StatusReason
+
+from .engines import EngineView
+from .reports import CanaryReport, LinkReport, LinksReport, LinkState
+
+
+class PairState(StrEnum):
+    """What is known of a pair."""
+
+    ESTABLISHED = "Established"
+    FAILED = "Failed"
+    PENDING = "Pending"
+    WAITING = "Waiting"
+    UNKNOWN = "Unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class PairView:
+    """One pair.
+
+    Attributes:
+        state: Waiting while one of the engines is known not to be ready, Unknown where the
+            decode engine's launcher does not answer.
+        canary: of this incarnation of both engines.
+    """
+
+    prefill: EngineView
+    decode: EngineView
+    state: PairState
+    reason: str = ""
+    message: str = ""
+    bytes_per_second: float = 0.0
+    canary: CanaryReport = CanaryReport()  # noqa: RUF009 (frozen)
+
+    @property
+    def label(self) -> str:
+        """The pair, for a message."""
+        return f"{self.prefill.name.stateful_set} -> {self.decode.name.stateful_set}"
+
+    @property
+    def verified(self) -> bool:
+        """Whether KV was seen to move over this link."""
+        return self.state is PairState.ESTABLISHED and self.canary.state is LinkState.PASSED
+
+
+def observe_pairs(
+    prefill: Sequence[EngineView], decode: Sequence[EngineView], links: Mapping[str, LinksReport]
+) -> tuple[PairView, ...]:
+    """Return all pairs of one pairing key, in a stable order."""
+    return tuple(_pair(p, d, links.get(d.name.logical)) for d in decode for p in prefill)
+
+
+def _pair(prefill: EngineView, decode: EngineView, report: LinksReport | None) -> PairView:
+    if decode.ready is False:
+        return _waiting(prefill, decode, decode)
+    if report is None:
+        return PairView(
+            prefill,
+            decode,
+            PairState.UNKNOWN,
+            StatusReason.LAUNCHER_UNREACHABLE,
+            f"the launcher of {decode.name.stateful_set} does not answer the operator",
+        )
+    link = next((link for link in report.links if link.prefill == prefill.name.logical), None)
+    if link is not None and link.state is LinkState.FAILED:
+        # What the peer saw says more than what the kubelet sees of the one that died.
+        return _seen(prefill, decode, PairState.FAILED, link)
+    if prefill.ready is False:
+        return _waiting(prefill, decode, prefill)
+    if link is None or _stale(link, prefill) or link.state is LinkState.PENDING:
+        message = link.message if link is not None else ""
+        return PairView(prefill, decode, PairState.PENDING, StatusReason.LINKS_PENDING, message)
+    return _seen(prefill, decode, PairState.ESTABLISHED, link)
+
+
+def _seen(prefill: EngineView, decode: EngineView, state: PairState, link: LinkReport) -> PairView:
+    return PairView(
+        prefill, decode, state, link.reason, link.message, link.bytes_per_second, link.canary
+    )
+
+
+def _waiting(prefill: EngineView, decode: EngineView, cause: EngineView) -> PairView:
+    message = f"{cause.name.stateful_set} is not ready: {cause.reason}"
+    return PairView(prefill, decode, PairState.WAITING, StatusReason.WAITING_FOR_ENGINES, message)
+
+
+def _stale(link: LinkReport, prefill: EngineView) -> bool:
+    return bool(
+        link.prefill_engine_id and prefill.engine_id and link.prefill_engine_id != prefill.engine_id
+    )

@@ -1,0 +1,61 @@
+"""A user's pod template over ours, in the spirit of Kubernetes' strategic merge.
+
+Objects merge by key, the lists below by the field that identifies an item (volumes and
+variables as a whole), every other list is replaced; ``null`` removes a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+KEYED_LISTS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "imagePullSecrets": "name",
+    "env": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+}
+# One of several sources is named in these: two merged would name two.
+WHOLE_ITEMS = frozenset({"volumes", "env"})
+
+
+def merge(base: Any, overlay: Any, key: str = "") -> Any:
+    """Return ``base`` with ``overlay`` on top; neither is changed."""
+    if isinstance(base, Mapping) and isinstance(overlay, Mapping):
+        merged = dict(base)
+        for name, value in overlay.items():
+            if value is None:
+                merged.pop(name, None)
+            elif name in merged:
+                merged[name] = merge(merged[name], value, name)
+            else:
+                merged[name] = value
+        return merged
+    if _is_list(base) and _is_list(overlay) and key in KEYED_LISTS:
+        return _merge_items(base, overlay, KEYED_LISTS[key], whole=key in WHOLE_ITEMS)
+    return overlay
+
+
+def _merge_items(
+    base: Sequence[Any], overlay: Sequence[Any], field: str, *, whole: bool
+) -> list[Any]:
+    items = list(base)
+    places = {item[field]: n for n, item in enumerate(items) if _identified(item, field)}
+    for item in overlay:
+        if _identified(item, field) and item[field] in places:
+            place = places[item[field]]
+            items[place] = item if whole else merge(items[place], item)
+        else:
+            items.append(item)
+    return items
+
+
+def _identified(item: Any, field: str) -> bool:
+    return isinstance(item, Mapping) and isinstance(item.get(field), (str, int))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

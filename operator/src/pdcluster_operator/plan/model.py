@@ -1,0 +1,130 @@
+"""What the planner sees and what it answers: plain, immutable data.
+
+``make_plan(observed, now) -> Plan`` is a pure function over these types; an executor
+carries the plan out and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .reports import EngineReport, LinksReport
+
+Manifest = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorBundle:
+    """The connector that the operator ships: SHA-256 hex digest and bytes of the zipapp."""
+
+    digest: str
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One cluster as it was seen.
+
+    Attributes:
+        cluster: the live PDCluster, with status.
+        children: live objects that it owns (by owner UID): StatefulSets, Services, …
+        pods: live pods of its StatefulSets and Deployments.
+        engines: logical engine id -> what its leader's launcher says; missing = unreachable.
+        links: decode engine's logical id -> what its launcher says of its links; missing =
+            unreachable.
+        connector: the connector to mount in engine pods.
+        operator_namespace: where the operator runs; None where that is not known.
+        host_path_models: whether whoever installed the operator trusts a PDCluster's author
+            with folders of the nodes.
+    """
+
+    cluster: Manifest
+    children: tuple[Manifest, ...]
+    pods: tuple[Manifest, ...]
+    engines: Mapping[str, EngineReport]
+    links: Mapping[str, LinksReport]
+    connector: ConnectorBundle
+    operator_namespace: str | None = None
+    host_path_models: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Server-side apply of one object."""
+
+    manifest: Manifest
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Deletion of one object, only if it is still the one that was seen."""
+
+    api_version: str
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    resource_version: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPod:
+    """Deletion of one pod, so that its StatefulSet makes it anew from the current template."""
+
+    namespace: str
+    name: str
+    uid: str
+    resource_version: str
+    why: str
+
+
+Step = Apply | Delete | RestartPod
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAssignment:
+    """The prefill engines that one decode engine reads from.
+
+    Attributes:
+        decode: logical id of the decode engine.
+        launcher_url: base URL of its leader's launcher.
+        body: JSON document for ``PUT /v1/peers``.
+    """
+
+    decode: str
+    launcher_url: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A Kubernetes event about the cluster; at most one per condition flip."""
+
+    type: str  # Normal or Warning
+    reason: str
+    message: str
+    action: str = "Reconcile"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do now.
+
+    Attributes:
+        steps: in order; the executor stops at the first that fails.
+        status: the whole ``status`` to write, also when a step failed.
+        peers: assignments to send to decode launchers.
+        requeue_after: seconds until this cluster should be looked at again; None if an
+            event will tell.
+        events: to be published once the status is written.
+    """
+
+    steps: tuple[Step, ...]
+    status: Mapping[str, Any]
+    peers: tuple[PeerAssignment, ...] = ()
+    requeue_after: float | None = None
+    events: tuple[Event, ...] = ()

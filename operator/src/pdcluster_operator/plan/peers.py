@@ -1,0 +1,73 @@
+"""Which prefill engines each decode engine reads from.
+
+Every decode engine of a pairing key gets the same document. Its generation is a hash of the
+content: the planner remembers nothing, and launchers only look for another one than theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
+from pdcluster_operator.api.types import Cluster
+
+from .engines import EngineView
+from .model import PeerAssignment
+from .reports import LinksReport
+
+GENERATION_DIGITS = 12
+
+
+def assign_peers(
+    cluster: Cluster,
+    prefill: Sequence[EngineView],
+    decode: Sequence[EngineView],
+    links: Mapping[str, LinksReport],
+) -> tuple[PeerAssignment, ...]:
+    """Return one assignment for each decode engine that can be told.
+
+    A prefill engine becomes a peer when it is ready, so that its start does not look like a
+    failed link, and stays one when it is silent or starts again: then the link tells.
+    """
+    linked = {link.prefill for report in links.values() for link in report.links}
+    peers = [
+        engine
+        for engine in prefill
+        if engine.address
+        and engine.engine_id
+        and (engine.ready is not False or engine.name.logical in linked)
+    ]
+    document = {
+        "model": cluster.served_name,
+        "canary_interval_seconds": cluster.spec.verification.canary.interval_seconds,
+        "peers": [_peer(engine) for engine in peers],
+    }
+    text = json.dumps(document, sort_keys=True)
+    generation = int(hashlib.sha256(text.encode()).hexdigest()[:GENERATION_DIGITS], 16)
+    body = {"generation": generation, **document}
+    return tuple(
+        PeerAssignment(engine.name.logical, launcher_url(engine), body)
+        for engine in decode
+        if engine.address and engine.engine_id
+    )
+
+
+def launcher_url(engine: EngineView) -> str:
+    """Return the base URL of an engine's leading launcher, by pod address."""
+    return f"http://{_host(engine.address)}:{LAUNCHER_PORT}"
+
+
+def _peer(engine: EngineView) -> dict[str, str]:
+    host = _host(engine.address)
+    return {
+        "engine": engine.name.logical,
+        "engine_id": engine.engine_id,
+        "side_channel": f"{host}:{SIDE_CHANNEL_PORT}",
+        "api": f"http://{host}:{HTTP_PORT}",
+    }
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

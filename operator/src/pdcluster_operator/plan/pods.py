@@ -1,0 +1,113 @@
+"""What a pod says about itself: the kubelet's word, read without trust in its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster_operator.api.conditions import StatusReason
+
+from .builders.engine_pod import ENGINE_CONTAINER
+from .builders.router_deployment import ROUTER_CONTAINER
+from .model import Manifest
+
+IMAGE_TROUBLE = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull")
+CONFIG_TROUBLE = (
+    "CreateContainerConfigError", "CreateContainerError", "RunContainerError", "StartError",
+)  # fmt: skip
+WAITING_REASONS = {
+    **dict.fromkeys(IMAGE_TROUBLE, StatusReason.IMAGE_UNAVAILABLE),
+    **dict.fromkeys(CONFIG_TROUBLE, StatusReason.POD_CONFIG_ERROR),
+}
+OUR_CONTAINERS = (ENGINE_CONTAINER, ROUTER_CONTAINER)
+LONGEST_WORDS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a pod's engine, or router, does not run."""
+
+    reason: StatusReason
+    message: str
+
+
+def pod_trouble(pod: Manifest) -> Trouble | None:
+    """Return why a pod's engine, or router, does not run; None if its process runs."""
+    if metadata_of(pod).get("deletionTimestamp"):
+        return Trouble(StatusReason.DRAINING, "is being deleted")
+    container = _our_container(pod)
+    if container is None:
+        return _unscheduled(pod) or Trouble(
+            StatusReason.CONTAINER_CREATING, "the container is not created yet"
+        )
+    state = container.get("state") or {}
+    if "terminated" in state:
+        return Trouble(StatusReason.ENGINE_FAILED, _end(state["terminated"]))
+    return _waiting(pod, state["waiting"] or {}) if "waiting" in state else None
+
+
+def _waiting(pod: Manifest, waiting: Mapping[str, Any]) -> Trouble:
+    reason, message = text_of(waiting.get("reason")), text_of(waiting.get("message"))
+    if reason == "CrashLoopBackOff":
+        return Trouble(StatusReason.ENGINE_FAILED, previous_end(pod) or message or reason)
+    known = WAITING_REASONS.get(reason, StatusReason.CONTAINER_CREATING)
+    return Trouble(known, joined(reason, message))
+
+
+def is_pod_ready(pod: Manifest) -> bool:
+    """Whether the kubelet says so."""
+    return any(
+        condition.get("type") == "Ready" and condition.get("status") == "True"
+        for condition in status_of(pod).get("conditions") or ()
+    )
+
+
+def previous_end(pod: Manifest) -> str:
+    """Return the last words of the engine's previous process; empty if there was none."""
+    container = _our_container(pod) or {}
+    terminated = (container.get("lastState") or {}).get("terminated")
+    return f"the {container['name']} died: {_end(terminated)}" if terminated else ""
+
+
+def _our_container(pod: Manifest) -> Mapping[str, Any] | None:
+    containers = status_of(pod).get("containerStatuses") or ()
+    return next((one for one in containers if one.get("name") in OUR_CONTAINERS), None)
+
+
+def _unscheduled(pod: Manifest) -> Trouble | None:
+    for condition in status_of(pod).get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return Trouble(StatusReason.UNSCHEDULABLE, text_of(condition.get("message")))
+    return None
+
+
+def _end(terminated: Mapping[str, Any]) -> str:
+    words = text_of(terminated.get("message")).strip()
+    reason = text_of(terminated.get("reason"))
+    how = f"exit code {terminated.get('exitCode')}"
+    if reason not in ("", "Error", "Completed"):
+        how += f", {reason}"
+    return f"{words[-LONGEST_WORDS:]} ({how})" if words else how
+
+
+def joined(*parts: str) -> str:
+    """Join what is not empty with colons."""
+    return ": ".join(part for part in parts if part)
+
+
+def metadata_of(manifest: Manifest) -> Mapping[str, Any]:
+    """Return an object's metadata; empty if it has none."""
+    metadata = manifest.get("metadata")
+    return metadata if isinstance(metadata, Mapping) else {}
+
+
+def status_of(manifest: Manifest) -> Mapping[str, Any]:
+    """Return an object's status; empty if it has none."""
+    status = manifest.get("status")
+    return status if isinstance(status, Mapping) else {}
+
+
+def text_of(value: object) -> str:
+    """Return a string, or an empty one for anything else."""
+    return value if isinstance(value, str) else ""

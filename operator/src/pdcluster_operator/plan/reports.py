@@ -1,0 +1,152 @@
+"""What launchers say, read from their JSON: total and bounded.
+
+A launcher may be one version older or newer, so unknown fields are ignored and a value of
+the wrong type counts as not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+MAX_LINKS = 4096
+MAX_TEXT = 1024
+LARGEST_NUMBER = 1e18
+
+
+class LinkState(StrEnum):
+    """How far a link, or the canary on it, has come."""
+
+    PENDING = "Pending"
+    ESTABLISHED = "Established"
+    PASSED = "Passed"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """``GET /readyz`` of an engine's leader.
+
+    Attributes:
+        engine: logical id.
+        engine_id: logical id and incarnation; changes with every restart.
+        state: Starting, LoadingWeights, WarmingUp, Ready, Draining or Failed.
+        side_channel: host:port of the KV handshake.
+        api: base URL of the OpenAI API.
+    """
+
+    ready: bool
+    engine: str
+    engine_id: str
+    role: str = ""
+    state: str = "Starting"
+    message: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    side_channel: str = ""
+    api: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryReport:
+    """The last canary request over one link."""
+
+    state: LinkState = LinkState.PENDING
+    bytes: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """One prefill engine as a decode engine sees it.
+
+    Attributes:
+        shards: established of all, e.g. ``2/2``.
+        bytes_per_second: measured by the probe read; 0 if not measured.
+    """
+
+    prefill: str
+    prefill_engine_id: str = ""
+    state: LinkState = LinkState.PENDING
+    reason: str = ""
+    message: str = ""
+    shards: str = ""
+    bytes_per_second: float = 0.0
+    canary: CanaryReport = field(default_factory=CanaryReport)
+
+
+@dataclass(frozen=True, slots=True)
+class LinksReport:
+    """``GET /v1/links`` of a decode engine's leader."""
+
+    engine: str
+    engine_id: str
+    links: tuple[LinkReport, ...] = ()
+
+
+def parse_engine_report(document: object) -> EngineReport | None:
+    """Read a ``/readyz`` document; None if it is not one."""
+    if not isinstance(document, Mapping) or not _text(document, "engine"):
+        return None
+    versions = document.get("versions")
+    known = versions if isinstance(versions, Mapping) else {}
+    return EngineReport(
+        ready=document.get("ready") is True,
+        engine=_text(document, "engine"),
+        engine_id=_text(document, "engine_id"),
+        role=_text(document, "role"),
+        state=_text(document, "state") or "Starting",
+        message=_text(document, "message"),
+        versions={str(key)[:64]: str(value)[:64] for key, value in list(known.items())[:16]},
+        side_channel=_text(document, "side_channel"),
+        api=_text(document, "api"),
+    )
+
+
+def parse_links_report(document: object) -> LinksReport | None:
+    """Read a ``/v1/links`` document; None if it is not one."""
+    if not isinstance(document, Mapping) or not isinstance(document.get("links"), list):
+        return None
+    links = [_link(entry) for entry in document["links"][:MAX_LINKS] if isinstance(entry, Mapping)]
+    return LinksReport(
+        engine=_text(document, "engine"),
+        engine_id=_text(document, "engine_id"),
+        links=tuple(link for link in links if link.prefill),
+    )
+
+
+def _link(entry: Mapping[str, Any]) -> LinkReport:
+    canary = entry.get("canary")
+    return LinkReport(
+        prefill=_text(entry, "prefill"),
+        prefill_engine_id=_text(entry, "prefill_engine_id"),
+        state=_state(entry),
+        reason=_text(entry, "reason"),
+        message=_text(entry, "message"),
+        shards=_text(entry, "shards"),
+        bytes_per_second=_number(entry, "bytes_per_second"),
+        canary=_canary(canary) if isinstance(canary, Mapping) else CanaryReport(),
+    )
+
+
+def _canary(entry: Mapping[str, Any]) -> CanaryReport:
+    return CanaryReport(_state(entry), int(_number(entry, "bytes")), _text(entry, "message"))
+
+
+def _state(entry: Mapping[str, Any]) -> LinkState:
+    text = _text(entry, "state")
+    return LinkState(text) if text in set(LinkState) else LinkState.PENDING
+
+
+def _text(entry: Mapping[str, Any], key: str) -> str:
+    value = entry.get(key)
+    return value[:MAX_TEXT] if isinstance(value, str) else ""
+
+
+def _number(entry: Mapping[str, Any], key: str) -> float:
+    value = entry.get(key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return 0.0
+    # NaN and the infinities lie in no interval.
+    return float(value) if 0 <= value <= LARGEST_NUMBER else 0.0

@@ -1,0 +1,205 @@
+"""A cluster of plain dicts: applies plans, makes pods, lets launchers speak.
+
+It plays the API server, the controllers and the launchers as far as the planner can see
+them, and takes no part in any decision.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from pdcluster_operator.api.labels import ROLE_LABEL, engine_of
+from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, Observed, Plan, RestartPod
+from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.reports import (
+    CanaryReport,
+    EngineReport,
+    LinkReport,
+    LinksReport,
+    LinkState,
+)
+
+START = 1_800_000_000.0
+CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
+
+
+def manifest(name: str = "llama", **spec: Any) -> dict[str, Any]:
+    spec.setdefault("model", {"source": {"hostPath": {"path": "/models/tiny"}}})
+    spec.setdefault("transfer", {"device": "CPU"})
+    return {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PDCluster",
+        "metadata": {"name": name, "namespace": "default", "uid": "uid-0", "generation": 1},
+        "spec": spec,
+    }
+
+
+class SimulatedCluster:
+    def __init__(self, cluster: dict[str, Any]) -> None:
+        self.cluster = copy.deepcopy(cluster)
+        self.children: dict[tuple[str, str], dict[str, Any]] = {}
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.engines: dict[str, EngineReport] = {}
+        self.links: dict[str, LinksReport] = {}
+        self.connector = CONNECTOR
+        self.now = START
+        self.counter = 0
+
+    def observed(self) -> Observed:
+        return Observed(
+            copy.deepcopy(self.cluster),
+            tuple(copy.deepcopy(list(self.children.values()))),
+            tuple(copy.deepcopy(list(self.pods.values()))),
+            dict(self.engines),
+            dict(self.links),
+            self.connector,
+        )
+
+    def plan(self) -> Plan:
+        return make_plan(self.observed(), self.now)
+
+    def step(self) -> Plan:
+        """Plan, carry out, write the status."""
+        plan = self.plan()
+        for step in plan.steps:
+            self.perform(step)
+        self.cluster["status"] = copy.deepcopy(dict(plan.status))
+        self.now += 1
+        return plan
+
+    def settle(self) -> Plan:
+        """Step until nothing is left to do."""
+        for _ in range(20):
+            plan = self.step()
+            if not plan.steps:
+                return plan
+        raise AssertionError(f"still not settled: {plan.steps}")
+
+    def perform(self, step: Apply | Delete | RestartPod) -> None:
+        if isinstance(step, Apply):
+            self._apply(copy.deepcopy(dict(step.manifest)))
+            return
+        if isinstance(step, RestartPod):
+            del self.pods[step.name]
+            return
+        child = self.children.pop((step.kind, step.name))
+        assert child["metadata"]["uid"] == step.uid
+        assert child["metadata"]["resourceVersion"] == step.resource_version
+        if step.kind == "StatefulSet":
+            for name in [n for n, pod in self.pods.items() if engine_of(pod) == engine_of(child)]:
+                self.pods[name]["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+
+    def _apply(self, wanted: dict[str, Any]) -> None:
+        self.counter += 1
+        key = (wanted["kind"], wanted["metadata"]["name"])
+        old = self.children.get(key, {"metadata": {"uid": f"uid-{self.counter}"}})
+        wanted["metadata"]["uid"] = old["metadata"]["uid"]
+        wanted["metadata"]["resourceVersion"] = str(self.counter)
+        # What an API server adds of its own.
+        wanted["metadata"]["managedFields"] = [{"manager": "pdcluster-operator"}]
+        wanted.setdefault("status", old.get("status", {}))
+        self.children[key] = wanted
+
+    def reap(self) -> None:
+        """Remove pods that were being deleted."""
+        self.pods = {
+            name: pod
+            for name, pod in self.pods.items()
+            if not pod["metadata"].get("deletionTimestamp")
+        }
+
+    def make_pods(self) -> None:
+        """Do the controllers' work: every wanted pod exists, none has a container yet."""
+        for (kind, name), child in self.children.items():
+            if kind != "StatefulSet":
+                continue
+            for node in range(child["spec"]["replicas"]):
+                pod = f"{name}-{node}"
+                if pod not in self.pods:
+                    self.counter += 1
+                    labels = dict(child["spec"]["template"]["metadata"]["labels"])
+                    self.pods[pod] = {
+                        "apiVersion": "v1",
+                        "kind": "Pod",
+                        "metadata": {
+                            "name": pod,
+                            "namespace": "default",
+                            "uid": f"pod-{self.counter}",
+                            "resourceVersion": str(self.counter),
+                            "labels": labels,
+                        },
+                        "status": {"phase": "Pending"},
+                    }
+
+    def run_pods(self) -> None:
+        """Do the kubelet's work: every pod runs and is ready."""
+        self.make_pods()
+        for number, pod in enumerate(self.pods.values()):
+            pod["status"] = {
+                "phase": "Running",
+                "podIP": f"10.0.0.{number + 1}",
+                "conditions": [{"type": "Ready", "status": "True"}],
+                "containerStatuses": [{"name": "engine", "state": {"running": {}}}],
+            }
+
+    def leaders(self, role: str) -> list[Any]:
+        names = [
+            engine_of(child)
+            for (kind, _), child in sorted(self.children.items())
+            if kind == "StatefulSet" and child["metadata"]["labels"][ROLE_LABEL] == role
+        ]
+        return [name for name in names if name is not None]
+
+    def speak(self) -> None:
+        """Let every launcher report a ready engine."""
+        for role in ("prefill", "decode"):
+            for name in self.leaders(role):
+                self.engines[name.logical] = EngineReport(
+                    ready=True,
+                    engine=name.logical,
+                    engine_id=f"{name.logical}/0123456789abcdef",
+                    role=role,
+                    state="Ready",
+                )
+
+    def link(self, **changes: Any) -> None:
+        """Let every decode launcher report established links with passed canaries."""
+        for decode in self.leaders("decode"):
+            rows = [
+                LinkReport(
+                    prefill=prefill.logical,
+                    prefill_engine_id=self.engines[prefill.logical].engine_id,
+                    state=LinkState.ESTABLISHED,
+                    shards="1/1",
+                    bytes_per_second=5e9,
+                    canary=CanaryReport(LinkState.PASSED, 4096),
+                )
+                for prefill in self.leaders("prefill")
+            ]
+            rows = [replace(row, **changes) for row in rows]
+            self.links[decode.logical] = LinksReport(decode.logical, "any", tuple(rows))
+
+    def route(self) -> None:
+        """Let the router's Deployment have a ready pod."""
+        for (kind, _), child in self.children.items():
+            if kind == "Deployment":
+                child["status"] = {"availableReplicas": 1}
+
+    def bring_up(self) -> Plan:
+        """From nothing to Ready."""
+        self.step()
+        self.run_pods()
+        self.speak()
+        self.step()
+        self.link()
+        self.route()
+        return self.settle()
+
+    def edit(self, **spec: Any) -> None:
+        self.cluster["spec"].update(spec)
+        self.cluster["metadata"]["generation"] += 1
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        return next(c for c in self.cluster["status"]["conditions"] if c["type"] == kind)

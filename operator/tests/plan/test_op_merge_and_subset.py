@@ -1,0 +1,139 @@
+"""Merging a user's template over ours, and seeing that a live object says enough."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster_operator.api.quantity import parse_quantity
+from pdcluster_operator.plan.merge import merge
+from pdcluster_operator.plan.subset import covers
+
+BASE = {
+    "spec": {
+        "grace": 30,
+        "containers": [
+            {
+                "name": "engine",
+                "args": ["a", "b"],
+                "env": [{"name": "A", "valueFrom": {"x": 1}}, {"name": "B", "value": "b"}],
+                "ports": [{"containerPort": 8000, "name": "http"}],
+                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+            }
+        ],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    }
+}
+
+
+def engine(**fields):
+    return {"spec": {"containers": [{"name": "engine", **fields}]}}
+
+
+def test_containers_merge_by_name_and_ours_comes_first():
+    merged = merge(BASE, {"spec": {"containers": [{"name": "log", "image": "l"}]}})
+    assert [box["name"] for box in merged["spec"]["containers"]] == ["engine", "log"]
+    merged = merge(BASE, engine(image="x"))
+    assert merged["spec"]["containers"][0]["args"] == ["a", "b"]
+    assert merged["spec"]["containers"][0]["image"] == "x"
+
+
+def test_plain_lists_are_replaced():
+    assert merge(BASE, engine(args=["c"]))["spec"]["containers"][0]["args"] == ["c"]
+
+
+def test_a_variable_or_volume_is_replaced_whole():
+    env = merge(BASE, engine(env=[{"name": "A", "value": "1"}]))["spec"]["containers"][0]["env"]
+    assert env == [{"name": "A", "value": "1"}, {"name": "B", "value": "b"}]
+    volumes = merge(BASE, {"spec": {"volumes": [{"name": "shm", "hostPath": {"path": "/x"}}]}})
+    assert volumes["spec"]["volumes"] == [{"name": "shm", "hostPath": {"path": "/x"}}]
+
+
+def test_mounts_merge_by_path_and_ports_by_number():
+    merged = merge(BASE, engine(volumeMounts=[{"mountPath": "/dev/shm", "name": "other"}],
+                                ports=[{"containerPort": 8000, "hostPort": 80}]))  # fmt: skip
+    box = merged["spec"]["containers"][0]
+    assert box["volumeMounts"] == [{"mountPath": "/dev/shm", "name": "other"}]
+    assert box["ports"] == [{"containerPort": 8000, "name": "http", "hostPort": 80}]
+
+
+def test_null_removes():
+    assert "grace" not in merge(BASE, {"spec": {"grace": None}})["spec"]
+
+
+def test_merging_changes_neither_side():
+    base, overlay = copy.deepcopy(BASE), engine(env=[{"name": "A", "value": "1"}])
+    kept = copy.deepcopy(overlay)
+    merge(base, overlay)
+    assert (base, overlay) == (BASE, kept)
+
+
+JSON = st.recursive(
+    st.booleans() | st.integers(0, 9) | st.sampled_from(["a", "1Gi", "500m"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "b", "name", "env", "limits"]), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+def test_everything_covers_itself(value):
+    assert covers(copy.deepcopy(value), value)
+
+
+@given(JSON, JSON)
+def test_merging_nothing_and_merging_twice(base, overlay):
+    assert merge(base, {}) == base or not isinstance(base, dict)
+    once = merge(base, overlay)
+    if isinstance(base, dict) and isinstance(overlay, dict) and "env" not in str(overlay):
+        assert merge(once, overlay) == once
+
+
+@pytest.mark.parametrize(
+    ("live", "desired", "same"),
+    [
+        ({"a": 1, "more": 2}, {"a": 1}, True),
+        ({"a": 2}, {"a": 1}, False),
+        ({}, {"a": {}}, True),
+        ({}, {"a": ""}, True),
+        ({"a": "x"}, {"a": ""}, False),
+        ({}, {"a": False}, False),
+        ({}, {"a": 0}, False),
+        ({"a": [1, 2]}, {"a": [1]}, False),
+        ({"limits": {"cpu": "500m"}}, {"limits": {"cpu": "0.5"}}, True),
+        ({"limits": {"memory": "1Gi"}}, {"limits": {"memory": "1024Mi"}}, True),
+        ({"limits": {"cpu": "1"}}, {"limits": {"cpu": 1}}, True),
+        ({"limits": {"cpu": "2"}}, {"limits": {"cpu": "1"}}, False),
+        ({"emptyDir": {"sizeLimit": "8192Mi"}}, {"emptyDir": {"sizeLimit": "8Gi"}}, True),
+        ({"note": "1024Mi"}, {"note": "1Gi"}, False),
+        (
+            {"env": [{"name": "B"}, {"name": "A", "x": 1}]},
+            {"env": [{"name": "A"}, {"name": "B"}]},
+            True,
+        ),
+        ({"env": [{"name": "A"}]}, {"env": [{"name": "B"}]}, False),
+        (None, {"a": 1}, False),
+        ({"a": None}, {"a": {"b": 1}}, False),
+    ],
+)
+def test_what_a_live_object_covers(live, desired, same):
+    assert covers(live, desired) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), ("500m", 0.5), ("1.5", 1.5), ("16Gi", 16 * 2**30), ("1k", 1000), ("1e3", 1000),
+     ("-2", -2), (".5", 0.5), ("5.", 5)],
+)  # fmt: skip
+def test_quantities(text, value):
+    assert float(parse_quantity(text)) == value
+
+
+@pytest.mark.parametrize("text", ["", "4 cores", "1gb", "1KiB", "0x1", "1e", "--1", "Gi", "9" * 99])
+def test_what_is_no_quantity(text):
+    assert parse_quantity(text) is None

@@ -1,0 +1,195 @@
+"""What holds for every valid spec."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+
+from hypothesis import given, settings
+from simulated_cluster import SimulatedCluster
+from valid_specs import manifests
+
+from pdcluster_connector.launcher.arguments import engine_command
+from pdcluster_connector.launcher.options import parse as parse_launcher
+from pdcluster_connector.vllm.config import parse_options
+from pdcluster_operator.api.resolve import resolve_engine
+from pdcluster_operator.api.types import Role, Switch
+from pdcluster_operator.api.validate import check_manifest
+
+LABEL = re.compile(r"[a-z0-9A-Z]([-._a-z0-9A-Z]*[a-z0-9A-Z])?")
+DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def pod_templates(plan):
+    for step in plan.steps:
+        template = step.manifest.get("spec", {}).get("template")
+        if template is not None:
+            yield step.manifest, template
+
+
+def engine_containers(plan):
+    for child, template in pod_templates(plan):
+        if child["kind"] == "StatefulSet":
+            yield child, template["spec"]["containers"][0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(manifests())
+def test_planning_its_own_result_gives_no_step(cluster):
+    world = SimulatedCluster(cluster)
+    world.step()
+    assert world.step().steps == ()
+    world.run_pods()
+    world.speak()
+    world.step()
+    world.link()
+    world.route()
+    world.settle()
+    before = copy.deepcopy(world.cluster["status"])
+    world.now += 1000
+    plan = world.plan()
+    assert plan.steps == ()
+    assert plan.status == before
+    wanted = all(cluster["spec"][role].get("replicas", 1) for role in ("prefill", "decode"))
+    assert world.condition("Ready")["status"] == ("True" if wanted else "False")
+
+
+@settings(max_examples=150, deadline=None)
+@given(manifests())
+def test_names_are_unique_legal_and_short_enough(cluster):
+    plan = SimulatedCluster(cluster).plan()
+    seen = set()
+    for step in plan.steps:
+        kind, name = step.manifest["kind"], step.manifest["metadata"]["name"]
+        assert (kind, name) not in seen
+        seen.add((kind, name))
+        assert DNS_1035.fullmatch(name)
+        # Kubernetes appends a hyphen and ten characters to both, for revisions.
+        assert len(name) <= (52 if kind in ("StatefulSet", "Deployment") else 63)
+        for value in step.manifest["metadata"]["labels"].values():
+            assert len(value) <= 63
+            assert LABEL.fullmatch(value)
+    for child, _ in engine_containers(plan):
+        assert len(f"{child['metadata']['name']}-{child['spec']['replicas'] - 1}") <= 63
+
+
+@settings(max_examples=100, deadline=None)
+@given(manifests())
+def test_ports_and_volumes_of_a_pod_do_not_collide(cluster):
+    for _, template in pod_templates(SimulatedCluster(cluster).plan()):
+        spec = template["spec"]
+        ports = [port for box in spec["containers"] for port in box.get("ports", ())]
+        assert len({port["containerPort"] for port in ports}) == len(ports)
+        assert len({port["name"] for port in ports}) == len(ports)
+        assert all(len(port["name"]) <= 15 for port in ports)
+        volumes = [volume["name"] for volume in spec.get("volumes", ())]
+        assert len(set(volumes)) == len(volumes)
+        for box in spec["containers"]:
+            mounts = [mount["mountPath"] for mount in box.get("volumeMounts", ())]
+            assert len(set(mounts)) == len(mounts)
+            assert {mount["name"] for mount in box.get("volumeMounts", ())} <= set(volumes)
+            names = [var["name"] for var in box.get("env", ())]
+            assert len(set(names)) == len(names)
+
+
+@settings(max_examples=100, deadline=None)
+@given(manifests())
+def test_selectors_find_exactly_their_pods(cluster):
+    plan = SimulatedCluster(cluster).plan()
+    templates = list(pod_templates(plan))
+    for child, template in templates:
+        labels = template["metadata"]["labels"]
+        for other, _ in templates:
+            selector = other["spec"]["selector"]["matchLabels"]
+            assert (selector.items() <= labels.items()) == (other is child)
+
+
+@settings(max_examples=150, deadline=None)
+@given(manifests())
+def test_the_command_line_says_what_the_spec_says(cluster):
+    parsed, findings = check_manifest(cluster)
+    assert findings.ok
+    for child, container in engine_containers(SimulatedCluster(cluster).plan()):
+        role = Role(child["metadata"]["labels"]["pdcluster.dev/role"])
+        engine, parallel = resolve_engine(parsed, role), parsed.spec.role(role).parallelism
+        launcher = parse_launcher([expanded(word) for word in container["args"]])
+        assert (launcher.role, launcher.host, launcher.port) == (role.value, "0.0.0.0", 5590)
+        assert launcher.engine.startswith(f"default.{parsed.name}.{role}.")
+        known, rest = vllm_parser().parse_known_args(launcher.vllm)
+        assert known.model == engine.model
+        assert known.served_model_name == parsed.served_name
+        assert (known.host, known.port) == ("0.0.0.0", 8000)
+        assert known.tensor_parallel_size == parallel.tensor
+        assert known.nnodes == parallel.nodes
+        assert known.block_size == engine.block_size
+        assert known.enable_prefix_caching == (engine.prefix_caching is Switch.ENABLED)
+        assert known.kv_cache_dtype == engine.kv_cache_dtype
+        assert known.max_model_len == engine.max_model_len
+        assert known.attention_backend == engine.attention_backend
+        assert known.revision == engine.model_revision
+        assert tuple(rest) == engine.extra_args
+        options = parse_options(known.kv_transfer_config["kv_connector_extra_config"])
+        assert options.lease_seconds == parsed.spec.transfer.lease_seconds
+        assert (options.side_channel_host, options.side_channel_port) == ("10.0.0.9", 5600)
+        assert known.kv_transfer_config["kv_load_failure_policy"] in ("fail", "recompute")
+
+
+@settings(max_examples=50, deadline=None)
+@given(manifests())
+def test_the_launcher_reads_the_same_from_it(cluster):
+    parsed, _ = check_manifest(cluster)
+    for child, container in engine_containers(SimulatedCluster(cluster).plan()):
+        role = child["metadata"]["labels"]["pdcluster.dev/role"]
+        launcher = parse_launcher([expanded(word) for word in container["args"]])
+        command = engine_command(launcher.vllm, engine_id=f"{launcher.engine}/00", role=role)
+        parallel = parsed.spec.role(Role(role)).parallelism
+        assert (command.tensor, command.nodes, command.node_rank) == (
+            parallel.tensor, parallel.nodes, 0,
+        )  # fmt: skip
+        assert (command.side_channel_host, command.side_channel_port) == ("10.0.0.9", 5600)
+        assert command.served_name == parsed.served_name
+        grace = next(t for c, t in pod_templates(SimulatedCluster(cluster).plan()) if c == child)
+        seconds = grace["spec"]["terminationGracePeriodSeconds"]
+        assert seconds > launcher.drain_seconds + launcher.stop_seconds
+        assert launcher.drain_seconds >= parsed.spec.transfer.lease_seconds
+
+
+@settings(max_examples=100, deadline=None)
+@given(manifests())
+def test_replicas_and_router_do_not_restart_engines(cluster):
+    def revisions(manifest):
+        return {
+            child["metadata"]["labels"]["pdcluster.dev/revision"]
+            for child, _ in engine_containers(SimulatedCluster(manifest).plan())
+        }
+
+    before = revisions(cluster)
+    changed = copy.deepcopy(cluster)
+    for role in ("prefill", "decode"):
+        changed["spec"][role]["replicas"] = cluster["spec"][role].get("replicas", 1) + 1
+    changed["spec"]["router"] = {"replicas": 2}
+    changed["spec"]["verification"] = {"canary": {"intervalSeconds": 7}}
+    changed["spec"]["rollout"] = {"progressDeadlineSeconds": 77}
+    assert before <= revisions(changed)
+
+
+def expanded(word: str) -> str:
+    return word.replace("$(POD_IP)", "10.0.0.9").replace("$(PDCLUSTER_NODE_RANK)", "0")
+
+
+def vllm_parser() -> argparse.ArgumentParser:
+    """An independent reading of the flags that the operator writes."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("model")
+    for name in ("--served-model-name", "--host", "--kv-cache-dtype", "--attention-backend",
+                 "--revision", "--distributed-executor-backend", "--master-addr"):  # fmt: skip
+        parser.add_argument(name)
+    for name in ("--port", "--block-size", "--max-model-len", "--node-rank", "--master-port"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--tensor-parallel-size", type=int, required=True)
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--kv-transfer-config", type=json.loads)
+    return parser

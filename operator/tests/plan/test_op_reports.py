@@ -1,0 +1,84 @@
+"""Launchers' documents: read totally, and as the launcher really writes them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_connector.launcher.links import CanaryResult, LinkTable
+from pdcluster_connector.protocol.links import LinkReport as WireLink
+from pdcluster_connector.protocol.links import LinkState as WireState
+from pdcluster_connector.protocol.links import (
+    PeersDocument,
+    RankReport,
+    decode_peers,
+)
+from pdcluster_operator.plan.reports import (
+    LinkState,
+    parse_engine_report,
+    parse_links_report,
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["engine", "links", "prefill", "state", "canary", "bytes", "versions"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=15,
+)
+
+
+@given(JSON)
+def test_any_json_is_read_or_refused(document):
+    parse_engine_report(document)
+    report = parse_links_report(document)
+    assert report is None or all(link.bytes_per_second >= 0 for link in report.links)
+
+
+def test_numbers_and_texts_are_bounded():
+    link = {"prefill": "p" * 9999, "bytes_per_second": float("nan"), "state": "Broken", "canary": 3}
+    (read,) = parse_links_report({"links": [link, {"no": "prefill"}, 7]}).links
+    assert len(read.prefill) == 1024
+    assert read.bytes_per_second == 0.0
+    assert read.state is LinkState.PENDING
+    assert parse_links_report({"links": [{"prefill": "p"}] * 9999}).links.__len__() == 4096
+
+
+@pytest.mark.parametrize("document", [None, [], {}, {"links": {}}, {"engine": 3}])
+def test_what_is_no_report(document):
+    assert parse_engine_report(document) is None
+    assert parse_links_report(document) is None
+
+
+def test_both_ends_of_the_peers_document_and_of_the_link_table():
+    """Operator -> launcher -> operator, through the real types of both halves."""
+    world = SimulatedCluster(manifest())
+    world.step()
+    world.run_pods()
+    world.speak()
+    (assignment,) = world.step().peers
+    document = decode_peers(json.dumps(assignment.body).encode())
+    assert isinstance(document, PeersDocument)
+    table = LinkTable(shards=(1, 1))
+    assert table.set_peers(document)
+    (peer,) = document.peers
+    report = WireLink(peer.engine, peer.engine_id, WireState.ESTABLISHED, bytes_per_second=2e9)
+    assert table.add(RankReport((0, 0), (1, 1), (report,)), 0.0) is None
+    table.set_canary(peer.engine, peer.engine_id, CanaryResult("Passed", 4096))
+    rows = [row.document() for row in table.rows(1.0)]
+    read = parse_links_report({"engine": assignment.decode, "engine_id": "d", "links": rows})
+    world.links[assignment.decode] = read
+    world.route()
+    world.step()
+    assert world.condition("Ready")["status"] == "True"
+    # The same assignment again is no news, another incarnation is.
+    assert not table.set_peers(decode_peers(json.dumps(world.plan().peers[0].body).encode()))

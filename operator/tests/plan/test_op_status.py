@@ -1,0 +1,372 @@
+"""Every reason that a condition can have is provoked here, by what would provoke it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.plan.reports import CanaryReport, EngineReport, LinkState
+
+SEEN: set[str] = set()
+
+
+@pytest.fixture
+def world():
+    return SimulatedCluster(manifest())
+
+
+def is_(world, kind, status, reason, *words):
+    condition = world.condition(kind)
+    assert (condition["status"], condition["reason"]) == (status, reason), condition
+    for word in words:
+        assert word in condition["message"]
+    assert condition["observedGeneration"] == world.cluster["metadata"]["generation"]
+    SEEN.add(reason)
+
+
+def container(world, role, state, last=None):
+    name = world.leaders(role)[0].pod()
+    status = {"name": "engine", "state": state, "lastState": last or {}}
+    world.pods[name]["status"] |= {
+        "containerStatuses": [status],
+        "conditions": [{"type": "Ready", "status": "False"}],
+    }
+
+
+def test_from_nothing_to_ready(world):
+    world.step()
+    is_(world, "Accepted", "True", "PartiallyChecked", "layers")
+    is_(world, "PrefillReady", "False", "PodsMissing", "0 of 1")
+    is_(world, "KVLinksEstablished", "Unknown", "WaitingForEngines")
+    is_(world, "KVPathVerified", "Unknown", "WaitingForEngines")
+    is_(world, "TransportHealthy", "True", "NoThreshold")
+    is_(world, "Available", "False", "RouterUnavailable")
+    is_(world, "Ready", "False", "PodsMissing")
+    is_(world, "Progressing", "True", "PodsMissing")
+    world.make_pods()
+    world.step()
+    is_(world, "PrefillReady", "False", "ContainerCreating")
+    world.run_pods()
+    world.speak()
+    world.step()
+    is_(world, "PrefillReady", "True", "EnginesReady", "1 of 1")
+    is_(world, "DecodeReady", "True", "EnginesReady")
+    world.link(state=LinkState.PENDING)
+    world.step()
+    is_(world, "KVLinksEstablished", "Unknown", "LinksPending")
+    world.link(canary=CanaryReport())
+    world.route()
+    world.step()
+    is_(world, "KVLinksEstablished", "True", "LinksEstablished", "1 of 1")
+    is_(world, "KVPathVerified", "Unknown", "CanaryPending")
+    is_(world, "Available", "False", "NoVerifiedPair")
+    is_(world, "Ready", "Unknown", "CanaryPending")
+    world.link()
+    plan = world.step()
+    is_(world, "KVPathVerified", "True", "CanaryPassed")
+    is_(world, "Available", "True", "Serving")
+    is_(world, "Ready", "True", "Ready")
+    is_(world, "Progressing", "False", "Complete")
+    assert {e.message.split(" is ")[0] for e in plan.events} == {
+        "KVPathVerified", "Available", "Ready", "Progressing",
+    }  # fmt: skip
+    status = world.cluster["status"]
+    assert (status["prefill"], status["decode"], status["links"]) == ("1/1", "1/1", "1/1")
+    assert status["endpoint"] == "http://llama-router.default.svc:8000"
+    assert status["observedGeneration"] == 1
+
+
+def test_an_image_that_cannot_be_pulled(world):
+    world.bring_up()
+    waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "nowhere/x:1"'}
+    container(world, "prefill", {"waiting": waiting})
+    world.step()
+    is_(world, "PrefillReady", "False", "ImageUnavailable", "nowhere/x:1", "llama-prefill")
+    is_(world, "Ready", "False", "ImageUnavailable")
+
+
+def test_a_pod_that_names_a_missing_secret(world):
+    world.bring_up()
+    waiting = {"reason": "CreateContainerConfigError", "message": 'secret "hf" not found'}
+    container(world, "decode", {"waiting": waiting})
+    world.step()
+    is_(world, "DecodeReady", "False", "PodConfigError", 'secret "hf" not found')
+
+
+def test_a_pod_that_fits_on_no_node(world):
+    world.step()
+    world.make_pods()
+    for pod in world.pods.values():
+        message = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+        scheduled = {"type": "PodScheduled", "status": "False", "message": message}
+        pod["status"] = {"phase": "Pending", "conditions": [scheduled]}
+    world.step()
+    is_(world, "PrefillReady", "False", "Unschedulable", "Insufficient nvidia.com/gpu")
+
+
+@pytest.mark.parametrize("back_off", [False, True])
+def test_an_engine_that_dies_shows_its_last_words(world, back_off):
+    world.bring_up()
+    end = {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": "out of memory\n"}}
+    if back_off:
+        container(world, "prefill", {"waiting": {"reason": "CrashLoopBackOff"}}, end)
+    else:
+        container(world, "prefill", end)
+    world.step()
+    is_(world, "PrefillReady", "False", "EngineFailed", "out of memory", "137", "OOMKilled")
+    is_(world, "Ready", "False", "EngineFailed", "out of memory")
+
+
+def test_last_words_are_still_there_while_it_starts_again(world):
+    world.bring_up()
+    end = {"terminated": {"exitCode": 1, "message": "no such model"}}
+    container(world, "prefill", {"running": {}}, end)
+    del world.engines[world.leaders("prefill")[0].logical]
+    world.step()
+    is_(world, "PrefillReady", "False", "Starting", "no such model")
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("Starting", "Starting"),
+        ("LoadingWeights", "LoadingWeights"),
+        ("WarmingUp", "WarmingUp"),
+        ("Draining", "Draining"),
+        ("Failed", "EngineFailed"),
+        ("SomethingNewer", "Starting"),
+    ],
+)
+def test_what_the_launcher_says_while_not_ready(world, state, reason):
+    world.bring_up()
+    logical = world.leaders("decode")[0].logical
+    world.engines[logical] = replace(
+        world.engines[logical], ready=False, state=state, message="because"
+    )
+    world.step()
+    is_(world, "DecodeReady", "False", reason, "because")
+
+
+def test_a_pod_that_is_being_deleted_drains(world):
+    world.bring_up()
+    pod = world.pods[world.leaders("decode")[0].pod()]
+    pod["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    world.step()
+    is_(world, "DecodeReady", "False", "Draining")
+
+
+def test_an_operator_that_reaches_no_pod_says_unknown_and_changes_nothing(world):
+    world.bring_up()
+    world.engines.clear()
+    world.links.clear()
+    plan = world.step()
+    assert plan.steps == ()
+    for kind in ("PrefillReady", "DecodeReady", "KVLinksEstablished", "KVPathVerified",
+                 "Available", "Ready"):  # fmt: skip
+        is_(world, kind, "Unknown", "LauncherUnreachable")
+    engines = world.cluster["status"]["engines"]
+    assert {engine["state"] for engine in engines} == {"Unknown"}
+    assert all(engine["engineId"].endswith("/0123456789abcdef") for engine in engines)
+
+
+def test_a_follower_that_is_not_ready_keeps_its_engine_from_being_ready():
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 2, "nodes": 2}}))
+    world.bring_up()
+    is_(world, "Ready", "True", "Ready")
+    name = world.leaders("prefill")[0].pod(1)
+    world.pods[name]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    world.step()
+    is_(world, "PrefillReady", "False", "Starting", name)
+    del world.pods[name]
+    world.step()
+    is_(world, "PrefillReady", "False", "PodsMissing", "1 of 2")
+
+
+def test_a_failed_link_names_the_pair_and_both_values(world):
+    world.bring_up()
+    message = "block size in tokens differs (prefill 16, decode 32)"
+    world.link(state=LinkState.FAILED, reason="BlockSizeMismatch", message=message)
+    world.step()
+    is_(world, "KVLinksEstablished", "False", "BlockSizeMismatch", message, "llama-prefill")
+    is_(world, "KVPathVerified", "False", "CanaryPending", "link failed")
+    is_(world, "Ready", "False", "BlockSizeMismatch", message)
+    (failed,) = world.cluster["status"]["failedLinks"]
+    assert failed["prefill"].startswith("llama-prefill-")
+    assert failed["decode"].startswith("llama-decode-")
+    assert (failed["reason"], failed["message"]) == ("BlockSizeMismatch", message)
+    since = failed["lastTransitionTime"]
+    world.now += 100
+    world.step()
+    assert world.cluster["status"]["failedLinks"][0]["lastTransitionTime"] == since
+
+
+def test_failed_links_are_bounded():
+    world = SimulatedCluster(manifest(prefill={"replicas": 6}, decode={"replicas": 6}))
+    world.bring_up()
+    world.link(state=LinkState.FAILED, reason="SideChannelUnreachable", message="x" * 5000)
+    world.step()
+    assert len(world.cluster["status"]["failedLinks"]) == 16
+    assert max(len(f["message"]) for f in world.cluster["status"]["failedLinks"]) <= 1024
+    is_(world, "KVLinksEstablished", "False", "SideChannelUnreachable", "36 of 36")
+    assert world.cluster["status"]["links"] == "0/36"
+
+
+def test_prefill_dies_and_comes_back(world):
+    world.bring_up()
+    prefill = world.leaders("prefill")[0].logical
+    container(world, "prefill", {"terminated": {"exitCode": 137}})
+    del world.engines[prefill]
+    world.step()
+    # Decode has not noticed yet: its last word does not make the link good.
+    is_(world, "KVLinksEstablished", "False", "WaitingForEngines")
+    decode = next(iter(world.links))
+    row = world.links[decode].links[0]
+    gone = replace(row, state=LinkState.FAILED, reason="SideChannelUnreachable", message="refused")
+    world.links[decode] = replace(world.links[decode], links=(gone,))
+    world.step()
+    is_(world, "KVLinksEstablished", "False", "SideChannelUnreachable", "refused")
+    world.run_pods()
+    world.engines[prefill] = EngineReport(True, prefill, f"{prefill}/new", state="Ready")
+    # The link is still that of the old incarnation.
+    world.links[decode] = replace(world.links[decode], links=(row,))
+    world.step()
+    is_(world, "KVLinksEstablished", "False", "LinksPending")
+    world.link()
+    world.step()
+    is_(world, "Ready", "True", "Ready")
+
+
+def test_a_canary_that_moves_nothing(world):
+    world.bring_up()
+    failed = CanaryReport(LinkState.FAILED, 0, "decode computed the prompt itself")
+    world.link(canary=failed)
+    world.step()
+    is_(world, "KVLinksEstablished", "True", "LinksEstablished")
+    is_(world, "KVPathVerified", "False", "CanaryFailed", "computed the prompt itself")
+    is_(world, "Available", "False", "NoVerifiedPair")
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [{"minBandwidthMBps": 1000}, {"rdma": {"resource": "rdma/ib"}}],
+)
+def test_a_slow_link_is_probably_tcp(transfer):
+    world = SimulatedCluster(manifest(transfer={"device": "CPU", **transfer}))
+    world.bring_up()
+    is_(world, "TransportHealthy", "True", "BandwidthSufficient")
+    world.link(bytes_per_second=999e6)
+    world.step()
+    is_(world, "TransportHealthy", "False", "ProbableTCPFallback", "1000 MB/s")
+    assert "999" not in world.condition("TransportHealthy")["message"]
+    is_(world, "Ready", "False", "ProbableTCPFallback")
+    world.link(bytes_per_second=0.0)
+    world.step()
+    is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
+
+
+def test_a_router_that_is_gone(world):
+    world.bring_up()
+    world.children["Deployment", next(n for k, n in world.children if k == "Deployment")][
+        "status"
+    ] = {}
+    world.step()
+    is_(world, "KVPathVerified", "True", "CanaryPassed")
+    is_(world, "Available", "False", "RouterUnavailable")
+    is_(world, "Ready", "False", "RouterUnavailable")
+
+
+def test_scaled_to_zero():
+    world = SimulatedCluster(manifest(decode={"replicas": 0}))
+    world.step()
+    is_(world, "DecodeReady", "False", "ScaledToZero")
+    is_(world, "KVLinksEstablished", "Unknown", "NoPairs")
+
+
+def test_a_refused_new_cluster_makes_nothing():
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 3, "nodes": 2}}))
+    plan = world.step()
+    assert plan.steps == ()
+    is_(world, "Accepted", "False", "NodesDivideWorkers", "spec.prefill.parallelism.nodes")
+    is_(world, "PrefillReady", "False", "NotAccepted")
+    is_(world, "Progressing", "False", "NotAccepted")
+    is_(world, "Ready", "False", "NodesDivideWorkers")
+    assert [event.type for event in plan.events] == ["Warning"]
+
+
+def test_replacing_engines(world):
+    world.bring_up()
+    world.edit(engine={"maxModelLen": 256})
+    world.step()
+    is_(world, "Progressing", "True", "Replacing")
+
+
+def test_scaling_down_is_not_ready_until_the_last_pod_is_gone():
+    world = SimulatedCluster(manifest(decode={"replicas": 2}))
+    world.bring_up()
+    world.edit(decode={"replicas": 1})
+    world.step()
+    is_(world, "Ready", "False", "Replacing")
+    world.reap()
+    world.settle()
+    is_(world, "Ready", "True", "Ready")
+
+
+def test_paused(world):
+    world.bring_up()
+    world.edit(engine={"maxModelLen": 256}, rollout={"paused": True})
+    world.step()
+    is_(world, "Ready", "False", "Paused")
+
+
+def test_the_deadline_ends_progress_and_a_newer_engine_starts_it_again():
+    world = SimulatedCluster(manifest(rollout={"progressDeadlineSeconds": 60}))
+    world.step()
+    world.now += 50
+    world.step()
+    is_(world, "Progressing", "True", "PodsMissing")
+    world.now += 20
+    world.step()
+    is_(world, "Progressing", "False", "ProgressDeadlineExceeded", "60 s")
+    world.now += 100
+    world.step()
+    is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
+    for (kind, _), child in world.children.items():
+        if kind == "StatefulSet":
+            child["metadata"]["creationTimestamp"] = "2040-01-01T00:00:00Z"
+    world.step()
+    is_(world, "Progressing", "True", "PodsMissing")
+
+
+def test_transition_times_move_only_with_the_status(world):
+    world.step()
+    first = world.condition("PrefillReady")["lastTransitionTime"]
+    world.now += 60
+    world.make_pods()
+    world.step()
+    assert world.condition("PrefillReady")["reason"] == "ContainerCreating"
+    assert world.condition("PrefillReady")["lastTransitionTime"] == first
+    world.run_pods()
+    world.speak()
+    world.step()
+    assert world.condition("PrefillReady")["lastTransitionTime"] > first
+
+
+def test_accepted_without_reservation_when_every_rule_could_be_decided():
+    from pdcluster_operator.api.findings import Findings
+    from pdcluster_operator.plan.verdicts_engines import accepted
+
+    verdict = accepted(Findings())
+    assert (verdict.status, verdict.reason) == ("True", "Accepted")
+    SEEN.add(verdict.reason)
+
+
+def test_every_reason_was_provoked(request):
+    """Runs last in this file: a reason that nothing provokes is a reason nobody will see."""
+    here = [item for item in request.session.items if item.path == request.path]
+    everything = request.node.parent.collect()
+    if {item.originalname for item in here} != {item.originalname for item in everything}:
+        pytest.skip("only meaningful when the whole file runs")
+    assert {reason.value for reason in StatusReason} - SEEN == set()

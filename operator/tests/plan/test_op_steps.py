@@ -1,0 +1,239 @@
+"""Which steps a plan takes, from nothing to Ready and through changes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, RestartPod
+
+
+def kinds(plan):
+    return [
+        (type(step).__name__, step.manifest["kind"] if isinstance(step, Apply) else step.kind)
+        for step in plan.steps
+        if not isinstance(step, RestartPod)
+    ]
+
+
+def test_a_new_cluster_gets_its_fences_first_and_the_router_last():
+    plan = SimulatedCluster(manifest()).plan()
+    assert [kind for _, kind in kinds(plan)] == [
+        "ServiceAccount", "NetworkPolicy", "NetworkPolicy",
+        "PodDisruptionBudget", "PodDisruptionBudget",
+        "ConfigMap", "Service", "StatefulSet", "Service", "StatefulSet", "Deployment", "Service",
+    ]  # fmt: skip
+    assert all(isinstance(step, Apply) for step in plan.steps)
+    assert all(step.why for step in plan.steps)
+
+
+def test_every_child_is_owned_by_the_cluster():
+    for step in SimulatedCluster(manifest()).plan().steps:
+        (owner,) = step.manifest["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"], owner["kind"]) == ("uid-0", True, "PDCluster")
+
+
+def test_a_ready_cluster_at_rest_needs_nothing():
+    world = SimulatedCluster(manifest(prefill={"replicas": 2}))
+    world.bring_up()
+    assert world.condition("Ready")["status"] == "True"
+    before = copy.deepcopy(world.cluster["status"])
+    world.now += 3600
+    plan = world.plan()
+    assert plan.steps == ()
+    assert plan.status == before
+    assert plan.requeue_after is None
+    assert plan.events == ()
+
+
+def test_an_edited_child_is_put_right():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    (service,) = [
+        c for (k, n), c in world.children.items() if (k, n) == ("Service", "llama-router")
+    ]
+    service["spec"]["ports"][0]["port"] = 81
+    (step,) = world.plan().steps
+    assert isinstance(step, Apply)
+    assert step.manifest["metadata"]["name"] == "llama-router"
+
+
+def test_a_field_that_is_no_longer_wanted_is_removed():
+    template = {"spec": {"priorityClassName": "high"}}
+    world = SimulatedCluster(manifest(router={"podTemplate": template}))
+    world.bring_up()
+    world.edit(router={})
+    (step,) = world.plan().steps
+    assert step.manifest["kind"] == "Deployment"
+    assert "priorityClassName" not in step.manifest["spec"]["template"]["spec"]
+
+
+def test_scaling_up_adds_and_scaling_down_removes_with_preconditions():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    world.edit(decode={"replicas": 2})
+    assert kinds(world.step()) == [
+        ("Apply", "Service"), ("Apply", "StatefulSet"), ("Apply", "Deployment"),
+    ]  # fmt: skip
+    world.run_pods()
+    world.edit(decode={"replicas": 1})
+    plan = world.step()
+    (gone,) = [step for step in plan.steps if isinstance(step, Delete)]
+    assert gone.kind == "StatefulSet"
+    assert gone.name.endswith("-1")
+    assert gone.uid
+    assert gone.resource_version
+    # Its address goes when its last pod is gone.
+    assert world.step().steps == ()
+    world.reap()
+    assert kinds(world.step()) == [("Delete", "Service")]
+
+
+def test_a_change_of_decode_replaces_decode_alone_and_waits_for_the_old_to_go():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    old = {name for kind, name in world.children if kind == "StatefulSet"}
+    prefill = next(name for name in old if "prefill" in name)
+    world.edit(decode={"engine": {"env": [{"name": "OMP_NUM_THREADS", "value": "2"}]}})
+    plan = world.step()
+    assert [k for k in kinds(plan) if k[1] == "StatefulSet"] == [("Delete", "StatefulSet")]
+    assert world.condition("Ready")["status"] == "False"
+    # The old pod is still going: no new engine beside it.
+    assert not [k for k in kinds(world.step()) if k[1] == "StatefulSet"]
+    world.reap()
+    plan = world.step()
+    assert [k for k in kinds(plan) if k[1] == "StatefulSet"] == [("Apply", "StatefulSet")]
+    now = {name for kind, name in world.children if kind == "StatefulSet"}
+    assert prefill in now
+    assert len(now - old) == 1
+
+
+def test_a_change_of_the_block_size_replaces_both_roles_and_the_router():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    old = set(world.children)
+    world.edit(engine={"blockSize": 32})
+    world.step()
+    world.reap()
+    world.settle()
+    assert {key for key in world.children if key[0] in ("StatefulSet", "Deployment")} & old == set()
+
+
+def test_a_new_connector_arrives_and_the_old_goes_last():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    world.connector = ConnectorBundle("d" * 64, b"newer")
+    plan = world.step()
+    assert ("Delete", "ConfigMap") not in kinds(plan)
+    world.reap()
+    world.settle()
+    (name,) = [name for kind, name in world.children if kind == "ConfigMap"]
+    assert name == "llama-connector-dddddddddd"
+
+
+def test_paused_keeps_the_old_engines():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    old = {name for kind, name in world.children if kind == "StatefulSet"}
+    world.edit(engine={"maxModelLen": 512}, rollout={"paused": True})
+    world.settle()
+    assert {name for kind, name in world.children if kind == "StatefulSet"} == old
+    assert world.condition("Ready")["reason"] == "Paused"
+    assert world.condition("Progressing")["reason"] == "Paused"
+
+
+def test_a_refused_spec_touches_nothing_and_says_why():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    children = copy.deepcopy(world.children)
+    world.edit(decode={"engine": {"blockSize": 64}}, prefill={"engine": {"blockSize": 16}})
+    plan = world.step()
+    assert plan.steps == ()
+    assert plan.peers == ()
+    assert world.children == children
+    accepted = world.condition("Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "PrefixCachingHeterogeneousBlocks")
+    assert "64" in accepted["message"]
+    assert world.condition("PrefillReady")["status"] == "True"
+
+
+def test_a_cluster_that_is_being_deleted_is_left_alone():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    world.cluster["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    world.children.clear()
+    assert world.plan().steps == ()
+
+
+def test_objects_of_other_kinds_are_not_deleted():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    metadata = {"name": "extra", "uid": "x", "resourceVersion": "1"}
+    world.children["Secret", "extra"] = {"kind": "Secret", "metadata": metadata}
+    assert world.plan().steps == ()
+
+
+def test_a_pod_of_an_older_template_is_restarted_once_its_set_is_reconciled():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    name = next(name for kind, name in world.children if kind == "StatefulSet")
+    engine = world.children["StatefulSet", name]
+    engine["metadata"]["generation"] = 2
+    engine["status"] = {"observedGeneration": 2, "updateRevision": "new"}
+    pod = world.pods[f"{name}-0"]
+    pod["metadata"]["labels"]["controller-revision-hash"] = "old"
+    (step,) = world.plan().steps
+    assert isinstance(step, RestartPod)
+    assert (step.name, step.uid) == (f"{name}-0", pod["metadata"]["uid"])
+    engine["status"]["observedGeneration"] = 1
+    assert world.plan().steps == ()
+    engine["status"] = {"observedGeneration": 2, "updateRevision": "old"}
+    assert world.plan().steps == ()
+
+
+def test_decode_engines_learn_their_peers_and_a_silent_one_keeps_its_place():
+    world = SimulatedCluster(
+        manifest(
+            prefill={"replicas": 2}, model={"name": "tiny", "source": {"hostPath": {"path": "/m"}}}
+        )
+    )
+    world.step()
+    world.run_pods()
+    assert world.step().peers == ()
+    world.speak()
+    (peer,) = world.step().peers
+    assert peer.launcher_url.startswith("http://10.0.0.")
+    assert peer.body["model"] == "tiny"
+    assert [entry["engine"] for entry in peer.body["peers"]] == [
+        name.logical for name in world.leaders("prefill")
+    ]
+    silent = world.leaders("prefill")[0].logical
+    del world.engines[silent]
+    assert world.plan().peers[0].body == peer.body
+    world.speak()
+    # One that starts for the first time is no peer yet; one that starts again stays one.
+    starting = replace(world.engines[world.leaders("prefill")[1].logical], ready=False)
+    world.engines[starting.engine] = starting
+    assert len(world.plan().peers[0].body["peers"]) == 1
+    world.link()
+    assert len(world.plan().peers[0].body["peers"]) == 2
+    # A new incarnation is news.
+    world.speak()
+    world.engines[silent] = replace(world.engines[silent], engine_id=f"{silent}/ffff")
+    body = world.plan().peers[0].body
+    assert body["generation"] != peer.body["generation"]
+    assert body["peers"][0]["engine_id"] == f"{silent}/ffff"
+
+
+def test_no_router_means_no_router():
+    world = SimulatedCluster(manifest(router={"replicas": 0}))
+    plan = world.step()
+    assert "Deployment" not in [kind for _, kind in kinds(plan)]
+    assert plan.status["endpoint"] == ""
+    world.run_pods()
+    world.speak()
+    world.link()
+    world.settle()
+    assert world.condition("Ready")["status"] == "True"

@@ -1,0 +1,100 @@
+"""Hypothesis strategies for valid PDCluster manifests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from simulated_cluster import manifest
+
+NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,32}[a-z0-9])?", fullmatch=True)
+FREE_ARGS = (
+    ["--seed", "7"], ["--max-num-seqs=16"], ["--enforce-eager"], ["--max_num_batched_tokens", "64"],
+    ["--generation-config", '{"a": "b=c -d"}'], ["--no-enable-chunked-prefill"],
+)  # fmt: skip
+
+
+def optional(**fields: st.SearchStrategy) -> st.SearchStrategy:
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+SOURCES = st.one_of(
+    st.just({"hostPath": {"path": "/models/x"}}),
+    st.just({"persistentVolumeClaim": {"claimName": "weights", "path": "a/b"}}),
+    st.just({"persistentVolumeClaim": {"claimName": "weights"}}),
+    st.just({"huggingFace": {"repo": "org/model", "tokenSecretRef": {"name": "hub"}}}),
+    st.just({"huggingFace": {"repo": "model", "revision": "main"}}),
+)
+ENV = st.lists(
+    st.sampled_from(["A", "B", "OMP_NUM_THREADS"]).map(lambda name: {"name": name, "value": "1"}),
+    max_size=3,
+    unique_by=lambda var: var["name"],
+)
+ARGS = st.lists(st.sampled_from(FREE_ARGS), max_size=3, unique_by=lambda words: words[0]).map(
+    lambda groups: [word for group in groups for word in group]
+)
+TEMPLATES = st.sampled_from(
+    [
+        {},
+        {"spec": {"priorityClassName": "high", "tolerations": [{"operator": "Exists"}]}},
+        {"metadata": {"labels": {"team": "x"}}},
+        {"spec": {"volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}]}},
+    ]
+)
+
+
+@st.composite
+def roles(draw: st.DrawFn) -> dict:
+    nodes = draw(st.integers(1, 3))
+    parallelism = {"tensor": nodes * draw(st.integers(1, 4)), "nodes": nodes}
+    role = draw(
+        optional(
+            replicas=st.integers(0, 3),
+            podTemplate=TEMPLATES,
+            resources=st.just({"requests": {"cpu": 4, "memory": "1024Mi"}}),
+            engine=optional(
+                env=ENV,
+                extraArgs=ARGS,
+                maxModelLen=st.integers(1, 4096),
+                image=st.just("docker.io/other/vllm:1"),
+                prefixCaching=st.sampled_from(["Enabled", "Disabled"]),
+            ),
+        )
+    )
+    return {"parallelism": parallelism, **role}
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> dict:
+    return manifest(
+        draw(NAMES),
+        model={"source": draw(SOURCES), **draw(optional(name=st.just("served/name")))},
+        transfer={
+            "device": draw(st.sampled_from(["CPU", "CUDA"])),
+            **draw(
+                optional(
+                    loadFailurePolicy=st.sampled_from(["Fail", "Recompute"]),
+                    leaseSeconds=st.integers(5, 3600),
+                    rdma=st.just({"resource": "rdma/ib", "perGPU": 2, "networks": ["a"]}),
+                )
+            ),
+        },
+        engine=draw(
+            optional(
+                blockSize=st.sampled_from([1, 16, 32, 128]),
+                prefixCaching=st.sampled_from(["Enabled", "Disabled"]),
+                kvCacheDtype=st.sampled_from(["auto", "float32", "bfloat16"]),
+                attentionBackend=st.just("FLASH_ATTN"),
+                connector=st.sampled_from(["Bundled", "Image"]),
+                extraArgs=ARGS,
+                env=ENV,
+            )
+        ),
+        prefill=draw(roles()),
+        decode=draw(roles()),
+        router=draw(
+            optional(
+                replicas=st.integers(0, 3),
+                policy=st.sampled_from(["RoundRobin", "CacheAware"]),
+                podTemplate=TEMPLATES,
+            )
+        ),
+    )
