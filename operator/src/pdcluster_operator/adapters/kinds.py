@@ -1,0 +1,77 @@
+"""The Kubernetes objects that the operator reads and writes, and where the API server has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster_operator.api.labels import CLUSTER_LABEL, GROUP, PLURAL, VERSION
+from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of object.
+
+    Attributes:
+        group: API group; empty for the core group.
+        selector: label selector of the objects that concern us; empty for all of them.
+        namespaced: whether its objects live in namespaces.
+    """
+
+    group: str
+    version: str
+    plural: str
+    name: str
+    selector: str = CLUSTER_LABEL
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """As a manifest writes it."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None = None, name: str | None = None) -> str:
+        """Return the URL path of one object, or of all of a namespace or of the cluster."""
+        parts = ["", "apis", self.group] if self.group else ["", "api"]
+        parts.append(self.version)
+        if namespace is not None and self.namespaced:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        if name is not None:
+            parts.append(name)
+        return "/".join(parts)
+
+
+PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
+POD = Kind("", "v1", "pods", "Pod")
+SECRET = Kind("", "v1", "secrets", "Secret")
+EVENT = Kind("events.k8s.io", "v1", "events", "Event")
+WEBHOOK_CONFIGURATION = Kind(
+    "admissionregistration.k8s.io",
+    "v1",
+    "validatingwebhookconfigurations",
+    "ValidatingWebhookConfiguration",
+    namespaced=False,
+)
+WATCHED = (
+    PDCLUSTER,
+    Kind("apps", "v1", "statefulsets", "StatefulSet"),
+    Kind("apps", "v1", "deployments", "Deployment"),
+    Kind("", "v1", "services", "Service"),
+    Kind("", "v1", "configmaps", "ConfigMap"),
+    Kind("", "v1", "serviceaccounts", "ServiceAccount"),
+    Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
+    Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
+    POD,
+)
+BY_NAME: Mapping[str, Kind] = {
+    kind.name: kind for kind in (*WATCHED, SECRET, EVENT, WEBHOOK_CONFIGURATION)
+}
+
+
+def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """Return an object as the store keeps it: without bookkeeping, and always with its kind."""
+    metadata = {key: value for key, value in manifest["metadata"].items() if key != "managedFields"}
+    return {**manifest, "apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}

@@ -1,0 +1,170 @@
+"""HTTP to the API server on ``kubernetes.aio``: dicts in, dicts out, every failure typed.
+
+The client's models drop fields that they do not know and write nulls for those that were not
+set, so only its transport and its authentication are used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+from kubernetes.aio import client, config
+
+from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
+
+log = logging.getLogger(__name__)
+
+Seen = Callable[[str, str, int, float], None]
+"""Told of every call: method, resource, status (0: no answer), seconds."""
+
+TIMEOUT = 30.0
+CONNECTIONS = 32
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+NO_ANSWER = 0
+NOT_FOUND, CONFLICT, INVALID, TOO_MANY = 404, 409, 422, 429
+TERMINAL = frozenset({400, 405, 406, 413, 415})
+
+
+class NotConnected(Exception):  # noqa: N818 - says what holds
+    """Neither a ServiceAccount nor a kubeconfig was found; the message says where."""
+
+
+class KubeClient:
+    """A connection to one API server. Use as an async context manager."""
+
+    def __init__(self, configuration: client.Configuration, seen: Seen | None = None) -> None:
+        self._configuration = configuration
+        self._seen = seen
+        self._client: client.ApiClient | None = None
+
+    async def __aenter__(self) -> Self:
+        self._client = client.ApiClient(self._configuration)
+        self._client.user_agent = "pdcluster-operator"
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content: str = "application/json",
+    ) -> dict[str, Any]:
+        """Make one call; returns the answer's document.
+
+        Raises:
+            NotFound, Conflict, Invalid, ApiError: the server refused or did not answer.
+        """
+        if self._client is None:
+            raise ApiError("NotConnected", "the client is not open")
+        started = time.monotonic()
+        status = NO_ANSWER
+        try:
+            request = await self._client.param_serialize(
+                method,
+                path,
+                query_params=list((query or {}).items()),
+                header_params={"Accept": "application/json", "Content-Type": content},
+                auth_settings=["BearerToken"],
+                body=dict(body) if body is not None else None,
+            )
+            answer = await self._client.call_api(*request, _request_timeout=TIMEOUT)
+            status = int(answer.status)
+            text: bytes = await answer.read()
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            said = str(error) or type(error).__name__
+            raise ApiError("ApiServerUnreachable", f"{method} {path}: {said}") from error
+        finally:
+            if self._seen is not None:
+                self._seen(method, path, status, time.monotonic() - started)
+        document = _document(text)
+        if not 200 <= status < 300:
+            raise classified(status, document)
+        return document
+
+
+class NotFound(ApiError):  # noqa: N818 - the API server's own name for it
+    """There is no such object."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("NotFound", message)
+
+
+def classified(status: int, document: Mapping[str, Any]) -> ApiError:
+    """Return the error of an answer: one that may pass, or one that trying again cannot help."""
+    message = str(document.get("message") or f"the API server answers {status}")
+    if status == NOT_FOUND:
+        return NotFound(message)
+    if status == CONFLICT:
+        return Conflict(message)
+    if status == INVALID:
+        return Invalid(message)
+    reason = str(document.get("reason") or f"Http{status}")
+    return ApiError(reason, message, terminal=status in TERMINAL)
+
+
+async def find_configuration(kubeconfig: str | None = None) -> client.Configuration:
+    """Return how to reach the API server: a ServiceAccount's pod first, else a kubeconfig.
+
+    Args:
+        kubeconfig: a file that wins over both.
+
+    Raises:
+        NotConnected: neither is there, or what is there cannot be read.
+    """
+    configuration = client.Configuration()
+    configuration.connection_pool_maxsize = CONNECTIONS
+    configuration.retries = 1  # the work queue tries again, with a delay of its own
+    # A cluster's CA often lacks the extensions that Python's strict mode asks for.
+    configuration.disable_strict_ssl_verification = True
+    try:
+        if kubeconfig is None and (ACCOUNT / "token").exists():
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            await config.load_kube_config(
+                config_file=kubeconfig, client_configuration=configuration
+            )
+    except (config.ConfigException, OSError) as error:
+        raise NotConnected(
+            f"no way to the API server: {error}; run in a pod with a ServiceAccount, or set "
+            "KUBECONFIG"
+        ) from error
+    return configuration
+
+
+def own_namespace() -> str | None:
+    """Return the namespace of the operator's pod; None outside of a cluster."""
+    if named := os.environ.get("POD_NAMESPACE"):
+        return named
+    try:
+        return (ACCOUNT / "namespace").read_text().strip() or None
+    except OSError:
+        return None
+
+
+def _document(text: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return {"message": text[:200].decode(errors="replace").strip()}
+    return document if isinstance(document, dict) else {"message": str(document)[:200]}

@@ -1,0 +1,10 @@
+"""A foreground mini-kubelet: the pods of the in-memory API become processes of this machine.
+
+At most 400 lines of code (a test counts). As in a cluster, the container runtime
+(:mod:`..shim`), the network plugin (:mod:`..addresses`) and the volumes stand beside it.
+
+Three substitutions stand for what a real node does with namespaces: a mount becomes a
+folder, a DNS name becomes its pod's address, and a bind to 0.0.0.0 becomes a bind to the
+pod's own 127.x.y.z. Everything else in a container's arguments and environment is what a
+cluster would give it.
+"""

@@ -1,0 +1,93 @@
+"""Prometheus metrics of the operator and of its webhook."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+LATENCY = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_RESOURCE = re.compile(
+    r"/apis?/(?:[^/]+/)?v[^/]+(?:/namespaces/[^/]+)?/([a-z]+)(?:/[^/]+(/status)?)?$"
+)
+
+
+class Metrics:
+    """All metrics of one process, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.reconciles = Counter(
+            "pdcluster_reconciles",
+            "Reconciles by outcome: done or failed.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.reconcile_seconds = Histogram(
+            "pdcluster_reconcile_seconds",
+            "Seconds that one reconcile took.",
+            buckets=LATENCY,
+            registry=self.registry,
+        )
+        self.queue_depth = Gauge(
+            "pdcluster_queue_depth", "Clusters that wait for a worker.", registry=self.registry
+        )
+        self.clusters = Gauge(
+            "pdcluster_clusters", "PDClusters that are known.", registry=self.registry
+        )
+        self.api_calls = Counter(
+            "pdcluster_api_calls",
+            "Calls to the API server; code 0 is no answer.",
+            ["method", "resource", "code"],
+            registry=self.registry,
+        )
+        self.api_seconds = Histogram(
+            "pdcluster_api_seconds",
+            "Seconds that one call to the API server took.",
+            ["method"],
+            buckets=LATENCY,
+            registry=self.registry,
+        )
+        self.reviews = Counter(
+            "pdcluster_webhook_reviews",
+            "Admission reviews by operation and outcome: allowed or refused.",
+            ["operation", "outcome"],
+            registry=self.registry,
+        )
+        self.refusals = Counter(
+            "pdcluster_webhook_refusals",
+            "Rules for which the webhook refused a manifest.",
+            ["rule"],
+            registry=self.registry,
+        )
+        self.certificate_expiry = Gauge(
+            "pdcluster_webhook_certificate_expiry_seconds",
+            "When the webhook's certificate expires, in seconds since the epoch.",
+            registry=self.registry,
+        )
+
+    def measure(self, depth: Callable[[], int], clusters: Callable[[], int]) -> None:
+        """Read the queue's depth and the number of clusters when somebody asks."""
+        self.queue_depth.set_function(depth)
+        self.clusters.set_function(clusters)
+
+    def reconciled(self, seconds: float, *, failed: bool) -> None:
+        """Count one reconcile."""
+        self.reconciles.labels("failed" if failed else "done").inc()
+        self.reconcile_seconds.observe(seconds)
+
+    def called(self, method: str, path: str, status: int, seconds: float) -> None:
+        """Count one call to the API server; see ``kube_client.Seen``."""
+        self.api_calls.labels(method, resource_of(path), str(status)).inc()
+        self.api_seconds.labels(method).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def resource_of(path: str) -> str:
+    """Return the plural of a URL path, with its subresource: a label with few values."""
+    match = _RESOURCE.fullmatch(path)
+    return f"{match[1]}{match[2] or ''}" if match else "other"

@@ -1,0 +1,126 @@
+"""The operator as a process: everything is wired here, and one end is the end of all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster_operator.adapters import kopf_app
+from pdcluster_operator.adapters.certificate_keeper import CertificateKeeper, WebhookPlace
+from pdcluster_operator.adapters.connector_bundle import BuiltConnector
+from pdcluster_operator.adapters.engines_http import EnginesHttp
+from pdcluster_operator.adapters.events import KubeEvents
+from pdcluster_operator.adapters.kube import KubeApi
+from pdcluster_operator.adapters.kube_client import KubeClient, find_configuration, own_namespace
+from pdcluster_operator.adapters.metrics import Metrics
+from pdcluster_operator.adapters.status_pages import serve_pages
+from pdcluster_operator.adapters.sweep import Sweeper
+from pdcluster_operator.runtime.control_loop import ControlLoop, Place
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorOptions:
+    """The command line of ``pdcluster-operator run``.
+
+    Attributes:
+        namespaces: to watch; none are all.
+        webhook: where the certificate to keep belongs; None keeps none.
+    """
+
+    namespaces: tuple[str, ...] = ()
+    host_path_models: bool = False
+    webhook: WebhookPlace | None = None
+    host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
+    health_port: int = 8081
+    metrics_port: int = 8080
+    sweep_seconds: float = 300.0
+
+
+class _WallClock:
+    def now(self) -> float:
+        return time.time()
+
+
+async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
+    """Run until ``stop``, a signal, or the first part that fails, whose error is raised."""
+    metrics = Metrics()
+    ready: list[Sweeper] = []
+
+    async def alive() -> str | None:
+        return None
+
+    async def readiness() -> str | None:
+        return None if ready and ready[0].done else "objects are not listed yet"
+
+    async with AsyncExitStack() as stack:
+        await serve_pages(
+            stack,
+            host=options.host,
+            health_port=options.health_port,
+            metrics_port=options.metrics_port,
+            checks={"/healthz": alive, "/readyz": readiness},
+            metrics=metrics,
+        )
+        client = KubeClient(await find_configuration(), metrics.called)
+        await stack.enter_async_context(client)
+        connector = await asyncio.to_thread(BuiltConnector)
+        api = KubeApi(client)
+        loop = ControlLoop(
+            api=api,
+            launchers=await stack.enter_async_context(EnginesHttp()),
+            events=KubeEvents(client),
+            connector=connector,
+            clock=_WallClock(),
+            place=Place(own_namespace(), options.host_path_models),
+            worked=lambda seconds, failed: metrics.reconciled(seconds, failed=failed),
+        )
+        api.remember = loop.store.put
+        metrics.measure(lambda: loop.queue.depth, lambda: len(loop.store.keys()))
+        sweeper = Sweeper(api, loop, options.namespaces, options.sweep_seconds)
+        ready.append(sweeper)
+        if not await _unless_stopped(sweeper.first(), stop):
+            return
+        stack.push_async_callback(loop.stop)
+        loop.start()
+        parts: list[Coroutine[Any, Any, None]] = [
+            kopf_app.watch(loop.see, namespaces=options.namespaces, stop=stop),
+            sweeper.run(),
+        ]
+        if options.webhook is not None:
+            keeper = CertificateKeeper(
+                client, options.webhook, expires=metrics.certificate_expiry.set
+            )
+            parts.append(keeper.run())
+        log.info("reconciling %s", ", ".join(options.namespaces) or "every namespace")
+        await until_one_ends(parts)
+
+
+async def until_one_ends(parts: list[Coroutine[Any, Any, None]]) -> None:
+    """Run all parts until the first ends; its error is raised."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
+    """Run ``work``; whether it ended before ``stop``."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    finished = task.done()
+    for one in (task, stopped):
+        one.cancel()
+    await asyncio.gather(task, stopped, return_exceptions=True)
+    return finished

@@ -1,0 +1,133 @@
+"""One prompt through the router, and what the KV cache did for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.tables import short
+
+TIMEOUT_SECONDS = 120.0
+MAX_ANSWER = 16 << 20
+RECEIVED = re.compile(
+    r"^pdcluster_kv_received_bytes_total(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        text: the generated text.
+        tokens: how many tokens that is.
+        kv_path: decode's own account of the request; empty if a router took it out.
+        received: bytes that all decode engines counted meanwhile.
+    """
+
+    text: str
+    tokens: int
+    kv_path: Mapping[str, Any]
+    received: int
+
+    @property
+    def moved(self) -> bool:
+        """Whether KV came from a prefill engine for this request."""
+        if self.kv_path:
+            return self.kv_path.get("outcome") == "transferred" and bool(self.kv_path.get("bytes"))
+        return self.received > 0
+
+
+async def ask(url: str, model: str, prompt: str, max_tokens: int, decode: Iterable[str]) -> Answer:
+    """Send one completion.
+
+    Args:
+        url: base URL of the router.
+        decode: base URLs of the decode engines' APIs, whose metrics are read before and after.
+
+    Raises :class:`UserError` when the request fails.
+    """
+    decode = list(decode)
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        before = await _received(http, decode)
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        document = await _post(http, f"{url}/v1/completions", body)
+        after = await _received(http, decode)
+    choice = (document.get("choices") or [{}])[0]
+    params = document.get("kv_transfer_params") or {}
+    path = params.get("kv_path") if isinstance(params, Mapping) else None
+    return Answer(
+        str(choice.get("text", "")),
+        int((document.get("usage") or {}).get("completion_tokens") or 0),
+        path if isinstance(path, Mapping) else {},
+        int(after - before),
+    )
+
+
+def describe_path(answer: Answer) -> str:
+    """Return what the KV cache did, in one sentence."""
+    path = answer.kv_path
+    if not path:
+        if answer.received:
+            return f"{answer.received:,} bytes were pulled into decode (from its metrics)"
+        return "no bytes were pulled: decode computed the prompt itself"
+    pair = f"{short(_logical(path, 'prefill'))} -> {short(_logical(path, 'decode'))}"
+    if path.get("outcome") != "transferred":
+        reason = path.get("reason") or path.get("outcome")
+        return f"{pair}: nothing was pulled ({reason}); decode computed the prompt itself"
+    size, seconds = int(path.get("bytes") or 0), float(path.get("seconds") or 0)
+    speed = f", {size / seconds / 1e9:.3f} GB/s" if seconds > 0 else ""
+    return (
+        f"{pair}: {path.get('blocks')} blocks ({path.get('tokens')} tokens), {size:,} bytes "
+        f"in {seconds * 1e3:.1f} ms{speed}"
+    )
+
+
+def _logical(path: Mapping[str, Any], role: str) -> str:
+    return str(path.get(role) or "?").partition("/")[0]
+
+
+async def _post(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        async with http.post(url, json=body) as answer:
+            text = (await answer.content.read(MAX_ANSWER)).decode(errors="replace")
+            while chunk := await answer.content.read(MAX_ANSWER):
+                text += chunk.decode(errors="replace")
+                if len(text) > MAX_ANSWER:
+                    raise UserError(
+                        f"{url} answers with more than {MAX_ANSWER >> 20} MiB", Exit.REQUEST_FAILED
+                    )
+            if answer.status != 200:
+                raise UserError(
+                    f"{url} answers {answer.status}: {text.strip()[:500]}", Exit.REQUEST_FAILED
+                )
+            document = json.loads(text)
+    except TimeoutError as error:
+        raise UserError(
+            f"{url} did not answer within {TIMEOUT_SECONDS:.0f} s: see the engines' logs",
+            Exit.REQUEST_FAILED,
+        ) from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise UserError(f"{url}: {error}", Exit.REQUEST_FAILED) from error
+    if not isinstance(document, dict):
+        raise UserError(f"{url} answers with no JSON object", Exit.REQUEST_FAILED)
+    return document
+
+
+async def _received(http: aiohttp.ClientSession, urls: Iterable[str]) -> float:
+    """Bytes that decode engines have received so far; one that is silent counts as none."""
+    total = 0.0
+    for url in urls:
+        try:
+            async with http.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                total += sum(float(value) for value in RECEIVED.findall(await answer.text()))
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            continue
+    return total

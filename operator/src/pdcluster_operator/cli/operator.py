@@ -1,0 +1,161 @@
+"""``pdcluster-operator run`` and ``pdcluster-operator webhook``: the processes of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdcluster_operator.cli.exits import Exit
+
+log = logging.getLogger(__name__)
+
+SOMETHING_FAILED = 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line of ``pdcluster-operator``."""
+    root = argparse.ArgumentParser(
+        "pdcluster-operator", description="The operator of PDClusters, and its admission webhook."
+    )
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="reconcile PDClusters")
+    run.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="watch this namespace, and others that are named so (default: all)",
+    )
+    run.add_argument(
+        "--webhook-configuration",
+        metavar="NAME",
+        help="keep the webhook's certificate, and its CA in this ValidatingWebhookConfiguration",
+    )
+    run.add_argument(
+        "--webhook-service", type=_pair, metavar="NAMESPACE/NAME", help="what the CA vouches for"
+    )
+    run.add_argument(
+        "--webhook-secret", type=_pair, metavar="NAMESPACE/NAME", help="where the certificate lies"
+    )
+    run.add_argument(
+        "--sweep-seconds",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how often everything is listed again (default 300)",
+    )
+    webhook = commands.add_parser("webhook", help="answer admission reviews")
+    webhook.add_argument(
+        "--certificate-folder",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="holds tls.crt and tls.key; read again when they change",
+    )
+    webhook.add_argument("--port", type=int, default=9443, help="of the reviews (default 9443)")
+    for command in (run, webhook):
+        command.add_argument(
+            "--allow-host-path-models",
+            action="store_true",
+            help="admit folders of the nodes: whoever writes a PDCluster can read them",
+        )
+        command.add_argument("--health-port", type=int, default=8081, help="default 8081")
+        command.add_argument("--metrics-port", type=int, default=8080, help="default 8080")
+        command.add_argument(
+            "--host",
+            default="0.0.0.0",  # noqa: S104 - a pod's own network
+            help="address to listen on (default: all)",
+        )
+        command.add_argument(
+            "--log-level", choices=("debug", "info", "warning", "error"), default="info"
+        )
+        command.add_argument("--log-format", choices=("json", "plain"), default="plain")
+    return root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until a signal; returns the exit code."""
+    root = parser()
+    options = root.parse_args(arguments)
+    parts = ("webhook_configuration", "webhook_service", "webhook_secret")
+    given = [getattr(options, part, None) is not None for part in parts]
+    if any(given) and not all(given):
+        root.error("--webhook-configuration, --webhook-service and --webhook-secret go together")
+
+    from pdcluster_operator.adapters.logs import set_up_logs
+
+    set_up_logs(options.log_level, options.log_format)
+    work = _operator(options) if options.command == "run" else _webhook(options)
+    try:
+        asyncio.run(_until_signal(work))
+    except KeyboardInterrupt:
+        return int(Exit.INTERRUPTED)
+    except Exception as error:
+        # Whatever it was, Kubernetes starts the process again; nothing is lost by that.
+        log.error("stopped: %s", error, exc_info=options.log_level == "debug")
+        return SOMETHING_FAILED
+    return int(Exit.DONE)
+
+
+Work = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+
+
+def _operator(options: argparse.Namespace) -> Work:
+    from pdcluster_operator.adapters.certificate_keeper import WebhookPlace
+    from pdcluster_operator.adapters.operator_process import OperatorOptions, run_operator
+
+    place = None
+    if options.webhook_configuration is not None:
+        place = WebhookPlace(
+            options.webhook_configuration, options.webhook_service, options.webhook_secret
+        )
+    chosen = OperatorOptions(
+        namespaces=tuple(options.namespace),
+        host_path_models=options.allow_host_path_models,
+        webhook=place,
+        host=options.host,
+        health_port=options.health_port,
+        metrics_port=options.metrics_port,
+        sweep_seconds=options.sweep_seconds,
+    )
+    return lambda stop: run_operator(chosen, stop)
+
+
+def _webhook(options: argparse.Namespace) -> Work:
+    from pdcluster_operator.adapters.webhook_process import WebhookOptions, run_webhook
+
+    chosen = WebhookOptions(
+        folder=options.certificate_folder,
+        host_path_models=options.allow_host_path_models,
+        host=options.host,
+        port=options.port,
+        health_port=options.health_port,
+        metrics_port=options.metrics_port,
+    )
+    return lambda stop: run_webhook(chosen, stop)
+
+
+async def _until_signal(work: Work) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Until kopf runs; it has handlers of its own then, which end it the same way.
+        loop.add_signal_handler(number, stop.set)
+    await work(stop)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    namespace, separator, name = text.partition("/")
+    if not separator or not namespace or not name or "/" in name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAMESPACE/NAME")
+    return namespace, name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""What a person wants to see of a running cluster, gathered from API, launchers and logs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdcluster_operator.adapters.local.cluster import LocalCluster
+from pdcluster_operator.adapters.local.controllers import is_ready
+from pdcluster_operator.api.labels import CLUSTER_LABEL, engine_of
+from pdcluster_operator.plan.reports import EngineReport, LinkReport
+from pdcluster_operator.runtime.queue import Key
+
+TAIL_BYTES = 4096
+LONGEST_LINE = 160
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+@dataclass(frozen=True, slots=True)
+class PodLine:
+    """One pod: what it is, where, and what it is doing.
+
+    Attributes:
+        state: one CamelCase word.
+        doing: a sentence: the launcher's message, or why the pod waits.
+        tail: the last line of its log.
+        restarts: how often its container was started again.
+    """
+
+    name: str
+    role: str
+    address: str
+    state: str
+    doing: str
+    tail: str
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition of the cluster."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A cluster at one moment. ``links`` are (decode engine, link) pairs."""
+
+    pods: tuple[PodLine, ...]
+    conditions: tuple[Condition, ...]
+    links: tuple[tuple[str, LinkReport], ...]
+
+    @property
+    def ready(self) -> bool:
+        """Whether the Ready condition is True."""
+        return any(c.type == "Ready" and c.status == "True" for c in self.conditions)
+
+    @property
+    def missing(self) -> tuple[Condition, ...]:
+        """Conditions that do not hold, Ready aside: what the cluster waits for."""
+        return tuple(c for c in self.conditions if c.status != "True" and c.type != "Ready")
+
+
+def take_snapshot(local: LocalCluster, key: Key) -> Snapshot:
+    """Read everything; cheap enough for twice a second."""
+    status = local.cluster(key).get("status") or {}
+    conditions = tuple(
+        Condition(c["type"], c["status"], c["reason"], c.get("message", ""))
+        for c in status.get("conditions") or ()
+    )
+    reports, logs = local.loop.monitor.engines(key), local.kubelet.logs()
+    pods = tuple(
+        _pod_line(pod, reports, logs)
+        for pod in local.api.list("Pod", key.namespace)
+        if (pod["metadata"].get("labels") or {}).get(CLUSTER_LABEL) == key.name
+    )
+    links = tuple(
+        (decode, link)
+        for decode, report in sorted(local.loop.monitor.links(key).items())
+        for link in report.links
+    )
+    return Snapshot(pods, conditions, links)
+
+
+def _pod_line(
+    pod: Mapping[str, Any], reports: Mapping[str, EngineReport], logs: Mapping[str, Path]
+) -> PodLine:
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    engine = engine_of(pod)
+    role = (
+        engine.role.value
+        if engine
+        else str(metadata["labels"].get("app.kubernetes.io/component", ""))
+    )
+    container = (status.get("containerStatuses") or [{}])[0]
+    state, doing = _state(pod, container, reports.get(engine.logical) if engine else None)
+    name = metadata["name"]
+    return PodLine(
+        name,
+        role,
+        status.get("podIP", ""),
+        state,
+        doing,
+        last_line(logs[name]) if name in logs else "",
+        container.get("restartCount", 0),
+    )
+
+
+def _state(
+    pod: Mapping[str, Any], container: Mapping[str, Any], report: EngineReport | None
+) -> tuple[str, str]:
+    if "deletionTimestamp" in pod["metadata"]:
+        return "Terminating", ""
+    waiting = container.get("state", {}).get("waiting")
+    if waiting is not None:
+        ended = container.get("lastState", {}).get("terminated", {})
+        words = f"{ended.get('message') or 'no last words'} (exit code {ended.get('exitCode')})"
+        if waiting["reason"] == "CrashLoopBackOff":
+            return "Died", f"{words}; {waiting['message']}"
+        return waiting["reason"], waiting.get("message", "")
+    for condition in pod.get("status", {}).get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return condition["reason"], condition["message"]
+    if report is not None:
+        return ("Ready" if report.ready else report.state), report.message
+    return ("Ready", "") if is_ready(pod) else ("Starting", "")
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that says something, shortened."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    spoken = [text for line in lines if (text := _ESCAPE.sub("", line).strip())]
+    return "".join(c for c in spoken[-1] if c.isprintable())[:LONGEST_LINE] if spoken else ""

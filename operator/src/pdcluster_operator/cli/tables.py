@@ -1,0 +1,104 @@
+"""Tables of pods, links and conditions, for a terminal and for a pipe alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
+
+from pdcluster_operator.cli.snapshot import Condition, PodLine, Snapshot
+from pdcluster_operator.plan.reports import LinkReport
+
+STYLES = {
+    "True": "green",
+    "False": "red",
+    "Unknown": "yellow",
+    "Ready": "green",
+    "Died": "red",
+    "Established": "green",
+    "Passed": "green",
+    "Failed": "red",
+    "Pending": "yellow",
+}
+
+
+def pods_table(pods: Iterable[PodLine]) -> Table:
+    """Return what every pod is doing."""
+    table = _table("POD", "ROLE", "ADDRESS", "STATE", "DOING")
+    for pod in pods:
+        doing = pod.doing or pod.tail
+        again = f" (start {pod.restarts + 1})" if pod.restarts else ""
+        table.add_row(
+            pod.name,
+            pod.role,
+            pod.address,
+            _styled(pod.state + again, pod.state),
+            Text(doing, overflow="ellipsis", no_wrap=True),
+        )
+    return table
+
+
+def links_table(links: Iterable[tuple[str, LinkReport]]) -> Table:
+    """Every pair of engines: whether KV can move, how fast, and whether it was seen to."""
+    table = _table("PREFILL", "DECODE", "STATE", "SHARDS", "GB/s", "CANARY", "REASON")
+    for decode, link in links:
+        canary = link.canary.state.value
+        reason = " ".join(filter(None, (link.reason, link.message))) or link.canary.message
+        speed = f"{link.bytes_per_second / 1e9:.2f}" if link.bytes_per_second else ""
+        table.add_row(
+            short(link.prefill),
+            short(decode),
+            _styled(link.state.value, link.state),
+            link.shards,
+            speed,
+            _styled(canary, canary),
+            reason,
+        )
+    return table
+
+
+def conditions_table(conditions: Iterable[Condition]) -> Table:
+    """Return the cluster's conditions, as ``kubectl describe`` shows them."""
+    table = _table("CONDITION", "STATUS", "REASON", "MESSAGE")
+    for condition in conditions:
+        table.add_row(
+            condition.type,
+            _styled(condition.status, condition.status),
+            condition.reason,
+            condition.message,
+        )
+    return table
+
+
+def waiting_for(snapshot: Snapshot) -> str:
+    """Return what the cluster waits for, in one line: the conditions that do not hold."""
+    # Later conditions only repeat what the earlier ones wait for.
+    parts = [
+        f"{c.type}={c.status} {c.reason}{': ' if c.message else ''}{c.message}"
+        for c in snapshot.missing
+        if c.type not in {"Progressing", "Available"} and c.reason != "WaitingForEngines"
+    ]
+    return "; ".join(parts) or next(
+        (f"{c.type}={c.status} {c.reason}: {c.message}" for c in snapshot.missing),
+        "the operator's first status",
+    )
+
+
+def short(engine: str) -> str:
+    """``prefill/0`` for a logical id ``namespace.cluster.prefill.revision.0``."""
+    parts = engine.split(".")
+    return f"{parts[2]}/{parts[4]}" if len(parts) == 5 else engine
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(
+            column, overflow="fold", no_wrap=column not in ("MESSAGE", "REASON", "DOING")
+        )
+    return table
+
+
+def _styled(text: str, key: str) -> Text:
+    return Text(text, style=STYLES.get(key, ""))

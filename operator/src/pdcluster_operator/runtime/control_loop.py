@@ -1,0 +1,112 @@
+"""The operator's moving parts, wired once for both adapters.
+
+An adapter feeds :meth:`ControlLoop.see` with watch events and :meth:`ControlLoop.sweep` with
+lists, and gives it the ports; everything between is the same in a cluster and on a desk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pdcluster_operator.runtime.link_monitor import LinkMonitor
+from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink, Launchers
+from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
+from pdcluster_operator.runtime.reconcile import Reconciler
+from pdcluster_operator.runtime.store import Manifest, Store
+
+RESYNC_SECONDS = 300.0
+
+
+Worked = Callable[[float, bool], None]
+"""Told of every reconcile: seconds that it took, and whether it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the operator runs, and what it was allowed there.
+
+    Attributes:
+        namespace: of the operator's pod; None where that is not known.
+        host_path_models: whether a PDCluster may mount folders of the nodes.
+    """
+
+    namespace: str | None = None
+    host_path_models: bool = True
+
+
+class ControlLoop:
+    """Store, queue, reconcile and link monitor of one operator process."""
+
+    def __init__(
+        self,
+        *,
+        api: Api,
+        launchers: Launchers,
+        events: EventSink,
+        connector: ConnectorSource,
+        clock: Clock,
+        poll_seconds: float = 1.0,
+        backoff: Backoff | None = None,
+        place: Place | None = None,
+        worked: Worked | None = None,
+    ) -> None:
+        place = place or Place()
+        self._worked = worked
+        self.store = Store()
+        self.queue = KeyedQueue(self._work, backoff=backoff)
+        self.monitor = LinkMonitor(launchers, self.queue.add, period=poll_seconds)
+        self._reconciler = Reconciler(
+            store=self.store,
+            api=api,
+            monitor=self.monitor,
+            events=events,
+            connector=connector,
+            clock=clock,
+            operator_namespace=place.namespace,
+            host_path_models=place.host_path_models,
+        )
+        self._resync: asyncio.Task[None] | None = None
+
+    def see(self, event: str, manifest: Manifest) -> None:
+        """One watch event: ADDED, MODIFIED or DELETED."""
+        key = self.store.drop(manifest) if event == "DELETED" else self.store.put(manifest)
+        if key is not None:
+            self.queue.add(key)
+
+    def sweep(self, kind: str, manifests: Iterable[Manifest]) -> None:
+        """One LIST of all objects of a kind that concern us."""
+        for key in self.store.replace(kind, manifests):
+            self.queue.add(key)
+
+    def start(self) -> None:
+        """Start working on the running loop."""
+        self.queue.start()
+        self._resync = asyncio.create_task(self._resync_forever(), name="resync")
+
+    async def stop(self) -> None:
+        """End the work in hand and all polling."""
+        if self._resync is not None:
+            self._resync.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._resync
+        await self.queue.stop()
+        await self.monitor.stop()
+
+    async def _work(self, key: Key) -> float | None:
+        started, failed = time.monotonic(), True
+        try:
+            again_after = await self._reconciler.reconcile(key)
+            failed = False
+        finally:
+            if self._worked is not None:
+                self._worked(time.monotonic() - started, failed)
+        return again_after
+
+    async def _resync_forever(self) -> None:
+        while True:
+            await asyncio.sleep(RESYNC_SECONDS)
+            self.queue.resync(self.store.keys(), within=RESYNC_SECONDS / 10)

@@ -1,0 +1,35 @@
+"""What can go wrong between the operator and an API server, in the two kinds that matter."""
+
+from __future__ import annotations
+
+
+class ApiError(Exception):
+    """A refused or failed API call.
+
+    Attributes:
+        reason: CamelCase, as it stands in a condition.
+        terminal: trying the same call again cannot help.
+    """
+
+    def __init__(self, reason: str, message: str, *, terminal: bool = False) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.terminal = terminal
+
+
+class Conflict(ApiError):  # noqa: N818 - the API server's own name for it
+    """The object changed since it was read: a UID or resourceVersion precondition failed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("Conflict", message)
+
+
+class Invalid(ApiError):  # noqa: N818 - the API server's own name for it
+    """The object can never be accepted as it is."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("Invalid", message, terminal=True)
+
+
+class LauncherError(Exception):
+    """A launcher did not answer, or not with what was asked for."""

@@ -1,0 +1,76 @@
+"""What the reconcile loop needs from the world; two adapters answer it.
+
+``adapters.local`` answers from memory and from processes of this machine; the cluster's
+adapter answers with kopf's watches and server-side apply. The loop is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from pdcluster_operator.plan.model import ConnectorBundle, Delete, Event, RestartPod
+from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_operator.runtime.queue import Key
+
+Manifest = Mapping[str, Any]
+
+
+class Api(Protocol):
+    """Writes, and the two reads that must be live. Failures are :class:`ApiError`."""
+
+    async def read_uid(self, key: Key) -> str | None:
+        """Return the cluster's UID as the server has it now; None when it is gone."""
+        ...
+
+    async def apply(self, manifest: Manifest) -> None:
+        """Server-side apply with our field manager."""
+        ...
+
+    async def delete(self, step: Delete | RestartPod) -> None:
+        """Delete with UID and resourceVersion preconditions; an absent object is no error."""
+        ...
+
+    async def write_status(self, key: Key, uid: str, status: Manifest) -> None:
+        """Replace the cluster's status, if it is still the object with this UID."""
+        ...
+
+
+class Launchers(Protocol):
+    """The launchers' HTTP. Every call ends within its adapter's short timeout."""
+
+    async def ready(self, url: str) -> EngineReport:
+        """``GET /readyz``, answered with 200 or 503. Raises :class:`LauncherError`."""
+        ...
+
+    async def links(self, url: str) -> LinksReport:
+        """``GET /v1/links`` of a decode engine. Raises :class:`LauncherError`."""
+        ...
+
+    async def put_peers(self, url: str, body: Manifest) -> None:
+        """``PUT /v1/peers`` of a decode engine. Raises :class:`LauncherError`."""
+        ...
+
+
+class EventSink(Protocol):
+    """Kubernetes events, or lines in a terminal."""
+
+    async def publish(self, cluster: Manifest, events: Iterable[Event]) -> None:
+        """Publish; losing one is no failure."""
+        ...
+
+
+class ConnectorSource(Protocol):
+    """The connector that is mounted into engine pods."""
+
+    def bundle(self) -> ConnectorBundle:
+        """Return the same bundle for as long as the operator runs."""
+        ...
+
+
+class Clock(Protocol):
+    """Wall time, for conditions."""
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        ...

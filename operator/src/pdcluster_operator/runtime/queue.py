@@ -1,0 +1,171 @@
+"""A keyed work queue: level-triggered, with one worker a key.
+
+Events say only *which* object may have changed; the reconcile reads what is true now. So
+the queue keeps keys, not events: adding a queued key changes nothing, and adding one that
+is being worked on makes it run once more afterwards. A failed key comes back after an
+exponential delay of its own; other keys don't wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+
+class Key(NamedTuple):
+    """A PDCluster, by name."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+Handler = Callable[[Key], Awaitable["float | None"]]
+"""Works on one key; returns seconds until it wants to run again, or None. Raising retries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Delay after the n-th failure in a row: ``first * 2**(n-1)``, at most ``last``, jittered."""
+
+    first: float = 1.0
+    last: float = 300.0
+    jitter: float = 0.2
+
+    def delay(self, failures: int, uniform: Callable[[float, float], float]) -> float:
+        """Seconds to wait after ``failures`` (at least 1) failures in a row."""
+        exponent = min(failures - 1, 30)
+        return min(self.first * 2.0**exponent, self.last) * uniform(
+            1 - self.jitter, 1 + self.jitter
+        )
+
+
+class KeyedQueue:
+    """Runs a handler over keys. Every method must be called on the event loop's thread."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        workers: int = 4,
+        backoff: Backoff | None = None,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._handler = handler
+        self._workers = workers
+        self._backoff = backoff or Backoff()
+        self._uniform = uniform
+        self._ready: OrderedDict[Key, None] = OrderedDict()
+        self._running: set[Key] = set()
+        self._again: set[Key] = set()
+        self._timers: dict[Key, asyncio.TimerHandle] = {}
+        self._failures: dict[Key, int] = {}
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def add(self, key: Key) -> None:
+        """Wants ``key`` worked on as soon as a worker is free."""
+        if self._stopping:
+            return
+        if key in self._running:
+            self._again.add(key)
+            return
+        self._ready[key] = None
+        self._wake.set()
+
+    def add_after(self, key: Key, seconds: float) -> None:
+        """Wants ``key`` worked on in ``seconds``; an earlier wish for the key stays."""
+        if self._stopping:
+            return
+        loop = asyncio.get_running_loop()
+        held = self._timers.get(key)
+        if held is not None:
+            if held.when() <= loop.time() + seconds:
+                return
+            held.cancel()
+        self._timers[key] = loop.call_later(max(seconds, 0.0), self._due, key)
+
+    def resync(self, keys: Iterable[Key], *, within: float) -> None:
+        """Add every key at a random moment of the next ``within`` seconds."""
+        for key in keys:
+            self.add_after(key, self._uniform(0.0, within))
+
+    def forget(self, key: Key) -> None:
+        """Drop timers and failure counts of a key whose object is gone."""
+        self._failures.pop(key, None)
+        self._again.discard(key)
+        if (timer := self._timers.pop(key, None)) is not None:
+            timer.cancel()
+
+    def failures(self, key: Key) -> int:
+        """Failures in a row of this key."""
+        return self._failures.get(key, 0)
+
+    @property
+    def depth(self) -> int:
+        """Keys that wait for a worker."""
+        return len(self._ready)
+
+    def start(self) -> None:
+        """Start the workers on the running loop."""
+        self._tasks = [
+            asyncio.create_task(self._work(), name=f"reconcile-{index}")
+            for index in range(self._workers)
+        ]
+
+    async def stop(self, *, grace: float = 5.0) -> None:
+        """Take no more keys, lets running handlers end within ``grace`` seconds, then cancels."""
+        self._stopping = True
+        self._ready.clear()
+        self._again.clear()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._wake.set()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=grace)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _due(self, key: Key) -> None:
+        self._timers.pop(key, None)
+        self.add(key)
+
+    async def _next(self) -> Key | None:
+        while not self._stopping:
+            if self._ready:
+                key, _ = self._ready.popitem(last=False)
+                self._running.add(key)
+                return key
+            self._wake.clear()
+            await self._wake.wait()
+        return None
+
+    async def _work(self) -> None:
+        while (key := await self._next()) is not None:
+            try:
+                again_after = await self._handler(key)
+            except Exception as error:  # noqa: BLE001 - any failure of one key is retried alone
+                self._failures[key] = self._failures.get(key, 0) + 1
+                again_after = self._backoff.delay(self._failures[key], self._uniform)
+                log.warning("%s: %s; trying again in %.1f s", key, error, again_after)
+            else:
+                self._failures.pop(key, None)
+            finally:
+                self._running.discard(key)
+            if key in self._again:
+                self._again.discard(key)
+                self.add(key)
+            elif again_after is not None:
+                self.add_after(key, again_after)

@@ -1,0 +1,87 @@
+"""Real processes of ours against a real API server; nothing is simulated but nodes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from operator_runs import Operator
+from real_api import RealApi, running_api
+
+CRD = Path(__file__).parents[3] / "crds" / "pdcluster.dev_pdclusters.yaml"
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+READ = ["get", "list", "watch"]
+APPLY = [*READ, "create", "patch", "delete"]
+# The rights that the chart gives, and not one more.
+WATCHED_RULES = [
+    {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters"], "verbs": READ},
+    {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/status"], "verbs": ["patch"]},
+    {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/finalizers"], "verbs": ["update"]},
+    {"apiGroups": ["apps"], "resources": ["statefulsets", "deployments"], "verbs": APPLY},
+    {
+        "apiGroups": [""],
+        "resources": ["services", "configmaps", "serviceaccounts"],
+        "verbs": APPLY,
+    },
+    {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": APPLY},
+    {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": APPLY},
+    {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "delete"]},
+    {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
+]
+CERTIFICATE_RULES = [
+    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "patch"]},
+    {
+        "apiGroups": ["admissionregistration.k8s.io"],
+        "resources": ["validatingwebhookconfigurations"],
+        "verbs": ["get", "patch"],
+    },
+]
+SUBJECT = [{"kind": "User", "name": "operator", "apiGroup": "rbac.authorization.k8s.io"}]
+numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def real() -> Iterator[RealApi]:
+    """A control plane with our CRD, whose user `operator` has no rights yet."""
+    with running_api() as api:
+        status, answer = api.call("POST", CRDS, yaml.safe_load(CRD.read_text()))
+        assert status == 201, answer
+        deadline = time.monotonic() + 30
+        while api.call("GET", "/apis/pdcluster.dev/v1alpha1/pdclusters")[0] != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield api
+
+
+@pytest.fixture
+def namespace(real: RealApi) -> str:
+    """A namespace in which the user `operator` has the rights of the chart's namespaced mode."""
+    name = f"test-{next(numbers)}"
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+    assert real.call("POST", "/api/v1/namespaces", body)[0] == 201
+    allow(real, name, [*WATCHED_RULES, CERTIFICATE_RULES[0]])
+    return name
+
+
+def allow(real: RealApi, namespace: str, rules: list[dict]) -> None:
+    """Bind a Role with these rules to the user `operator`."""
+    path = f"{RBAC}/namespaces/{namespace}"
+    kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": "operator"}}
+    status, answer = real.call("POST", f"{path}/roles", {**kind, "kind": "Role", "rules": rules})
+    assert status == 201, answer
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"}
+    binding = {**kind, "kind": "RoleBinding", "roleRef": role, "subjects": SUBJECT}
+    assert real.call("POST", f"{path}/rolebindings", binding)[0] == 201
+
+
+@pytest.fixture
+def operator(real: RealApi, namespace: str) -> Iterator[Operator]:
+    """The operator's process over one namespace; not started yet."""
+    process = Operator(real, "run", f"--namespace={namespace}", "--allow-host-path-models")
+    yield process
+    process.stop()

@@ -1,0 +1,232 @@
+"""etcd and kube-apiserver on free loopback ports: the real thing, without nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster import binaries
+from cluster.certificates import make_certificates
+from cluster.places import Places
+
+TOKEN = "the-token-of-the-tests"
+CONTROLLERS = "garbagecollector,statefulset,deployment,replicaset,disruption,namespace"
+AUDIT = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [
+        {"level": "None", "verbs": ["get", "list", "watch"]},
+        {"level": "Request", "users": ["operator"]},
+        {"level": "None"},
+    ],
+}
+
+
+class RealApi:
+    """A control plane without nodes: StatefulSets get pods, and pods stay Pending."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._programs = _programs()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._etcd, self._peer, self._port = free_ports(3)
+        self.url = f"https://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        keys = self.folder / "keys"
+        make_certificates(keys)
+        (keys / "tokens.csv").write_text(
+            f'{TOKEN},admin,admin,"system:masters"\noperator-token,operator,operator,""\n'
+        )
+        (self.folder / "audit.json").write_text(json.dumps(AUDIT))
+        self._run(
+            "etcd",
+            f"--data-dir={self.folder / 'etcd'}",
+            f"--listen-client-urls=http://127.0.0.1:{self._etcd}",
+            f"--advertise-client-urls=http://127.0.0.1:{self._etcd}",
+            f"--listen-peer-urls=http://127.0.0.1:{self._peer}",
+            f"--initial-advertise-peer-urls=http://127.0.0.1:{self._peer}",
+            f"--initial-cluster=default=http://127.0.0.1:{self._peer}",
+            "--unsafe-no-fsync",
+            "--log-level=error",
+        )
+        self.start_api_server()
+        self.kubeconfig("admin", TOKEN)
+        self.kubeconfig("operator", "operator-token")
+        self._run(
+            "kube-controller-manager",
+            f"--kubeconfig={self.folder / 'admin.kubeconfig'}",
+            f"--controllers={CONTROLLERS}",
+            f"--service-account-private-key-file={keys / 'service-account.key'}",
+            "--leader-elect=false",
+            "--secure-port=0",
+            "--kube-api-qps=500",
+            "--kube-api-burst=1000",
+        )
+
+    def start_api_server(self) -> None:
+        keys = self.folder / "keys"
+        self._api = self._run(
+            "kube-apiserver",
+            f"--etcd-servers=http://127.0.0.1:{self._etcd}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={self._port}",
+            f"--tls-cert-file={keys / 'apiserver.crt'}",
+            f"--tls-private-key-file={keys / 'apiserver.key'}",
+            f"--client-ca-file={keys / 'ca.crt'}",
+            f"--token-auth-file={keys / 'tokens.csv'}",
+            "--authorization-mode=RBAC",
+            "--disable-admission-plugins=ServiceAccount",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={keys / 'service-account.pub'}",
+            f"--service-account-signing-key-file={keys / 'service-account.key'}",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            "--allow-privileged=true",
+            f"--audit-policy-file={self.folder / 'audit.json'}",
+            f"--audit-log-path={self.folder / 'audit.log'}",
+            "--shutdown-delay-duration=0s",
+        )
+        deadline = time.monotonic() + 60
+        while not self.ready():
+            assert self._api.poll() is None, self.log("kube-apiserver")
+            assert time.monotonic() < deadline, self.log("kube-apiserver")
+            time.sleep(0.2)
+
+    def kill_api_server(self) -> None:
+        self._api.kill()
+        self._api.wait()
+        self._processes.remove(self._api)
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def ready(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.call("GET", "/readyz")[0] == 200
+        return False
+
+    def call(
+        self, method: str, path: str, body: Any = None, content: str = "application/json"
+    ) -> tuple[int, Any]:
+        """Status and answer of one call as the cluster's administrator."""
+        request = urllib.request.Request(
+            self.url + path,
+            None if body is None else json.dumps(body).encode(),
+            {"Authorization": f"Bearer {TOKEN}", "Content-Type": content},
+            method=method,
+        )
+        context = ssl.create_default_context(cafile=str(self.folder / "keys" / "ca.crt"))
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        try:
+            with urllib.request.urlopen(request, context=context, timeout=30) as answer:
+                status, text, headers = answer.status, answer.read(), answer.headers
+        except urllib.error.HTTPError as error:
+            status, text, headers = error.code, error.read(), error.headers
+        if "json" not in headers.get("Content-Type", ""):
+            return status, text.decode()
+        document = json.loads(text)
+        if warnings := headers.get_all("Warning"):
+            document["warnings-of-the-answer"] = warnings
+        return status, document
+
+    def apply(self, manifest: dict[str, Any], path: str, manager: str = "tests") -> Any:
+        name = manifest["metadata"]["name"]
+        status, answer = self.call(
+            "PATCH",
+            f"{path}/{name}?fieldManager={manager}&force=true",
+            manifest,
+            "application/apply-patch+yaml",
+        )
+        assert status in (200, 201), answer
+        return answer
+
+    def kubeconfig(self, user: str, token: str) -> Path:
+        path = self.folder / f"{user}.kubeconfig"
+        cluster = {
+            "server": self.url,
+            "certificate-authority": str(self.folder / "keys" / "ca.crt"),
+        }
+        document = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "it",
+            "clusters": [{"name": "it", "cluster": cluster}],
+            "users": [{"name": "it", "user": {"token": token}}],
+            "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it"}}],
+        }
+        path.write_text(json.dumps(document))
+        return path
+
+    def writes(self, since: int = 0) -> list[dict[str, Any]]:
+        """Every write of the user `operator` that the audit log holds."""
+        path = self.folder / "audit.log"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines[since:]]
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()[-4000:]
+
+    def _run(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [self._programs[name], *arguments], stdout=log, stderr=log, preexec_fn=die_with_us
+            )
+        self._processes.append(process)
+        return process
+
+
+def die_with_us() -> None:
+    """In a child before it starts: killed tests leave no process behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _programs() -> dict[str, Path]:
+    wanted = ("etcd", "kube-apiserver", "kube-controller-manager")
+    programs = [program for program in binaries.PROGRAMS if program.name in wanted]
+    places = Places.of_user()
+    built = {
+        one.name: places.programs / f"{one.tool}-{binaries.digest(one.tool)}" / one.name
+        for one in programs
+    }
+    # Looking first: another process may hold the lock of the builds for minutes.
+    if all(path.exists() for path in built.values()):
+        return built
+    return binaries.provide(programs, places)
+
+
+@contextlib.contextmanager
+def running_api() -> Iterator[RealApi]:
+    folder = Path(tempfile.mkdtemp(prefix="pdcluster-api-", dir=os.environ.get("TMPDIR")))
+    api = RealApi(folder)
+    try:
+        api.start()
+        yield api
+    finally:
+        api.stop()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,280 @@
+"""The webhook's own process, asked by a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+from conftest import CERTIFICATE_RULES, RBAC, SUBJECT
+from operator_runs import (
+    GROUP,
+    Operator,
+    cluster,
+    condition,
+    create,
+    delete,
+    edit,
+    get,
+    owned,
+    until,
+)
+from real_api import free_ports
+
+from pdcluster_operator.adapters.certificate_keeper import CertificateKeeper, WebhookPlace
+from pdcluster_operator.adapters.certificates import LIFETIME, read_certificates
+from pdcluster_operator.adapters.kube_client import KubeClient, find_configuration
+
+pytestmark = pytest.mark.cluster
+
+CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
+BAD = {
+    "prefill": {"engine": {"blockSize": 16}},
+    "decode": {"engine": {"blockSize": 32}, "replicas": 1},
+}
+RULE = "PrefixCachingHeterogeneousBlocks"
+
+
+@pytest.fixture
+def configuration(real, namespace):
+    """A webhook configuration of the chart's shape, for one namespace, without a CA yet."""
+    port = free_ports(1)[0]
+    name = f"hook-{namespace}"
+    body = {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingWebhookConfiguration",
+        "metadata": {"name": name},
+        "webhooks": [
+            {
+                "name": "validate.pdcluster.dev",
+                "admissionReviewVersions": ["v1"],
+                "sideEffects": "None",
+                "failurePolicy": "Fail",
+                "timeoutSeconds": 5,
+                "clientConfig": {"url": f"https://127.0.0.1:{port}/validate"},
+                "rules": [
+                    {
+                        "apiGroups": ["pdcluster.dev"],
+                        "apiVersions": ["v1alpha1"],
+                        "resources": ["pdclusters"],
+                        "operations": ["CREATE", "UPDATE", "DELETE"],
+                    }
+                ],
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+            }
+        ],
+    }
+    assert real.call("POST", CONFIGURATIONS, body)[0] == 201
+    kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": name}}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
+    rules = {**kind, "kind": "ClusterRole", "rules": CERTIFICATE_RULES[1:]}
+    binding = {**kind, "kind": "ClusterRoleBinding", "roleRef": role, "subjects": SUBJECT}
+    assert real.call("POST", f"{RBAC}/clusterroles", rules)[0] == 201
+    assert real.call("POST", f"{RBAC}/clusterrolebindings", binding)[0] == 201
+    # As the chart makes it: empty, for the operator to fill.
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "tls"}}
+    assert real.call("POST", f"/api/v1/namespaces/{namespace}/secrets", secret)[0] == 201
+    yield name, port
+    for path in (f"{CONFIGURATIONS}/{name}", f"{RBAC}/clusterroles/{name}"):
+        real.call("DELETE", path)
+    real.call("DELETE", f"{RBAC}/clusterrolebindings/{name}")
+
+
+@pytest.fixture
+def keep(real, namespace, configuration):
+    """Let the keeper look once, at a time of its choice; what it kept is written to a folder."""
+    folder = real.folder / f"tls-{namespace}"
+    folder.mkdir()
+    place = WebhookPlace(configuration[0], (namespace, "hook"), (namespace, "tls"))
+
+    async def look(now: float) -> dict[str, bytes]:
+        found = await find_configuration(str(real.folder / "operator.kubeconfig"))
+        async with KubeClient(found) as client:
+            await CertificateKeeper(client, place, clock=lambda: now).keep()
+        return publish(real, namespace, folder)
+
+    look.folder = folder
+    return look
+
+
+def publish(real, namespace, folder) -> dict[str, bytes]:
+    """Do the kubelet's work: the Secret's keys as files."""
+    import base64
+
+    secret = real.call("GET", f"/api/v1/namespaces/{namespace}/secrets/tls")[1]
+    data = {key: base64.b64decode(value) for key, value in (secret.get("data") or {}).items()}
+    for key, value in data.items():
+        (folder / key).write_bytes(value)
+    return data
+
+
+@pytest.fixture
+async def webhook(real, keep, configuration):
+    await keep(time.time())
+    process = Operator(
+        real,
+        "webhook",
+        f"--certificate-folder={keep.folder}",
+        f"--port={configuration[1]}",
+        "--allow-host-path-models",
+    )
+    process.start()
+    yield process
+    process.stop()
+
+
+def tried(real, namespace, manifest):
+    return real.call("POST", f"{GROUP}/namespaces/{namespace}/pdclusters?dryRun=All", manifest)
+
+
+async def test_a_refusal_names_field_value_rule_and_remedy(real, namespace, webhook):
+    status, answer = tried(real, namespace, cluster(**BAD))
+    assert status == 422, answer
+    for part in ("spec.", "blockSize", RULE, "16", "32"):
+        assert part in answer["message"], answer["message"]
+    assert webhook.metric(f'pdcluster_webhook_refusals_total{{rule="{RULE}"}}') == 1
+    assert (
+        webhook.metric('pdcluster_webhook_reviews_total{operation="CREATE",outcome="refused"}') == 1
+    )
+
+
+async def test_all_errors_at_once_and_warnings_beside(real, namespace, webhook):
+    worse = {**BAD, "engine": {"extraArgs": ["--port", "1", "--tensor-parallel-size", "2"]}}
+    message = tried(real, namespace, cluster(**worse))[1]["message"]
+    assert RULE in message
+    assert message.count("OwnedFlag") == 2
+    status, answer = tried(real, namespace, cluster())
+    assert status == 201
+    assert any("NodeLocalModel" in line for line in answer["warnings-of-the-answer"])
+
+
+async def test_only_what_an_update_adds_is_refused(real, namespace, configuration, webhook):
+    policy(real, configuration[0], "validate.pdcluster.dev", operations=["DELETE"])
+    until(lambda: tried(real, namespace, cluster(**BAD))[0] == 201, 10, lambda: "still asked")
+    create(real, namespace, cluster(**BAD))
+    policy(real, configuration[0], "validate.pdcluster.dev", operations=["UPDATE", "DELETE"])
+    broken = {"engine": {"extraArgs": ["--port", "1"]}}
+    until(lambda: edit(real, namespace, broken)[0] == 422, 10, lambda: "never asked")
+    assert edit(real, namespace, {"decode": {"replicas": 2}})[0] == 200
+    labels = {"metadata": {"labels": {"team": "a"}}}
+    path = f"{GROUP}/namespaces/{namespace}/pdclusters/tiny"
+    assert real.call("PATCH", path, labels, "application/merge-patch+json")[0] == 200
+    delete(real, namespace)
+
+
+def policy(real, name, hook, **rule):
+    path = f"{CONFIGURATIONS}/{name}"
+    live = real.call("GET", path)[1]
+    live["webhooks"][0]["rules"][0] |= rule
+    assert live["webhooks"][0]["name"] == hook
+    assert real.call("PUT", path, live)[0] == 200
+
+
+async def test_ready_means_that_a_review_is_answered(real, namespace, keep, configuration):
+    process = Operator(
+        real, "webhook", f"--certificate-folder={keep.folder}", f"--port={configuration[1]}"
+    )
+    process.start(ready=False)
+    try:
+        until(lambda: process.page("/healthz")[0] == 200, 20, process.said)
+        assert process.page("/readyz")[0] == 503, "no certificate, no answer"
+        await keep(time.time())
+        until(process.is_ready, 20, process.said)
+        status, answer = tried(real, namespace, cluster())
+        assert status == 422
+        assert "HostPathNotAdmitted" in answer["message"], "not allowed on this command line"
+    finally:
+        assert process.stop() == 0
+
+
+async def test_the_certificate_is_renewed_while_reviews_go_on(real, namespace, keep, webhook):
+    first = await keep(time.time())
+    assert await keep(time.time()) == first, "nothing to do is nothing done"
+    second = await keep(time.time() + LIFETIME.total_seconds() - 86_400 * 30)
+    assert second["tls.crt"] != first["tls.crt"]
+    authorities = read_certificates(second["ca.crt"])
+    assert len(authorities) == 2
+    # The webhook still shows the first certificate, and takes up the second within 10 s.
+    serial = read_certificates(second["tls.crt"])[0].serial_number
+    deadline = time.monotonic() + 40
+    asked = 0
+    while _served(webhook_port(real, namespace)) != serial:
+        status, answer = tried(real, namespace, cluster(**BAD))
+        assert (status, RULE in answer["message"]) == (422, True), answer
+        asked += 1
+        assert time.monotonic() < deadline, webhook.said()
+        await asyncio.sleep(0.2)
+    assert asked > 3
+
+
+def webhook_port(real, namespace) -> int:
+    live = real.call("GET", f"{CONFIGURATIONS}/hook-{namespace}")[1]
+    return int(live["webhooks"][0]["clientConfig"]["url"].split(":")[2].split("/")[0])
+
+
+def _served(port: int) -> int:
+    import ssl
+
+    try:
+        pem = ssl.get_server_certificate(("127.0.0.1", port), timeout=5)
+    except OSError:
+        return 0
+    return read_certificates(pem.encode())[0].serial_number
+
+
+async def test_what_somebody_did_to_the_bundle_or_the_secret_is_put_right(
+    real, namespace, keep, configuration
+):
+    first = await keep(time.time())
+    path = f"{CONFIGURATIONS}/{configuration[0]}"
+    live = real.call("GET", path)[1]
+    live["webhooks"][0]["clientConfig"]["caBundle"] = None
+    live["webhooks"][0]["timeoutSeconds"] = 7
+    assert real.call("PUT", path, live)[0] == 200
+    assert await keep(time.time()) == first
+    hook = real.call("GET", path)[1]["webhooks"][0]
+    assert hook["clientConfig"]["caBundle"]
+    assert hook["timeoutSeconds"] == 7, "the rest is the chart's"
+    broken = {"data": {"tls.key": "bm9uc2Vuc2U="}}
+    secret = f"/api/v1/namespaces/{namespace}/secrets/tls"
+    assert real.call("PATCH", secret, broken, "application/merge-patch+json")[0] == 200
+    assert (await keep(time.time()))["tls.crt"] != first["tls.crt"]
+
+
+async def test_the_operator_keeps_the_certificate_by_itself(real, namespace, configuration):
+    operator = Operator(
+        real,
+        "run",
+        f"--namespace={namespace}",
+        f"--webhook-configuration={configuration[0]}",
+        f"--webhook-service={namespace}/hook",
+        f"--webhook-secret={namespace}/tls",
+    ).start()
+    try:
+        folder = real.folder / f"kept-{namespace}"
+        folder.mkdir()
+        until(lambda: publish(real, namespace, folder).get("ca.crt"), 20, operator.said)
+        text = json.dumps(real.call("GET", f"{CONFIGURATIONS}/{configuration[0]}")[1])
+        assert '"caBundle"' in text
+        until(
+            lambda: operator.metric("pdcluster_webhook_certificate_expiry_seconds") > time.time(),
+            10,
+            operator.said,
+        )
+    finally:
+        operator.stop()
+
+
+async def test_the_same_rule_stands_in_the_status_when_no_webhook_is_there(
+    real, namespace, operator
+):
+    assert tried(real, namespace, cluster(**BAD))[0] == 201, "no webhook in this namespace"
+    operator.start()
+    create(real, namespace, cluster(**BAD))
+    accepted = until(lambda: condition(real, namespace, "Accepted"), 20, operator.said)
+    assert (accepted["status"], accepted["reason"]) == ("False", RULE)
+    assert "blockSize" in accepted["message"]
+    await asyncio.sleep(2)
+    assert not owned(real, namespace)
+    assert get(real, namespace)["status"]["observedGeneration"] == 1

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+
+import pytest
+
+from pdcluster_operator.adapters.certificates import (
+    LIFETIME,
+    RENEW_BEFORE,
+    Certificate,
+    expiry,
+    make_certificate,
+    read_certificates,
+    why_renew,
+)
+
+NAMES = ("hook.system.svc", "hook.system", "localhost", "127.0.0.1")
+NOW = 1_800_000_000.0
+GOOD_FOR = (LIFETIME - RENEW_BEFORE).total_seconds()
+
+
+@pytest.fixture(scope="module")
+def made() -> Certificate:
+    return make_certificate(NAMES, NOW)
+
+
+def test_a_new_certificate_needs_no_renewal(made):
+    assert why_renew(made, NAMES, NOW) is None
+    assert why_renew(made, NAMES, NOW + GOOD_FOR - 60) is None
+    assert expiry(made.certificate) == NOW + LIFETIME.total_seconds()
+
+
+@pytest.mark.parametrize(
+    ("change", "now", "why"),
+    [
+        ({"certificate": b""}, NOW, "there is none"),
+        ({"certificate": b"-----BEGIN nonsense"}, NOW, "there is none"),
+        ({"authorities": b""}, NOW, "there is none"),
+        ({"key": b"-----BEGIN nonsense"}, NOW, "key"),
+        ({}, NOW + GOOD_FOR + 60, "expires"),
+        ({}, NOW - 7200, "not valid yet"),
+    ],
+)
+def test_what_cannot_serve_is_renewed(made, change, now, why):
+    parts = {one: getattr(made, one) for one in ("certificate", "key", "authorities")}
+    assert why in (why_renew(Certificate(**{**parts, **change}), NAMES, now) or "")
+
+
+def test_parts_of_two_certificates_are_renewed(made):
+    other = make_certificate(NAMES, NOW)
+    mixed_key = Certificate(made.certificate, other.key, made.authorities)
+    assert "key" in (why_renew(mixed_key, NAMES, NOW) or "")
+    mixed_authority = Certificate(made.certificate, made.key, other.authorities)
+    assert "signed" in (why_renew(mixed_authority, NAMES, NOW) or "")
+
+
+def test_another_service_needs_another_certificate(made):
+    assert "other.system.svc" in (why_renew(made, ("other.system.svc",), NOW) or "")
+
+
+def test_a_renewal_trusts_the_former_authority_until_it_expires(made):
+    second = make_certificate(NAMES, NOW + GOOD_FOR, made.authorities)
+    assert why_renew(second, NAMES, NOW + GOOD_FOR) is None
+    assert len(read_certificates(second.authorities)) == 2
+    third = make_certificate(NAMES, NOW + 2 * GOOD_FOR, second.authorities)
+    assert len(read_certificates(third.authorities)) == 2, "the first has expired by now"
+
+
+def test_a_bundle_does_not_grow_without_bound(made):
+    bundle = made.authorities
+    for day in range(12):
+        bundle = make_certificate(NAMES, NOW + day, bundle).authorities
+    assert len(read_certificates(bundle)) == 5
+
+
+@pytest.mark.parametrize("host", NAMES)
+def test_strict_clients_accept_it_before_and_after_a_renewal(tmp_path, host):
+    first = make_certificate(NAMES, now=_now())
+    second = make_certificate(NAMES, _now(), first.authorities)
+    for served in (first, second):
+        assert _shake_hands(tmp_path, served, second.authorities, host)
+    assert not _shake_hands(tmp_path, second, first.authorities, host), "trusted by no one"
+
+
+def _now() -> float:
+    import time
+
+    return time.time()
+
+
+def _shake_hands(folder, served: Certificate, trusted: bytes, host: str) -> bool:
+    (folder / "crt").write_bytes(served.certificate)
+    (folder / "key").write_bytes(served.key)
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(folder / "crt", folder / "key")
+    client = ssl.create_default_context(cadata=trusted.decode())
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    here, there = socket.socketpair()
+
+    def serve() -> None:
+        try:
+            server.wrap_socket(there, server_side=True).close()
+        except OSError:
+            there.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with client.wrap_socket(here, server_hostname=host):
+            return True
+    except ssl.SSLCertVerificationError:
+        return False
+    finally:
+        here.close()
+        thread.join()

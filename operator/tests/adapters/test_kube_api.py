@@ -1,0 +1,248 @@
+"""The adapters one by one, against a real API server."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from operator_runs import CHILDREN, GROUP, create, events, get
+from operator_runs import cluster as pdcluster
+
+from pdcluster_operator.adapters.events import KubeEvents
+from pdcluster_operator.adapters.kinds import BY_NAME, PDCLUSTER, WATCHED
+from pdcluster_operator.adapters.kube import KubeApi, NameConflict
+from pdcluster_operator.adapters.kube_client import KubeClient, NotFound, find_configuration
+from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
+from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, Event, Observed
+from pdcluster_operator.plan.planner import is_applied, make_plan
+from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
+from pdcluster_operator.runtime.queue import Key
+
+pytestmark = pytest.mark.cluster
+
+CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
+
+
+@pytest.fixture
+async def client(real, namespace):
+    configuration = await find_configuration(str(real.folder / "operator.kubeconfig"))
+    async with KubeClient(configuration) as client:
+        yield client
+
+
+@pytest.fixture
+def api(client):
+    return KubeApi(client)
+
+
+@pytest.fixture
+def live(real, namespace):
+    return create(real, namespace, pdcluster())
+
+
+def applies(live) -> list[Apply]:
+    plan = make_plan(Observed(live, (), (), {}, {}, CONNECTOR), 1_800_000_000.0)
+    return [step for step in plan.steps if isinstance(step, Apply)]
+
+
+def child(live, kind: str):
+    return next(step.manifest for step in applies(live) if step.manifest["kind"] == kind)
+
+
+def read(real, manifest):
+    metadata = manifest["metadata"]
+    path = CHILDREN[manifest["kind"]].format(metadata["namespace"])
+    return real.call("GET", f"{path}/{metadata['name']}")
+
+
+async def test_every_child_is_accepted_and_a_second_look_finds_nothing_to_do(real, api, live):
+    for step in applies(live):
+        await api.apply(step.manifest)
+        _, kept = read(real, step.manifest)
+        kept["kind"] = step.manifest["kind"]
+        assert is_applied(kept, step.manifest), step.why
+
+
+async def test_an_apply_that_changes_nothing_writes_nothing(real, api, live):
+    def written(step):
+        """Versions of objects that no controller writes to, and when we last wrote to others."""
+        metadata = read(real, step.manifest)[1]["metadata"]
+        ours = [one for one in metadata["managedFields"] if one["manager"] == "pdcluster-operator"]
+        controlled = step.manifest["kind"] in ("StatefulSet", "Deployment", "PodDisruptionBudget")
+        return ours, None if controlled else metadata["resourceVersion"]
+
+    for step in applies(live):
+        await api.apply(step.manifest)
+        before = written(step)
+        await api.apply(step.manifest)
+        assert written(step) == before, step.why
+
+
+async def test_objects_of_others_are_not_taken(real, api, live, namespace):
+    wanted = child(live, "ServiceAccount")
+    theirs = copy.deepcopy(dict(wanted))
+    del theirs["metadata"]["ownerReferences"], theirs["metadata"]["namespace"]
+    path = CHILDREN["ServiceAccount"].format(namespace)
+    assert real.call("POST", path, theirs)[0] == 201
+    with pytest.raises(NameConflict, match="exists and belongs to something else"):
+        await api.apply(wanted)
+    assert "ownerReferences" not in read(real, wanted)[1]["metadata"]
+
+
+async def test_a_deletion_takes_only_what_was_seen(real, api, live):
+    wanted = child(live, "Service")
+    await api.apply(wanted)
+    metadata = read(real, wanted)[1]["metadata"]
+    seen = {"uid": metadata["uid"], "resource_version": metadata["resourceVersion"]}
+
+    def step(**change):
+        where = ("v1", "Service", metadata["namespace"], metadata["name"])
+        return Delete(*where, **{**seen, **change}, why="a test")
+
+    for change in ({"uid": "another"}, {"resource_version": "1"}):
+        with pytest.raises(Conflict):
+            await api.delete(step(**change))
+    assert read(real, wanted)[0] == 200
+    await api.delete(step())
+    assert read(real, wanted)[0] == 404
+    await api.delete(step())
+
+
+async def test_status_is_written_by_a_manager_of_its_own(real, api, live, namespace):
+    key, uid = Key(namespace, "tiny"), live["metadata"]["uid"]
+    await api.write_status(key, uid, status("one"))
+    kept = get(real, namespace)
+    assert kept["status"] == status("one"), "nothing is pruned and nothing defaulted"
+    assert kept["metadata"]["generation"] == live["metadata"]["generation"]
+    managers = {entry["manager"] for entry in kept["metadata"]["managedFields"]}
+    assert "pdcluster-operator-status" in managers
+    assert "pdcluster-operator" not in managers
+    assert "annotations" not in kept["metadata"]
+    assert "finalizers" not in kept["metadata"]
+    await api.write_status(key, uid, {"model": "one"})
+    assert "conditions" not in get(real, namespace)["status"], "what is left out goes away"
+
+
+async def test_the_status_of_a_cluster_that_was_made_anew_stays(real, api, live, namespace):
+    await api.write_status(Key(namespace, "tiny"), "another", {"model": "one"})
+    assert "status" not in get(real, namespace)
+    await api.write_status(Key(namespace, "gone"), "another", {"model": "one"})
+    assert get(real, namespace, "gone")["code"] == 404, "a status creates no object"
+
+
+async def test_the_live_uid_is_none_once_deletion_began(real, api, live, namespace):
+    key = Key(namespace, "tiny")
+    assert await api.read_uid(key) == live["metadata"]["uid"]
+    assert await api.read_uid(Key(namespace, "gone")) is None
+    path = f"{GROUP}/namespaces/{namespace}/pdclusters/tiny"
+    held = {"metadata": {"finalizers": ["tests.pdcluster.dev/hold"]}}
+    real.call("PATCH", path, held, "application/merge-patch+json")
+    real.call("DELETE", path)
+    assert await api.read_uid(key) is None
+    real.call("PATCH", path, {"metadata": {"finalizers": None}}, "application/merge-patch+json")
+
+
+async def test_lists_hold_every_page_and_only_what_is_ours(real, api, live, namespace, monkeypatch):
+    monkeypatch.setattr("pdcluster_operator.adapters.kube.PAGE", "2")
+    for number in range(4):
+        create(real, namespace, pdcluster(f"more-{number}"))
+    assert len(await api.list(PDCLUSTER, (namespace,))) == 5
+    other = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "other"}}
+    other["spec"] = {"ports": [{"port": 80}]}
+    assert real.call("POST", CHILDREN["Service"].format(namespace), other)[0] == 201
+    for step in applies(live):
+        await api.apply(step.manifest)
+    for kind in WATCHED:
+        found = await api.list(kind, (namespace,))
+        wanted = {
+            step.manifest["metadata"]["name"]
+            for step in applies(live)
+            if step.manifest["kind"] == kind.name
+        }
+        assert wanted <= {one["metadata"]["name"] for one in found}
+        assert all(one["kind"] == kind.name and "apiVersion" in one for one in found)
+        assert not any("managedFields" in one["metadata"] for one in found)
+        assert "other" not in {one["metadata"]["name"] for one in found}
+
+
+async def test_answers_are_told_to_whoever_wants_to_remember(api, live, namespace):
+    seen = []
+    api.remember = seen.append
+    await api.apply(child(live, "Service"))
+    await api.write_status(Key(namespace, "tiny"), live["metadata"]["uid"], {"model": "one"})
+    assert [one["kind"] for one in seen] == ["Service", "PDCluster"]
+    assert all(one["metadata"]["resourceVersion"] for one in seen)
+
+
+async def test_refusals_are_told_apart(real, client, live, namespace):
+    service = copy.deepcopy(child(live, "Service"))
+    service["spec"]["ports"][0]["port"] = 99_999
+    with pytest.raises(Invalid) as refused:
+        await KubeApi(client).apply(service)
+    assert refused.value.terminal
+    with pytest.raises(NotFound):
+        await client.call("GET", BY_NAME["Pod"].path(namespace, "nobody"))
+    with pytest.raises(ApiError) as forbidden:
+        await client.call("GET", BY_NAME["Pod"].path("default", "nobody"))
+    assert forbidden.value.reason == "Forbidden"
+    assert not forbidden.value.terminal, "rights may be given later"
+
+
+async def test_a_server_that_is_gone_is_an_error_that_passes(real):
+    configuration = await find_configuration(str(real.folder / "operator.kubeconfig"))
+    configuration.host = "https://127.0.0.1:1"
+    seen = []
+    async with KubeClient(configuration, lambda *call: seen.append(call)) as client:
+        with pytest.raises(ApiError) as gone:
+            await client.call("GET", "/version")
+    assert gone.value.reason == "ApiServerUnreachable"
+    assert not gone.value.terminal
+    assert seen[0][:3] == ("GET", "/version", 0)
+
+
+async def test_an_event_that_repeats_is_counted(real, client, live, namespace):
+    now = [1_800_000_000.0]
+    sink = KubeEvents(client, lambda: now[0])
+    flip = Event("Warning", "EngineFailed", "PrefillReady is False: it died")
+    for _ in range(3):
+        await sink.publish(live, [flip])
+        now[0] += 60
+    await sink.publish(live, [Event("Normal", "EnginesReady", "PrefillReady is True")])
+    first, second = sorted(events(real, namespace), key=lambda event: event["type"], reverse=True)
+    assert first["note"] == flip.message
+    assert first["series"]["count"] == 3
+    assert first["regarding"]["uid"] == live["metadata"]["uid"]
+    assert first["regarding"]["kind"] == "PDCluster"
+    assert "series" not in second
+    now[0] += 4000
+    await sink.publish(live, [flip])
+    assert len(events(real, namespace)) == 3, "long after, it is news again"
+
+
+async def test_an_event_that_the_server_forgot_is_posted_again(real, client, live, namespace):
+    sink = KubeEvents(client)
+    flip = Event("Warning", "EngineFailed", "it died")
+    await sink.publish(live, [flip])
+    path = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
+    real.call("DELETE", f"{path}/{events(real, namespace)[0]['metadata']['name']}")
+    await sink.publish(live, [flip])
+    assert len(events(real, namespace)) == 1
+
+
+async def test_losing_an_event_is_no_failure(client, live):
+    gone = {**live, "metadata": {**live["metadata"], "namespace": "no-such-namespace"}}
+    await KubeEvents(client).publish(gone, [Event("Normal", "Accepted", "lost")])
+
+
+def status(model: str):
+    verdicts = [(ConditionType.ACCEPTED, yes("Accepted", "fine"))]
+    return {
+        "observedGeneration": 1,
+        "model": model,
+        "endpoint": "",
+        "failedLinks": [],
+        "engines": [
+            {"name": "a", "role": "prefill", "state": "Ready", "engineId": "", "message": ""}
+        ],
+        "conditions": set_conditions({}, verdicts, 1, 1_800_000_000.0),
+    }

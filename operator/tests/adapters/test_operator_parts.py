@@ -1,0 +1,114 @@
+"""Small parts of the operator's process that need no API server."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from pdcluster_operator.adapters.kinds import BY_NAME, WATCHED, slim
+from pdcluster_operator.adapters.logs import JsonLines
+from pdcluster_operator.adapters.metrics import Metrics, resource_of
+from pdcluster_operator.adapters.webhook_process import ask_review
+from pdcluster_operator.cli import operator as command
+from pdcluster_operator.plan.planner import MANAGED_KINDS
+
+
+def test_every_kind_that_the_planner_makes_is_watched():
+    assert {kind.name for kind in WATCHED} == MANAGED_KINDS | {"PDCluster", "Pod"}
+    assert all(kind.selector for kind in WATCHED if kind.name != "PDCluster")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "path"),
+    [
+        ("Pod", ("a", "b"), "/api/v1/namespaces/a/pods/b"),
+        ("Pod", (), "/api/v1/pods"),
+        ("StatefulSet", ("a",), "/apis/apps/v1/namespaces/a/statefulsets"),
+        (
+            "ValidatingWebhookConfiguration",
+            (None, "b"),
+            "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/b",
+        ),
+    ],
+)
+def test_paths(kind, place, path):
+    assert BY_NAME[kind].path(*place) == path
+
+
+@pytest.mark.parametrize(
+    ("path", "resource"),
+    [
+        ("/api/v1/namespaces/a/pods/b", "pods"),
+        ("/api/v1/pods", "pods"),
+        ("/apis/pdcluster.dev/v1alpha1/namespaces/a/pdclusters/b/status", "pdclusters/status"),
+        ("/apis/apps/v1/statefulsets", "statefulsets"),
+        ("/version", "other"),
+    ],
+)
+def test_metrics_name_resources_and_no_objects(path, resource):
+    assert resource_of(path) == resource
+    metrics = Metrics()
+    metrics.called("GET", path, 200, 0.1)
+    expected = f'pdcluster_api_calls_total{{code="200",method="GET",resource="{resource}"}} 1.0'
+    assert expected in metrics.text().decode()
+
+
+def test_what_is_kept_of_an_object_has_its_kind_and_no_bookkeeping():
+    listed = {"metadata": {"name": "a", "managedFields": [1]}, "spec": {}}
+    assert slim(listed, BY_NAME["Pod"]) == {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "a"},
+        "spec": {},
+    }
+
+
+def test_a_log_line_is_one_json_object():
+    record = logging.LogRecord("a.b", logging.WARNING, "f", 1, "two\nlines %s", ("x",), None)
+    line = JsonLines().format(record)
+    assert "\n" not in line
+    assert json.loads(line)["message"] == "two\nlines x"
+    assert json.loads(line)["level"] == "warning"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["run", "--webhook-configuration=a"],
+        ["run", "--webhook-secret=a/b", "--webhook-service=a/b"],
+        ["run", "--webhook-configuration=a", "--webhook-secret=b", "--webhook-service=a/b"],
+        ["webhook"],
+        ["run", "--log-level=loud"],
+    ],
+)
+def test_command_lines_that_cannot_work(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert "pdcluster-operator" in capsys.readouterr().err
+
+
+def test_the_charts_command_lines_are_read():
+    options = command.parser().parse_args(
+        [
+            "run",
+            "--namespace=a",
+            "--namespace=b",
+            "--allow-host-path-models",
+            "--webhook-configuration=pdcluster",
+            "--webhook-service=system/pdcluster-webhook",
+            "--webhook-secret=system/pdcluster-webhook-tls",
+            "--log-level=info",
+            "--log-format=json",
+        ]
+    )
+    assert options.namespace == ["a", "b"]
+    assert options.webhook_service == ("system", "pdcluster-webhook")
+    assert command.parser().parse_args(["webhook", "--certificate-folder=/certificate"])
+
+
+async def test_a_server_that_does_not_answer_is_not_ready():
+    assert "not answered" in (await ask_review(1) or "")

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+from operator_runs import cluster
+
+from pdcluster_operator.adapters.webhook import review
+from pdcluster_operator.api.validate import check_manifest
+
+
+def manifest(**spec):
+    made = cluster(**spec)
+    made["metadata"] |= {"namespace": "default", "uid": "1"}
+    return made
+
+
+GOOD = manifest()
+BAD = manifest(
+    prefill={"engine": {"blockSize": 16}},
+    decode={"engine": {"blockSize": 32, "extraArgs": ["--port", "1"]}},
+)
+
+
+def judge(new, old=None, *, host_paths=True):
+    return review(new, old, host_paths=host_paths)
+
+
+def test_creation_is_judged_as_the_planner_judges():
+    answer = judge(BAD)
+    assert answer.errors == check_manifest(BAD)[1].errors
+    assert len(answer.errors) >= 2, "all at once"
+    assert not judge(GOOD).errors
+
+
+def test_a_refusal_says_field_value_rule_and_remedy():
+    message = judge(BAD).message
+    for error in judge(BAD).errors:
+        for part in (error.path, error.value, f"[{error.rule}]", error.remedy):
+            assert part
+            assert part in message
+
+
+def test_what_is_legal_and_suspicious_is_a_warning():
+    warnings = judge(GOOD).warnings
+    assert any("NodeLocalModel" in line for line in warnings)
+    assert all(len(line) <= 256 for line in warnings)
+
+
+def test_deletion_and_unchanged_specs_pass():
+    assert not judge(None, BAD).errors
+    labelled = copy.deepcopy(BAD)
+    labelled["metadata"]["labels"] = {"team": "a"}
+    assert not judge(labelled, BAD).errors
+    going = copy.deepcopy(BAD)
+    going["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    going["spec"]["decode"]["replicas"] = 3
+    assert not judge(going, BAD).errors
+
+
+def test_an_update_answers_only_for_what_it_adds():
+    scaled = copy.deepcopy(BAD)
+    scaled["spec"]["decode"]["replicas"] = 3
+    assert not judge(scaled, BAD).errors, "what was wrong before is no ground for refusal"
+    worse = copy.deepcopy(scaled)
+    worse["spec"]["prefill"]["engine"]["extraArgs"] = ["--tensor-parallel-size", "2"]
+    added = judge(worse, BAD).errors
+    assert [error.path for error in added] == ["spec.prefill.engine.extraArgs[0]"]
+    assert judge(BAD, GOOD).errors == judge(BAD).errors
+
+
+def test_an_error_that_moves_in_its_list_is_not_new():
+    before = manifest(engine={"extraArgs": ["--enforce-eager", "--port", "1"]})
+    after = manifest(engine={"extraArgs": ["--port", "1"]})
+    assert judge(before).errors
+    assert not judge(after, before).errors
+
+
+def test_the_same_mistake_once_more_is_new():
+    before = manifest(engine={"extraArgs": ["--port", "1"]})
+    after = manifest(engine={"extraArgs": ["--port", "1", "--port", "1"]})
+    assert len(judge(after).errors) > len(judge(before).errors)
+    assert judge(after, before).errors
+
+
+def test_another_wrong_value_is_new():
+    other = copy.deepcopy(BAD)
+    other["spec"]["decode"]["engine"]["blockSize"] = 64
+    assert judge(other, BAD).errors
+
+
+@pytest.mark.parametrize("spec", [None, 7, {}, {"model": 1}, {"prefill": []}])
+def test_nonsense_is_refused_and_never_raises(spec):
+    assert judge({**GOOD, "spec": spec}).errors
+
+
+def test_folders_of_nodes_need_the_operators_word():
+    answer = judge(GOOD, host_paths=False)
+    assert [(e.path, e.rule) for e in answer.errors] == [
+        ("spec.model.source.hostPath.path", "HostPathNotAdmitted")
+    ]
+    claim = {"source": {"persistentVolumeClaim": {"claimName": "models", "path": "tiny"}}}
+    volume = {"name": "x", "hostPath": {"path": "/etc"}}
+    template = {"spec": {"volumes": [{"name": "ok", "emptyDir": {}}, volume]}}
+    sly = manifest(model=claim, decode={"podTemplate": template})
+    assert [e.path for e in judge(sly, host_paths=False).errors] == [
+        "spec.decode.podTemplate.spec.volumes[1].hostPath"
+    ]
+    assert not judge(sly, host_paths=True).errors

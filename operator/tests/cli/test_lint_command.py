@@ -1,0 +1,126 @@
+"""Golden outputs of ``pdcluster lint``. PDCLUSTER_GOLDEN=write makes them anew."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from pdcluster_operator.cli.main import main
+
+GOLDEN = Path(__file__).with_name("golden")
+
+
+@pytest.fixture(autouse=True)
+def _in_golden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(GOLDEN)
+
+
+@pytest.mark.parametrize(("name", "code"), [("five-mistakes", 1), ("warnings", 0)])
+def test_golden_output(name: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lint", f"{name}.yaml"]) == code
+    printed = capsys.readouterr().out
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("PDCLUSTER_GOLDEN") == "write":
+        golden.write_text(printed)
+    assert printed == golden.read_text()
+
+
+def test_every_error_names_path_value_rule_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["lint", "five-mistakes.yaml"])
+    printed = capsys.readouterr().out
+    blocks = printed.split("  error   ")[1:]
+    assert len(blocks) >= 5
+    for block in blocks:
+        path, what, remedy = block.splitlines()[:3]
+        assert re.match(r"[a-zA-Z.\[\]0-9]+", path)
+        assert re.search(r"\[[A-Z]\w+\]$", what)
+        assert remedy.strip()[-1] in ".?"
+    for value in ("Tiny_Bad", "models/tiny", "-1", "--kv-transfer-config {}", "prefill 16"):
+        assert value in printed
+
+
+def test_several_files_and_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = tmp_path / "both.yaml"
+    good = (GOLDEN / "warnings.yaml").read_text()
+    service = "apiVersion: v1\nkind: Service\nmetadata: {name: s}\n"
+    both.write_text(f"{good}---\n{service}---\n{(GOLDEN / 'five-mistakes.yaml').read_text()}")
+    assert main(["lint", "warnings.yaml", str(both)]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("(warned)") == 2
+    assert printed.count("(Tiny_Bad)") == 1
+    assert "Service" not in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "can't be read: No such file"),
+        ("", "is empty"),
+        ("a: [1,", "is no YAML: line"),
+        ("a: b: c", "line 1, column 5"),
+        ("\x00", "is no YAML"),
+        ("just words", "must"),
+        ("[1, 2]", "object"),
+    ],
+)
+def test_what_is_no_manifest_is_said_in_a_line(
+    tmp_path: Path, text: str | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert main(["lint", str(file)]) == 1
+    printed = capsys.readouterr().out
+    assert words in printed
+    assert "Traceback" not in printed
+
+
+def test_a_manifest_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO((GOLDEN / "warnings.yaml").read_bytes()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["lint", "-"]) == 0
+
+
+def test_plan_prints_the_steps_of_the_operators_own_planner(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "warnings.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "apply StatefulSet warned-prefill-" in printed
+    assert main(["plan", "-o", "yaml", "warnings.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "characters of base64" in printed
+    assert len(printed) < 60_000
+    assert main(["plan", "five-mistakes.yaml"]) == 1
+    assert "UnknownField" in capsys.readouterr().out
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    printed = capsys.readouterr().out
+    for words in ("pdcluster lint cluster.yaml", "--once", "exit codes", "prefill", "decode"):
+        assert words in printed
+    for command in ("lint", "plan", "up"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert len(capsys.readouterr().out) > 250
+
+
+@pytest.mark.parametrize("words", [[], ["up"], ["up", "x", "--timeout", "0"], ["fly"]])
+def test_a_wrong_command_line_exits_with_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+
+
+def test_lint_is_quick() -> None:
+    began = time.monotonic()
+    main(["lint", "five-mistakes.yaml"])
+    assert time.monotonic() - began < 1

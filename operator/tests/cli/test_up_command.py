@@ -1,0 +1,238 @@
+"""``pdcluster up`` as a process: what it prints, how it exits, and that nothing stays."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "local"))
+
+from manifests import tiny
+from pods import carrying
+
+SCRIPT = Path(__file__).with_name("up_with_small_engines.py")
+
+
+class Up:
+    """One run, in a session of its own, with its output in a file."""
+
+    def __init__(self, folder: Path, *arguments: str, change: Callable[[dict], None] | None = None):
+        self.folder = folder
+        manifest = tiny(folder)
+        if change is not None:
+            change(manifest)
+        (folder / "cluster.yaml").write_text(yaml.safe_dump(manifest))
+        self.output = folder / "output"
+        environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(folder / "cluster.yaml"), *arguments],
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def until(self, words: str, seconds: float = 30) -> str:
+        deadline = time.monotonic() + seconds
+        while words not in (text := self.output.read_text()):
+            assert time.monotonic() < deadline, text
+            assert self.process.poll() is None or words in self.output.read_text(), text
+            time.sleep(0.05)
+        return text
+
+    def wait(self, seconds: float = 30) -> int:
+        return self.process.wait(seconds)
+
+    def left(self, seconds: float = 3) -> list[int]:
+        deadline = time.monotonic() + seconds
+        while (pids := carrying(f"mark-{self.folder}")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return pids
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    runs: list[Up] = []
+
+    def make(*arguments: str, change: Callable[[dict], None] | None = None) -> Up:
+        runs.append(Up(tmp_path, *arguments, change=change))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+        assert run.left() == []
+
+
+def test_once_answers_shows_the_kv_path_and_leaves_nothing(start: Callable[..., Up]) -> None:
+    run = start("--once", "Once upon a time", "--timeout", "60")
+    assert run.wait(60) == 0, run.text()
+    assert run.left(0.5) == []
+    text = run.text()
+    assert "answer:  ' and then' (3 tokens)" in text
+    assert "KV path: prefill/0 -> decode/0: 1 blocks (8 tokens), 8,192 bytes" in text
+    for words in ("not simulated:", "PREFILL", "Established", "2.00", "Passed", "KVPathVerified"):
+        assert words in text
+
+
+def test_a_router_that_strips_the_path_leaves_the_metrics(
+    start: Callable[..., Up], tmp_path: Path
+) -> None:
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake/strip").touch()
+    run = start("--once", "Once upon a time")
+    assert run.wait(60) == 0, run.text()
+    assert "8,192 bytes were pulled into decode (from its metrics)" in run.text()
+
+
+def test_ctrl_c_ends_everything(start: Callable[..., Up]) -> None:
+    run = start()
+    text = run.until("Ctrl-C stops it.")
+    assert "/v1/completions" in text
+    assert len(carrying(f"mark-{run.folder}")) >= 6
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(15) == 0, run.text()
+    assert run.left(0) == [], "everything is gone before the command returns"
+    assert "stopped" in run.text()
+
+
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def stubborn(manifest: dict) -> None:
+    """Engines whose first process ignores SIGTERM."""
+    overlay = {
+        "spec": {
+            "containers": [
+                {
+                    "name": "engine",
+                    "command": [
+                        "python3",
+                        "-c",
+                        f"{STUBBORN}\nimport time; print('deaf', flush=True); time.sleep(600)",
+                    ],
+                }
+            ]
+        }
+    }
+    for role in ("prefill", "decode"):
+        manifest["spec"][role]["podTemplate"] = overlay
+
+
+def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Up]) -> None:
+    run = start(change=stubborn)
+    run.until("decode")
+    logs = run.folder / "cache/pdcluster/runs"
+    deadline = time.monotonic() + 15
+    while sum("deaf" in log.read_text() for log in logs.rglob("container.log")) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    run.process.send_signal(signal.SIGINT)
+    run.until("Ctrl-C again kills them")
+    time.sleep(1)
+    assert run.process.poll() is None, "the engines ignore SIGTERM"
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    run.wait(10)
+    assert time.monotonic() - began < 3
+    assert run.left(0) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_engines_load_ends_everything(
+    start: Callable[..., Up], tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake/slow").touch()
+    run = start("--once", "x")
+    run.until("LoadingWeights - shard 1 of 2")
+    run.process.send_signal(number)
+    assert run.wait(15) == 130, run.text()
+    assert run.left(0) == []
+
+
+@pytest.mark.parametrize("moment", ["Starting", "Ready: KV", ""])
+def test_kill_minus_9_leaves_nothing(start: Callable[..., Up], moment: str) -> None:
+    run = start()
+    if moment:
+        run.until(moment)
+    else:
+        time.sleep(0.7)
+    run.process.kill()
+    run.wait()
+    assert run.left(5) == []
+
+
+def test_ctrl_c_at_any_early_moment_leaves_nothing(start: Callable[..., Up]) -> None:
+    for delay in (0.3, 0.6, 0.9, 1.2):
+        run = start()
+        time.sleep(delay)
+        run.process.send_signal(signal.SIGINT)
+        run.wait(15)
+        assert run.left(0.5) == []
+        assert "Traceback" not in run.text()
+
+
+def test_an_engine_that_keeps_dying_ends_once_with_its_last_words(
+    start: Callable[..., Up], tmp_path: Path
+) -> None:
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake/die").write_text("OSError: shard 3 is truncated")
+    run = start("--once", "x")
+    assert run.wait(60) == 3, run.text()
+    last = run.text().strip().splitlines()[-1]
+    assert last.startswith("error: tiny-")
+    assert "died 2 times: OSError: shard 3 is truncated" in last
+
+
+def test_not_ready_in_time_says_what_it_waits_for(start: Callable[..., Up], tmp_path: Path) -> None:
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake/slow").touch()
+    run = start("--once", "x", "--timeout", "4")
+    assert run.wait(30) == 3, run.text()
+    last = run.text().strip().splitlines()[-1]
+    assert "not Ready after 4 s, waiting for PrefillReady=False LoadingWeights" in last
+    assert "shard 1 of 2" in last
+
+
+def test_a_wrong_manifest_starts_nothing(start: Callable[..., Up]) -> None:
+    run = start(change=lambda m: m["spec"].update(bogus=1))
+    assert run.wait(20) == 1
+    assert "spec.bogus" in run.text()
+
+
+def test_a_model_folder_of_this_machine_stands_in(start: Callable[..., Up], tmp_path: Path) -> None:
+    def elsewhere(manifest: dict) -> None:
+        manifest["spec"]["model"]["source"] = {"huggingFace": {"repo": "org/model"}}
+
+    run = start("--once", "x", "--model-dir", str(tmp_path / "model"), change=elsewhere)
+    assert run.wait(60) == 0, run.text()
+
+
+def test_a_missing_model_folder_is_named_while_it_waits(start: Callable[..., Up]) -> None:
+    run = start("--model-dir", "/no/such/folder")
+    text = run.until("/no/such/folder")
+    assert "--model-dir" in text
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(15) == 0
+
+
+def test_once_does_not_wait_for_a_folder_that_is_not_there(start: Callable[..., Up]) -> None:
+    run = start("--once", "x", "--model-dir", "/no/such/folder")
+    assert run.wait(40) == 6, run.text()
+    last = run.text().strip().splitlines()[-1]
+    assert re.match(r"error: tiny-\S+ cannot start: /no/such/folder .* --model-dir", last), last

@@ -1,0 +1,23 @@
+"""``pdcluster up`` with the tests' small engines in the connector's place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def run() -> int:
+    from fake_engine import FakeConnector
+
+    from pdcluster_operator.cli import up
+    from pdcluster_operator.cli.main import main
+
+    up.BuiltConnector = FakeConnector  # type: ignore[misc, assignment]
+    return main(["up", *sys.argv[1:]])
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "local"))
+try:
+    sys.exit(run())
+except KeyboardInterrupt:  # while Python still imports, before the command runs
+    sys.exit(130)

@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from pods import (
+    SERVER,
+    alive,
+    carrying,
+    container_status,
+    pod_ready,
+    python_pod,
+    running_kubelet,
+    until,
+)
+
+from pdcluster_operator.adapters.local.addresses import AddressBook, PortBusyError
+from pdcluster_operator.adapters.local.machine import CONFIG, UNSCHEDULABLE
+
+PORT = 18472
+
+
+def server_pod(name: str, code_file: Path, **container: object) -> dict:
+    made = python_pod(name, SERVER, "0.0.0.0", str(PORT), str(code_file), **container)
+    made["spec"]["containers"][0].setdefault(
+        "readinessProbe",
+        {
+            "httpGet": {"path": "/readyz", "port": "http"},
+            "periodSeconds": 0.05,
+            "failureThreshold": 2,
+        },
+    )
+    made["spec"]["containers"][0]["ports"] = [{"name": "http", "containerPort": PORT}]
+    return made
+
+
+async def fetch(address: str) -> dict:
+    def get() -> dict:
+        with urllib.request.urlopen(f"http://{address}:{PORT}/", timeout=2) as answer:
+            return json.load(answer)
+
+    return await asyncio.to_thread(get)
+
+
+async def test_pods_serve_the_same_port_on_addresses_of_their_own(tmp_path: Path) -> None:
+    async with running_kubelet(tmp_path, (PORT,)) as kubelet:
+        for name in ("a", "b"):
+            kubelet.api.apply(server_pod(name, tmp_path / "no"))
+        await until(lambda: pod_ready(kubelet.api, "a") and pod_ready(kubelet.api, "b"))
+        addresses = [kubelet.api.get("Pod", "ns", name)["status"]["podIP"] for name in ("a", "b")]
+        assert len(set(addresses)) == 2
+        answers = [await fetch(address) for address in addresses]
+        assert [answer["argv"][1] for answer in answers] == addresses
+
+
+async def test_readiness_follows_the_probe_both_ways(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.write_text("503")
+    async with running_kubelet(tmp_path, (PORT,)) as kubelet:
+        kubelet.api.apply(server_pod("a", code))
+        await until(lambda: "running" in container_status(kubelet.api, "a").get("state", {}))
+        await asyncio.sleep(0.5)
+        assert not pod_ready(kubelet.api, "a")
+        code.write_text("200")
+        await until(lambda: pod_ready(kubelet.api, "a"))
+        code.write_text("500")
+        await until(lambda: not pod_ready(kubelet.api, "a"))
+
+
+async def test_a_container_that_ends_comes_back_later_each_time_with_its_last_words(
+    tmp_path: Path,
+) -> None:
+    starts = tmp_path / "starts"
+    code = """
+        import sys, time
+        open(sys.argv[1], "a").write(f"{time.time()}\\n")
+        open(sys.argv[2], "w").write("weights of layer 3 are missing")
+        print("noise", file=sys.stderr)
+        sys.exit(7)
+    """
+    async with running_kubelet(tmp_path) as kubelet:
+        kubelet.api.apply(python_pod("a", code, str(starts), "/dev/termination-log"))
+        await until(lambda: container_status(kubelet.api, "a").get("restartCount") == 2)
+        status = container_status(kubelet.api, "a")
+        times = [float(line) for line in starts.read_text().split()]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+    ended = status["lastState"]["terminated"]
+    assert (ended["exitCode"], ended["reason"]) == (7, "Error")
+    assert ended["message"] == "weights of layer 3 are missing"
+    assert gaps[0] >= 1.0
+    assert gaps[1:] == [] or gaps[1] >= 2.0
+    assert not os.access("/dev/termination-log", os.F_OK)
+
+
+async def test_without_last_words_the_logs_last_line_is_the_message(tmp_path: Path) -> None:
+    async with running_kubelet(tmp_path) as kubelet:
+        kubelet.api.apply(python_pod("a", "raise SystemExit('no such quantization: int3')"))
+        await until(lambda: "lastState" in container_status(kubelet.api, "a"))
+        status = container_status(kubelet.api, "a")
+        assert status["lastState"]["terminated"]["message"] == "no such quantization: int3"
+        assert status["state"]["waiting"]["reason"] == "CrashLoopBackOff"
+
+
+async def test_a_signal_shows_as_128_plus_n(tmp_path: Path) -> None:
+    async with running_kubelet(tmp_path) as kubelet:
+        kubelet.api.apply(python_pod("a", "import os; os.kill(os.getpid(), 9)"))
+        await until(lambda: "lastState" in container_status(kubelet.api, "a"))
+        assert container_status(kubelet.api, "a")["lastState"]["terminated"]["exitCode"] == 137
+
+
+FAMILY = """
+    import os, signal, subprocess, sys, time
+    if os.fork() == 0:
+        os.setsid()                       # a daemon that its parent forgot
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
+        os._exit(0)
+    if len(sys.argv) > 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(sys.argv[1], "w").write("up")
+    time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 600)
+"""
+
+
+def marked(made: dict, mark: str) -> dict:
+    made["spec"]["containers"][0]["env"] = [{"name": "MARK", "value": mark}]
+    return made
+
+
+async def test_what_a_container_leaves_behind_goes_with_it(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    async with running_kubelet(tmp_path) as kubelet:
+        made = python_pod("a", FAMILY, str(up), "stubborn", "0.5")
+        kubelet.api.apply(marked(made, f"mark-{tmp_path}"))
+        await until(up.exists)
+        assert len(carrying(f"mark-{tmp_path}")) >= 3
+        await until(lambda: "lastState" in container_status(kubelet.api, "a"))
+        assert carrying(f"mark-{tmp_path}") == []
+
+
+async def test_deleting_a_pod_ends_all_of_it_and_a_stubborn_one_after_its_grace(
+    tmp_path: Path,
+) -> None:
+    async with running_kubelet(tmp_path) as kubelet:
+        for name, stubborn in (("polite", ()), ("stubborn", ("stubborn",))):
+            up = tmp_path / f"{name}-is-up"
+            kubelet.api.apply(marked(python_pod(name, FAMILY, str(up), *stubborn), f"{tmp_path}"))
+            await until(up.exists)
+            began = time.monotonic()
+            kubelet.api.delete("Pod", "ns", name)
+            await until(lambda name=name: kubelet.api.get("Pod", "ns", name) is None)
+            took = time.monotonic() - began
+            assert (took > 1.9) is bool(stubborn), "the grace of the pod is 2 s"
+            assert carrying(f"{tmp_path}") == []
+
+
+async def test_a_pod_made_anew_under_its_name_keeps_its_address(tmp_path: Path) -> None:
+    async with running_kubelet(tmp_path) as kubelet:
+        seen = []
+        for _ in range(2):
+            kubelet.api.apply(python_pod("a", "import time; time.sleep(600)"))
+            await until(lambda: container_status(kubelet.api, "a"))
+            seen.append(kubelet.api.get("Pod", "ns", "a")["status"]["podIP"])
+            kubelet.api.delete("Pod", "ns", "a")
+            await until(lambda: kubelet.api.get("Pod", "ns", "a") is None)
+        assert seen[0] == seen[1]
+
+
+async def test_a_startup_probe_that_never_passes_restarts_the_container(tmp_path: Path) -> None:
+    probe = {"tcpSocket": {"port": PORT}, "periodSeconds": 0.05, "failureThreshold": 3}
+    made = python_pod("a", "import time; time.sleep(600)", startupProbe=probe)
+    async with running_kubelet(tmp_path) as kubelet:
+        kubelet.api.apply(made)
+        await until(lambda: "lastState" in container_status(kubelet.api, "a"))
+        message = container_status(kubelet.api, "a")["lastState"]["terminated"]["message"]
+        assert "startup probe" in message
+        assert str(PORT) in message
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        (
+            lambda p, _: p["spec"]["containers"][0].update(command=["vllm-ruter"]),
+            CONFIG,
+            "vllm-ruter is not installed",
+        ),
+        (
+            lambda p, t: p["spec"].update(
+                volumes=[{"name": "m", "hostPath": {"path": f"{t}/none"}}]
+            ),
+            CONFIG,
+            "--model-dir",
+        ),
+        (
+            lambda p, t: p["spec"].update(
+                volumes=[{"name": "m", "hostPath": {"path": f"{t}/empty"}}]
+            ),
+            CONFIG,
+            "is empty",
+        ),
+        (
+            lambda p, _: p["spec"].update(
+                volumes=[{"name": "m", "persistentVolumeClaim": {"claimName": "c"}}]
+            ),
+            CONFIG,
+            "persistentVolumeClaim",
+        ),
+        (
+            lambda p, _: p["spec"]["containers"][0].update(
+                resources={"requests": {"memory": "4000Gi"}}
+            ),
+            UNSCHEDULABLE,
+            "asks for 4000.0 GiB",
+        ),
+        (
+            lambda p, _: p["spec"].update(initContainers=[{"name": "x"}]),
+            CONFIG,
+            "no init containers",
+        ),
+    ],
+)
+async def test_what_the_machine_lacks_stands_in_the_pods_status(
+    tmp_path: Path, change, reason: str, words: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    made = python_pod("a", "pass")
+    change(made, tmp_path)
+    async with running_kubelet(tmp_path) as kubelet:
+        kubelet.api.apply(made)
+        await until(lambda: "status" in kubelet.api.get("Pod", "ns", "a"))
+        if reason == UNSCHEDULABLE:
+            waiting = kubelet.api.get("Pod", "ns", "a")["status"]["conditions"][0]
+        else:
+            waiting = container_status(kubelet.api, "a")["state"]["waiting"]
+    assert waiting["reason"] == reason
+    assert words in waiting["message"]
+
+
+async def test_a_folder_that_appears_lets_the_pod_start(tmp_path: Path) -> None:
+    made = python_pod("a", "import time; time.sleep(600)")
+    made["spec"]["volumes"] = [{"name": "m", "hostPath": {"path": f"{tmp_path}/model"}}]
+    async with running_kubelet(tmp_path) as kubelet:
+        kubelet.api.apply(made)
+        await until(lambda: "waiting" in container_status(kubelet.api, "a").get("state", {}))
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model/config.json").write_text("{}")
+        await until(lambda: "running" in container_status(kubelet.api, "a")["state"])
+
+
+def test_a_busy_address_is_passed_over_and_said() -> None:
+    said: list[str] = []
+    with socket.socket() as taken:
+        taken.bind(("127.91.0.2", PORT))
+        taken.listen(1)
+        book = AddressBook((PORT,), said.append, first="127.91.0.2")
+        assert book.address("a") == "127.91.0.3"
+        assert book.address("a") == "127.91.0.3"
+        assert book.address("b") == "127.91.0.4"
+        other = AddressBook((PORT,), said.append, first="127.91.0.2")
+        assert other.address("x") == "127.91.0.5", "two local clusters never share an address"
+        book.close()
+        other.close()
+    assert f"port {PORT} of 127.91.0.2 is taken by" in said[0]
+
+
+def test_a_port_taken_on_every_address_is_named_with_its_holder() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", PORT + 1))
+        taken.listen(1)
+        book = AddressBook((PORT + 1,), print, first="127.92.0.2")
+        with pytest.raises(PortBusyError, match=rf"port {PORT + 1} .*\(pid {os.getpid()}\)"):
+            book.address("a")
+
+
+async def test_killing_the_kubelet_kills_all(tmp_path: Path) -> None:
+    async with running_kubelet(tmp_path) as kubelet:
+        up = tmp_path / "up"
+        kubelet.api.apply(marked(python_pod("a", FAMILY, str(up), "stubborn"), f"{tmp_path}"))
+        await until(up.exists)
+        pids = carrying(f"{tmp_path}")
+        began = time.monotonic()
+        kubelet.kill()
+        await until(lambda: not any(alive(pid) for pid in pids), 3)
+        assert time.monotonic() - began < 2

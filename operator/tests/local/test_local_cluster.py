@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeConnector
+from manifests import tiny
+from pods import alive, carrying, until
+
+from pdcluster_operator.adapters.local.cluster import LocalCluster
+from pdcluster_operator.cli.once import ask, describe_path
+from pdcluster_operator.runtime.queue import Key
+
+CHILDREN = ("StatefulSet", "Deployment", "Service", "ConfigMap", "Pod")
+
+
+@contextlib.asynccontextmanager
+async def local_cluster(folder: Path) -> AsyncIterator[LocalCluster]:
+    cluster = LocalCluster(folder / "run", FakeConnector(), print, first_address="127.93.0.2")
+    async with cluster:
+        yield cluster
+    assert carrying(f"mark-{folder}") == []
+
+
+def condition(cluster: LocalCluster, key: Key, kind: str) -> dict:
+    found = (cluster.cluster(key).get("status") or {}).get("conditions") or []
+    return next((c for c in found if c["type"] == kind), {})
+
+
+def running(folder: Path, *words: str) -> list[int]:
+    """Pids of this test's processes that have all of these words in their command line."""
+
+    def line(pid: int) -> str:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+
+    return [pid for pid in carrying(f"mark-{folder}") if all(word in line(pid) for word in words)]
+
+
+async def until_ready(cluster: LocalCluster, key: Key) -> None:
+    await until(lambda: condition(cluster, key, "Ready").get("status") == "True", 30)
+
+
+async def test_from_a_manifest_to_tokens_through_the_real_router(tmp_path: Path) -> None:
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(tiny(tmp_path))
+        await until_ready(cluster, key)
+        status = cluster.cluster(key)["status"]
+        assert (status["prefill"], status["decode"], status["links"]) == ("1/1", "1/1", "1/1")
+        url = "http://" + cluster.names.resolve("tiny-router.default.svc") + ":8000"
+        decode = [
+            f"http://{pod['status']['podIP']}:8000"
+            for pod in cluster.api.list("Pod")
+            if pod["metadata"]["labels"].get("pdcluster.dev/role") == "decode"
+        ]
+        answer = await ask(url, "tiny", "Once upon a time", 3, decode)
+        assert answer.moved
+        assert answer.received == 8192
+        assert "8,192 bytes" in describe_path(answer)
+
+
+async def test_at_rest_nothing_is_written(tmp_path: Path) -> None:
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(tiny(tmp_path))
+        await until_ready(cluster, key)
+        await asyncio.sleep(2.5)
+        events: list[tuple[str, str]] = []
+        cluster.api.watch(lambda event, m: events.append((event, m["kind"])))
+        events.clear()
+        cluster.loop.queue.add(key)
+        await asyncio.sleep(3)
+        assert events == []
+
+
+async def test_deleting_the_cluster_removes_all_it_owned(tmp_path: Path) -> None:
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(tiny(tmp_path))
+        await until_ready(cluster, key)
+        cluster.api.delete("PDCluster", key.namespace, key.name)
+        await until(lambda: not any(cluster.api.list(kind) for kind in CHILDREN), 20)
+        assert carrying(f"mark-{tmp_path}") == []
+
+
+async def test_a_killed_engine_comes_back_as_another_and_decode_is_told(tmp_path: Path) -> None:
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(tiny(tmp_path))
+        await until_ready(cluster, key)
+        told = tmp_path / "fake/peers.json"
+        before = json.loads(told.read_text())["peers"][0]
+        reports = cluster.loop.monitor.engines(key)
+        [prefill] = [engine for engine in reports if ".prefill." in engine]
+        first = running(tmp_path, prefill)
+        assert len(first) == 1
+        os.kill(first[0], 9)
+        await until(lambda: not any(alive(pid) for pid in first))
+        await until(lambda: condition(cluster, key, "Ready")["status"] != "True", 5)
+        await until_ready(cluster, key)
+        await until(lambda: json.loads(told.read_text())["peers"][0] != before, 10)
+        after = json.loads(told.read_text())["peers"][0]
+        assert after["engine"] == before["engine"] == prefill
+        assert after["side_channel"] == before["side_channel"]
+        assert after["engine_id"] != before["engine_id"]
+
+
+async def test_not_even_a_killed_shim_leaves_an_engine_behind(tmp_path: Path) -> None:
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(tiny(tmp_path))
+        await until_ready(cluster, key)
+        before = carrying(f"mark-{tmp_path}")
+        [shim] = running(tmp_path, "shim.py", "decode")
+        os.kill(shim, 9)
+        await until(lambda: condition(cluster, key, "Ready")["status"] != "True", 5)
+        await until_ready(cluster, key)
+        assert len(carrying(f"mark-{tmp_path}")) == len(before)
+        assert len(set(carrying(f"mark-{tmp_path}")) & set(before)) == len(before) - 3
+
+
+async def test_an_engine_that_dies_while_loading_says_why_in_its_condition(tmp_path: Path) -> None:
+    manifest = tiny(tmp_path)
+    (tmp_path / "fake/die").write_text("ValueError: no layer named lm_head")
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(manifest)
+        await until(lambda: "lm_head" in condition(cluster, key, "PrefillReady").get("message", ""))
+        await until(lambda: "lm_head" in condition(cluster, key, "DecodeReady").get("message", ""))
+        assert condition(cluster, key, "Ready")["status"] == "False"
+        (tmp_path / "fake/die").unlink()
+        await until_ready(cluster, key)
+
+
+async def test_a_missing_model_folder_is_named_in_the_conditions(tmp_path: Path) -> None:
+    manifest = tiny(tmp_path)
+    manifest["spec"]["model"]["source"]["hostPath"]["path"] = str(tmp_path / "nowhere")
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(manifest)
+        await until(lambda: "nowhere" in condition(cluster, key, "PrefillReady").get("message", ""))
+        message = condition(cluster, key, "PrefillReady")["message"]
+        assert "--model-dir" in message
+        assert condition(cluster, key, "PrefillReady")["status"] == "False"
+
+
+async def test_a_port_that_is_taken_everywhere_is_named_in_the_conditions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdcluster_operator.adapters.local.cluster.POD_PORTS", (18477,))
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 18477))
+        taken.listen(1)
+        async with local_cluster(tmp_path) as cluster:
+            key = cluster.apply(tiny(tmp_path))
+            await until(
+                lambda: condition(cluster, key, "DecodeReady").get("reason") == "Unschedulable"
+            )
+            message = condition(cluster, key, "DecodeReady")["message"]
+            assert "port 18477" in message
+            assert f"(pid {os.getpid()})" in message
+
+
+async def test_a_missing_router_is_named_in_the_conditions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").symlink_to(sys.executable)
+    monkeypatch.setattr(
+        "pdcluster_operator.adapters.local.cluster.container_environment",
+        lambda: {"PATH": str(tmp_path / "bin")},
+    )
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(tiny(tmp_path))
+        await until(lambda: condition(cluster, key, "KVPathVerified").get("status") == "True")
+        await until(
+            lambda: (
+                "vllm-router is not installed"
+                in condition(cluster, key, "Available").get("message", "")
+            ),
+            4,
+        )
+        assert condition(cluster, key, "Ready")["status"] == "False"
+
+
+async def test_a_wrong_spec_is_not_accepted_and_starts_nothing(tmp_path: Path) -> None:
+    manifest = tiny(tmp_path)
+    manifest["spec"]["decode"]["engine"] = {"blockSize": 64}
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(manifest)
+        await until(lambda: condition(cluster, key, "Accepted").get("status") == "False")
+        assert "PrefixCachingHeterogeneousBlocks" in str(condition(cluster, key, "Accepted"))
+        assert not any(cluster.api.list(kind) for kind in CHILDREN)
+
+
+async def test_progress_of_loading_shows_in_the_conditions(tmp_path: Path) -> None:
+    manifest = tiny(tmp_path)
+    (tmp_path / "fake/slow").touch()
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(manifest)
+        await until(
+            lambda: condition(cluster, key, "PrefillReady").get("reason") == "LoadingWeights"
+        )
+        assert "shard 1 of 2" in condition(cluster, key, "PrefillReady")["message"]
+        (tmp_path / "fake/slow").unlink()
+        await until_ready(cluster, key)
+
+
+@pytest.mark.parametrize("change", ["env", "replicas"])
+async def test_a_changed_spec_reaches_the_processes(tmp_path: Path, change: str) -> None:
+    manifest = tiny(tmp_path)
+    async with local_cluster(tmp_path) as cluster:
+        key = cluster.apply(manifest)
+        await until_ready(cluster, key)
+        if change == "env":
+            manifest["spec"]["decode"]["engine"] = {"env": [{"name": "NEW", "value": "here"}]}
+        else:
+            manifest["spec"]["decode"]["replicas"] = 2
+        cluster.apply(manifest)
+        if change == "env":
+            await until(lambda: carrying("NEW=here"), 20)
+        else:
+            await until(lambda: (cluster.cluster(key)["status"]).get("decode") == "2/2", 20)
+        await until_ready(cluster, key)

@@ -1,0 +1,153 @@
+"""What runs locally is what a cluster would run, but for three substitutions."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+from pathlib import Path
+
+from fake_engine import FakeConnector
+from manifests import tiny
+
+import pdcluster_operator.adapters.local.kubelet as kubelet_package
+from pdcluster_operator.adapters.local.addresses import AddressBook
+from pdcluster_operator.adapters.local.api import LocalApi
+from pdcluster_operator.adapters.local.controllers import Workloads
+from pdcluster_operator.adapters.local.kubelet.kubelet import Kubelet, PodRun
+from pdcluster_operator.adapters.local.kubelet.translate import Substitutions, expand
+from pdcluster_operator.adapters.local.names import Names
+from pdcluster_operator.plan.model import Apply, Observed
+from pdcluster_operator.plan.planner import make_plan
+
+
+async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> None:
+    manifest = tiny(tmp_path)
+    manifest["spec"]["prefill"] |= {"parallelism": {"tensor": 2}}
+    manifest["spec"]["engine"]["extraArgs"] = ["--dtype", "float32", "--seed", "$(SEED)"]
+    manifest["spec"]["engine"]["env"].append({"name": "SEED", "value": "7"})
+    api = LocalApi()
+    live = api.apply({**manifest, "metadata": {"name": "tiny", "namespace": "default"}})
+    plan = make_plan(Observed(live, (), (), {}, {}, FakeConnector().bundle()), 0.0)
+    for step in plan.steps:
+        assert isinstance(step, Apply)
+        api.apply(dict(step.manifest))
+    Workloads(api).sync()
+    book = AddressBook((), print, first="127.94.0.2")
+    for program in ("python3", "vllm-router"):
+        (tmp_path / program).touch(mode=0o755)
+    names = Names(api, book.address)
+    kubelet = Kubelet(api, book, tmp_path / "run", names.resolve, {"PATH": str(tmp_path)})
+    runs = list(kubelet._pods.values())
+    assert len(runs) == 3
+    for run in runs:
+        run._task.cancel()
+        container = run.pod["spec"]["containers"][0]
+        address = book.address(run.name)
+        assert run._prepare() is None
+        [process] = run.containers
+        assert back(process._command, run, tmp_path) == by_kubernetes(
+            [*container["command"], *container["args"]], container, address, book
+        )
+        given = {name: process._environment[name] for name in names_of(container)}
+        assert dict(zip(given, back(list(given.values()), run, tmp_path), strict=True)) == {
+            name: by_kubernetes([value], container, address, book)[0]
+            for name, value in literal(container, address).items()
+        }
+        assert process._environment.keys() - given.keys() == {"PATH"}
+    book.close()
+
+
+def names_of(container: dict) -> list[str]:
+    return [entry["name"] for entry in container.get("env", ())]
+
+
+def literal(container: dict, address: str) -> dict[str, str]:
+    return {e["name"]: e.get("value", address) for e in container.get("env", ())}
+
+
+def by_kubernetes(words: list[str], container: dict, address: str, book: AddressBook) -> list[str]:
+    """The kubelet's own $(NAME) expansion, written here a second time."""
+    values: dict[str, str] = {}
+    for name, text in literal(container, address).items():
+        values[name] = re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), text)
+    expanded = [re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), word) for word in words]
+    # A cluster's DNS would answer with the pods' addresses; a wildcard is the pod's own.
+    return [resolved(word, book).replace("0.0.0.0", address) for word in expanded]
+
+
+def resolved(word: str, book: AddressBook) -> str:
+    return re.sub(r"([a-z0-9-]+)\.[a-z0-9-]+\.default\.svc\b", lambda m: book.address(m[1]), word)
+
+
+def back(words: list[str], run: PodRun, tmp: Path) -> list[str]:
+    """Undo the substitutions of mounts and names."""
+    base = f"{tmp}/run/{run.name}"
+    undone = [
+        word.replace(f"{base}/volumes/connector", "/pdcluster")
+        .replace(f"{tmp}/model", "/models/model")
+        .replace(f"{base}/engine/termination-log", "/dev/termination-log")
+        for word in words
+    ]
+    assert not any(str(tmp / "run") in word for word in undone)
+    return undone
+
+
+def test_the_three_substitutions_and_nothing_else() -> None:
+    local = Substitutions(
+        "127.0.0.9",
+        {"/models/model": "/data/pdcluster/m", "/pdcluster": "/run/c"},
+        {"p-0.p.ns.svc": "127.0.0.3"}.get,
+    )
+    for before, after in {
+        "/models/model": "/data/pdcluster/m",
+        "/models/model/config.json": "/data/pdcluster/m/config.json",
+        "/models/modelling": "/models/modelling",
+        "/srv/models/model": "/srv/models/model",
+        "python3 /pdcluster/connector.pyz": "python3 /run/c/connector.pyz",
+        "http://p-0.p.ns.svc:8000": "http://127.0.0.3:8000",
+        "http://p-0.p.ns.svc.cluster.local": "http://p-0.p.ns.svc.cluster.local",
+        "http://unknown.ns.svc:1": "http://unknown.ns.svc:1",
+        "0.0.0.0": "127.0.0.9",
+        "10.0.0.0": "10.0.0.0",
+        "0.0.0.01": "0.0.0.01",
+        json.dumps({"host": "0.0.0.0", "file": "/pdcluster/x"}): json.dumps(
+            {"host": "127.0.0.9", "file": "/run/c/x"}
+        ),
+        "--flag=/models/model": "--flag=/data/pdcluster/m",
+    }.items():
+        assert local.apply(before) == after
+
+
+def test_kubernetes_expansion() -> None:
+    values = {"A": "1", "B": "$(A)"}
+    assert expand("$(A)-$(B)-$(C)-$$(A)-$A", values) == "1-$(A)-$(C)-$(A)-$A"
+
+
+def test_the_mini_kubelet_stays_mini() -> None:
+    assert sum(map(code_lines, Path(kubelet_package.__file__).parent.glob("*.py"))) <= 400
+
+
+def code_lines(path: Path) -> int:
+    """Lines that hold code: no blank lines, comments or docstrings."""
+    source = path.read_text()
+    quiet = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    )
+    tokens = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in quiet
+    ]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)

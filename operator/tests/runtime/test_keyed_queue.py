@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+
+import pytest
+
+from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
+
+A, B = Key("ns", "a"), Key("ns", "b")
+
+
+def fixed(low: float, high: float) -> float:
+    return (low + high) / 2
+
+
+async def settle(queue: KeyedQueue, seconds: float = 0.05) -> None:
+    await asyncio.sleep(seconds)
+    assert queue.depth == 0
+
+
+async def test_a_key_added_many_times_runs_once() -> None:
+    runs: Counter[Key] = Counter()
+
+    async def handler(key: Key) -> None:
+        runs[key] += 1
+
+    queue = KeyedQueue(handler)
+    for _ in range(100):
+        queue.add(A)
+        queue.add(B)
+    queue.start()
+    await settle(queue)
+    await queue.stop()
+    assert runs == {A: 1, B: 1}
+
+
+async def test_a_key_added_while_it_runs_runs_once_more_and_never_beside_itself() -> None:
+    active = most = runs = 0
+    release = asyncio.Event()
+
+    async def handler(_: Key) -> None:
+        nonlocal active, most, runs
+        runs += 1
+        active += 1
+        most = max(most, active)
+        await release.wait()
+        active -= 1
+
+    queue = KeyedQueue(handler, workers=8)
+    queue.start()
+    queue.add(A)
+    await asyncio.sleep(0.02)
+    for _ in range(20):
+        queue.add(A)
+    await asyncio.sleep(0.02)
+    assert (runs, most) == (1, 1)
+    release.set()
+    await settle(queue)
+    await queue.stop()
+    assert (runs, most) == (2, 1)
+
+
+async def test_no_two_workers_on_a_key_under_churn() -> None:
+    running: set[Key] = set()
+    overlaps = 0
+    keys = [Key("ns", f"k{i}") for i in range(5)]
+    seen: Counter[Key] = Counter()
+
+    async def handler(key: Key) -> None:
+        nonlocal overlaps
+        overlaps += key in running
+        running.add(key)
+        seen[key] += 1
+        await asyncio.sleep(0.001)
+        running.discard(key)
+
+    queue = KeyedQueue(handler, workers=4)
+    queue.start()
+    for i in range(400):
+        queue.add(keys[i % 5])
+        if i % 7 == 0:
+            queue.add_after(keys[(i * 3) % 5], 0.001)
+            await asyncio.sleep(0)
+    await settle(queue, 0.5)
+    await queue.stop()
+    assert overlaps == 0
+    assert set(seen) == set(keys)
+
+
+async def test_keys_run_beside_each_other() -> None:
+    both = asyncio.Barrier(2)
+
+    async def handler(_: Key) -> None:
+        await asyncio.wait_for(both.wait(), 1)
+
+    queue = KeyedQueue(handler, workers=2)
+    queue.start()
+    queue.add(A)
+    queue.add(B)
+    await settle(queue)
+    await queue.stop()
+    assert queue.failures(A) == queue.failures(B) == 0
+
+
+async def test_a_failing_key_backs_off_alone_and_recovers() -> None:
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+    others = 0
+
+    async def handler(key: Key) -> None:
+        nonlocal others
+        if key == B:
+            others += 1
+            return
+        times.append(loop.time())
+        if len(times) < 4:
+            raise RuntimeError("not yet")
+
+    queue = KeyedQueue(handler, backoff=Backoff(first=0.02, jitter=0.0), uniform=fixed)
+    queue.start()
+    queue.add(A)
+    queue.add(B)
+    await asyncio.sleep(0.01)
+    assert others == 1
+    await settle(queue, 1)
+    assert queue.failures(A) == 0
+    await queue.stop()
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert len(times) == 4
+    for gap, wanted in zip(gaps, (0.02, 0.04, 0.08), strict=True):
+        assert wanted <= gap
+
+
+def test_backoff_doubles_to_its_bound_and_is_jittered() -> None:
+    backoff = Backoff(first=1, last=300, jitter=0.2)
+    assert [backoff.delay(n, fixed) for n in (1, 2, 3, 9, 10, 5000)] == [1, 2, 4, 256, 300, 300]
+    assert backoff.delay(1, lambda low, _: low) == pytest.approx(0.8)
+    assert backoff.delay(1, lambda _, high: high) == pytest.approx(1.2)
+
+
+async def test_requeue_after_and_the_earlier_wish_wins() -> None:
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+
+    async def handler(_: Key) -> float | None:
+        times.append(loop.time())
+        return 0.05 if len(times) == 1 else None
+
+    queue = KeyedQueue(handler)
+    queue.start()
+    start = loop.time()
+    queue.add_after(A, 10)
+    queue.add_after(A, 0.03)
+    queue.add_after(A, 5)
+    await settle(queue, 1)
+    await queue.stop()
+    assert len(times) == 2
+    assert 0.03 <= times[0] - start < 4
+    assert 0.05 <= times[1] - times[0] < 4
+
+
+async def test_resync_adds_every_key() -> None:
+    seen: set[Key] = set()
+
+    async def handler(key: Key) -> None:
+        seen.add(key)
+
+    queue = KeyedQueue(handler)
+    queue.start()
+    queue.resync([A, B], within=0.02)
+    await settle(queue)
+    await queue.stop()
+    assert seen == {A, B}
+
+
+async def test_stop_lets_a_running_handler_end_and_takes_no_more() -> None:
+    ended: list[Key] = []
+
+    async def handler(key: Key) -> None:
+        await asyncio.sleep(0.05)
+        ended.append(key)
+
+    queue = KeyedQueue(handler, workers=1)
+    queue.start()
+    queue.add(A)
+    queue.add(B)
+    await asyncio.sleep(0.01)
+    await queue.stop()
+    queue.add(B)
+    await asyncio.sleep(0.02)
+    assert ended == [A]
+
+
+async def test_stop_cancels_what_outlasts_the_grace() -> None:
+    cancelled = asyncio.Event()
+
+    async def handler(_: Key) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    queue = KeyedQueue(handler)
+    queue.start()
+    queue.add(A)
+    await asyncio.sleep(0.01)
+    await queue.stop(grace=0.02)
+    assert cancelled.is_set()

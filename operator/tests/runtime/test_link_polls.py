@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pdcluster_operator.api.enums import Role
+from pdcluster_operator.plan.model import PeerAssignment
+from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_operator.runtime.errors import LauncherError
+from pdcluster_operator.runtime.link_monitor import LinkMonitor, Target
+from pdcluster_operator.runtime.queue import Key
+
+KEY = Key("ns", "tiny")
+P = Target("ns.tiny.prefill.a.0", Role.PREFILL, "http://p", "1/0")
+D = Target("ns.tiny.decode.a.0", Role.DECODE, "http://d", "2/0")
+
+
+class Launchers:
+    """Launchers by URL; ``None`` is one that does not answer."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, str | None] = {"http://p": "p/1", "http://d": "d/1"}
+        self.engines = {P.url: P.engine, D.url: D.engine}
+        self.told: list[tuple[str, Mapping[str, Any]]] = []
+        self.hang: set[str] = set()
+        self.refuse_peers = False
+
+    async def ready(self, url: str) -> EngineReport:
+        if url in self.hang:
+            await asyncio.sleep(60)
+        if (engine_id := self.ids[url]) is None:
+            raise LauncherError("refused")
+        return EngineReport(ready=True, engine=self.engines[url], engine_id=engine_id)
+
+    async def links(self, url: str) -> LinksReport:
+        return LinksReport(self.engines[url], self.ids[url] or "")
+
+    async def put_peers(self, url: str, body: Mapping[str, Any]) -> None:
+        self.told.append((self.ids[url] or "", body))
+        if self.refuse_peers:
+            raise LauncherError("400")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(2):
+        while not condition():  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.005)
+
+
+def monitor_of(launchers: Launchers) -> tuple[LinkMonitor, list[Key]]:
+    woken: list[Key] = []
+    return LinkMonitor(launchers, woken.append, period=0.01), woken
+
+
+def peers(generation: int) -> PeerAssignment:
+    return PeerAssignment(D.engine, D.url, {"generation": generation})
+
+
+async def test_reports_come_in_and_a_change_wakes_the_cluster_once() -> None:
+    launchers = Launchers()
+    monitor, woken = monitor_of(launchers)
+    monitor.follow(KEY, [P, D])
+    await until(lambda: len(monitor.engines(KEY)) == 2)
+    assert set(monitor.links(KEY)) == {D.engine}
+    await asyncio.sleep(0.05)
+    assert len(woken) == 2
+    launchers.ids["http://p"] = "p/2"
+    await until(lambda: monitor.engines(KEY)[P.engine].engine_id == "p/2")
+    await asyncio.sleep(0.05)
+    assert len(woken) == 3
+    await monitor.stop()
+
+
+async def test_peers_are_sent_once_and_again_when_they_or_the_engine_change() -> None:
+    launchers = Launchers()
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [P, D])
+    monitor.assign(KEY, [peers(1)])
+    await until(lambda: launchers.told)
+    await asyncio.sleep(0.05)
+    assert launchers.told == [("d/1", {"generation": 1})]
+    monitor.assign(KEY, [peers(2)])
+    await until(lambda: len(launchers.told) == 2)
+    launchers.ids["http://d"] = "d/2"
+    await until(lambda: len(launchers.told) == 3)
+    assert launchers.told[1:] == [("d/1", {"generation": 2}), ("d/2", {"generation": 2})]
+    await monitor.stop()
+
+
+async def test_refused_peers_are_sent_again() -> None:
+    launchers = Launchers()
+    launchers.refuse_peers = True
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    monitor.assign(KEY, [peers(1)])
+    await until(lambda: len(launchers.told) >= 3)
+    await monitor.stop()
+
+
+async def test_silence_becomes_unknown_and_never_a_report() -> None:
+    launchers = Launchers()
+    monitor, woken = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await until(lambda: monitor.links(KEY))
+    launchers.ids["http://d"] = None
+    await until(lambda: not monitor.engines(KEY))
+    assert not monitor.links(KEY)
+    assert len(woken) == 2
+    await monitor.stop()
+
+
+async def test_one_that_hangs_delays_nobody() -> None:
+    launchers = Launchers()
+    launchers.hang.add("http://p")
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [P, D])
+    await until(lambda: D.engine in monitor.engines(KEY))
+    assert P.engine not in monitor.engines(KEY)
+    await monitor.stop()
+
+
+async def test_what_an_old_process_said_goes_with_it() -> None:
+    launchers = Launchers()
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [P, D])
+    await until(lambda: len(monitor.engines(KEY)) == 2)
+    launchers.hang.add("http://d")
+    monitor.follow(KEY, [P, Target(D.engine, D.role, D.url, "2/1")])
+    assert set(monitor.engines(KEY)) == {P.engine}
+    assert monitor.links(KEY) == {}
+    monitor.follow(KEY, [])
+    assert monitor.engines(KEY) == {}
+    await monitor.stop()
+
+
+async def test_another_engine_on_the_address_is_not_believed() -> None:
+    launchers = Launchers()
+    launchers.engines["http://d"] = "ns.other.decode.a.0"
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await asyncio.sleep(0.05)
+    assert monitor.engines(KEY) == {}
+    await monitor.stop()

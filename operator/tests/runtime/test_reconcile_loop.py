@@ -1,0 +1,270 @@
+"""The reconcile loop over the in-memory API, with ports that fail on demand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from pdcluster_operator.adapters.local.api import LocalApi
+from pdcluster_operator.api.labels import API_VERSION
+from pdcluster_operator.plan.model import ConnectorBundle, Delete, Event, RestartPod
+from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.link_monitor import LinkMonitor
+from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.reconcile import Reconciler, leaders
+from pdcluster_operator.runtime.store import Store
+
+KEY = Key("ns", "tiny")
+MANIFEST: dict[str, Any] = {
+    "apiVersion": API_VERSION,
+    "kind": "PDCluster",
+    "metadata": {"name": "tiny", "namespace": "ns"},
+    "spec": {"model": {"source": {"huggingFace": {"repo": "org/model"}}}},
+}
+
+
+class RecordingApi:
+    """The in-memory API behind the port, with a log of writes and failures to order."""
+
+    def __init__(self, api: LocalApi) -> None:
+        self.api = api
+        self.writes: list[str] = []
+        self.fail: dict[str, ApiError] = {}
+        self.uid: str | None = None
+
+    async def read_uid(self, key: Key) -> str | None:
+        live = self.api.get("PDCluster", *key)
+        return self.uid or (live["metadata"]["uid"] if live else None)
+
+    async def apply(self, manifest: Mapping[str, Any]) -> None:
+        self._write(f"apply {manifest['kind']}")
+        self.api.apply(dict(manifest))
+
+    async def delete(self, step: Delete | RestartPod) -> None:
+        kind = step.kind if isinstance(step, Delete) else "Pod"
+        self._write(f"delete {kind}")
+        self.api.delete(
+            kind, step.namespace, step.name, uid=step.uid, resource_version=step.resource_version
+        )
+
+    async def write_status(self, key: Key, uid: str, status: Mapping[str, Any]) -> None:
+        self._write("status")
+        self.api.set_status("PDCluster", *key, dict(status), uid)
+
+    def _write(self, what: str) -> None:
+        self.writes.append(what)
+        if what in self.fail:
+            raise self.fail[what]
+
+
+class Nobody:
+    """Launchers that nobody has started, and events that nobody reads."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    async def publish(self, cluster: Mapping[str, Any], events: Iterable[Event]) -> None:
+        assert cluster["metadata"]["name"] == "tiny"
+        self.events += events
+
+
+class Fixed:
+    def bundle(self) -> ConnectorBundle:
+        return ConnectorBundle("ab" * 32, b"zip")
+
+    def now(self) -> float:
+        return 1_700_000_000.0
+
+
+class World:
+    def __init__(self) -> None:
+        self.api, self.store, self.events = LocalApi(), Store(), Nobody()
+        self.port = RecordingApi(self.api)
+        self.monitor = LinkMonitor(self.events, lambda _: None)  # type: ignore[arg-type]
+        self.reconciler = Reconciler(
+            store=self.store,
+            api=self.port,
+            monitor=self.monitor,
+            events=self.events,
+            connector=Fixed(),
+            clock=Fixed(),
+        )
+        self.api.watch(self._see)
+        self.api.apply(copy.deepcopy(MANIFEST))
+
+    def _see(self, event: str, manifest: dict[str, Any]) -> None:
+        (self.store.drop if event == "DELETED" else self.store.put)(manifest)
+
+    async def reconcile(self) -> float | None:
+        self.port.writes.clear()
+        return await self.reconciler.reconcile(KEY)
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        conditions = self.api.get("PDCluster", *KEY)["status"]["conditions"]
+        return next(c for c in conditions if c["type"] == kind)
+
+
+async def test_children_come_first_then_the_status() -> None:
+    world = World()
+    assert await world.reconcile() is not None
+    assert world.port.writes[-1] == "status"
+    assert world.port.writes.count("status") == 1
+    assert world.port.writes.count("apply StatefulSet") == 2
+    assert world.condition("Accepted")["status"] == "True"
+    kinds = {child["kind"] for child in world.store.children(KEY)}
+    assert kinds >= {"StatefulSet", "Service", "Deployment", "ConfigMap"}
+
+
+async def test_a_second_look_at_the_same_world_writes_nothing() -> None:
+    world = World()
+    await world.reconcile()
+    await world.reconcile()  # the first status comes back as part of what is observed
+    await world.reconcile()
+    assert world.port.writes == []
+    events = list(world.events.events)
+    await world.reconcile()
+    assert world.events.events == events
+
+
+async def test_a_failed_step_stops_the_rest_and_stands_in_the_status() -> None:
+    world = World()
+    world.port.fail["apply StatefulSet"] = ApiError("Forbidden", "statefulsets is forbidden")
+    with pytest.raises(ApiError, match="forbidden"):
+        await world.reconcile()
+    assert world.port.writes[-2:] == ["apply StatefulSet", "status"]
+    assert world.port.writes.count("apply StatefulSet") == 1
+    progressing = world.condition("Progressing")
+    assert (progressing["status"], progressing["reason"]) == ("False", "Forbidden")
+    assert "statefulsets is forbidden" in progressing["message"]
+    with pytest.raises(ApiError):
+        await world.reconcile()
+    assert "status" not in world.port.writes, "the same failure is not written twice"
+    world.port.fail.clear()
+    await world.reconcile()
+    assert world.condition("Progressing")["status"] == "True"
+
+
+async def test_a_status_that_cannot_be_written_is_an_error_for_the_queue() -> None:
+    world = World()
+    world.port.fail["status"] = ApiError("Timeout", "the server did not answer")
+    with pytest.raises(ApiError):
+        await world.reconcile()
+
+
+async def test_a_bug_in_the_planner_stands_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    with monkeypatch.context() as broken:
+        broken.setattr(f"{Reconciler.__module__}.make_plan", lambda *_: list[int]().pop())
+        with pytest.raises(ApiError, match="IndexError"):
+            await world.reconcile()
+        progressing = world.condition("Progressing")
+        assert (progressing["status"], progressing["reason"]) == ("False", "PlanFailed")
+    await world.reconcile()
+    assert world.condition("Progressing")["status"] == "True"
+
+
+async def test_a_ghost_in_the_store_has_no_children() -> None:
+    world = World()
+    world.port.uid = "made-anew-meanwhile"
+    assert await world.reconcile() is not None
+    assert world.port.writes == []
+    assert world.store.children(KEY) == ()
+
+
+async def test_a_deleted_cluster_is_left_to_the_garbage_collector() -> None:
+    world = World()
+    await world.reconcile()
+    world.api.delete("PDCluster", *KEY)
+    assert await world.reconcile() is None
+    assert world.port.writes == []
+
+
+async def test_a_child_that_somebody_changed_is_put_right() -> None:
+    world = World()
+    await world.reconcile()
+    await world.reconcile()
+    [deployment] = world.api.list("Deployment")
+    deployment["spec"]["replicas"] = 7
+    world.api.apply(deployment)
+    await world.reconcile()
+    assert world.port.writes == ["apply Deployment"]
+    assert world.api.list("Deployment")[0]["spec"]["replicas"] == 1
+
+
+def test_the_store_trusts_owners_by_uid_and_a_sweep_removes_ghosts() -> None:
+    store = Store()
+    cluster = {"kind": "PDCluster", "metadata": {"name": "tiny", "namespace": "ns", "uid": "1"}}
+    child = {
+        "kind": "Service",
+        "metadata": {
+            "name": "s",
+            "namespace": "ns",
+            "uid": "2",
+            "resourceVersion": "5",
+            "ownerReferences": [{"kind": "PDCluster", "name": "tiny", "uid": "1"}],
+        },
+    }
+    stranger = {
+        "kind": "Service",
+        "metadata": {
+            "name": "t",
+            "namespace": "ns",
+            "uid": "3",
+            "labels": {"pdcluster.dev/cluster": "tiny"},
+            "ownerReferences": [{"kind": "PDCluster", "name": "tiny", "uid": "another"}],
+        },
+    }
+    assert [store.put(m) for m in (cluster, child, stranger)] == [KEY, KEY, KEY]
+    assert store.children(KEY) == (child,)
+    assert store.replace("Service", [child]) == {KEY}
+    assert store.replace("Service", [child]) == set()
+    assert store.replace("Service", []) == {KEY}
+    assert store.children(KEY) == ()
+    assert store.replace("PDCluster", []) == {KEY}
+    assert store.keys() == []
+
+
+def test_a_late_deletion_does_not_remove_the_object_made_anew() -> None:
+    store = Store()
+    fresh = {"kind": "PDCluster", "metadata": {"name": "tiny", "namespace": "ns", "uid": "2"}}
+    store.put(fresh)
+    store.drop({"kind": "PDCluster", "metadata": {"name": "tiny", "namespace": "ns", "uid": "1"}})
+    assert store.cluster(KEY) == fresh
+
+
+def test_only_leaders_with_an_address_are_asked() -> None:
+    def pod(name: str, index: str, **status: object) -> dict[str, Any]:
+        return {
+            "metadata": {
+                "name": name,
+                "namespace": "ns",
+                "uid": name,
+                "labels": {
+                    "pdcluster.dev/engine": "tiny-decode-abcde-0",
+                    "pdcluster.dev/role": "decode",
+                    "pdcluster.dev/cluster": "tiny",
+                    "pdcluster.dev/revision": "abcde",
+                    "apps.kubernetes.io/pod-index": index,
+                },
+            },
+            "status": status,
+        }
+
+    targets = list(
+        leaders(
+            [
+                pod("a", "0", podIP="10.0.0.1"),
+                pod("b", "1", podIP="10.0.0.2"),
+                pod("c", "0"),
+                {"metadata": {"name": "r", "labels": {}}},
+            ]
+        )
+    )
+    assert [target.url for target in targets] == ["http://10.0.0.1:5590"]
+    [again] = leaders([pod("a", "0", podIP="10.0.0.1", containerStatuses=[{"restartCount": 1}])])
+    assert again.process != targets[0].process
+    [six] = leaders([pod("a", "0", podIP="fd00::1")])
+    assert six.url == "http://[fd00::1]:5590"
