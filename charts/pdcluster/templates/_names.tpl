@@ -1,0 +1,58 @@
+{{- /* Names and labels. A name is cut before its suffix, so that suffixes stay and names differ. */}}
+
+{{- define "pdcluster.fullname" -}}
+{{- $base := .Values.fullnameOverride }}
+{{- if not $base }}
+{{- $name := default .Chart.Name .Values.nameOverride }}
+{{- $base = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) }}
+{{- end }}
+{{- $base | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- /* "pdcluster.name" (list . "webhook"): at most 63 characters with the suffix. */}}
+{{- define "pdcluster.name" -}}
+{{- $suffix := index . 1 }}
+{{- $room := sub 62 (len $suffix) | int }}
+{{- printf "%s-%s" (include "pdcluster.fullname" (index . 0) | trunc $room | trimSuffix "-") $suffix }}
+{{- end }}
+
+{{- define "pdcluster.selector" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- /* "pdcluster.labels" (list . "webhook"): what finds an object, and what it is part of. */}}
+{{- define "pdcluster.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "pdcluster.selector" $root }}
+app.kubernetes.io/component: {{ index . 1 }}
+app.kubernetes.io/part-of: pdcluster
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* "pdcluster.account" (list . "webhook"): name of a component's ServiceAccount. */}}
+{{- define "pdcluster.account" -}}
+{{- $values := (index (index . 0).Values (index . 1)).serviceAccount }}
+{{- $own := ternary (include "pdcluster.name" .) "default" $values.create }}
+{{- default $own $values.name }}
+{{- end }}
+
+{{- define "pdcluster.image" -}}
+{{- with .Values.image }}
+{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ default $.Chart.AppVersion .tag }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "pdcluster.certificateSecret" -}}
+{{- default (include "pdcluster.name" (list . "webhook-tls")) .Values.webhook.certificate.existingSecret }}
+{{- end }}
+
+{{- define "pdcluster.testNamespace" -}}
+{{- $fallback := ternary "kube-public" "default" (eq .Release.Namespace "default") }}
+{{- default (first (append (without .Values.watchNamespaces .Release.Namespace) $fallback)) .Values.test.namespace }}
+{{- end }}

@@ -1,0 +1,139 @@
+"""The chart's files that need no helm: the CRD, the values' schema, what the test pod runs."""
+
+from __future__ import annotations
+
+import http.server
+import importlib.util
+import json
+import threading
+
+import jsonschema
+import pytest
+import yaml
+from chart_helm import CHART
+
+from pdcluster_operator.api.labels import GROUP, PLURAL
+from pdcluster_operator.api.validate import check_manifest
+
+REPOSITORY = CHART.parent.parent
+SAMPLES = CHART / "files" / "samples"
+RULE = "PrefixCachingHeterogeneousBlocks"
+
+
+def test_crd_is_the_generated_one():
+    name = f"{GROUP}_{PLURAL}.yaml"
+    ours = (CHART / "files" / name).read_text()
+    assert ours == (REPOSITORY / "crds" / name).read_text(), "run `make generate`"
+
+
+def values() -> dict:
+    return yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def schema() -> dict:
+    return json.loads((CHART / "values.schema.json").read_text())
+
+
+def resolve(part: dict) -> dict:
+    if "$ref" in part:
+        return resolve(schema()["$defs"][part["$ref"].rpartition("/")[2]])
+    return part
+
+
+def test_default_values_fit_the_schema():
+    jsonschema.Draft7Validator.check_schema(schema())
+    jsonschema.validate(values(), schema())
+
+
+def test_schema_and_values_name_the_same_fields():
+    def compare(part: dict, value: dict, path: str) -> None:
+        part = resolve(part)
+        assert part["additionalProperties"] is False, path
+        # `resources` has parts that the defaults need not have; `global` is helm's own.
+        unset = {"claims", "global", "requests", "limits"}
+        assert set(part["properties"]) - unset == set(value) - unset, path
+        for name, inner in value.items():
+            if isinstance(inner, dict) and "properties" in resolve(part["properties"][name]):
+                compare(part["properties"][name], inner, f"{path}.{name}")
+
+    compare(schema(), values(), "values")
+
+
+@pytest.mark.parametrize("name", ["good", "bad", "malformed"])
+def test_samples_are_judged_as_the_test_pod_expects(name):
+    manifest = json.loads((SAMPLES / f"{name}.json").read_text())
+    manifest["metadata"]["namespace"] = "default"
+    _, findings = check_manifest(manifest)
+    rules = {str(error.rule) for error in findings.errors}
+    assert rules == {"good": set(), "bad": {RULE}, "malformed": {"ExactlyOne"}}[name]
+
+
+class Admission(http.server.BaseHTTPRequestHandler):
+    """An API server that answers creates from a list: (code, message)."""
+
+    answers: list[tuple[int, str]]
+    seen: list[str]
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.seen.append(f"{self.path} {json.loads(body)['metadata']['name']}")
+        code, message = self.answers.pop(0)
+        data = json.dumps({"message": message}).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """Call the test pod's program against a list of answers; its exit code and its requests."""
+    path = CHART / "files" / "admission_test.py"
+    spec = importlib.util.spec_from_file_location("admission_test_script", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setattr(module, "ACCOUNT", tmp_path)
+    monkeypatch.setattr(module, "SAMPLES", SAMPLES)
+    monkeypatch.setattr(module.ssl, "create_default_context", lambda cafile: None)
+    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+
+    def run(answers: list[tuple[int, str]]) -> tuple[int, list[str]]:
+        handler = type("Handler", (Admission,), {"answers": answers, "seen": []})
+        server = http.server.HTTPServer(("127.0.0.1", 0), handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        monkeypatch.setattr(module, "SERVER", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(module.sys, "argv", ["admission_test.py", "team", RULE])
+        try:
+            return module.main(), handler.seen
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+    return run
+
+
+GOOD, BAD = (201, ""), (422, f"refused by {RULE}: …")
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        ([GOOD, BAD], 0),
+        ([(500, "no endpoints available"), GOOD, BAD], 0),
+        ([GOOD, GOOD], 1),
+        ([GOOD, (422, "refused by another rule")], 1),
+        ([(403, "may not create"), BAD], 1),
+        ([(404, "no such kind"), BAD], 1),
+    ],
+)
+def test_the_test_pod_believes_only_a_refusal_by_name(script, answers, code):
+    result, seen = script(answers)
+    assert result == code
+    path = f"/apis/{GROUP}/v1alpha1/namespaces/team/{PLURAL}?dryRun=All admission-test"
+    assert set(seen) == {path}

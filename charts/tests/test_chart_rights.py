@@ -1,0 +1,100 @@
+"""Least privilege: every right of the rendered roles, against what the operator does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chart_helm import NAMESPACE, Manifest, of_kind
+
+pytestmark = pytest.mark.helm
+
+READ = {"get", "list", "watch"}
+APPLY = READ | {"create", "patch", "delete"}
+NAMESPACED = Path(__file__).parent / "values" / "namespaced.yaml"
+# What the planner's builders make, and what the loop reads.
+WATCHED = {
+    "pdcluster.dev/pdclusters": READ,
+    "pdcluster.dev/pdclusters/status": {"get", "update", "patch"},
+    "pdcluster.dev/pdclusters/finalizers": {"update"},
+    "apps/statefulsets": APPLY,
+    "apps/deployments": APPLY,
+    "/services": APPLY,
+    "/configmaps": APPLY,
+    "/serviceaccounts": APPLY,
+    "policy/poddisruptionbudgets": APPLY,
+    "networking.k8s.io/networkpolicies": APPLY,
+    "/pods": READ | {"delete"},
+    "events.k8s.io/events": {"create", "patch"},
+}
+DISCOVERY = {"/namespaces": READ, "apiextensions.k8s.io/customresourcedefinitions": READ}
+CERTIFICATE = {"/secrets pdcluster-webhook-tls": {"get", "update", "patch"}}
+CONFIGURATION = {
+    "admissionregistration.k8s.io/validatingwebhookconfigurations pdcluster": {
+        "get",
+        "update",
+        "patch",
+    }
+}
+
+
+def rights(objects: list[Manifest], account: str, namespace: str | None = None) -> dict:
+    """Rights of an account by "group/resource names": cluster-wide, or those in a namespace."""
+    kinds = ("ClusterRoleBinding", "ClusterRole") if namespace is None else ("RoleBinding", "Role")
+    roles = {
+        (role["metadata"].get("namespace"), role["metadata"]["name"]): role
+        for role in of_kind(objects, kinds[1])
+    }
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}
+    found: dict[str, set[str]] = {}
+    for binding in of_kind(objects, kinds[0]):
+        if binding["metadata"].get("namespace") != namespace or subject not in binding["subjects"]:
+            continue
+        assert binding["roleRef"]["kind"] == kinds[1]
+        for rule in roles[namespace, binding["roleRef"]["name"]]["rules"]:
+            for group in rule["apiGroups"]:
+                for resource in rule["resources"]:
+                    names = "".join(f" {name}" for name in rule.get("resourceNames", ()))
+                    found[f"{group}/{resource}{names}"] = set(rule["verbs"])
+    return found
+
+
+def test_cluster_mode(helm):
+    objects = helm.objects()
+    assert rights(objects, "pdcluster-operator") == WATCHED | DISCOVERY | CONFIGURATION
+    assert rights(objects, "pdcluster-operator", NAMESPACE) == CERTIFICATE
+    assert rights(objects, "pdcluster-webhook") == DISCOVERY
+    assert rights(objects, "pdcluster-webhook", NAMESPACE) == {}
+
+
+def test_namespaced_mode_has_no_right_outside_but_the_webhooks_configuration(helm):
+    objects = helm.objects(values=NAMESPACED)
+    assert rights(objects, "pdcluster-operator") == CONFIGURATION
+    assert rights(objects, "pdcluster-operator", NAMESPACE) == CERTIFICATE
+    for namespace in ("team-a", "team-b"):
+        assert rights(objects, "pdcluster-operator", namespace) == WATCHED
+    assert rights(objects, "pdcluster-webhook") == {}
+
+
+def test_own_certificate_needs_no_right_to_secrets(helm):
+    objects = helm.objects("--set", "webhook.certificate.existingSecret=own")
+    assert rights(objects, "pdcluster-operator") == WATCHED | DISCOVERY
+    assert rights(objects, "pdcluster-operator", NAMESPACE) == {}
+    assert not of_kind(objects, "Secret")
+
+
+def test_test_pod_may_only_create_pdclusters(helm):
+    objects = helm.objects(values=NAMESPACED)
+    assert rights(objects, "pdcluster-test", "team-a") == {"pdcluster.dev/pdclusters": {"create"}}
+    assert rights(objects, "pdcluster-test") == {}
+
+
+def test_users_get_pdclusters_through_the_built_in_roles(helm):
+    roles = {role["metadata"]["name"]: role for role in of_kind(helm.objects(), "ClusterRole")}
+    aggregate = "rbac.authorization.k8s.io/aggregate-to-"
+    view, edit = roles["pdcluster-view"], roles["pdcluster-edit"]
+    assert view["metadata"]["labels"][f"{aggregate}view"] == "true"
+    assert edit["metadata"]["labels"][f"{aggregate}edit"] == "true"
+    assert {verb for rule in view["rules"] for verb in rule["verbs"]} == READ
+    # The status is the operator's alone.
+    assert not any("pdclusters/status" in rule["resources"] for rule in edit["rules"])
