@@ -1,0 +1,169 @@
+"""The chart on a real API server, by helm 3 and helm 4: accepted, upgraded, taken away.
+
+A quota of no pods lets these tests see the chart alone; one of them lifts it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cluster.report import ClusterError
+from images.operator_image import operator_image
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+CHART = Path(__file__).resolve().parent.parent.parent / "charts" / "pdcluster"
+CRD = "pdclusters.pdcluster.dev"
+
+
+class Release:
+    """One installation of the chart under test."""
+
+    def __init__(self, cluster, major: int) -> None:
+        self.cluster = cluster
+        self.namespace = f"chart-helm{major}-{secrets.token_hex(3)}"
+        self.binary = cluster.helm(major)
+        # A CRD that was there is somebody's: removing it would remove every PDCluster.
+        self.brings_crd = not cluster.kubectl("get", "crd", CRD, "-o", "name", "--ignore-not-found")
+
+    def helm(self, *arguments: str) -> str:
+        words = [str(self.binary), "--kubeconfig", str(self.cluster.kubeconfig)]
+        done = subprocess.run(
+            [*words, "--namespace", self.namespace, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def install(self, *settings: str) -> str:
+        crds = () if self.brings_crd else ("--set", "crds.enabled=false")
+        return self.helm("install", "chart", str(CHART), *crds, *settings)
+
+    def get(self, kind: str, name: str) -> dict:
+        words = ("get", kind, name, "-n", self.namespace, "-o", "json")
+        return json.loads(self.cluster.kubectl(*words))
+
+    def may(self, verb: str, resource: str, namespace: str = "default") -> bool:
+        """Whether the operator's account may; `resource` is TYPE, TYPE/NAME or TYPE:SUBRESOURCE."""
+        user = f"system:serviceaccount:{self.namespace}:chart-pdcluster-operator"
+        resource, _, part = resource.partition(":")
+        words = [*("auth", "can-i", verb, resource, "-n", namespace), f"--as={user}"]
+        try:
+            return "yes" in self.cluster.kubectl(*words, *([f"--subresource={part}"] * bool(part)))
+        except ClusterError as error:
+            if "exit code 1:" not in str(error):
+                raise
+            return False
+
+
+@pytest.fixture(params=(3, 4), ids="helm{}".format)
+def release(cluster, request) -> Release:
+    one = Release(cluster, request.param)
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "no-pods"},
+        "spec": {"hard": {"pods": "0"}},
+    }
+    cluster.kubectl("create", "namespace", one.namespace)
+    cluster.kubectl("apply", "-n", one.namespace, "-f", "-", stdin=json.dumps(quota))
+    yield one
+    subprocess.run(
+        [one.binary, "--kubeconfig", cluster.kubeconfig, "-n", one.namespace, "uninstall", "chart"],
+        capture_output=True,
+        check=False,
+    )
+    cluster.kubectl("delete", "namespace", one.namespace, "--wait=false")
+    if one.brings_crd:
+        cluster.kubectl("delete", "crd", CRD, "--ignore-not-found")
+
+
+def test_install_upgrade_uninstall(release):
+    notes = release.install()
+    assert "helm test chart" in notes
+    hook = release.get("validatingwebhookconfiguration", "chart-pdcluster")["webhooks"][0]
+    assert hook["clientConfig"]["service"]["namespace"] == release.namespace
+
+    # What the operator writes beside the chart must outlive an upgrade.
+    bundle = base64.b64encode(AUTHORITY.encode()).decode()
+    path = '{"webhooks":[{"name":"validate.pdcluster.dev","clientConfig":{"caBundle":"%s"}}]}'
+    kubectl = release.cluster.kubectl
+    kubectl("patch", "validatingwebhookconfiguration", "chart-pdcluster", "-p", path % bundle)
+    written = json.dumps({"data": {"tls.crt": bundle, "tls.key": bundle}})
+    secret = ("secret", "chart-pdcluster-webhook-tls")
+    kubectl("patch", *secret, "-n", release.namespace, "-p", written)
+    change = ("--reuse-values", "--set", "webhook.timeoutSeconds=7")
+    release.helm("upgrade", "chart", str(CHART), *change)
+    hook = release.get("validatingwebhookconfiguration", "chart-pdcluster")["webhooks"][0]
+    assert hook["timeoutSeconds"] == 7
+    assert hook["clientConfig"]["caBundle"] == bundle
+    assert set(release.get(*secret)["data"]) == {"tls.crt", "tls.key"}
+
+    release.helm("uninstall", "chart")
+    left = kubectl("get", "all,secrets,roles,networkpolicies,pdb", "-n", release.namespace)
+    assert "chart-pdcluster" not in left
+
+
+def test_crd_outlives_its_release_and_serves_the_next(release):
+    if not release.brings_crd:
+        pytest.skip(f"this cluster has a CRD {CRD} of somebody's already")
+    release.install()
+    release.helm("uninstall", "chart")
+    assert CRD in release.cluster.kubectl("get", "crd", CRD, "-o", "name")
+    release.install()
+
+
+def test_rights_as_the_api_server_sees_them(release):
+    release.install()
+    assert release.may("patch", "statefulsets.apps")
+    assert release.may("create", "networkpolicies.networking.k8s.io")
+    assert release.may("patch", "pdclusters.pdcluster.dev:status")
+    assert release.may("patch", "secrets/chart-pdcluster-webhook-tls", release.namespace)
+    assert release.may("patch", "validatingwebhookconfigurations/chart-pdcluster")
+    assert not release.may("get", "secrets")
+    assert not release.may("get", "secrets", release.namespace)
+    assert not release.may("create", "secrets", release.namespace)
+    assert not release.may("create", "pods")
+    assert not release.may("patch", "pdclusters.pdcluster.dev")
+    assert not release.may("patch", "validatingwebhookconfigurations/another")
+
+
+def test_namespaced_mode_has_rights_in_its_namespaces_alone(release):
+    release.install("--set", "watchNamespaces={default}")
+    assert release.may("patch", "statefulsets.apps")
+    assert not release.may("patch", "statefulsets.apps", "kube-public")
+    assert not release.may("list", "namespaces")
+
+
+def test_test_pod_tries_the_real_api_server(release):
+    """Without the webhook, the CRD's own rules refuse the bad sample."""
+    image = operator_image()
+    release.cluster.load(image.archive)
+    release.cluster.kubectl("delete", "quota", "no-pods", "-n", release.namespace)
+    named = (f"image.repository={image.repository}", f"image.tag={image.tag}")
+    release.install("--set", ",".join((*named, "webhook.enabled=false")))
+    # Not --logs: helm 3 removes the pod that succeeded before it reads them.
+    assert "Phase:          Succeeded" in release.helm("test", "chart")
+    events = release.cluster.kubectl("get", "events", "-n", release.namespace)
+    assert "pod/chart-pdcluster-test" in events
+
+
+# Any well-formed certificate: the API server parses a caBundle.
+AUTHORITY = subprocess.run(
+    [
+        *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+        *("-nodes", "-subj", "/CN=test", "-days", "1", "-keyout", "/dev/null"),
+    ],
+    capture_output=True,
+    text=True,
+    check=True,
+).stdout

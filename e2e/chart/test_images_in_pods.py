@@ -1,0 +1,96 @@
+"""The images as the kubelet runs them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from images.engine_image import engine_image, pod_template
+from images.operator_image import operator_image
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+# The chart's own security contexts.
+POD_SECURITY = {
+    "runAsNonRoot": True,
+    "runAsUser": 65532,
+    "runAsGroup": 65532,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+@pytest.fixture
+def run_pod(cluster):
+    """Run a pod to its end; what it printed."""
+    made = []
+
+    def run(name: str, spec: dict, namespace: str = "default") -> str:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}}
+        pod["spec"] = {"restartPolicy": "Never", **spec}
+        made.append((name, namespace))
+        cluster.kubectl("apply", "-n", namespace, "-f", "-", stdin=json.dumps(pod))
+        phase = "jsonpath={.status.phase}=Succeeded"
+        cluster.kubectl("wait", "-n", namespace, f"pod/{name}", f"--for={phase}", "--timeout=180s")
+        return cluster.kubectl("logs", "-n", namespace, name)
+
+    yield run
+    for name, namespace in made:
+        cluster.kubectl("delete", "pod", name, "-n", namespace, "--now", "--ignore-not-found")
+
+
+def test_operator_image_runs_restricted_and_packs_the_connector(cluster, run_pod):
+    image = operator_image()
+    cluster.load(image.archive)
+    script = (
+        "id -u; pdcluster --version; "
+        "python3 -m pdcluster_connector.launcher.bundle /tmp/connector.pyz; "
+        "touch /opt/pdcluster/written 2>&1; "
+        "python3 -c 'import torch' 2>&1 | tail -1"
+    )
+    container = {
+        "name": "test",
+        "image": image.name,
+        "command": ["/bin/sh", "-c", script],
+        "securityContext": SECURITY,
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+    said = run_pod(
+        "operator-image",
+        {
+            "containers": [container],
+            "securityContext": POD_SECURITY,
+            "volumes": [{"name": "tmp", "emptyDir": {}}],
+        },
+    ).splitlines()
+    assert said[0] == "65532"
+    assert said[1].startswith("pdcluster ")
+    assert len(said[2]) == 64  # the bundle's SHA-256
+    assert "Read-only file system" in said[3]
+    assert said[4] == "ModuleNotFoundError: No module named 'torch'"
+
+
+def test_engine_image_holds_vllm_and_nixl_and_not_our_connector(cluster, run_pod):
+    image = engine_image()
+    cluster.load(image.archive)
+    script = (
+        "import sys, importlib.metadata as m\n"
+        "from nixl._api import nixl_agent, nixl_agent_config\n"
+        "nixl_agent('test', nixl_agent_config(backends=['UCX']))\n"
+        "import vllm\n"
+        "from vllm.distributed.kv_transfer import kv_transfer_state\n"
+        "print('vllm', vllm.__version__, sys.prefix)\n"
+        "try:\n    import pdcluster_connector\nexcept ModuleNotFoundError as e:\n    print(e)\n"
+    )
+    spec = pod_template("engine")["spec"]
+    spec["containers"][0] |= {"image": image.name, "command": ["python3", "-c", script]}
+    said = run_pod("engine-image", spec).splitlines()
+    assert said[-2].startswith("vllm 0.")
+    assert said[-2].endswith(sys.prefix)
+    assert said[-1] == "No module named 'pdcluster_connector'"

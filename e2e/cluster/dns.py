@@ -1,0 +1,34 @@
+"""Names of Services and pods: CoreDNS, built with the plugins that these need, in a pod."""
+
+from __future__ import annotations
+
+import string
+
+from cluster import images, network
+from cluster.access import ADMIN
+from cluster.api import Api
+from cluster.commands import run
+from cluster.daemons import Programs
+from cluster.places import PACKAGE, Places
+
+MANIFEST = PACKAGE / "manifests" / "dns.yaml"
+
+
+def apply(places: Places, programs: Programs) -> None:
+    text = string.Template(MANIFEST.read_text()).substitute(
+        DOMAIN=network.DOMAIN, DNS_SERVICE=network.DNS_SERVICE, IMAGE=images.DNS
+    )
+    run(
+        programs["kubectl"],
+        "--kubeconfig",
+        places.settings / f"{ADMIN}.kubeconfig",
+        "apply",
+        "--server-side",
+        "-f",
+        "-",
+        stdin=text,
+    )
+
+
+def ready(api: Api) -> bool:
+    return api.available_replicas("kube-system", "coredns") > 0

@@ -1,0 +1,53 @@
+"""What comes from the distribution: three small packages and tools that every system has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from cluster.report import ClusterError, say
+
+# Debian package: a file that shows it is there, or a program's name.
+PACKAGES = {
+    "runc": "runc",
+    "nftables": "nft",  # kube-proxy runs it
+    "busybox-static": "/bin/busybox",  # the shell of the test images
+    "openssl": "openssl",
+    "iproute2": "ip",
+    "util-linux": "unshare",
+}
+SYSTEM_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def ensure_packages() -> None:
+    """Install what is missing.
+
+    Raises:
+        ClusterError: something is missing and cannot be installed from here.
+    """
+    missing = _missing()
+    if not missing:
+        return
+    wanted = " ".join(missing)
+    if os.geteuid() or not shutil.which("apt-get"):
+        raise ClusterError(f"the cluster needs the packages {wanted}: apt-get install {wanted}")
+    say(f"  installing the Debian packages {wanted}")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "--yes", "--quiet=2", "--no-install-recommends", *missing]
+    for command in (install, ["apt-get", "update", "--quiet=2"], install):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if not _missing():
+            return
+    raise ClusterError(f"apt-get could not install {wanted}: {done.stderr.strip()[-500:]}")
+
+
+def _missing() -> list[str]:
+    return [package for package, witness in PACKAGES.items() if not _present(witness)]
+
+
+def _present(witness: str) -> bool:
+    if witness.startswith("/"):
+        return Path(witness).exists()
+    return shutil.which(witness, path=SYSTEM_FOLDERS) is not None

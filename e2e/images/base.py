@@ -1,0 +1,60 @@
+"""The base image: a small Debian with Python, made by debootstrap from its usual mirror."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+
+from cluster.commands import output, run
+from images.buildah import Buildah
+
+# The release whose Python requirements/operator.txt is resolved for.
+SUITE = "bookworm"
+INCLUDED = ("ca-certificates", "python3", "python3-venv")
+# Half of what debootstrap leaves is of no use in an image.
+LEFT_OUT = (
+    *("./dev/*", "./proc/*", "./sys/*", "./var/cache/apt/*", "./var/lib/apt/lists/*"),
+    *("./usr/share/doc/*", "./usr/share/man/*", "./usr/share/locale/*", "./var/log/*"),
+)
+DOCKERFILE = "FROM scratch\nADD base.tar /\n"
+
+
+def base_name() -> str:
+    """NAME:TAG; the tag changes with what the image is made of."""
+    recipe = repr((SUITE, INCLUDED, LEFT_OUT, DOCKERFILE))
+    return f"base:{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+
+
+def ensure_base(buildah: Buildah, home: Path) -> str:
+    """The name of the base image; made once, in one to three minutes."""
+    name = base_name()
+    if buildah.has(name):
+        return name
+    with tempfile.TemporaryDirectory(prefix="base-", dir=home) as folder:
+        root, context = Path(folder, "root"), Path(folder, "context")
+        context.mkdir()
+        # Its own default where this machine is not a Debian of that release.
+        mirror = _mirror()
+        words = ["debootstrap", "--variant=minbase", f"--include={','.join(INCLUDED)}", SUITE]
+        buildah.watch(
+            f"making a Debian {SUITE}", [*words, str(root), *([mirror] if mirror else [])]
+        )
+        exclusions = [f"--exclude={pattern}" for pattern in LEFT_OUT]
+        run(
+            "tar", "--create", "--directory", root, *exclusions, "--file", context / "base.tar", "."
+        )
+        shutil.rmtree(root)
+        (context / "Dockerfile").write_text(DOCKERFILE)
+        buildah.build(name, context / "Dockerfile", context)
+    return name
+
+
+def _mirror() -> str:
+    """Where this machine's apt gets that release from; nothing if it does not."""
+    listed = output(
+        *("apt-get", "indextargets", "--format", "$(REPO_URI)"),
+        *("Created-By: Packages", f"Codename: {SUITE}"),
+    )
+    return next(iter(listed.split()), "")

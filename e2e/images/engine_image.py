@@ -1,0 +1,82 @@
+"""The engines' image: vLLM for CPU and NIXL of this machine's own Python, and not our connector.
+
+The image itself holds a few links; the pods mount this machine's /usr, its Python and its virtual
+environment, read-only. Measured on two busy cores: the environment is 7.0 GB, 3.7 GB without the
+CUDA libraries. One pass over that (tar and a checksum) takes 33 s, and containerd makes three of
+them whenever a cluster is brought up, since an ended cluster leaves nothing: two to three minutes
+and 11 GB of disk for bytes that lie on this machine already. A copy would also fill the page cache
+a second time, and two engines start beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.images import Content, Link, write_archive
+from images.operator_image import Image, images_folder
+
+# Where the image has links into /usr on a system of today, and mounts on an older one.
+SYSTEM_FOLDERS = ("bin", "lib", "lib64", "sbin")
+LOADER_CACHE = Path("/etc/ld.so.cache")
+CONTAINERS = {"prefill": "engine", "decode": "engine", "router": "router"}
+
+
+def engine_image(home: Path | None = None) -> Image:
+    """The image of engines and routers; its PATH names the environment that runs this."""
+    home = home or images_folder()
+    home.mkdir(parents=True, exist_ok=True)
+    path = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
+    content: dict[str, Content] = {
+        name: Link(str(Path("/", name).readlink()))
+        for name in SYSTEM_FOLDERS
+        if Path("/", name).is_symlink()
+    }
+    tag = hashlib.sha256(repr((path, content)).encode()).hexdigest()[:12]
+    image = Image("docker.io/local/engine", tag, home / f"engine-{tag}.tar")
+    write_archive(image.archive, image.name, content, [], {"PATH": path})
+    return image
+
+
+def machine_folders() -> tuple[Path, ...]:
+    """What of this machine an engine needs to see, at the same place, no folder inside another."""
+    system = [Path("/", name) for name in SYSTEM_FOLDERS]
+    folders = [
+        Path("/usr"),
+        *(folder for folder in system if folder.is_dir() and not folder.is_symlink()),
+        Path(sys.prefix).resolve(),
+        Path(sys.base_prefix).resolve(),
+    ]
+    return tuple(
+        folder
+        for folder in dict.fromkeys(folders)
+        if not any(folder.is_relative_to(other) for other in folders if other != folder)
+    )
+
+
+def pod_template(container: str) -> dict[str, Any]:
+    """A pod template for a PDCluster that mounts this machine's folders into a container."""
+    mounted = dict.fromkeys(machine_folders(), "Directory") | {LOADER_CACHE: "File"}
+    volumes, mounts = [], []
+    for number, (path, kind) in enumerate(mounted.items()):
+        name = f"machine-{number}"
+        volumes.append({"name": name, "hostPath": {"path": str(path), "type": kind}})
+        mounts.append({"name": name, "mountPath": str(path), "readOnly": True})
+    return {
+        "spec": {"containers": [{"name": container, "volumeMounts": mounts}], "volumes": volumes}
+    }
+
+
+def for_this_machine(manifest: Mapping[str, Any], model: Path) -> dict[str, Any]:
+    """A PDCluster that runs from the image above and serves a model of this machine."""
+    image = engine_image().name
+    spec = dict(manifest["spec"])
+    spec["model"] = {**spec.get("model", {}), "source": {"hostPath": {"path": str(model)}}}
+    spec["engine"] = {**spec.get("engine", {}), "image": image}
+    for part, container in CONTAINERS.items():
+        spec[part] = {**spec.get(part, {}), "podTemplate": pod_template(container)}
+    spec["router"]["image"] = image
+    return {**manifest, "spec": spec}

@@ -1,0 +1,114 @@
+"""The operator's image, from operator/Dockerfile, as a release would build it."""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import io
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.commands import output
+from cluster.places import cache_folder
+from images import base
+from images.buildah import Buildah, ensure_packages
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+DOCKERFILE = REPOSITORY / "operator" / "Dockerfile"
+# What operator/Dockerfile.dockerignore lets in.
+SOURCES = (
+    *("LICENSE", "README.md", "pyproject.toml", "requirements/operator.txt"),
+    *("operator/Dockerfile", "operator/src", "connector/src"),
+)
+# Settings of pip that say where packages come from; the rest is this machine's taste.
+PIP_SETTINGS = ("index-url", "extra-index-url", "trusted-host", "proxy", "timeout", "cert")
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image as an archive that containerd can import."""
+
+    repository: str
+    tag: str
+    archive: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.repository}:{self.tag}"
+
+
+def images_folder() -> Path:
+    """Layers, archives and the base: kept from run to run."""
+    return cache_folder() / "images"
+
+
+def operator_image(home: Path | None = None) -> Image:
+    """The image of the sources as they are now: built if they changed since the last time.
+
+    Raises:
+        ClusterError: it could not be built; the text says why.
+    """
+    home = home or images_folder()
+    home.mkdir(parents=True, exist_ok=True)
+    tag = source_digest()
+    image = Image("docker.io/local/pdcluster-operator", tag, home / f"operator-{tag}.tar")
+    if image.archive.exists():
+        return image
+    ensure_packages()
+    buildah = Buildah(home)
+    name = f"operator:{tag}"
+    options = ["--ignorefile", str(DOCKERFILE.with_name("Dockerfile.dockerignore"))]
+    with tempfile.TemporaryDirectory(prefix="pip-", dir=home) as folder:
+        settings = pip_settings()
+        secret = Path(folder, "pip.conf")
+        secret.write_text(written(settings))
+        options += ["--secret", f"id=pip,src={secret}"]
+        if authority := settings.get("cert"):
+            # The certificate authority of a site's proxy; mounted, so that it stays out of layers.
+            options += ["--volume", f"{authority}:{authority}:ro"]
+        arguments = {"BASE": f"localhost/{base.ensure_base(buildah, home)}"}
+        buildah.build(name, DOCKERFILE, REPOSITORY, arguments=arguments, options=options)
+    for old in home.glob("operator-*.tar"):
+        old.unlink()
+    buildah.export(name, image.name, image.archive)
+    buildah.prune()
+    return image
+
+
+def source_digest(root: Path = REPOSITORY) -> str:
+    """12 hexadecimal digits that change with anything that the image is made of."""
+    state = hashlib.sha256(base.base_name().encode())
+    for source in SOURCES:
+        path = root / source
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and "__pycache__" not in file.parts:
+                name = file.relative_to(root).as_posix().encode()
+                state.update(name + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return state.hexdigest()[:12]
+
+
+def pip_settings() -> dict[str, str]:
+    """Where this machine's pip gets packages from, whether files or variables say so."""
+    # The environment of the tests has no pip; the Python that it was made with has.
+    python = Path(sys.base_prefix, "bin", "python3")
+    listed = output(python, "-m", "pip", "config", "list") or output("pip3", "config", "list")
+    # A variable wins over a file, so it comes last.
+    lines = sorted(listed.splitlines(), key=lambda line: line.startswith(":env:"))
+    found = {}
+    for line in lines:
+        scope, _, value = line.partition("=")
+        key = scope.rpartition(".")[2]
+        if key in PIP_SETTINGS:
+            found[key] = value.strip("'\"")
+    return found
+
+
+def written(settings: dict[str, str]) -> str:
+    """A pip.conf; interpolation is off, because an address may hold a percent sign."""
+    parser = configparser.RawConfigParser()
+    parser["global"] = settings
+    text = io.StringIO()
+    parser.write(text)
+    return text.getvalue()

@@ -1,0 +1,161 @@
+"""Tiny random models: engines that load in seconds and whose greedy output depends on all KV.
+
+Each model is made once from a fixed seed and kept in the user's cache folder, under a name
+that holds the recipe's version: change a recipe, raise VERSION.
+
+The tokenizer has one token a byte and needs no network. Only printable ASCII can be sampled
+(the other rows of the output layer are zero), so generated text is lossless and readable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import string
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One model: a transformers configuration class, what differs from BASE, and a seed."""
+
+    config: str
+    seed: int = 0
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+BASE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+GAINS = {"q_proj": 3.0, "k_proj": 3.0, "down_proj": 0.5}
+
+RECIPES = {
+    "llama": Recipe("LlamaConfig"),
+    # The same architecture with other weights: a fine-tune, as far as a connector can tell.
+    "llama-finetuned": Recipe("LlamaConfig", seed=1),
+    # Fewer KV heads than tensor ranks: heads are replicated.
+    "llama-mqa": Recipe("LlamaConfig", overrides={"num_key_value_heads": 1}),
+    # Layouts beyond the first slice: they must start and be refused by name.
+    "mistral-window": Recipe("MistralConfig", overrides={"sliding_window": 128}),
+    "gemma3-hybrid": Recipe(
+        "Gemma3TextConfig",
+        overrides={
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 32,
+        },
+    ),
+}
+
+
+def default_cache() -> Path:
+    """The user's cache folder for models; where, dev/environment.py says."""
+    if own := os.environ.get("PDCLUSTER_CACHE"):
+        return Path(own).expanduser() / "models"
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "pdcluster" / "models"
+
+
+def model_path(name: str, cache: Path | None = None) -> Path:
+    """Folder of model ``name``, made on first use. Safe to call from several processes."""
+    if name not in RECIPES:
+        raise ValueError(f"no model named {name!r}; known: {', '.join(sorted(RECIPES))}")
+    folder = (cache or default_cache()) / f"{name}-v{VERSION}"
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+    try:
+        _write(RECIPES[name], draft)
+        draft.chmod(0o755)
+        for file in draft.iterdir():
+            file.chmod(0o644)
+        try:
+            draft.rename(folder)
+        except OSError:
+            # Another process finished first; its files are the same.
+            if not (folder / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _write(recipe: Recipe, folder: Path) -> None:
+    import torch
+    import transformers
+
+    tokenizer = _byte_tokenizer()
+    settings = {**BASE, **recipe.overrides}
+    config = getattr(transformers, recipe.config)(
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **settings,
+    )
+    generator = torch.Generator().manual_seed(recipe.seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            # Unit variance throughout, but for two changes that make output depend on single
+            # tokens far back and keep it from falling into repetition: attention is peaked,
+            # and the MLPs add less than attention does.
+            scale = GAINS.get(name.split(".")[-2], 1.0)
+            if "embed_tokens" not in name:
+                scale /= parameter.shape[1] ** 0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        printable = {ord(c) for c in string.printable[:95]}
+        for token in range(len(tokenizer)):
+            text = tokenizer.decode([token])
+            if len(text) != 1 or ord(text) not in printable:
+                model.get_output_embeddings().weight[token] = 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _byte_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<bos>", "<eos>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(special + alphabet)}
+    # A vocabulary that several tensor ranks can share evenly.
+    while len(vocabulary) % 64:
+        vocabulary[f"<unused{len(vocabulary)}>"] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+def main() -> None:
+    """Make one model and print its folder."""
+    parser = argparse.ArgumentParser(description="Make a tiny random model and print its folder.")
+    parser.add_argument("name", choices=sorted(RECIPES), nargs="?", default="llama")
+    parser.add_argument("--cache", type=Path, default=None, help="folder to keep models in")
+    arguments = parser.parse_args()
+    print(model_path(arguments.name, arguments.cache))
+
+
+if __name__ == "__main__":
+    main()

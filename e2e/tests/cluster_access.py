@@ -1,0 +1,62 @@
+"""The API server on a local port, and plain HTTP requests through it or past it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import subprocess
+from typing import Any, Self
+
+from local_run import Reply
+
+from cluster.session import Cluster
+
+
+class Proxy:
+    """`kubectl proxy`: the API server on a local port, with the rights of the kubeconfig."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._process = subprocess.Popen(
+            [
+                str(cluster.programs["kubectl"]),
+                f"--kubeconfig={cluster.kubeconfig}",
+                "proxy",
+                "--port=0",
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.port = int(re.findall(r":(\d+)$", self._process.stdout.readline())[0])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.communicate(timeout=10)
+
+    def get(self, path: str) -> dict[str, Any] | None:
+        """An object of the API server; None when there is none."""
+        reply = ask("127.0.0.1", self.port, "GET", path)
+        if reply.status == 404:
+            return None
+        assert reply.status == 200, reply.text
+        return dict(reply.document)
+
+
+def ask(
+    host: str, port: int, method: str, path: str, body: object = None, seconds: float = 120
+) -> Reply:
+    """One HTTP request, past any proxy of the environment; raises OSError without an answer."""
+    connection = http.client.HTTPConnection(host, port, timeout=seconds)
+    try:
+        data = None if body is None else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return Reply(answer.status, answer.read())
+    except http.client.HTTPException as error:
+        raise OSError(f"{host}:{port} broke off: {error!r}") from error
+    finally:
+        connection.close()

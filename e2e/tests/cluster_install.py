@@ -1,0 +1,132 @@
+"""The chart on the test cluster; the operator killed, stopped, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cluster_access import Proxy
+
+from cluster import audit, cgroups
+from cluster.session import Cluster
+from images.engine_image import engine_image
+from images.operator_image import operator_image
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "pdcluster"
+NAMESPACE = "pdcluster-system"
+RELEASE = "pdcluster"
+OPERATOR, WEBHOOK = f"{RELEASE}-operator", f"{RELEASE}-webhook"
+OPERATOR_USER = f"system:serviceaccount:{NAMESPACE}:{OPERATOR}"
+
+
+class Installation:
+    """The operator and its webhook, as `helm install` leaves them."""
+
+    def __init__(self, cluster: Cluster, proxy: Proxy) -> None:
+        self.cluster, self._proxy = cluster, proxy
+
+    def kubectl(self, *words: str, stdin: str | None = None) -> str:
+        return self.cluster.kubectl("--namespace", NAMESPACE, *words, stdin=stdin)
+
+    def install(self, major: int = 4) -> str:
+        """Build and import the images, then `helm upgrade --install`; what helm said."""
+        image = operator_image()
+        for archive in (image.archive, engine_image().archive):
+            self.cluster.load(archive)
+        values: dict[str, Any] = {
+            "image": {"repository": image.repository, "tag": image.tag, "pullPolicy": "Never"},
+            "operator": {"allowHostPathModels": True},
+            "webhook": {"replicas": 1},
+        }
+        done = subprocess.run(
+            [
+                *(str(self.cluster.helm(major)), "--kubeconfig", str(self.cluster.kubeconfig)),
+                *("upgrade", "--install", RELEASE, str(CHART), "--namespace", NAMESPACE),
+                *("--create-namespace", "--values=-", "--wait", "--timeout=180s"),
+            ],
+            input=json.dumps(values),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.report()}"
+        return done.stdout
+
+    def report(self) -> str:
+        words = ("get", "pods,events", "--output=wide")
+        logs = ("logs", "--selector=app.kubernetes.io/instance=pdcluster", "--tail=40", "--prefix")
+        return self.kubectl(*words) + self.kubectl(*logs)
+
+    def pods(self, component: str) -> list[dict[str, Any]]:
+        label = f"app.kubernetes.io%2Fcomponent%3D{component}"
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods?labelSelector={label}"
+        found = self._proxy.get(path) or {}
+        return list(found["items"])
+
+    def ready(self, component: str) -> int:
+        """How many pods of a component are ready and meant to stay."""
+        return sum(
+            condition["type"] == "Ready" and condition["status"] == "True"
+            for pod in self.pods(component)
+            if "deletionTimestamp" not in pod["metadata"]
+            for condition in pod.get("status", {}).get("conditions", ())
+        )
+
+    def scale(self, component: str, replicas: int) -> None:
+        """Returns when it is so: no pod left of 0, all ready otherwise."""
+        name = {"operator": OPERATOR, "webhook": WEBHOOK}[component]
+        self.kubectl("scale", f"deployment/{name}", f"--replicas={replicas}")
+
+        def done() -> bool:
+            return self.ready(component) == replicas and len(self.pods(component)) == replicas
+
+        self._wait(f"{replicas} pods of {component}", done)
+
+    def kill(self) -> int:
+        """SIGKILL to the operator's process, and a new pod at once; whether there was a process.
+
+        The kubelet would wait longer and longer before it starts the same container again.
+        """
+        killed = 0
+        for pid in self.processes("run"):
+            try:
+                os.kill(pid, signal.SIGKILL)
+                killed = 1
+            except ProcessLookupError:
+                continue
+        label = "--selector=app.kubernetes.io/component=operator"
+        self.kubectl("delete", "pod", label, "--force", "--grace-period=0", "--wait=false")
+        return killed
+
+    @staticmethod
+    def processes(command: str) -> list[int]:
+        """The node's processes that are `pdcluster-operator COMMAND`, in the host's numbers."""
+        found = []
+        for pid in cgroups.processes():
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            names = [word.rpartition(b"/")[2] for word in words[:3]]
+            if b"pdcluster-operator" in names and command.encode() in words:
+                found.append(pid)
+        return found
+
+    def wait_ready(self) -> None:
+        self._wait("operator", lambda: self.ready("operator") == 1)
+
+    def writes(self, since: float) -> list[audit.Write]:
+        """What the operator asked the API server to write since a moment (seconds since 1970)."""
+        return list(audit.read_writes(self.cluster.audit_log, since, OPERATOR_USER))
+
+    def _wait(self, what: str, holds: Callable[[], bool], seconds: float = 120.0) -> None:
+        started = time.monotonic()
+        while not holds():
+            assert time.monotonic() - started < seconds, f"no {what}\n{self.report()}"
+            time.sleep(0.1)

@@ -1,0 +1,207 @@
+"""One PDCluster on a real Kubernetes: what a person does with kubectl, in words for tests.
+
+Traffic of clients goes to the router's Service. What only the cluster's own pods may reach, an
+engine's API and its launcher, is asked by way of the API server (`kubectl proxy`), which no
+NetworkPolicy stands in the way of.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from cluster_access import Proxy, ask
+from local_run import START_SECONDS, Reply
+from local_run import manifest as local_manifest
+
+from cluster.report import ClusterError
+from cluster.session import Cluster
+from images.engine_image import CONTAINERS, for_this_machine, pod_template
+from models.tiny import model_path
+from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
+from pdcluster_operator.plan.merge import merge
+
+
+def manifest(name: str, **changes: Any) -> dict[str, Any]:
+    """The example as it runs from the images of the tests; ``changes`` are merged into its spec.
+
+    A role's ``podTemplate`` is merged over the one that the images need.
+    """
+    document = local_manifest(**changes)
+    over = {part: (document["spec"][part] or {}).get("podTemplate") or {} for part in CONTAINERS}
+    document = for_this_machine(document, model_path("llama"))
+    for part, container in CONTAINERS.items():
+        template = merge(pod_template(container), over[part])
+        document["spec"][part] = {**document["spec"][part], "podTemplate": template}
+    return {**document, "metadata": {"name": name}}
+
+
+def idle(container: str = "engine") -> dict[str, Any]:
+    """A pod template that serves nothing: for tests of what stands, not of what it does."""
+    script = "trap 'exit 0' TERM; sleep 3600 & wait"
+    command = ["/bin/sh", "-c", script]
+    return {"spec": {"containers": [{"name": container, "command": command, "args": []}]}}
+
+
+class ClusterRun:
+    """One PDCluster in a namespace of its own; both are made at once and deleted together."""
+
+    def __init__(self, cluster: Cluster, proxy: Proxy, name: str) -> None:
+        self.cluster, self.name, self.namespace = cluster, name, f"e2e-{name}"
+        self.proxy = proxy
+
+    def kubectl(self, *words: str, stdin: str | None = None) -> str:
+        return self.cluster.kubectl("--namespace", self.namespace, *words, stdin=stdin)
+
+    def apply(self, document: Mapping[str, Any]) -> str:
+        return self.kubectl("apply", "--filename=-", stdin=json.dumps(document))
+
+    def refused(self, document: Mapping[str, Any]) -> str:
+        """What kubectl says when it is not let in."""
+        try:
+            said = self.apply(document)
+        except ClusterError as error:
+            return str(error)
+        raise AssertionError(f"admitted: {said}")
+
+    def get(self) -> dict[str, Any] | None:
+        group = f"/apis/pdcluster.dev/v1alpha1/namespaces/{self.namespace}/pdclusters"
+        return self.proxy.get(f"{group}/{self.name}")
+
+    def status(self) -> dict[str, Any]:
+        return dict((self.get() or {}).get("status") or {})
+
+    def condition(self, kind: str) -> Mapping[str, Any]:
+        found = [c for c in self.status().get("conditions", ()) if c["type"] == kind]
+        return found[0] if found else {"status": "Unknown", "reason": "", "message": ""}
+
+    def failed_links(self, reason: str) -> list[dict[str, Any]]:
+        return [link for link in self.status().get("failedLinks", ()) if link["reason"] == reason]
+
+    def wait(self, what: str, holds: Callable[[], Any], seconds: float = START_SECONDS) -> float:
+        """Seconds until ``holds``; fails with everything known when it does not in time."""
+        started = time.monotonic()
+        while not holds():
+            if time.monotonic() - started > seconds:
+                raise AssertionError(f"no {what} within {seconds:.0f} s\n{self.report()}")
+            time.sleep(0.1)
+        return time.monotonic() - started
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> float:
+        return self.wait("Ready", lambda: self.condition("Ready")["status"] == "True", seconds)
+
+    def wait_not_ready(self, seconds: float) -> float:
+        """Seconds until Ready is False, with a reason."""
+        took = self.wait(
+            "Ready=False", lambda: self.condition("Ready")["status"] == "False", seconds
+        )
+        assert self.condition("Ready")["reason"], self.report()
+        return took
+
+    def report(self) -> str:
+        status = self.status()
+        lines = [str(c) for c in (*status.get("conditions", ()), *status.get("failedLinks", ()))]
+        for words in (
+            ("get", "pods", "--output=wide"),
+            ("get", "events", "--sort-by=.lastTimestamp"),
+            ("logs", "--selector=pdcluster.dev/role", "--tail=25", "--prefix"),
+        ):
+            try:
+                lines.append(self.kubectl(*words))
+            except ClusterError as error:
+                lines.append(str(error))
+        return "\n".join(lines)
+
+    def pods(self, role: str = "") -> list[dict[str, Any]]:
+        """Pods of an engine's role or of the ``router``; of all that are labelled ours if empty."""
+        chosen = f"pdcluster.dev/cluster={self.name}"
+        if role:
+            label = "app.kubernetes.io/component" if role == "router" else "pdcluster.dev/role"
+            chosen += f",{label}={role}"
+        found = self.proxy.get(
+            f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={chosen.replace('=', '%3D')}"
+        )
+        items: list[dict[str, Any]] = (found or {})["items"]
+        return [pod for pod in items if pod.get("status", {}).get("phase") != "Succeeded"]
+
+    def pod(self, role: str) -> str:
+        """The name of a role's first pod that is not on its way out."""
+        for pod in self.pods(role):
+            if "deletionTimestamp" not in pod["metadata"]:
+                return str(pod["metadata"]["name"])
+        raise AssertionError(f"no pod of {role}\n{self.report()}")
+
+    def restarts(self, role: str) -> tuple[str, int]:
+        """UID and container restarts of a role's first pod: the same as long as it lives."""
+        pod = self.pods(role)[0]
+        counts = (c["restartCount"] for c in pod["status"].get("containerStatuses", ()))
+        return pod["metadata"]["uid"], sum(counts)
+
+    def at_pod(self, pod: str, port: int, method: str, path: str, body: object = None) -> Reply:
+        """A request to a pod, sent by the API server."""
+        url = f"/api/v1/namespaces/{self.namespace}/pods/{pod}:{port}/proxy{path}"
+        return ask("127.0.0.1", self.proxy.port, method, url, body)
+
+    def complete(
+        self, prompt: str, *, role: str = "router", tokens: int = 16, **more: Any
+    ) -> Reply:
+        """One greedy completion: through the Service, or straight from an engine."""
+        body = {
+            "model": self.name,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            **more,
+        }
+        if role != "router":
+            return self.at_pod(self.pod(role), HTTP_PORT, "POST", "/v1/completions", body)
+        return ask(self.service_address(), HTTP_PORT, "POST", "/v1/completions", body)
+
+    def service_address(self) -> str:
+        """The router's Service; this machine routes to our own cluster's Services."""
+        path = f"/api/v1/namespaces/{self.namespace}/services/{self.name}-router"
+        service = self.proxy.get(path)
+        assert service is not None, self.report()
+        return str(service["spec"]["clusterIP"])
+
+    def engine_id(self, role: str) -> str:
+        reply = self.at_pod(self.pod(role), LAUNCHER_PORT, "GET", "/readyz")
+        return str(reply.document["engine_id"])
+
+    def children(self) -> list[str]:
+        """Everything in the namespace that is not Kubernetes' own, as KIND/NAME."""
+        kinds = (
+            "pdcluster,statefulset,deployment,replicaset,controllerrevision,pod,service,configmap,"
+            "serviceaccount,networkpolicy,poddisruptionbudget,endpointslice"
+        )
+        names = self.kubectl("get", kinds, "--output=name", "--ignore-not-found").split()
+        own = ("configmap/kube-root-ca.crt", "serviceaccount/default")
+        return sorted(name for name in names if name not in own)
+
+    def make_namespace(self) -> None:
+        self.cluster.kubectl("create", "namespace", self.namespace)
+
+    def delete_namespace(self) -> None:
+        self.cluster.kubectl("delete", "namespace", self.namespace, "--ignore-not-found")
+
+
+@contextmanager
+def running(
+    cluster: Cluster, proxy: Proxy, document: Mapping[str, Any] | None, name: str
+) -> Iterator[ClusterRun]:
+    """A PDCluster from its apply to the end of its namespace; None leaves applying to the test."""
+    run = ClusterRun(cluster, proxy, name)
+    run.delete_namespace()  # what a run that was killed left
+    run.make_namespace()
+    try:
+        if document is not None:
+            run.apply(document)
+        yield run
+    finally:
+        run.kubectl("delete", "pdc", "--all")
+        # Their grace period is for requests in flight, and nobody waits for any here.
+        run.kubectl("delete", "pod", "--all", "--force", "--grace-period=0", "--wait=false")
+        run.delete_namespace()

@@ -1,0 +1,198 @@
+"""A local cluster for end-to-end tests: the real control loop, launchers, engines and router.
+
+The cluster lives on an event loop in a thread of its own, so that tests read as what a person
+does: apply, wait for a condition, send a prompt, kill a process, look at the links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import yaml
+
+from models.tiny import model_path
+from pdcluster_operator.adapters.connector_bundle import BuiltConnector
+from pdcluster_operator.adapters.local.cluster import LocalCluster
+from pdcluster_operator.api.labels import HTTP_PORT
+from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
+START_SECONDS = 400.0  # two engines that load beside each other on two slow cores
+
+# One layer's K and V of one token: KV heads x (K, V) x head size x float32.
+KV_BYTES_PER_TOKEN = 4 * 4 * 2 * 32 * 4  # layers x heads x 2 x head_dim x 4
+BLOCK_TOKENS = 32
+
+
+def manifest(**changes: Any) -> dict[str, Any]:
+    """The example manifest over the tiny Llama; ``changes`` are merged into its spec."""
+    document: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+    document["spec"]["model"]["source"] = {"hostPath": {"path": str(model_path("llama"))}}
+    return {**document, "spec": _merged(document["spec"], changes)}
+
+
+def appended(*words: str) -> dict[str, Any]:
+    """A pod template that adds words to the engine's arguments, past every admission rule."""
+    script = f'exec python3 /pdcluster/connector.pyz "$@" {" ".join(words)}'
+    return {
+        "spec": {
+            "containers": [{"name": "engine", "command": ["/bin/sh", "-c", script, "launcher"]}]
+        }
+    }
+
+
+def mounted(model: Path) -> dict[str, Any]:
+    """A pod template that mounts another model, past every admission rule."""
+    return {"spec": {"volumes": [{"name": "model", "hostPath": {"path": str(model)}}]}}
+
+
+def _merged(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return {**base, **{key: _merged(base.get(key), value) for key, value in over.items()}}
+    return over
+
+
+class Reply:
+    """An HTTP answer: its status, and its JSON body where it has one."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        self.status, self.text = status, body.decode(errors="replace")
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.text)
+
+    @property
+    def completion(self) -> str:
+        return str(self.document["choices"][0]["text"])
+
+    @property
+    def kv_path(self) -> Mapping[str, Any]:
+        return (self.document.get("kv_transfer_params") or {}).get("kv_path") or {}
+
+
+class LocalRun:
+    """Use as a context manager; ends every process on the way out."""
+
+    def __init__(self, document: dict[str, Any], folder: Path) -> None:
+        self._document, self._folder = document, folder
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.said: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._call(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._call(self._stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            self._loop.close()
+
+    async def _start(self) -> None:
+        self._local = LocalCluster(self._folder, BuiltConnector(), self.said.append)
+        await self._local.__aenter__()
+        self._key = self._local.apply(self._document)
+
+    async def _stop(self) -> None:
+        await self._local.stop(10.0)
+        await self._local.__aexit__(None, None, None)
+
+    def _call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def snapshot(self) -> Snapshot:
+        async def take() -> Snapshot:
+            return take_snapshot(self._local, self._key)
+
+        return self._call(take())
+
+    def status(self) -> dict[str, Any]:
+        async def read() -> dict[str, Any]:
+            return dict(self._local.cluster(self._key).get("status") or {})
+
+        return self._call(read())
+
+    def condition(self, kind: str) -> Mapping[str, Any]:
+        found = [c for c in self.status().get("conditions", ()) if c["type"] == kind]
+        return found[0] if found else {"status": "Unknown", "reason": "", "message": ""}
+
+    def wait(self, what: str, holds: Callable[[], Any], seconds: float = START_SECONDS) -> float:
+        """Seconds until ``holds``; fails with everything known when it does not in time."""
+        started = time.monotonic()
+        while not holds():
+            if time.monotonic() - started > seconds:
+                raise AssertionError(f"no {what} within {seconds:.0f} s\n{self.report()}")
+            time.sleep(0.1)
+        return time.monotonic() - started
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> float:
+        return self.wait("Ready", lambda: self.condition("Ready")["status"] == "True", seconds)
+
+    def report(self) -> str:
+        snapshot = self.snapshot()
+        lines = [str(item) for item in (*snapshot.pods, *snapshot.conditions, *snapshot.links)]
+        for log in sorted(self._folder.glob("*/engine/container*.log")):
+            lines += [f"--- {log}", *log.read_text(errors="replace").splitlines()[-25:]]
+        return "\n".join([*lines, *self.said[-20:]])
+
+    def address(self, role: str) -> str:
+        return next(pod.address for pod in self.snapshot().pods if pod.role == role)
+
+    def complete(
+        self, prompt: str, *, role: str = "router", tokens: int = 16, **more: Any
+    ) -> Reply:
+        """One greedy completion through the router, or straight from an engine."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
+        request = urllib.request.Request(
+            f"http://{self.address(role)}:{HTTP_PORT}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return Reply(answer.status, answer.read())
+        except urllib.error.HTTPError as error:
+            return Reply(error.code, error.read())
+
+    def launcher(self, role: str) -> psutil.Process:
+        """The launcher of a role's engine: PID 1 of its container."""
+        for process in psutil.Process(os.getpid()).children(recursive=True):
+            try:
+                words = process.cmdline()
+            except psutil.Error:
+                continue
+            if not any(word.endswith("connector.pyz") for word in words[:2]):
+                continue
+            if f".{role}." in words[words.index("--engine") + 1]:
+                return process
+        raise AssertionError(f"no launcher of {role}\n{self.report()}")
+
+    def kill(self, role: str) -> None:
+        """SIGKILL to every process of a role's engine, as a node's loss would."""
+        launcher = self.launcher(role)
+        for process in (launcher, *launcher.children(recursive=True)):
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+
+    def engine_id(self, role: str) -> str:
+        with urllib.request.urlopen(f"http://{self.address(role)}:5590/readyz", timeout=5) as reply:
+            return str(json.loads(reply.read())["engine_id"])

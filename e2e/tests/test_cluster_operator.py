@@ -1,0 +1,102 @@
+"""The operator at rest, stopped, and killed: what stands stays, what is deleted goes."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import pytest
+from cluster_access import Proxy
+from cluster_install import Installation
+from cluster_run import ClusterRun, idle, manifest, running
+
+from cluster.session import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+REST_SECONDS = 60.0
+ROUNDS = 10  # two kills a round
+
+
+def idler() -> dict:
+    """A PDCluster that is complete in seconds: its engines and its router do nothing."""
+    over = {"podTemplate": idle()}
+    return manifest("idler", prefill=over, decode=over, router={"podTemplate": idle("router")})
+
+
+@pytest.fixture
+def idling(cluster: Cluster, proxy: Proxy, operator: Installation) -> ClusterRun:
+    with running(cluster, proxy, None, "idler") as run:
+        yield run
+
+
+def standing(run: ClusterRun) -> list[str]:
+    """All children by kind and name, without the suffixes that Kubernetes draws by lot."""
+    drawn = re.compile(r"^(endpointslice\S*|pod/\S+-router-\S+)-[a-z0-9]{5}$")
+    return sorted(drawn.sub(r"\1", name) for name in run.children())
+
+
+def complete(run: ClusterRun) -> bool:
+    return len(run.pods()) == 3 and run.status().get("links") == "0/1"
+
+
+def test_nothing_is_written_at_rest(tiny: ClusterRun, operator: Installation) -> None:
+    tiny.wait_ready()
+    time.sleep(5)
+    since = time.time()
+    time.sleep(REST_SECONDS)
+    assert operator.writes(since) == []
+    assert tiny.condition("Ready")["status"] == "True"
+    assert operator.writes(since - 3600), "the log knows what the operator wrote before"
+
+
+def test_deleting_removes_everything(idling: ClusterRun) -> None:
+    idling.apply(idler())
+    idling.wait("children", lambda: complete(idling), 60)
+    print("\n".join(idling.children()))
+    idling.kubectl("delete", "pdc", "idler")
+    took = idling.wait("end", lambda: idling.children() == [], 60)
+    print(f"nothing left after {took:.1f} s")
+
+
+def test_deleting_removes_everything_without_an_operator(
+    idling: ClusterRun, operator: Installation
+) -> None:
+    idling.apply(idler())
+    idling.wait("children", lambda: complete(idling), 60)
+    operator.scale("operator", 0)
+    try:
+        idling.kubectl("delete", "pdc", "idler", "--timeout=30s")
+        took = idling.wait("end", lambda: idling.children() == [], 60)
+        print(f"nothing left after {took:.1f} s")
+    finally:
+        operator.scale("operator", 1)
+    time.sleep(3)
+    assert idling.children() == [], "an operator that comes back resurrects nothing"
+
+
+def test_an_operator_killed_at_any_moment_ends_where_another_would(
+    idling: ClusterRun, operator: Installation
+) -> None:
+    idling.apply(idler())
+    idling.wait("children", lambda: complete(idling), 60)
+    wanted = standing(idling)
+    idling.kubectl("delete", "pdc", "idler")
+    idling.wait("end", lambda: idling.children() == [], 60)
+    source = random.Random(9)
+    kills = 0
+    for _ in range(ROUNDS):
+        idling.apply(idler())
+        time.sleep(source.uniform(0, 1.5))
+        kills += operator.kill()
+        idling.wait("children", lambda: complete(idling) and standing(idling) == wanted, 120)
+        idling.kubectl("delete", "pdc", "idler", "--wait=false")
+        time.sleep(source.uniform(0, 0.7))
+        kills += operator.kill()
+        idling.wait("end", lambda: idling.children() == [], 120)
+        operator.wait_ready()
+        time.sleep(1)
+        assert idling.children() == [], "nothing is resurrected"
+    print(f"killed {kills} times")
+    assert kills == 2 * ROUNDS

@@ -1,0 +1,111 @@
+"""Networks that are half broken: only KV is cut off, or only the operator is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from cluster_install import NAMESPACE, Installation
+from cluster_load import Load, moved, text
+from cluster_run import ClusterRun
+
+from cluster import network
+from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+RECOVERY_SECONDS = 180.0
+# A second policy cannot forbid what the cluster's own admits, but the sender's may.
+EVERYWHERE_BUT_PODS = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": [str(network.PODS)]}}]}
+
+
+def policy(chosen: dict[str, str], *egress: dict[str, Any]) -> str:
+    """A NetworkPolicy that leaves the chosen pods only these ways out."""
+    spec = {"podSelector": {"matchLabels": chosen}, "policyTypes": ["Egress"], "egress": [*egress]}
+    kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
+    return json.dumps({**kind, "metadata": {"name": "cut"}, "spec": spec})
+
+
+def to_prefill(*ports: int) -> dict[str, Any]:
+    return {
+        "to": [{"podSelector": {"matchLabels": {"pdcluster.dev/role": "prefill"}}}],
+        "ports": [{"protocol": "TCP", "port": port} for port in ports],
+    }
+
+
+@contextmanager
+def decode_without(run: ClusterRun, *ports: int) -> Iterator[None]:
+    """Decode reaches only these ports of prefill, then all again: and all heals by itself."""
+    run.wait_ready()
+    engines = [run.restarts(role) for role in ("prefill", "decode")]
+    cut = policy({"pdcluster.dev/role": "decode"}, EVERYWHERE_BUT_PODS, to_prefill(*ports))
+    run.kubectl("apply", "--filename=-", stdin=cut)
+    try:
+        took = run.wait_not_ready(150)
+        print(f"Ready=False after {took:.1f} s: {run.condition('Ready')}")
+        yield
+        for role in ("prefill", "decode"):
+            assert run.condition(f"{role.title()}Ready")["status"] == "True"
+            assert run.complete("x", role=role).status == 200, "the API answers"
+    finally:
+        run.kubectl("delete", "networkpolicy", "cut")
+    took = run.wait_ready(RECOVERY_SECONDS)
+    print(f"Ready again after {took:.1f} s")
+    assert [run.restarts(role) for role in ("prefill", "decode")] == engines
+    moved(run, text(60, 5000 + len(ports)))
+
+
+def test_kv_ports_that_are_cut_off_are_named_although_every_api_answers(tiny: ClusterRun) -> None:
+    with decode_without(tiny, HTTP_PORT, LAUNCHER_PORT):
+        [link] = tiny.status()["failedLinks"]
+        print(link)
+        assert link["reason"] in {"SideChannelUnreachable", "TransferStalled"}
+        assert link["prefill"] == tiny.pod("prefill").rpartition("-")[0]
+        assert link["decode"] == tiny.pod("decode").rpartition("-")[0]
+        assert tiny.condition("Ready")["reason"] == link["reason"]
+
+
+def test_the_canary_finds_what_the_side_channel_does_not(tiny: ClusterRun) -> None:
+    interval = '{"spec": {"verification": {"canary": {"intervalSeconds": %d}}}}'
+    tiny.kubectl("patch", "pdc", "tiny", "--type=merge", f"--patch={interval % 5}")
+    try:
+        with decode_without(tiny, HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT):
+            pair = " -> ".join(tiny.pod(r).rpartition("-")[0] for r in ("prefill", "decode"))
+            assert pair in tiny.condition("Ready")["message"]
+            assert tiny.condition("KVPathVerified")["status"] == "False"
+    finally:
+        tiny.kubectl("patch", "pdc", "tiny", "--type=merge", f"--patch={interval % 300}")
+
+
+def test_an_operator_that_is_cut_off_says_unknown_and_changes_no_traffic(
+    tiny: ClusterRun, operator: Installation
+) -> None:
+    tiny.wait_ready()
+    children = tiny.children()
+    chosen = {"app.kubernetes.io/component": "operator"}
+    cut = policy(chosen, EVERYWHERE_BUT_PODS)
+    since = time.time()
+    with Load(tiny, lambda number: text(60, 6000 + number)) as load:
+        operator.kubectl("apply", "--filename=-", stdin=cut)
+        try:
+            took = tiny.wait("Unknown", lambda: tiny.condition("Ready")["status"] == "Unknown", 60)
+            print(f"Ready=Unknown after {took:.1f} s: {tiny.condition('Ready')}")
+            print(tiny.kubectl("get", "pdc", "--output=wide"))
+            assert tiny.condition("Ready")["reason"] == "LauncherUnreachable"
+            false = [c for c in tiny.status()["conditions"] if c["status"] == "False"]
+            assert [condition["type"] for condition in false] in ([], ["Progressing"])
+            asked = len(load.replies)
+            time.sleep(10)
+            assert len(load.replies) > asked
+        finally:
+            operator.kubectl("delete", "networkpolicy", "cut", f"--namespace={NAMESPACE}")
+        tiny.wait_ready(60)
+    assert {reply.status for reply in load.replies} == {200}
+    assert {reply.kv_path["outcome"] for reply in load.replies} == {"transferred"}
+    assert tiny.children() == children
+    written = {write.resource for write in operator.writes(since)}
+    assert written <= {"pdclusters/status", "events"}, written

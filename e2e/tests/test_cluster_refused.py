@@ -1,0 +1,106 @@
+"""What could only exchange wrong KV: refused at the door, in the status, and at the handshake."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_access import Proxy
+from cluster_install import Installation
+from cluster_run import ClusterRun, idle, manifest, running
+from local_run import appended
+
+from cluster.session import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+RULE = "PrefixCachingHeterogeneousBlocks"
+REMEDIES = ("equal block sizes", "Disabled", "configMapRef")
+
+
+@pytest.fixture(scope="module")
+def door(cluster: Cluster, proxy: Proxy, operator: Installation) -> ClusterRun:
+    """A namespace where nothing runs yet."""
+    with running(cluster, proxy, None, "door") as run:
+        yield run
+
+
+def unequal() -> dict:
+    over = {"podTemplate": idle()}
+    return manifest("door", prefill=over, decode={"engine": {"blockSize": 64}, **over})
+
+
+def test_the_webhook_names_field_value_rule_and_remedy(door: ClusterRun) -> None:
+    said = door.refused(unequal())
+    print(said)
+    assert RULE in said
+    assert "spec.decode.engine.blockSize" in said
+    assert "32" in said
+    assert "64" in said
+    assert any(remedy.lower() in said.lower() for remedy in REMEDIES)
+    assert door.get() is None
+
+
+def test_the_schema_refuses_before_the_webhook(door: ClusterRun) -> None:
+    document = manifest("door")
+    document["spec"]["prefill"]["replicas"] = -1
+    document["spec"]["transfer"]["device"] = "TPU"
+    said = door.refused(document)
+    print(said)
+    assert "spec.prefill.replicas" in said
+    assert "spec.transfer.device" in said
+
+
+def test_what_slips_past_a_webhook_that_is_down_is_not_accepted(
+    door: ClusterRun, operator: Installation
+) -> None:
+    hook = "validatingwebhookconfiguration/pdcluster"
+    policy = '[{"op": "replace", "path": "/webhooks/0/failurePolicy", "value": "%s"}]'
+    operator.kubectl("patch", hook, "--type=json", f"--patch={policy % 'Ignore'}")
+    operator.scale("webhook", 0)
+    try:
+        door.apply(unequal())
+        door.wait("verdict", lambda: door.condition("Accepted")["status"] == "False", 30)
+        accepted = door.condition("Accepted")
+        print(accepted)
+        assert accepted["reason"] == RULE
+        assert "32" in accepted["message"]
+        assert "64" in accepted["message"]
+        assert door.condition("Ready")["status"] == "False"
+        assert door.pods() == []
+    finally:
+        operator.scale("webhook", 1)
+        operator.kubectl("patch", hook, "--type=json", f"--patch={policy % 'Fail'}")
+    # It may be deleted although it would not be admitted.
+    door.kubectl("delete", "pdc", "door", "--timeout=30s")
+
+
+def test_the_handshake_refuses_what_admission_could_not_see(
+    cluster: Cluster, proxy: Proxy, operator: Installation
+) -> None:
+    template = appended("--block-size", "64")
+    document = manifest("unequal", decode={"podTemplate": template})
+    with running(cluster, proxy, document, "unequal") as run:
+        seen: set[str] = set()
+
+        def refused() -> bool:
+            seen.add(run.condition("Ready")["status"])
+            return bool(run.failed_links(RULE))
+
+        run.wait(f"link refused as {RULE}", refused)
+        run.wait("decode engine", lambda: run.condition("DecodeReady")["status"] == "True")
+        [link] = run.failed_links(RULE)
+        print(link)
+        condition = run.condition("KVLinksEstablished")
+        print(condition)
+        print(run.kubectl("get", "pdc", "--output=wide"))
+        assert condition["status"] == "False"
+        assert condition["reason"] == RULE
+        for message in (link["message"], condition["message"]):
+            assert "32" in message
+            assert "64" in message
+        assert (link["prefill"], link["decode"]) == tuple(
+            run.pod(role).rpartition("-")[0] for role in ("prefill", "decode")
+        )
+        assert run.condition("Ready")["status"] == "False"
+        assert "True" not in seen
+        assert run.complete("A prompt of several blocks, as both compute it. " * 2).status == 500
+        assert run.complete("x", role="decode").status == 200, "the engine lives"

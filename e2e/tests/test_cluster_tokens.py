@@ -1,0 +1,71 @@
+"""`kubectl apply`, `Ready`, tokens: and `Ready` means that KV moved between the pods."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from cluster_load import moved, text
+from cluster_run import ClusterRun
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+ALL = (
+    *("Accepted", "PrefillReady", "DecodeReady", "KVLinksEstablished", "KVPathVerified"),
+    *("TransportHealthy", "Available", "Progressing", "Ready"),
+)
+
+
+def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(tiny: ClusterRun) -> None:
+    tiny.kubectl("wait", "--for=condition=Ready", "pdc/tiny", "--timeout=300s")
+    replies = [moved(tiny, text(20 + 10 * seed, seed)) for seed in range(8)]
+    assert len({reply.completion for reply in replies}) == 8, "each prompt has its own answer"
+
+
+def test_the_engines_image_lacks_the_connector(tiny: ClusterRun) -> None:
+    for role in ("prefill", "decode"):
+        pod = tiny.pods(role)[0]
+        [connector] = [v for v in pod["spec"]["volumes"] if v["name"] == "connector"]
+        assert connector["configMap"]["name"].startswith("tiny-connector-")
+        code = (
+            "import importlib.util as u; "
+            "print(u.find_spec('vllm') and u.find_spec('nixl') and 1, "
+            "u.find_spec('pdcluster_connector'))"
+        )
+        said = tiny.kubectl("exec", tiny.pod(role), "--", "python3", "-c", code)
+        assert said.strip() == "1 None"
+
+
+def test_get_shows_what_one_wants_to_know(tiny: ClusterRun) -> None:
+    tiny.wait_ready()
+    shown = tiny.kubectl("get", "pdc", "--output=wide")
+    print(shown)
+    header, row = (re.split(r"\s{2,}", line.strip()) for line in shown.splitlines())
+    assert header == [
+        *("NAME", "AVAILABLE", "READY", "PREFILL", "DECODE", "LINKS", "MODEL", "AGE", "REASON")
+    ]
+    assert row[:7] == ["tiny", "True", "True", "1/1", "1/1", "1/1", "tiny"]
+    assert row[8] == "Ready"
+
+
+def test_describe_shows_conditions_and_events(tiny: ClusterRun) -> None:
+    tiny.wait_ready()
+    shown = tiny.kubectl("describe", "pdc", "tiny")
+    print(shown)
+    for condition in ALL:
+        assert re.search(rf"Type:\s+{condition}$", shown, re.MULTILINE), condition
+    assert [c["type"] for c in tiny.status()["conditions"]] == list(ALL)
+    events = shown.partition("Events:")[2]
+    assert "Ready is True" in events
+    assert re.search("Warning.* no TLS", events), "the insecure side channel is said"
+
+
+def test_explain_describes_every_field(tiny: ClusterRun) -> None:
+    shown = tiny.kubectl("explain", "pdc.spec.prefill")
+    print(shown)
+    fields = re.findall(r"^  (\w+)\t<.+>.*\n(.*)", shown, re.MULTILINE)
+    assert {"replicas", "parallelism", "resources", "podTemplate", "engine"} <= {
+        f for f, _ in fields
+    }
+    undescribed = [f for f, text in fields if "<no description>" in text or not text.strip()]
+    assert undescribed == []

@@ -1,0 +1,139 @@
+"""One local cluster through what goes wrong in production: abuse, and engines that die."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, Reply, manifest
+
+pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
+
+RECOVERY_SECONDS = 300.0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
+    folder: Path = tmp_path_factory.mktemp("local")
+    with LocalRun(manifest(), folder) as run:
+        run.wait_ready()
+        yield run
+
+
+def text(words: int, seed: int) -> str:
+    source = random.Random(seed)
+    return " ".join(f"{source.randrange(16**4):04x}" for _ in range(words))
+
+
+def moved(run: LocalRun, seed: int) -> Reply:
+    """A prompt that nobody has cached: its KV must move; decode says what prefill would."""
+    prompt = text(60, seed)
+    reply = run.complete(prompt)
+    assert reply.status == 200, reply.text
+    assert reply.kv_path["outcome"] == "transferred", reply.kv_path
+    blocks = -(-len(prompt) // BLOCK_TOKENS)  # the tokenizer has one token a byte
+    assert reply.kv_path["bytes"] == blocks * BLOCK_TOKENS * KV_BYTES_PER_TOKEN
+    assert reply.completion == run.complete(prompt, role="prefill").completion
+    return reply
+
+
+def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(run: LocalRun) -> None:
+    for seed in range(4):
+        moved(run, seed)
+
+
+def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:
+    address = (run.address("prefill"), 5600)
+    source = random.Random(5)
+
+    def http(body: bytes, path: str = "/v1/handshake", length: int | None = None) -> bytes:
+        size = len(body) if length is None else length
+        return (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
+            f"Content-Length: {size}\r\nConnection: close\r\n\r\n"
+        ).encode() + body
+
+    kinds = (
+        lambda: b"",
+        lambda: bytes([source.randrange(256)]),
+        lambda: source.randbytes(source.randrange(1, 4096)),
+        lambda: http(b""),
+        lambda: http(bytes([source.randrange(256)])),
+        lambda: http(b"\x85\xa9protocols\x92", length=5000),  # truncated
+        lambda: http(b"\x81\xa9engine_id\xc0", "/v1/leases"),  # wrong type
+        lambda: http(source.randbytes(source.randrange(1, 60_000))),
+        lambda: http(source.randbytes(300), "/v1/leases"),
+        lambda: http(b"\xdd\xff\xff\xff\xff" * 100),  # an array that claims 2^32 items
+    )
+    for number in range(200):
+        message = http(source.randbytes(10_000_000)) if number % 50 == 7 else kinds[number % 10]()
+        with socket.create_connection(address, timeout=10) as peer:
+            try:
+                peer.sendall(message)
+                peer.shutdown(socket.SHUT_WR)
+                peer.settimeout(5)
+                while peer.recv(65536):
+                    pass
+            except OSError:
+                continue  # the server hung up in the middle: its right
+    moved(run, 100)
+
+
+def under_load(run: LocalRun, seconds: float) -> tuple[list[Reply], threading.Thread]:
+    """Requests through the router, one after the other, for some seconds."""
+    replies: list[Reply] = []
+    until = time.monotonic() + seconds
+
+    def send() -> None:
+        number = 1000
+        while time.monotonic() < until:
+            number += 1
+            try:
+                replies.append(run.complete(text(100, number), tokens=8))
+            except OSError:
+                time.sleep(0.2)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return replies, thread
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_engine_comes_back_and_kv_moves_again(run: LocalRun, role: str) -> None:
+    run.wait_ready()
+    other = "decode" if role == "prefill" else "prefill"
+    before, survivor = run.engine_id(role), run.engine_id(other)
+    other_pid = run.launcher(other).pid
+    replies, load = under_load(run, 8)
+    run.wait("request that is answered", lambda: any(r.status == 200 for r in replies), 8)
+    run.kill(role)
+
+    seen = run.wait(
+        "link that shows the dead engine",
+        lambda: run.condition("KVLinksEstablished")["status"] != "True",
+        10,
+    )
+    assert seen < 5, f"the link showed it only after {seen:.1f} s"
+    ready = run.condition("Ready")
+    assert ready["status"] != "True"
+    assert ready["reason"]
+
+    load.join()
+    for reply in replies:
+        # Policy Fail: a request ends well or with an error, never with made-up tokens.
+        if reply.status == 200:
+            assert reply.kv_path["outcome"] == "transferred", reply.text
+        else:
+            assert 500 <= reply.status < 600, reply.text
+
+    run.wait_ready(RECOVERY_SECONDS)
+    assert run.engine_id(role).rpartition("/")[0] == before.rpartition("/")[0]
+    assert run.engine_id(role) != before, "a restart is a new incarnation"
+    assert run.engine_id(other) == survivor
+    assert run.launcher(other).pid == other_pid, "the other engine lived on"
+    moved(run, 200 if role == "prefill" else 300)

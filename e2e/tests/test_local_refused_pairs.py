@@ -1,0 +1,77 @@
+"""Pairs that could only exchange wrong KV: refused at lint, and at the handshake behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_run import LocalRun, appended, manifest, mounted
+
+from models.tiny import model_path
+from pdcluster_operator.api.validate import check_manifest
+
+pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
+
+PROMPT = "A prompt of several blocks, which both engines can compute on their own, and do. " * 2
+
+
+def errors(**changes: Any) -> list[str]:
+    _, findings = check_manifest(manifest(**changes))
+    return [str(error) for error in findings.errors]
+
+
+def test_lint_refuses_different_block_sizes() -> None:
+    found = errors(decode={"engine": {"blockSize": 64}})
+    assert any("PrefixCachingHeterogeneousBlocks" in text for text in found), found
+    assert any("32" in text and "64" in text for text in found), found
+
+
+def test_lint_refuses_different_models() -> None:
+    other = str(model_path("llama-finetuned"))
+    found = errors(decode={"engine": {"extraArgs": ["--model", other]}})
+    assert any("ModelMismatch" in text and other in text for text in found), found
+
+
+def refused_link(run: LocalRun, reason: str) -> dict[str, Any]:
+    run.wait(
+        f"link refused as {reason}",
+        lambda: [link for link in run.status().get("failedLinks", ()) if link["reason"] == reason],
+    )
+    assert run.condition("Ready")["status"] == "False"
+    assert run.condition("KVLinksEstablished")["reason"] == reason
+    return dict(run.status()["failedLinks"][0])
+
+
+def test_handshake_refuses_different_block_sizes_and_requests_fail(tmp_path: Path) -> None:
+    document = manifest(
+        transfer={"loadFailurePolicy": "Fail"},
+        decode={"podTemplate": appended("--block-size", "64")},
+    )
+    with LocalRun(document, tmp_path) as run:
+        link = refused_link(run, "PrefixCachingHeterogeneousBlocks")
+        assert "32" in link["message"]
+        assert "64" in link["message"]
+        run.wait("router", lambda: run.condition("DecodeReady")["status"] == "True")
+        reply = run.complete(PROMPT)
+        assert reply.status == 500, reply.text
+        assert run.complete(PROMPT, role="decode").status == 200, "the engine lives"
+        assert run.condition("Ready")["status"] == "False"
+
+
+def test_handshake_refuses_other_weights_and_requests_are_recomputed(tmp_path: Path) -> None:
+    other = model_path("llama-finetuned")
+    document = manifest(
+        transfer={"loadFailurePolicy": "Recompute"},
+        decode={"podTemplate": mounted(other)},
+    )
+    with LocalRun(document, tmp_path) as run:
+        link = refused_link(run, "ModelMismatch")
+        assert link["message"]
+        run.wait("decode", lambda: run.condition("DecodeReady")["status"] == "True")
+        alone = run.complete(PROMPT, role="decode").completion
+        reply = run.complete(PROMPT)
+        assert reply.status == 200, reply.text
+        assert reply.completion == alone, "recomputed with decode's own weights"
+        assert reply.kv_path["outcome"] == "failed"
+        assert reply.kv_path["reason"] == "ModelMismatch"

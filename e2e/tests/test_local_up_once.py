@@ -1,0 +1,105 @@
+"""``pdcluster up`` as a newcomer runs it: one command, real engines, tokens, nothing left."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from local_run import BLOCK_TOKENS, EXAMPLE, KV_BYTES_PER_TOKEN, START_SECONDS
+
+from models.tiny import model_path
+
+pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
+
+PROMPT = "Once upon a time there was a model that computed its prompt here and decoded it there"
+COMMAND = [sys.executable, "-m", "pdcluster_operator", "up", str(EXAMPLE), "--plain"]
+
+
+def left(printed: str) -> list[str]:
+    """Live processes that work below the run's folder: all that its pods ever started."""
+    [folder] = re.findall(r"logs are below (\S+)", printed)
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str((process / "cwd").readlink()).startswith(f"{folder}/"):
+                found.append(f"{process.name} {(process / 'cmdline').read_bytes()!r}")
+        except OSError:
+            continue
+    return found
+
+
+def test_one_manifest_to_tokens() -> None:
+    command = [*COMMAND, "--model-dir", str(model_path("llama")), "--once", PROMPT]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    printed = done.stdout + done.stderr
+    print(printed)
+    assert done.returncode == 0, printed
+    assert left(printed) == []
+    [answer] = re.findall(r"^answer:  (.+) \((\d+) tokens\)$", printed, re.MULTILINE)
+    assert answer[1] == "32"
+    [path] = re.findall(r"^KV path: (.+)$", printed, re.MULTILINE)
+    blocks = -(-len(PROMPT) // BLOCK_TOKENS)
+    size = blocks * BLOCK_TOKENS * KV_BYTES_PER_TOKEN
+    assert path.startswith(f"prefill/0 -> decode/0: {blocks} blocks ")
+    assert f"{size:,} bytes in " in path
+    assert "GB/s" in path
+    assert re.search(
+        r"^prefill/0 +decode/0 +Established +1/1 +\d+\.\d\d +Passed", printed, re.MULTILINE
+    )
+    assert re.search(r"^KVPathVerified +True +CanaryPassed", printed, re.MULTILINE)
+    assert "not simulated:" in printed
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "kill -9"])
+def test_ending_it_while_engines_load_leaves_no_process(tmp_path: Path, end: str) -> None:
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [*COMMAND, "--model-dir", str(model_path("llama"))], stdout=file, stderr=file
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while "the engine core has started" not in output.read_text():
+        assert time.monotonic() < deadline, output.read_text()
+        assert process.poll() is None, output.read_text()
+        time.sleep(0.2)
+    assert len(left(output.read_text())) > 6
+    process.send_signal(signal.SIGKILL if end == "kill -9" else signal.SIGINT)
+    process.wait(20)
+    deadline = time.monotonic() + (5 if end == "kill -9" else 0)
+    while left(output.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left(output.read_text()) == []
+
+
+def test_an_engine_that_cannot_load_says_why(tmp_path: Path) -> None:
+    folder = tmp_path / "broken-model"
+    folder.mkdir()
+    for file in model_path("llama").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = next(folder.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:100])
+    command = [*COMMAND, "--model-dir", str(folder), "--once", PROMPT]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    printed = done.stdout + done.stderr
+    print(printed)
+    assert done.returncode == 3, printed
+    assert left(printed) == []
+    last = printed.strip().splitlines()[-1]
+    assert re.match(r"error: tiny-(prefill|decode)-.* died 2 times: .*afetensor", last), last
