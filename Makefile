@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help: ## show this
 	@echo "pdcluster: make TARGET"
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-17s %s\n", $$1, $$2}'
 
 env: ## install everything that is needed into the user's cache folder, print its Python
 	@echo $(PY)
@@ -35,16 +35,27 @@ test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's sche
 	$(PY) -m pytest -n 2 --dist loadfile -m "not nixl and not engine and not vllm and not cluster"
 	$(PY) -m pytest -m "nixl or engine or vllm"
 
-e2e: ## what a user does, end to end: local mode, kills, restarts
+e2e: ## what a user does, end to end: local mode, then a real Kubernetes with real pods
 	$(PY) -m pytest e2e/tests -m "not cluster"
+	$(MAKE) cluster-e2e
+
+cluster-e2e: cluster-programs ## only what needs the real Kubernetes (as root)
+	$(PY) -m pytest e2e/cluster/tests e2e/tests operator/tests/adapters charts/tests e2e/chart -m "cluster or helm"
 
 fast: ## the tests that take seconds
 	$(PY) -m pytest -n 2 --dist loadfile -m "not nixl and not engine and not vllm and not cluster" -q
 
+cluster-programs: ## build what a cluster needs with Go, and the images, once into the cache
+	$(PY) -m cluster build
+	$(PY) -m images build
+
+cluster-demo: ## from helm install to tokens on a real Kubernetes on this machine (as root)
+	$(PY) -m cluster_demo
+
 charts: ## render and lint the chart with helm 3 and helm 4 (built with Go at their first use)
 	$(PY) -m pytest charts/tests
 
-cluster-up: ## a real one-node Kubernetes on this machine (builds it with Go once: 20–30 minutes)
+cluster-up: ## a real one-node Kubernetes on this machine (builds it with Go once: a quarter of an hour)
 	@$(PY) -m cluster up
 
 cluster-down: ## end it, leaving nothing behind
@@ -60,4 +71,5 @@ generate: ## write crds/ and docs/rules.md again from the code
 lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
-.PHONY: help env model demo check test e2e fast charts cluster-up cluster-down format generate lock
+.PHONY: help env model demo check test e2e fast charts cluster-programs cluster-e2e cluster-demo \
+	cluster-up cluster-down format generate lock
