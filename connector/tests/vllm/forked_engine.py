@@ -18,7 +18,6 @@ from typing import Any
 
 
 def _host(folder: Path) -> None:
-    import pdcluster_connector.launcher.vllm_shim  # noqa: F401  what every engine process imports
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama
     import vllm.v1.attention.backends.cpu_attn
@@ -26,6 +25,7 @@ def _host(folder: Path) -> None:
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
+    import pdcluster_connector.launcher.vllm_shim
     import pdcluster_connector.vllm.connector
     import pdcluster_connector.vllm.scheduler
     import pdcluster_connector.vllm.worker  # noqa: F401

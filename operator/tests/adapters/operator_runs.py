@@ -57,7 +57,7 @@ class Operator:
                 env=self._environment,
                 stdout=log,
                 stderr=log,
-                preexec_fn=die_with_us,
+                preexec_fn=die_with_us,  # noqa: PLW1509
             )
         if ready:
             until(self.is_ready, 60, self.said)

@@ -187,7 +187,10 @@ class RealApi:
     def _run(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [self._programs[name], *arguments], stdout=log, stderr=log, preexec_fn=die_with_us
+                [self._programs[name], *arguments],
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_us,  # noqa: PLW1509
             )
         self._processes.append(process)
         return process

@@ -27,6 +27,7 @@ See = Callable[[str, dict[str, Any]], None]
 Judge = Callable[[Mapping[str, Any] | None, Mapping[str, Any] | None, str], Review]
 """Judges (new, old, operation) of one admission review."""
 
+IDENTITY: Any = "pdcluster-operator"
 REFUSED = 422
 LEAVE_SECONDS = 0.5
 WEBHOOK_ID = "validate"
@@ -166,6 +167,8 @@ async def _run(
         clusterwide=not namespaces,
         namespaces=list(namespaces),
         stop_flag=flag,
+        # kopf would look up the name of the user, and a container's user has none.
+        identity=IDENTITY,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
