@@ -49,7 +49,7 @@ def test_handshake_refuses_different_block_sizes_and_requests_fail(tmp_path: Pat
         decode={"podTemplate": appended("--block-size", "64")},
     )
     with LocalRun(document, tmp_path) as run:
-        link = refused_link(run, "PrefixCachingHeterogeneousBlocks")
+        link = refused_link(run, "BlockInteriorOpaque")
         assert "32" in link["message"]
         assert "64" in link["message"]
         run.wait("router", lambda: run.condition("DecodeReady")["status"] == "True")

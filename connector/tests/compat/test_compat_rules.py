@@ -6,9 +6,18 @@ from dataclasses import fields, replace
 
 import pytest
 
+from pdcluster_connector.compat.carried import CARRIED, Layout
+from pdcluster_connector.compat.findings import Finding
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.rules import RULES, Verdict, check, check_engine, refused
-from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
+from pdcluster_connector.compat.rules import ALL_RULES, RULES, Verdict, check, check_engine, refused
+from pdcluster_connector.compat.shape import (
+    EngineShape,
+    GroupShape,
+    LayerKind,
+    LayerShape,
+    Memory,
+    PartShape,
+)
 
 
 def layers(count: int = 2, **changes) -> tuple[LayerShape, ...]:
@@ -18,6 +27,11 @@ def layers(count: int = 2, **changes) -> tuple[LayerShape, ...]:
         )
         for i in range(count)
     )
+
+
+def full(*groups: GroupShape, **changes) -> EngineShape:
+    """A shape whose attention groups are ``groups``."""
+    return replace(KNOWN, groups=groups, **changes)
 
 
 # CPU engines as a handshake describes them: everything is known.
@@ -32,30 +46,78 @@ KNOWN = EngineShape(
     token_sliceable=False,
     packing="CPU_ATTN/vec16",
     layers=layers(),
+    groups=(GroupShape(LayerKind.FULL_ATTENTION, 32),),
+    layout="LBHNC",
+    hybrid=False,
 )
+
+
+def blocks(shape: EngineShape, size: int, ratio: int = 1) -> EngineShape:
+    """The same engine with other blocks in its attention groups."""
+    groups = tuple(
+        group
+        if group.kind is LayerKind.MAMBA
+        else replace(group, block_size=size, kernel_blocks_per_block=ratio)
+        for group in shape.groups or ()
+    )
+    return replace(shape, block_size=size, kernel_blocks_per_block=ratio, groups=groups)
+
+
 SLICEABLE = replace(KNOWN, token_sliceable=True, packing=None)
 NO_PREFIXES = replace(KNOWN, prefix_caching=False)
 SLICEABLE_NO_PREFIXES = replace(SLICEABLE, prefix_caching=False)
 ODD = layers(kv_heads=6)
-FP8 = replace(KNOWN, kv_dtype="fp8_e4m3")
+FP8 = replace(KNOWN, kv_dtype="fp8_e4m3", layers=layers(scales="k=0.5,v=0.25"))
+WINDOW = replace(KNOWN, layers=layers(kind=LayerKind.SLIDING_WINDOW, window=128))
+MLA = replace(KNOWN, layers=layers(kind=LayerKind.MLA, kv_heads=1))
+PARTS = (
+    PartShape("conv.x", 8, 768, "float32"),
+    PartShape("conv.b", 1, 384, "float32"),
+    PartShape("ssm", 8, 4096, "float32"),
+)
+STATE = LayerShape("model.layers.1.mixer", LayerKind.MAMBA, 1, 1, 39296, parts=PARTS)
+HYBRID = blocks(
+    replace(
+        SLICEABLE,
+        layers=(layers()[0], STATE),
+        groups=(GroupShape(LayerKind.FULL_ATTENTION, 32), GroupShape(LayerKind.MAMBA, 544)),
+    ),
+    544,
+    34,
+)
+
+
+def state(**changes) -> EngineShape:
+    return replace(HYBRID, layers=(layers()[0], replace(STATE, **changes)))
+
 
 # rule -> (prefill, decode that is refused, nearest decode that is accepted); where prefill
 # itself is at fault, the accepted decode is accepted with its own like.
 PAIRS = {
     "ModelMismatch": (KNOWN, replace(KNOWN, model="mistral"), KNOWN),
     "KVDtypeMismatch": (KNOWN, replace(KNOWN, kv_dtype="bfloat16"), KNOWN),
+    "KVDtypeMismatch/layer": (
+        HYBRID,
+        state(parts=(*PARTS[:2], replace(PARTS[2], dtype="bfloat16"))),
+        HYBRID,
+    ),
+    "KVScalesMismatch": (FP8, replace(FP8, layers=layers(scales="k=0.5,v=0.5")), FP8),
     "ContextParallelUnsupported": (KNOWN, replace(KNOWN, context=2), replace(KNOWN, context=1)),
     "LayoutUnsupported/pipeline": (KNOWN, replace(KNOWN, pipeline=2), replace(KNOWN, tensor=1)),
     "LayoutUnsupported/data": (KNOWN, replace(KNOWN, data=2), replace(KNOWN, tensor=4)),
-    "LayoutUnsupported/quantized": (
-        FP8,
-        FP8,
-        replace(FP8, kv_dtype="float16"),
+    "LayoutUnsupported/quantized": (FP8, FP8, replace(FP8, kv_dtype="float16")),
+    "LayoutUnsupported/scales": (
+        replace(FP8, layers=layers(scales=None)),
+        replace(FP8, layers=layers(scales=None)),
+        replace(FP8, layers=layers(scales="inline")),
     ),
+    "LayoutUnsupported/sliding-window": (WINDOW, WINDOW, KNOWN),
+    "LayoutUnsupported/mla": (MLA, MLA, KNOWN),
+    "LayoutUnsupported/mamba": (HYBRID, HYBRID, replace(HYBRID, layers=layers())),
     "LayoutUnsupported/layers": (
-        KNOWN,
-        replace(KNOWN, layers=layers(kind=LayerKind.SLIDING_WINDOW, window=128)),
-        KNOWN,
+        replace(KNOWN, layers=layers(kind=LayerKind.OTHER)),
+        replace(KNOWN, layers=layers(kind=LayerKind.OTHER)),
+        MLA,
     ),
     "LayoutUnsupported/groups": (
         KNOWN,
@@ -68,15 +130,15 @@ PAIRS = {
         replace(KNOWN, layers=ODD, tensor=3),
     ),
     "LayoutUnsupported/empty": (KNOWN, replace(KNOWN, layers=()), KNOWN),
+    "BlockInteriorOpaque/size": (KNOWN, blocks(KNOWN, 128), blocks(KNOWN, 32)),
     "PrefixCachingHeterogeneousBlocks": (
-        SLICEABLE,
-        replace(SLICEABLE, block_size=128),
-        replace(SLICEABLE, prefix_caching=False),
+        HYBRID,
+        blocks(HYBRID, 1056, 66),
+        replace(HYBRID, prefix_caching=False),
     ),
-    "BlockInteriorOpaque/size": (NO_PREFIXES, replace(NO_PREFIXES, block_size=128), NO_PREFIXES),
     "BlockSizeMismatch": (
         SLICEABLE_NO_PREFIXES,
-        replace(SLICEABLE_NO_PREFIXES, block_size=128),
+        blocks(SLICEABLE_NO_PREFIXES, 128),
         SLICEABLE_NO_PREFIXES,
     ),
     "BlockInteriorOpaque/interior": (KNOWN, SLICEABLE, KNOWN),
@@ -86,40 +148,54 @@ PAIRS = {
         replace(KNOWN, layers=layers(3)),
         replace(KNOWN, layers=layers()[::-1]),
     ),
+    "LayoutUnsupported/mamba-tensor": (
+        HYBRID,
+        replace(HYBRID, tensor=4),
+        replace(HYBRID, tensor=2),
+    ),
     "MemoryTypeUnsupported": (KNOWN, replace(KNOWN, memory=Memory.VRAM), KNOWN),
 }
 
 
+def check_with(rule: str, prefill: EngineShape, decode: EngineShape) -> tuple[Finding, ...]:
+    """Check by the rules that always apply, and ``rule`` whatever is carried."""
+    return check(prefill, decode, [r for r in ALL_RULES if r.until is None or r.id == rule])
+
+
 def test_every_rule_has_such_a_pair() -> None:
-    assert list(PAIRS) == sorted(PAIRS, key=[rule.id for rule in RULES].index)
-    assert {rule.id for rule in RULES} == set(PAIRS)
-    assert len({rule.id for rule in RULES}) == len(RULES)
+    assert list(PAIRS) == [rule.id for rule in ALL_RULES]
+
+
+def test_a_layout_that_is_carried_has_no_rule_against_it() -> None:
+    until = {rule.until: rule.id for rule in ALL_RULES if rule.until is not None}
+    assert until == {layout: layout.value for layout in Layout}
+    assert [rule.id for rule in RULES] == [r.id for r in ALL_RULES if r.until not in CARRIED]
 
 
 @pytest.mark.parametrize("rule", PAIRS)
 def test_a_rule_refuses_its_pair_first_and_accepts_the_nearest_one(rule: str) -> None:
     prefill, clashing, nearest = PAIRS[rule]
-    first = refused(check(prefill, clashing))
+    first = refused(check_with(rule, prefill, clashing))
     assert first is not None
     assert first.rule == rule
     assert first.reason.value == rule.partition("/")[0]
     assert first.verdict is Verdict.REFUSED
-    assert check(nearest if prefill == clashing else prefill, nearest) == ()
+    assert check_with(rule, nearest if prefill == clashing else prefill, nearest) == ()
 
 
 @pytest.mark.parametrize("rule", [rule for rule in PAIRS if rule != "LayoutUnsupported/heads"])
 def test_a_rule_does_not_care_which_side_it_is(rule: str) -> None:
     prefill, clashing, nearest = PAIRS[rule]
-    first = refused(check(clashing, prefill))
+    first = refused(check_with(rule, clashing, prefill))
     assert first is not None
     assert first.rule == rule
-    assert check(nearest, nearest if prefill == clashing else prefill) == ()
+    assert check_with(rule, nearest, nearest if prefill == clashing else prefill) == ()
 
 
 @pytest.mark.parametrize("rule", PAIRS)
 def test_a_refusal_names_both_values_and_a_remedy(rule: str) -> None:
     prefill, clashing, _ = PAIRS[rule]
-    first = refused(check(prefill, clashing))
+    first = refused(check_with(rule, prefill, clashing))
     assert first is not None
     assert first.field in {field.name for field in fields(EngineShape)}
     assert first.prefill_value
@@ -138,20 +214,27 @@ def test_equal_engines_of_any_tensor_size_are_accepted() -> None:
 
 # What is unknown is never refused.
 
+UNGROUPED = replace(KNOWN, groups=None)
+
 
 @pytest.mark.parametrize(
     "field",
     [field.name for field in fields(EngineShape) if getattr(EngineShape(), field.name) is None],
 )
-@pytest.mark.parametrize("base", [KNOWN, SLICEABLE])
+@pytest.mark.parametrize("base", [KNOWN, SLICEABLE, UNGROUPED])
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
 def test_an_unknown_field_is_never_a_refusal(field: str, base: EngineShape, side: str) -> None:
     unknown = replace(base, **{field: None})
     pair = (unknown if side != "decode" else base, unknown if side != "prefill" else base)
     findings = check(*pair)
     assert refused(findings) is None
-    if field == "prefix_caching" or (base is SLICEABLE and field == "packing"):
-        assert findings == (), "not needed when the blocks are equal and cut by token"
+    spare = {"prefix_caching", "groups", "layout", "hybrid"}
+    if base is SLICEABLE:
+        spare |= {"packing"}
+    if base is not UNGROUPED:
+        spare |= {"block_size", "kernel_blocks_per_block"}
+    if field in spare:
+        assert findings == (), "not needed when everything else is known and equal"
     else:
         assert field in {finding.field for finding in findings}
         assert all("unknown" in (f.prefill_value, f.decode_value) for f in findings)
@@ -171,54 +254,96 @@ def test_refusals_come_before_what_is_unknown() -> None:
     assert set(verdicts[2:]) == {Verdict.UNKNOWN}
 
 
-# The mission's own rule.
+# Blocks that differ: the mission's own rule, and its neighbours.
+
+MAY_CACHE = [(True, True), (True, False), (False, True), (None, False), (False, None), (None, None)]
 
 
-@pytest.mark.parametrize("sliceable", [True, False, None])
-@pytest.mark.parametrize(
-    ("prefill", "decode", "may_cache"),
-    [
-        (True, True, True),
-        (True, False, True),
-        (False, True, True),
-        (None, False, True),
-        (False, None, True),
-        (None, None, True),
-        (False, False, False),
-    ],
-)
-@pytest.mark.parametrize("sizes", [(32, 128), (128, 32)])
-def test_block_sizes_that_differ_are_always_refused(
-    prefill, decode, may_cache, sliceable, sizes
-) -> None:
-    findings = check(
-        EngineShape(block_size=sizes[0], prefix_caching=prefill, token_sliceable=sliceable),
-        EngineShape(block_size=sizes[1], prefix_caching=decode, token_sliceable=sliceable),
-    )
-    refusals = [finding for finding in findings if finding.verdict is Verdict.REFUSED]
-    assert len(refusals) == 1, "one cause, one refusal"
-    if may_cache:
-        expected = Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS
-    elif sliceable is False:
-        expected = Reason.BLOCK_INTERIOR_OPAQUE
-    else:
-        expected = Reason.BLOCK_SIZE_MISMATCH
-    assert refusals[0].reason is expected
-    assert (refusals[0].prefill_value, refusals[0].decode_value) == tuple(map(str, sizes))
-    assert all(str(size) in refusals[0].message for size in sizes)
+def sizes(block_sizes=(32, 128), caching=(True, True), **known) -> list[Finding]:
+    """What is refused (or, failing that, open) about two specs with these block sizes."""
+    shapes = [
+        EngineShape(block_size=size, prefix_caching=prefixes, **known)
+        for size, prefixes in zip(block_sizes, caching, strict=True)
+    ]
+    findings = check_with("", *shapes)
+    return [f for f in findings if f.verdict is Verdict.REFUSED] or list(findings)
 
 
-def test_kernel_blocks_that_differ_are_refused_like_block_sizes() -> None:
-    """The 34 and 66 of a hybrid whose attention page fits another state on each side."""
-    pair = (replace(KNOWN, kernel_blocks_per_block=34), replace(KNOWN, kernel_blocks_per_block=66))
-    first = refused(check(*pair))
+@pytest.mark.parametrize("caching", [*MAY_CACHE, (False, False)])
+@pytest.mark.parametrize("block_sizes", [(32, 128), (128, 32)])
+def test_packed_blocks_that_differ_are_refused_whatever_is_cached(caching, block_sizes) -> None:
+    (found,) = sizes(block_sizes, caching, token_sliceable=False)
+    assert found.reason is Reason.BLOCK_INTERIOR_OPAQUE
+    assert (found.prefill_value, found.decode_value) == tuple(map(str, block_sizes))
+    assert all(str(size) in found.message for size in block_sizes)
+
+
+@pytest.mark.parametrize("caching", MAY_CACHE)
+@pytest.mark.parametrize("hybrid", [True, None])
+def test_blocks_that_differ_where_prefixes_may_be_cached(caching, hybrid) -> None:
+    """Refused where the model is known as a hybrid, or nothing is known of the blocks' inside."""
+    (found,) = sizes(caching=caching, hybrid=hybrid)
+    assert found.reason is Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS
+    assert (found.prefill_value, found.decode_value) == ("32", "128")
+    assert sizes(caching=(False, False), hybrid=hybrid)[0].verdict is Verdict.UNKNOWN
+
+
+def test_blocks_that_can_be_cut_wait_for_the_handshake_to_tell_whether_it_is_a_hybrid() -> None:
+    assert {f.verdict for f in sizes(token_sliceable=True)} == {Verdict.UNKNOWN}
+    assert "layers" in {f.field for f in sizes(token_sliceable=True)}
+    (found,) = sizes(token_sliceable=True, hybrid=True)
+    assert found.reason is Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_blocks_of_attention_alone_that_can_be_cut_may_differ(size: int) -> None:
+    assert check_with("", SLICEABLE, blocks(SLICEABLE, size)) == ()
+    assert check_with("", blocks(SLICEABLE, size), SLICEABLE) == ()
+
+
+def test_until_they_are_carried_different_blocks_are_refused_by_name() -> None:
+    for base in (SLICEABLE, SLICEABLE_NO_PREFIXES):
+        first = refused(check_with("BlockSizeMismatch", base, blocks(base, 64)))
+        assert first is not None
+        assert first.reason is Reason.BLOCK_SIZE_MISMATCH
+
+
+@pytest.mark.parametrize("sliceable", [True, False])
+def test_kernel_blocks_of_a_hybrid_that_differ(sliceable: bool) -> None:
+    """The 34 and 66 of a hybrid whose attention page fits another state on each side.
+
+    Kernel blocks are equal, so it does not matter whether they can be cut.
+    """
+    packed = {} if sliceable else {"token_sliceable": False, "packing": "CPU_ATTN/vec16"}
+    ours = replace(HYBRID, **packed)
+    theirs = blocks(ours, 1056, 66)
+    first = refused(check_with("", ours, theirs))
     assert first is not None
     assert first.reason is Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS
-    assert (first.field, first.prefill_value, first.decode_value) == (
-        "kernel_blocks_per_block",
-        "34",
-        "66",
+    assert (first.prefill_value, first.decode_value) == ("544", "1056")
+    apart = [replace(shape, prefix_caching=False) for shape in (ours, theirs)]
+    assert check_with("", *apart) == ()
+
+
+def test_a_ratio_is_compared_where_only_one_group_differs() -> None:
+    """Engine-wide there is no one ratio then: the groups of the shared layers decide."""
+    two = replace(
+        SLICEABLE,
+        kernel_blocks_per_block=None,
+        layers=(layers()[0], replace(WINDOW.layers[1], group=1)),
+        groups=(
+            GroupShape(LayerKind.FULL_ATTENTION, 32, 2),
+            GroupShape(LayerKind.SLIDING_WINDOW, 64, 4, 128),
+        ),
     )
+    other = replace(two, groups=(two.groups[0], replace(two.groups[1], kernel_blocks_per_block=2)))
+    assert check_with("BlockSizeMismatch", two, two) == ()
+    first = refused(check_with("BlockSizeMismatch", two, other))
+    assert first is not None
+    assert (first.field, first.prefill_value, first.decode_value) == (
+        "kernel_blocks_per_block", "4", "2",
+    )  # fmt: skip
+    assert two.layers[1].name in first.message
 
 
 def test_prefix_caching_on_one_side_with_equal_blocks_is_accepted() -> None:
@@ -247,20 +372,50 @@ def test_a_layer_that_differs_is_named(decode: tuple[LayerShape, ...], part: str
     assert part in first.message
 
 
-def test_a_quantized_cache_is_refused_even_when_both_sides_agree() -> None:
-    first = refused(check(FP8, FP8))
+def test_groups_may_be_numbered_differently() -> None:
+    renumbered = replace(
+        HYBRID,
+        layers=(replace(layers()[0], group=1), replace(STATE, group=0)),
+        groups=HYBRID.groups[::-1],
+    )
+    assert check_with("", HYBRID, renumbered) == ()
+
+
+def test_states_in_another_cut_are_another_layer() -> None:
+    whole = PartShape("conv", 2, 6912, "float32")
+    first = refused(check_with("", HYBRID, state(parts=(whole, PARTS[2]))))
     assert first is not None
-    assert first.rule == "LayoutUnsupported/quantized"
+    assert first.reason is Reason.LAYER_MISMATCH
+    assert "conv.x: 8 heads" in first.message
+    assert "conv: 2 heads" in first.message
+
+
+def test_a_refusal_of_one_engine_s_own_layout_names_both_sides() -> None:
+    first = refused(check_with("LayoutUnsupported/quantized", FP8, FP8))
+    assert first is not None
     assert "prefill has" in first.message
     assert "decode has" in first.message
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "int8"])
+def test_quantized_kv_needs_scales_that_are_known_and_equal(dtype: str) -> None:
+    def engine(scales):
+        return replace(KNOWN, kv_dtype=dtype, layers=layers(scales=scales))
+
+    assert check_with("", engine("k=1.0,v=1.0"), engine("k=1.0,v=1.0")) == ()
+    assert check_with("", engine("inline"), engine("inline")) == ()
+    for scales in ("", None):
+        first = refused(check_with("", engine(scales), engine(scales)))
+        assert first is not None
+        assert first.rule == "LayoutUnsupported/scales"
 
 
 @pytest.mark.parametrize(
     "kind", [LayerKind.SLIDING_WINDOW, LayerKind.MLA, LayerKind.MAMBA, LayerKind.OTHER]
 )
-def test_no_other_kind_of_layer_passes(kind: LayerKind) -> None:
+def test_what_is_not_carried_is_refused_with_the_layer(kind: LayerKind) -> None:
     mixed = replace(KNOWN, layers=(layers()[0], replace(layers()[1], kind=kind)))
-    first = refused(check(mixed, mixed))
+    first = refused(check(mixed, mixed, ALL_RULES))
     assert first is not None
     assert first.reason is Reason.LAYOUT_UNSUPPORTED
     assert "model.layers.1.attn" in first.message
@@ -274,18 +429,17 @@ def test_an_engine_by_itself_is_judged_by_the_rules_that_need_no_peer() -> None:
     for rule in RULES:
         if rule.alone:
             _, clashing, _ = PAIRS[rule.id]
-            found = refused(check_engine(clashing))
-            assert found is not None
-            assert found.rule == rule.id
+            assert rule.id in {found.rule for found in check_engine(clashing)}
     assert check_engine(replace(KNOWN, block_size=None)) == ()
 
 
 def test_causes_come_before_consequences() -> None:
-    other = replace(KNOWN, model="other", kv_dtype="float16", layers=layers(5), block_size=16)
+    other = replace(blocks(KNOWN, 16), model="other", kv_dtype="float16", layers=layers(5))
     reasons = [finding.reason for finding in check(KNOWN, other)]
     assert reasons == [
         Reason.MODEL_MISMATCH,
         Reason.KV_DTYPE_MISMATCH,
-        Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS,
+        Reason.KV_DTYPE_MISMATCH,
+        Reason.BLOCK_INTERIOR_OPAQUE,
         Reason.LAYER_MISMATCH,
     ]

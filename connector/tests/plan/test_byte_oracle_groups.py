@@ -17,7 +17,14 @@ from pdcluster_connector.plan.transfer import plan_peer
 def joined(*engines: Engine) -> list[Shard]:
     """Shards that hold the regions of all engines' shards of the same rank."""
     return [
-        replace(shards[0], regions=tuple(region for shard in shards for region in shard.regions))
+        replace(
+            shards[0],
+            regions=tuple(
+                replace(region, group=group)
+                for group, shard in enumerate(shards)
+                for region in shard.regions
+            ),
+        )
         for shards in zip(*(engine.shards for engine in engines), strict=True)
     ]
 
@@ -40,10 +47,9 @@ def run_groups(cases: list[Case]) -> int:
     writes = [np.zeros(engine.memory.size, np.int64) for engine in decode]
     for case, engine in zip(cases, prefill, strict=True):
         engine.store(case.prefill_blocks, case.prompt)
-    groups = {region.layer: 1 for shard in prefill[1].shards for region in shard.regions}
     moved = 0
     for shard in joined(*decode):
-        plan = plan_peer(shard, joined(*prefill), groups=groups)
+        plan = plan_peer(shard, joined(*prefill))
         for group, case in enumerate(cases):
             pairs = pair_blocks(
                 BlockList(case.prefill_blocks, prefill[group].block_tokens),
@@ -53,7 +59,7 @@ def run_groups(cases: list[Case]) -> int:
             )
             moved += execute(
                 plan,
-                plan.indices(pairs, group),
+                plan.indices(pairs, (group, group)),
                 prefill[group],
                 decode[group],
                 writes=writes[group],

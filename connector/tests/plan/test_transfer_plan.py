@@ -112,11 +112,19 @@ def test_dense_blocks_of_another_size_are_one_row_of_units() -> None:
 
 
 def test_groups_are_indexed_apart() -> None:
-    plan = plan_peer(packed(base=BASE * 2), [packed()], groups={"layer1": 1})
+    """Whatever numbers the two engines give them."""
+    decode, prefill = in_groups(packed(base=BASE * 2), 2, 0), in_groups(packed(), 0, 1)
+    plan = plan_peer(decode, [prefill])
+    assert plan.grains == {(0, 2): 16, (1, 0): 16}
     pairs = pair_blocks(BlockList([3], 16), BlockList([4], 16), 0, 16)
-    indices = [plan.indices(pairs, group)[0].prefill_indices.tolist() for group in (0, 1)]
+    indices = [plan.indices(pairs, key)[0].prefill_indices.tolist() for key in ((0, 2), (1, 0))]
     assert indices == [[3], [35]]
-    assert plan.indices(pairs, 2) == []
+    assert plan.indices(pairs, (0, 0)) == []
+
+
+def in_groups(shard: Shard, *groups: int) -> Shard:
+    regions = zip(shard.regions, groups, strict=True)
+    return replace(shard, regions=tuple(replace(r, group=group) for r, group in regions))
 
 
 def test_an_empty_request_moves_nothing() -> None:

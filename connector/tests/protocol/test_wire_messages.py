@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
+from pdcluster_connector.compat.shape import (
+    EngineShape,
+    GroupShape,
+    LayerKind,
+    LayerShape,
+    Memory,
+    PartShape,
+)
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.protocol import messages as m
 
@@ -28,9 +35,21 @@ layers = st.builds(
     LayerShape,
     name=names,
     kind=st.sampled_from(LayerKind),
-    group=st.integers(0, 4096),
+    group=st.integers(0, 255),
     kv_heads=sizes,
     token_bytes=st.integers(0, 2**40),
+    window=st.none() | sizes,
+    dtype=st.just("") | names,
+    scales=st.none() | st.just("") | names,
+    parts=st.lists(
+        st.builds(PartShape, name=names, heads=sizes, head_bytes=sizes, dtype=names), max_size=3
+    ).map(tuple),
+)
+groups = st.builds(
+    GroupShape,
+    kind=st.sampled_from(LayerKind),
+    block_size=sizes,
+    kernel_blocks_per_block=sizes,
     window=st.none() | sizes,
 )
 shapes = st.builds(
@@ -48,6 +67,9 @@ shapes = st.builds(
     token_sliceable=st.none() | st.booleans(),
     packing=st.none() | names,
     layers=st.none() | st.lists(layers, max_size=4).map(tuple),
+    groups=st.none() | st.lists(groups, max_size=4).map(tuple),
+    layout=st.none() | names,
+    hybrid=st.none() | st.booleans(),
 )
 regions = st.builds(
     Region,
@@ -63,6 +85,8 @@ regions = st.builds(
     token_bytes=st.integers(0, 2**48),
     device=st.integers(0, 4096),
     memory=st.sampled_from(Memory),
+    group=st.integers(0, 255),
+    part=st.just("") | names,
 )
 
 
@@ -230,7 +254,13 @@ def test_values_survive_the_wire(shape: EngineShape, held: tuple[Region, ...]) -
 
 @pytest.mark.parametrize(
     ("wire", "value"),
-    [(m.RegionMessage, Region), (m.LayerMessage, LayerShape), (m.ShapeMessage, EngineShape)],
+    [
+        (m.RegionMessage, Region),
+        (m.LayerMessage, LayerShape),
+        (m.PartMessage, PartShape),
+        (m.GroupMessage, GroupShape),
+        (m.ShapeMessage, EngineShape),
+    ],
 )
 def test_wire_forms_mirror_every_field(wire: type, value: type) -> None:
     assert wire.__struct_fields__ == tuple(field.name for field in dataclasses.fields(value))
@@ -243,7 +273,7 @@ def test_an_unknown_layer_kind_is_other_and_unknown_fields_are_skipped() -> None
             "engine_id": "d/1",
             "rank": [0, 0],
             "news": {"deep": [1, 2, 3]},
-            "shape": {"layers": [["l", "linear_v7", 0, 2, 64, None, "appended later"]]},
+            "shape": {"layers": [["l", "linear_v7", 0, 2, 64, None, "", "", [], "appended later"]]},
         }
     )
     request = m.decode_handshake_request(raw)

@@ -53,13 +53,13 @@ def failures(engine: Engine) -> dict[str, float]:
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
-    ("fail", "llama", {"block_size": 64}, "PrefixCachingHeterogeneousBlocks"),
-    ("recompute", "llama", {"block_size": 64}, "PrefixCachingHeterogeneousBlocks"),
+    ("fail", "llama", {"block_size": 64}, "BlockInteriorOpaque"),
+    ("recompute", "llama", {"block_size": 64}, "BlockInteriorOpaque"),
     (
         "recompute",
         "llama",
         {"block_size": 64, "enable_prefix_caching": False},
-        "PrefixCachingHeterogeneousBlocks",
+        "BlockInteriorOpaque",
     ),
     ("fail", "llama-finetuned", {}, "ModelMismatch"),
     ("recompute", "llama-finetuned", {}, "ModelMismatch"),

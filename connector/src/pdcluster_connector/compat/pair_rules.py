@@ -1,18 +1,22 @@
 """Rules that compare a prefill engine with a decode engine.
 
-A field that is None on either side leaves a rule undecided. One exception, by design:
-block sizes that are known to differ are refused whatever else is unknown, because a wrong
-guess there gives wrong tokens without an error.
+A field that is None on either side leaves a rule undecided.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pdcluster_connector.compat.carried import Layout
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, show
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, LayerShape
 
 
-def _equal(field: str, noun: str) -> PairTest:
+def equal(field: str, noun: str) -> PairTest:
+    """Return a test that both engines have the same value in ``field``."""
+
     def test(prefill: EngineShape, decode: EngineShape) -> Clash | None:
         ours, theirs = getattr(prefill, field), getattr(decode, field)
         if ours is None or theirs is None:
@@ -25,84 +29,61 @@ def _equal(field: str, noun: str) -> PairTest:
     return test
 
 
-def _block_difference(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    """Return the first known difference of the block grids, or None."""
-    names = {
-        "block_size": "block size in tokens",
-        "kernel_blocks_per_block": "number of kernel blocks in a logical block",
-    }
-    for field, noun in names.items():
-        ours, theirs = getattr(prefill, field), getattr(decode, field)
-        if ours is not None and theirs is not None and ours != theirs:
-            message = f"{noun} differs (prefill {ours}, decode {theirs})"
-            return Clash(field, ours, theirs, message)
+def _layer_text(layer: LayerShape) -> str:
+    window = "" if layer.window is None else f", window {layer.window}"
+    parts = "".join(f", {p.name}: {p.heads} heads of {p.head_bytes} bytes" for p in layer.parts)
+    return (
+        f"{layer.name}: {layer.kind.value}, {layer.kv_heads} KV heads, "
+        f"{layer.token_bytes} bytes a token and head{window}{parts}"
+    )
+
+
+def _compared(layer: LayerShape) -> LayerShape:
+    """Return the layer without what may differ, or has a rule of its own."""
+    parts = tuple(replace(part, dtype="") for part in layer.parts)
+    return replace(layer, group=0, dtype="", scales="", parts=parts)
+
+
+def _dtypes(layer: LayerShape, shape: EngineShape) -> dict[str, str | None]:
+    return {part.name: part.dtype for part in layer.parts} or {"": layer.dtype or shape.kv_dtype}
+
+
+def _layer_dtypes(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    for name, have, want in _both(prefill, decode):
+        theirs = _dtypes(want, decode)
+        for part, dtype in _dtypes(have, prefill).items():
+            other = theirs.get(part)
+            if dtype is not None and other is not None and dtype != other:
+                where = " ".join(filter(None, (name, part)))
+                message = f"the dtype of layer {where} differs: prefill {dtype}, decode {other}"
+                return Clash("layers", dtype, other, message)
     return None
 
 
-def _may_cache_prefixes(prefill: EngineShape, decode: EngineShape) -> bool:
-    # Unknown counts as on: it is vLLM's default.
-    return prefill.prefix_caching is not False or decode.prefix_caching is not False
+def _layer_scales(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    for name, have, want in _both(prefill, decode):
+        if have.scales != want.scales:
+            ours, theirs = (show(layer.scales) or "none" for layer in (have, want))
+            message = f"the KV scales of layer {name} differ: prefill {ours}, decode {theirs}"
+            return Clash("layers", ours, theirs, message)
+    return None
 
 
-def _known_opaque(prefill: EngineShape, decode: EngineShape) -> bool:
-    return prefill.token_sliceable is False or decode.token_sliceable is False
+def _both(
+    prefill: EngineShape, decode: EngineShape
+) -> Iterator[tuple[str, LayerShape, LayerShape]]:
+    theirs = {layer.name: layer for layer in decode.layers or ()}
+    for layer in prefill.layers or ():
+        if layer.name in theirs:
+            yield layer.name, layer, theirs[layer.name]
 
 
-def _prefix_caching_heterogeneous(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    clash = _block_difference(prefill, decode)
-    if clash is None or not _may_cache_prefixes(prefill, decode):
+def _mamba_tensor(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    if prefill.tensor == decode.tensor or not (prefill.has_mamba or decode.has_mamba):
         return None
-    caching = f"prefill {show(prefill.prefix_caching)}, decode {show(decode.prefix_caching)}"
-    message = f"{clash.message} while prefix caching is possible ({caching}; vLLM's default is on)"
-    return Clash(clash.field, clash.prefill, clash.decode, message)
-
-
-def _block_interior_opaque(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    clash = _block_difference(prefill, decode)
-    if clash is None or _may_cache_prefixes(prefill, decode) or not _known_opaque(prefill, decode):
-        return None
-    message = f"{clash.message} and the inside of a block cannot be cut by token"
-    return Clash(clash.field, clash.prefill, clash.decode, message)
-
-
-def _block_size(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    clash = _block_difference(prefill, decode)
-    if clash is None:
-        for field in ("block_size", "kernel_blocks_per_block"):
-            ours, theirs = getattr(prefill, field), getattr(decode, field)
-            if ours is None or theirs is None:
-                return Clash(field, ours, theirs, verdict=Verdict.UNKNOWN)
-        return None
-    if _may_cache_prefixes(prefill, decode) or _known_opaque(prefill, decode):
-        return None
-    return Clash(clash.field, clash.prefill, clash.decode, clash.message)
-
-
-def _interior(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    field = "token_sliceable"
-    ours, theirs = prefill.token_sliceable, decode.token_sliceable
-    if ours is None or theirs is None:
-        return Clash(field, ours, theirs, verdict=Verdict.UNKNOWN)
-    if ours == theirs:
-        return None
-    words = {True: "ordered by token", False: "packed"}
-    message = f"the inside of a block is {words[ours]} on prefill and {words[theirs]} on decode"
-    return Clash(field, ours, theirs, message)
-
-
-def _packing(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    # A packing id says something only about interiors that are packed on both sides.
-    if prefill.token_sliceable is not False or decode.token_sliceable is not False:
-        return None
-    return _equal("packing", "the byte order inside a packed block")(prefill, decode)
-
-
-def _layer_text(layer: LayerShape) -> str:
-    window = "" if layer.window is None else f", window {layer.window}"
-    return (
-        f"{layer.name}: {layer.kind.value}, group {layer.group}, {layer.kv_heads} KV heads, "
-        f"{layer.token_bytes} bytes a token and head{window}"
-    )
+    sizes = f"prefill {prefill.tensor}, decode {decode.tensor}"
+    message = f"the tensor parallel size differs ({sizes}) and the model has Mamba layers"
+    return Clash("tensor", prefill.tensor, decode.tensor, message)
 
 
 def _layers(prefill: EngineShape, decode: EngineShape) -> Clash | None:
@@ -128,7 +109,7 @@ def _layers(prefill: EngineShape, decode: EngineShape) -> Clash | None:
             message = f"layer {name} is absent on {side} ({len(ours)} and {len(theirs)} layers)"
             shown = ["absent" if layer is None else _layer_text(layer) for layer in (have, want)]
             return Clash("layers", shown[0], shown[1], message)
-        if have != want:
+        if _compared(have) != _compared(want):
             message = f"layer {name} differs: prefill {_layer_text(have)}, decode "
             message += _layer_text(want)
             return Clash("layers", _layer_text(have), _layer_text(want), message)
@@ -142,7 +123,7 @@ IDENTITY_RULES: tuple[Rule, ...] = (
         description="Both engines must serve the same model: KV of another model is noise.",
         remedy="Serve the same model, revision and weights on both engines.",
         source="definition",
-        test=_equal("model", "the model's digest"),
+        test=equal("model", "the model's digest"),
     ),
     Rule(
         id="KVDtypeMismatch",
@@ -150,68 +131,30 @@ IDENTITY_RULES: tuple[Rule, ...] = (
         description="Bytes are moved as they are, so both caches need the same element type.",
         remedy="Set the same engine.kvCacheDtype (and the same --dtype) on both roles.",
         source="definition",
-        test=_equal("kv_dtype", "the KV cache's dtype"),
+        test=equal("kv_dtype", "the KV cache's dtype"),
+    ),
+    Rule(
+        id="KVDtypeMismatch/layer",
+        reason=Reason.KV_DTYPE_MISMATCH,
+        description="Each layer (and each state of a Mamba layer) needs one dtype on both sides.",
+        remedy="Set the same dtypes on both roles, also those of Mamba's caches.",
+        source="definition",
+        test=_layer_dtypes,
+    ),
+    Rule(
+        id="KVScalesMismatch",
+        reason=Reason.KV_SCALES_MISMATCH,
+        description=(
+            "Both engines must read quantized KV with the same scales: the bytes are moved as "
+            "they are, and other scales make other numbers of them."
+        ),
+        remedy="Serve the same checkpoint, with the same way to find KV scales, on both engines.",
+        source="vLLM 0.32 model_executor/layers/attention (k_scale, v_scale beside the cache)",
+        test=_layer_scales,
     ),
 )
 
 PAIR_RULES: tuple[Rule, ...] = (
-    Rule(
-        id="PrefixCachingHeterogeneousBlocks",
-        reason=Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS,
-        description=(
-            "Block sizes (or kernel blocks per logical block) differ while prefix caching is on, "
-            "or may be on, on either side. A prefix hit then ends inside a peer's block; where "
-            "the layout inside a block is not known to be cut by token, that gives wrong tokens "
-            "without an error. This version refuses it whatever the layout."
-        ),
-        remedy=(
-            "Set the same engine.blockSize on both roles; engine.prefixCaching: Disabled alone "
-            "does not help in this version."
-        ),
-        source="vLLM PR #42097; reproduced with stock NIXL on CPU: block 32 to 128, 0 of 4 right",
-        test=_prefix_caching_heterogeneous,
-    ),
-    Rule(
-        id="BlockInteriorOpaque/size",
-        reason=Reason.BLOCK_INTERIOR_OPAQUE,
-        description=(
-            "Block sizes differ and at least one backend packs the inside of a block (CPU_ATTN "
-            "keeps all K tokens, then all V tokens), so only whole blocks can be moved."
-        ),
-        remedy="Set the same engine.blockSize on both roles.",
-        source="vLLM 0.32 platforms/cpu.py (CPU_ATTN cache layout)",
-        test=_block_interior_opaque,
-    ),
-    Rule(
-        id="BlockSizeMismatch",
-        reason=Reason.BLOCK_SIZE_MISMATCH,
-        description="Different block sizes are not carried by this version.",
-        remedy="Set the same engine.blockSize on both roles.",
-        source="scope of this version; the plan itself pairs by token position",
-        test=_block_size,
-    ),
-    Rule(
-        id="BlockInteriorOpaque/interior",
-        reason=Reason.BLOCK_INTERIOR_OPAQUE,
-        description=(
-            "One engine packs the inside of a block and the other orders it by token: the same "
-            "block holds the same KV in another byte order."
-        ),
-        remedy="Set the same engine.attentionBackend on both roles.",
-        source="vLLM 0.32 platforms/cpu.py (CPU_ATTN cache layout)",
-        test=_interior,
-    ),
-    Rule(
-        id="BlockInteriorOpaque/packing",
-        reason=Reason.BLOCK_INTERIOR_OPAQUE,
-        description=(
-            "Both engines pack the inside of a block, in different byte orders: CPU_ATTN chooses "
-            "its packing by the host's instruction set."
-        ),
-        remedy="Run both engines on the same kind of CPU with the same attention backend.",
-        source="vLLM 0.32 attention/backends/cpu_attn.py (instruction set choice)",
-        test=_packing,
-    ),
     Rule(
         id="LayerMismatch",
         reason=Reason.LAYER_MISMATCH,
@@ -225,11 +168,23 @@ PAIR_RULES: tuple[Rule, ...] = (
         test=_layers,
     ),
     Rule(
+        id="LayoutUnsupported/mamba-tensor",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description=(
+            "Different tensor parallel sizes of a model with Mamba layers are not carried by this "
+            "version: the states would have to be cut into heads."
+        ),
+        remedy="Set the same parallelism.tensor on both roles.",
+        source="scope of this version; the plan itself cuts states whose parts are known",
+        test=_mamba_tensor,
+        until=Layout.MAMBA_TENSOR,
+    ),
+    Rule(
         id="MemoryTypeUnsupported",
         reason=Reason.MEMORY_TYPE_UNSUPPORTED,
         description="Both engines must keep KV in the same type of memory (DRAM or VRAM).",
         remedy="Use one transfer.device for both roles.",
         source="scope of this version",
-        test=_equal("memory", "the memory type"),
+        test=equal("memory", "the memory type"),
     ),
 )

@@ -15,6 +15,7 @@ class Reason(StrEnum):
     # Rules: decided by two engines' shapes (compat.rules).
     MODEL_MISMATCH = "ModelMismatch"
     KV_DTYPE_MISMATCH = "KVDtypeMismatch"
+    KV_SCALES_MISMATCH = "KVScalesMismatch"
     LAYER_MISMATCH = "LayerMismatch"
     LAYOUT_UNSUPPORTED = "LayoutUnsupported"
     BLOCK_INTERIOR_OPAQUE = "BlockInteriorOpaque"

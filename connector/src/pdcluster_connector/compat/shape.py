@@ -4,6 +4,11 @@ An :class:`EngineShape` comes from one of three places: a PDCluster spec (many f
 unknown, ``None``), a spec with the model's config, or a handshake (all fields known).
 The rules in :mod:`pdcluster_connector.compat.rules` read nothing else, so admission and
 handshake cannot disagree about the same facts.
+
+At a handshake the engine fills in, from vLLM's ``KVCacheConfig`` and its tensors: one
+:class:`GroupShape` a KV cache group, in vLLM's order, and one :class:`LayerShape` a layer, with
+the sizes of the whole model (before tensor parallelism). What one rank holds of them stands in
+its regions (:mod:`pdcluster_connector.plan.geometry`).
 """
 
 from __future__ import annotations
@@ -30,16 +35,43 @@ class Memory(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class PartShape:
+    """One of several arrays that a layer's KV consists of, over all ranks of the engine.
+
+    Attributes:
+        name: the same on both engines, e.g. ``conv.x``, ``conv.b``, ``conv.c``, ``ssm``. An
+            order of bytes that cannot be cut by head is another part: ``conv`` with one head a
+            rank, so that engines of different tensor sizes are refused.
+        heads: what tensor parallelism divides, or replicates where there are more ranks:
+            Mamba heads for ``conv.x`` and ``ssm``, B/C groups for ``conv.b`` and ``conv.c``.
+        head_bytes: bytes of one head's state (all of its channels, rows and elements).
+        dtype: element type.
+    """
+
+    name: str
+    heads: int
+    head_bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """One layer's KV, over all ranks of the engine.
 
     Attributes:
         name: vLLM's layer name, e.g. ``model.layers.0.self_attn.attn``.
         kind: how the layer keeps its KV.
-        group: KV cache group index in its engine.
-        kv_heads: KV heads of the model (before tensor parallelism).
-        token_bytes: bytes of one token of one head (K and V together).
+        group: KV cache group index in its engine; the two engines may number differently.
+        kv_heads: KV heads of the model (before tensor parallelism); 1 for MLA, whose latent
+            every rank holds; 1 for Mamba, whose ``parts`` have heads of their own.
+        token_bytes: bytes of one token of one head (K and V together); for Mamba the bytes of
+            one state over all parts.
         window: sliding window in tokens; None for full attention.
+        dtype: element type of this layer's cache; empty: the engine's ``kv_dtype``.
+        scales: where a quantised layer's scales are: empty for a layer that has none,
+            ``inline`` when they lie inside of each token's bytes, otherwise a text that is
+            equal exactly if the constant scales are (e.g. ``k=0.25,v=0.5``); None: unknown.
+        parts: a Mamba layer's states, in a fixed order; empty for one array.
     """
 
     name: str
@@ -48,6 +80,33 @@ class LayerShape:
     kv_heads: int
     token_bytes: int
     window: int | None = None
+    dtype: str = ""
+    scales: str | None = ""
+    parts: tuple[PartShape, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """One KV cache group of one engine: layers whose blocks a request holds in one list.
+
+    Attributes:
+        kind: of its layers.
+        block_size: tokens in a logical block, as the scheduler counts this group's blocks.
+        kernel_blocks_per_block: kernel blocks in a logical block on this engine; 1 for Mamba.
+        window: sliding window in tokens; None without.
+    """
+
+    kind: LayerKind
+    block_size: int
+    kernel_blocks_per_block: int = 1
+    window: int | None = None
+
+    @property
+    def kernel_tokens(self) -> int:
+        """Return the tokens of a kernel block; a Mamba slot counts as one token."""
+        if self.kind is LayerKind.MAMBA:
+            return 1
+        return self.block_size // self.kernel_blocks_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +115,21 @@ class EngineShape:
 
     Attributes:
         model: digest of the model's config and weights sample; equal digests mean equal KV.
-        kv_dtype: element type of the KV cache, e.g. ``float32``, ``fp8_e4m3``.
-        block_size: tokens in a logical block of the scheduler.
-        kernel_blocks_per_block: kernel blocks that one logical block is expanded to.
+        kv_dtype: element type of the attention KV cache, e.g. ``float32``, ``fp8_e4m3``.
+        block_size: tokens in a logical block, ``--block-size``; with several groups the
+            attention groups' own sizes are in ``groups``.
+        kernel_blocks_per_block: kernel blocks that one logical block is expanded to, the same
+            in all attention groups; None where they differ (then ``groups`` decides).
         prefix_caching: whether automatic prefix caching is on.
         tensor, pipeline, data, context: parallel sizes.
         memory: where KV lives.
-        token_sliceable: whether a block's interior can be cut by token.
+        token_sliceable: whether a block's interior can be cut by token, in all layers.
         packing: identifies an opaque interior's byte order (host instruction set, backend).
         layers: all layers of the model that have KV, over all pipeline ranks.
+        groups: the KV cache groups; ``LayerShape.group`` and ``Region.group`` index them.
+        layout: vLLM's name of the physical order (``LBHNC``, ``LBNHC``, …) for messages; the
+            regions' strides are what the plan goes by.
+        hybrid: whether the model has Mamba layers, where ``layers`` is not known.
     """
 
     model: str | None = None
@@ -80,3 +145,13 @@ class EngineShape:
     token_sliceable: bool | None = None
     packing: str | None = None
     layers: tuple[LayerShape, ...] | None = None
+    groups: tuple[GroupShape, ...] | None = None
+    layout: str | None = None
+    hybrid: bool | None = None
+
+    @property
+    def has_mamba(self) -> bool | None:
+        """Tell whether any layer is a Mamba layer; None if nothing says so."""
+        if self.layers is not None:
+            return any(layer.kind is LayerKind.MAMBA for layer in self.layers)
+        return self.hybrid

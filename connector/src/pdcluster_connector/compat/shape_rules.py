@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdcluster_connector.compat.carried import Layout
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, LayerKind
@@ -75,13 +76,24 @@ def _quantized(shape: EngineShape) -> str | None:
     return None if shape.kv_dtype in UNQUANTIZED else f"KV dtype {shape.kv_dtype}"
 
 
-def _kinds(shape: EngineShape) -> str | None:
-    layers = shape.layers or ()
-    other = [layer for layer in layers if layer.kind is not LayerKind.FULL_ATTENTION]
-    if not other:
-        return None
-    kinds = ", ".join(sorted({layer.kind.value for layer in other}))
-    return f"{kinds} layers ({len(other)} of {len(layers)}, first {other[0].name})"
+def _scales(shape: EngineShape) -> str | None:
+    for layer in shape.layers or ():
+        dtype = layer.dtype or shape.kv_dtype
+        plain = layer.kind is LayerKind.MAMBA or dtype in UNQUANTIZED
+        if dtype is not None and not plain and not layer.scales:
+            return f"{dtype} KV without known scales ({layer.name})"
+    return None
+
+
+def _kind(kind: LayerKind) -> Look:
+    def look(shape: EngineShape) -> str | None:
+        layers = shape.layers or ()
+        found = [layer for layer in layers if layer.kind is kind]
+        if not found:
+            return None
+        return f"{kind.value} layers ({len(found)} of {len(layers)}, first {found[0].name})"
+
+    return look
 
 
 def _groups(shape: EngineShape) -> str | None:
@@ -91,10 +103,12 @@ def _groups(shape: EngineShape) -> str | None:
 
 def _heads(shape: EngineShape) -> str | None:
     for layer in shape.layers or ():
-        small, large = sorted((layer.kv_heads, shape.tensor))
-        if small < 1 or large % small:
-            size = f"tensor parallel size {shape.tensor}"
-            return f"{layer.kv_heads} KV heads over {size} ({layer.name})"
+        arrays = [(part.heads, f"{layer.name} {part.name}") for part in layer.parts]
+        for heads, name in arrays or [(layer.kv_heads, layer.name)]:
+            small, large = sorted((heads, shape.tensor))
+            if small < 1 or large % small:
+                size = f"tensor parallel size {shape.tensor}"
+                return f"{heads} heads over {size} ({name})"
     return None
 
 
@@ -131,6 +145,7 @@ SHAPE_RULES: tuple[Rule, ...] = (
             "this version carries pipeline parallel size 1 only",
         ),
         alone=True,
+        until=Layout.PIPELINE,
     ),
     Rule(
         id="LayoutUnsupported/data",
@@ -147,13 +162,14 @@ SHAPE_RULES: tuple[Rule, ...] = (
             "this version carries data parallel size 1 only; more replicas do the same work",
         ),
         alone=True,
+        until=Layout.DATA,
     ),
     Rule(
         id="LayoutUnsupported/quantized",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "A quantized KV cache has scales beside it; that both engines use the same scales "
-            "is not checked by this version, so it carries float32, float16 and bfloat16 only."
+            "A quantized KV cache has scales beside it; this version carries float32, float16 "
+            "and bfloat16 only."
         ),
         remedy="Set engine.kvCacheDtype to the model's own dtype.",
         source="scope of this version",
@@ -164,20 +180,80 @@ SHAPE_RULES: tuple[Rule, ...] = (
             "kv_dtype",
         ),
         alone=True,
+        until=Layout.QUANTIZED,
+    ),
+    Rule(
+        id="LayoutUnsupported/scales",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description=(
+            "A quantized KV cache means something only together with its scales. They must lie "
+            "in each token's bytes, or be constants that the engine states; scales that change "
+            "while the engine runs, or that are not known, are refused."
+        ),
+        remedy="Use a checkpoint with KV scales, or set engine.kvCacheDtype to the model's dtype.",
+        source="vLLM 0.32 model_executor/layers/attention (k_scale, v_scale beside the cache)",
+        test=alone("layers", _scales, "their KV cannot be compared", "layers"),
+        alone=True,
+    ),
+    Rule(
+        id="LayoutUnsupported/sliding-window",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description="Layers with a sliding window are not carried by this version.",
+        remedy="Serve a model without sliding windows.",
+        source="scope of this version; the plan itself maps them",
+        test=alone(
+            "layers",
+            _kind(LayerKind.SLIDING_WINDOW),
+            "this version does not carry sliding windows",
+            "layers",
+        ),
+        alone=True,
+        until=Layout.SLIDING_WINDOW,
+    ),
+    Rule(
+        id="LayoutUnsupported/mla",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description="MLA layers, whose latent every rank holds, are not carried by this version.",
+        remedy="Serve a model without MLA.",
+        source="scope of this version; the plan itself maps them",
+        test=alone(
+            "layers",
+            _kind(LayerKind.MLA),
+            "this version does not carry MLA",
+            "layers",
+        ),
+        alone=True,
+        until=Layout.MLA,
+    ),
+    Rule(
+        id="LayoutUnsupported/mamba",
+        reason=Reason.LAYOUT_UNSUPPORTED,
+        description="Mamba (state space) layers are not carried by this version.",
+        remedy="Serve a model without Mamba layers.",
+        source="scope of this version; the plan itself maps them",
+        test=alone(
+            "layers",
+            _kind(LayerKind.MAMBA),
+            "this version does not carry Mamba states",
+            "layers",
+        ),
+        alone=True,
+        until=Layout.MAMBA,
     ),
     Rule(
         id="LayoutUnsupported/layers",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "Every layer with KV must be full attention. Sliding window, MLA, Mamba and other "
-            "kinds are not carried by this version."
+            "Layers whose cache is neither full attention, a sliding window, MLA nor Mamba "
+            "(chunked local attention, attention sinks kept apart, encoder caches, several "
+            "tokens a state) follow rules of their own that this connector does not know."
         ),
-        remedy="Serve a model whose attention layers are all full attention.",
-        source="scope of this version",
+        remedy="Serve a model whose layers are of the kinds above.",
+        source="vLLM 0.32 v1/kv_cache_interface.py",
         test=alone(
             "layers",
-            _kinds,
-            "this version carries full attention layers only",
+            _kind(LayerKind.OTHER),
+            "this version does not know how they keep their KV",
             "layers",
         ),
         alone=True,
@@ -187,9 +263,10 @@ SHAPE_RULES: tuple[Rule, ...] = (
         reason=Reason.LAYOUT_UNSUPPORTED,
         description="A hybrid model's several KV cache groups are not carried by this version.",
         remedy="Serve a model with one KV cache group.",
-        source="scope of this version",
+        source="scope of this version; the plan itself pairs each group by token position",
         test=alone("layers", _groups, "this version carries one KV cache group only", "layers"),
         alone=True,
+        until=Layout.GROUPS,
     ),
     Rule(
         id="LayoutUnsupported/heads",

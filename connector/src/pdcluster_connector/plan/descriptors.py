@@ -76,7 +76,7 @@ class Side:
 class FamilyKey:
     """What parts must share to be indexed together."""
 
-    group: int
+    groups: tuple[int, int]  # (prefill's, decode's) KV cache group
     grain: int
     prefill: Side
     decode: Side
@@ -105,26 +105,22 @@ class Parts:
         return Parts(prefill[first], decode[first], np.add.reduceat(length, first))
 
 
-def families(
-    assignments: Sequence[Assignment], groups: Sequence[int], grain: int | None
-) -> dict[FamilyKey, Parts]:
+def families(assignments: Sequence[Assignment], grain: int | None) -> dict[FamilyKey, Parts]:
     """Cut assignments into parts, by family; layers of one geometry together.
 
     Args:
         assignments: all from one prefill shard; the regions passed :func:`check_region`.
-        groups: the KV cache group of each assignment's layer.
         grain: tokens in a descriptor; None for the most that both block sizes allow.
 
     Raises:
         PlanError: the two sides' bytes do not correspond.
     """
-    alike: dict[tuple[int, Region, Region, int, int], list[Assignment]] = {}
-    for item, group in zip(assignments, groups, strict=True):
+    alike: dict[tuple[Region, Region, int, int], list[Assignment]] = {}
+    for item in assignments:
         geometry = (_geometry(item.prefill), _geometry(item.decode))
-        key = (group, *geometry, item.head_start, item.head_stop)
-        alike.setdefault(key, []).append(item)
+        alike.setdefault((*geometry, item.head_start, item.head_stop), []).append(item)
     found: dict[FamilyKey, list[Parts]] = {}
-    for key, items in alike.items():
+    for items in alike.values():
         first = items[0]
         tokens = _grain(first.prefill, first.decode, grain)
         unit, prefill_offsets, decode_offsets = _runs(first, tokens)
@@ -134,7 +130,7 @@ def families(
         decode = np.add.outer(decode_bases, decode_offsets).ravel()
         parts = Parts(prefill, decode, np.full(prefill.size, unit, np.int64))
         sides = (_side(first.prefill, tokens), _side(first.decode, tokens))
-        family = FamilyKey(key[0], tokens, *sides)
+        family = FamilyKey((first.prefill.group, first.decode.group), tokens, *sides)
         found.setdefault(family, []).append(parts)
     return {family: _concatenated(parts).merged() for family, parts in found.items()}
 
@@ -150,7 +146,7 @@ def rows_nx3(rows: Rows) -> Rows:
 
 
 def _geometry(region: Region) -> Region:
-    return replace(region, layer="", base=0)
+    return replace(region, layer="", part="", base=0)
 
 
 def _grain(prefill: Region, decode: Region, wanted: int | None) -> int:

@@ -4,6 +4,20 @@ vLLM's per-layer cache is logically ``[block, head, token, content]`` whatever t
 order (vLLM RFC #42082); strides say how it is laid out. A backend may pack a block's
 interior so that only whole (block, head) runs have meaning (CPU_ATTN keeps all K tokens,
 then all V tokens): such a region has no token stride and can be cut by head, not by token.
+
+What the vLLM side fills in, for each layer of its rank:
+
+* attention: one region (``part`` empty), or one for K and one for V where a backend keeps them
+  apart; ``block_tokens`` is the kernel block's: the group's block size divided by its ratio;
+* MLA: one region with heads [0, 1) on every rank;
+* Mamba: one region for each :class:`~pdcluster_connector.compat.shape.PartShape` of the layer,
+  ``block_tokens`` 1 (a slot counts as one token), ``num_blocks`` the logical blocks,
+  ``block_stride`` the page's stride, ``token_bytes`` the part's ``head_bytes``. With vLLM's DS
+  order of the conv state (dim, rows), ``conv.x`` is cut into Mamba heads, ``conv.b`` and
+  ``conv.c`` into groups (:func:`~pdcluster_connector.plan.topology.head_interval` says which
+  ones a rank holds, also where groups are replicated).
+
+Regions of different groups may lie on the same memory (vLLM's hybrid tensors do).
 """
 
 from __future__ import annotations
@@ -29,6 +43,8 @@ class Region:
         token_bytes: bytes of one token of one head.
         device: device index.
         memory: NIXL memory type.
+        group: KV cache group of the layer in its own engine.
+        part: which of the layer's arrays; empty if it has one.
     """
 
     layer: str
@@ -43,6 +59,8 @@ class Region:
     token_bytes: int
     device: int = 0
     memory: Memory = Memory.DRAM
+    group: int = 0
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,9 @@ def head_interval(kv_heads: int, tensor: int, rank: int) -> tuple[int, int]:
 def assign_sources(decode: Shard, prefill: Sequence[Shard]) -> list[Assignment]:
     """Find one source for every head of every layer of a decode shard.
 
-    Layers are matched by name over all prefill shards, so pipeline sizes may differ. Where
-    several shards hold a head (tensor parallel size above the number of KV heads), decode
-    ranks that share the head take turns.
+    Layers are matched by name (and part) over all prefill shards, so pipeline sizes may differ.
+    Where several shards hold a head (tensor parallel size above the number of KV heads; MLA),
+    decode ranks that share the head take turns.
 
     Raises:
         PlanError: LayerMismatch, ShardMissing or EngineIdInconsistent.
@@ -55,14 +55,15 @@ def assign_sources(decode: Shard, prefill: Sequence[Shard]) -> list[Assignment]:
     holders = _holders(prefill)
     chosen: dict[tuple[int, int, tuple[Holder, ...]], list[Holder] | int] = {}
     assignments = []
-    for name, region in _by_layer(decode, "decode").items():
-        held = holders.get(name)
+    for key, region in _by_array(decode, "decode").items():
+        name = " part ".join(filter(None, key))
+        held = holders.get(key)
         if held is None:
             raise PlanError(Reason.LAYER_MISMATCH, f"no prefill shard has layer {name}")
-        key = (region.head_start, region.head_stop, tuple(holder for holder, _ in held))
-        if key not in chosen:
-            chosen[key] = _choose(*key, turn=decode.rank[1])
-        choice = chosen[key]
+        wanted = (region.head_start, region.head_stop, tuple(holder for holder, _ in held))
+        if wanted not in chosen:
+            chosen[wanted] = _choose(*wanted, turn=decode.rank[1])
+        choice = chosen[wanted]
         if isinstance(choice, int):
             message = f"no prefill shard holds KV head {choice} of layer {name}"
             raise PlanError(Reason.SHARD_MISSING, message)
@@ -74,23 +75,23 @@ def assign_sources(decode: Shard, prefill: Sequence[Shard]) -> list[Assignment]:
     return assignments
 
 
-def _by_layer(shard: Shard, side: str) -> dict[str, Region]:
-    regions = {region.layer: region for region in shard.regions}
+def _by_array(shard: Shard, side: str) -> dict[tuple[str, str], Region]:
+    regions = {(region.layer, region.part): region for region in shard.regions}
     if len(regions) != len(shard.regions):
         message = f"{side} rank {shard.rank} names a layer twice"
         raise PlanError(Reason.LAYER_MISMATCH, message)
     return regions
 
 
-def _holders(prefill: Sequence[Shard]) -> dict[str, list[tuple[Holder, Region]]]:
+def _holders(prefill: Sequence[Shard]) -> dict[tuple[str, str], list[tuple[Holder, Region]]]:
     """Return, by layer, who holds which heads; by rank, whatever the order of the shards."""
     if len({shard.rank for shard in prefill}) != len(prefill):
         raise PlanError(Reason.ENGINE_ID_INCONSISTENT, "two prefill shards have the same rank")
-    holders: dict[str, list[tuple[Holder, Region]]] = {}
+    holders: dict[tuple[str, str], list[tuple[Holder, Region]]] = {}
     for source, shard in sorted(enumerate(prefill), key=lambda item: item[1].rank):
-        for name, region in _by_layer(shard, "prefill").items():
+        for key, region in _by_array(shard, "prefill").items():
             holder = (source, region.head_start, region.head_stop)
-            holders.setdefault(name, []).append((holder, region))
+            holders.setdefault(key, []).append((holder, region))
     return holders
 
 

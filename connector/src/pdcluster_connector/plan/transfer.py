@@ -7,7 +7,8 @@ same plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,8 +79,20 @@ class PeerPlan:
 
     sources: tuple[SourcePlan, ...]
 
-    def indices(self, pairs: Pairs, group: int = 0) -> list[TransferSlice]:
-        """Return one request's descriptors in one KV cache group, by source.
+    @property
+    def grains(self) -> dict[tuple[int, int], int]:
+        """Return the (prefill, decode) KV cache groups with layers in common, with the tokens
+        in whose multiples an interval of theirs may start.
+        """
+        found: dict[tuple[int, int], int] = {}
+        for source in self.sources:
+            for family in source.families:
+                groups, grain = family.key.groups, family.key.grain
+                found[groups] = math.lcm(found.get(groups, 1), grain)
+        return found
+
+    def indices(self, pairs: Pairs, groups: tuple[int, int] = (0, 0)) -> list[TransferSlice]:
+        """Return one request's descriptors in one (prefill, decode) KV cache group, by source.
 
         Pairs are sorted by prefill block, so that neighbours in memory become neighbours in
         the list and NIXL merges them. The last grain is moved whole, whatever the interval's
@@ -92,7 +105,7 @@ class PeerPlan:
         """
         slices = []
         for number, source in enumerate(self.sources):
-            chosen = [family for family in source.families if family.key.group == group]
+            chosen = [family for family in source.families if family.key.groups == groups]
             if not chosen:
                 continue
             columns = [family_indices(family, pairs) for family in chosen]
@@ -108,27 +121,17 @@ class PeerPlan:
         return slices
 
 
-def plan_peer(
-    decode: Shard,
-    prefill: Sequence[Shard],
-    *,
-    groups: Mapping[str, int] | None = None,
-    grain: int | None = None,
-) -> PeerPlan:
+def plan_peer(decode: Shard, prefill: Sequence[Shard], *, grain: int | None = None) -> PeerPlan:
     """Compile the plan of a decode shard with all shards of a prefill engine.
-
-    A layer has one region per shard; a backend that keeps K and V apart names two.
 
     Args:
         decode: the shard that needs every byte of its regions' heads.
         prefill: the engine's shards, all ranks; layers that decode lacks are left out.
-        groups: KV cache group of each layer; default 0 for all.
         grain: tokens in a descriptor, a divisor of both block sizes; default the largest.
 
     Raises:
         PlanError: a layer, a head or a shard is missing, or the layouts do not correspond.
     """
-    groups = groups or {}
     by_source: dict[int, list[Assignment]] = {}
     for shard, side in ((decode, "decode"), *((shard, "prefill") for shard in prefill)):
         for region in shard.regions:
@@ -137,8 +140,7 @@ def plan_peer(
         by_source.setdefault(assignment.source, []).append(assignment)
     sources = []
     for index, assignments in sorted(by_source.items()):
-        numbers = [groups.get(assignment.decode.layer, 0) for assignment in assignments]
-        parts = families(assignments, numbers, grain)
+        parts = families(assignments, grain)
         sources.append(
             SourcePlan(
                 rank=prefill[index].rank,

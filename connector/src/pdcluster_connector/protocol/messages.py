@@ -12,12 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
+from pdcluster_connector.compat.shape import (
+    EngineShape,
+    GroupShape,
+    LayerKind,
+    LayerShape,
+    Memory,
+    PartShape,
+)
 from pdcluster_connector.plan.geometry import Region, Shard
 
 PROTOCOL_OLDEST = 1
@@ -31,6 +38,7 @@ Identifier = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 ParallelSize = Annotated[int, Meta(ge=1, le=4096)]
+GroupNumber = Annotated[int, Meta(ge=0, le=255)]
 RankNumber = Annotated[int, Meta(ge=0, le=4095)]
 Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Bytes = Annotated[int, Meta(ge=0, le=2**48)]
@@ -61,6 +69,26 @@ class RegionMessage(Struct, frozen=True, array_like=True):
     token_bytes: Bytes
     device: Annotated[int, Meta(ge=0, le=4096)] = 0
     memory: Memory = Memory.DRAM
+    group: GroupNumber = 0
+    part: Annotated[str, Meta(max_length=64)] = ""
+
+
+class PartMessage(Struct, frozen=True, array_like=True):
+    """Mirrors :class:`~pdcluster_connector.compat.shape.PartShape`."""
+
+    name: Identifier
+    heads: Count
+    head_bytes: Count
+    dtype: Identifier
+
+
+class GroupMessage(Struct, frozen=True, array_like=True):
+    """Mirrors :class:`~pdcluster_connector.compat.shape.GroupShape`; ``kind`` as in a layer."""
+
+    kind: Identifier
+    block_size: Count
+    kernel_blocks_per_block: Count = 1
+    window: Count | None = None
 
 
 class LayerMessage(Struct, frozen=True, array_like=True):
@@ -71,10 +99,13 @@ class LayerMessage(Struct, frozen=True, array_like=True):
 
     name: Identifier
     kind: Identifier
-    group: Annotated[int, Meta(ge=0, le=4096)]
+    group: GroupNumber
     kv_heads: Count
     token_bytes: Bytes
     window: Count | None = None
+    dtype: Annotated[str, Meta(max_length=64)] = ""
+    scales: Annotated[str, Meta(max_length=512)] | None = ""
+    parts: Annotated[tuple[PartMessage, ...], Meta(max_length=16)] = ()
 
 
 class ShapeMessage(Struct, frozen=True):
@@ -93,6 +124,9 @@ class ShapeMessage(Struct, frozen=True):
     token_sliceable: bool | None = None
     packing: Identifier | None = None
     layers: Annotated[tuple[LayerMessage, ...], Meta(max_length=8192)] | None = None
+    groups: Annotated[tuple[GroupMessage, ...], Meta(max_length=256)] | None = None
+    layout: Identifier | None = None
+    hybrid: bool | None = None
 
 
 class ProbeRegion(Struct, frozen=True):
@@ -253,6 +287,10 @@ def to_shape(message: ShapeMessage) -> EngineShape:
     fields = {name: getattr(message, name) for name in message.__struct_fields__}
     if message.layers is not None:
         fields["layers"] = tuple(_to_layer(item) for item in message.layers)
+    if message.groups is not None:
+        fields["groups"] = tuple(
+            GroupShape(**_fields(item) | {"kind": _kind(item.kind)}) for item in message.groups
+        )
     return EngineShape(**fields)
 
 
@@ -260,26 +298,33 @@ def from_shape(shape: EngineShape) -> ShapeMessage:
     """Return the wire form of a shape."""
     fields = {name: getattr(shape, name) for name in ShapeMessage.__struct_fields__}
     if shape.layers is not None:
-        fields["layers"] = tuple(
-            LayerMessage(
-                layer.name,
-                layer.kind.value,
-                layer.group,
-                layer.kv_heads,
-                layer.token_bytes,
-                layer.window,
+        fields["layers"] = tuple(_from_layer(layer) for layer in shape.layers)
+    if shape.groups is not None:
+        fields["groups"] = tuple(
+            GroupMessage(
+                group.kind.value, group.block_size, group.kernel_blocks_per_block, group.window
             )
-            for layer in shape.layers
+            for group in shape.groups
         )
     return ShapeMessage(**fields)
 
 
 def _to_layer(message: LayerMessage) -> LayerShape:
-    return LayerShape(
-        name=message.name,
-        kind=_KINDS.get(message.kind, LayerKind.OTHER),
-        group=message.group,
-        kv_heads=message.kv_heads,
-        token_bytes=message.token_bytes,
-        window=message.window,
+    parts = tuple(PartShape(**_fields(part)) for part in message.parts)
+    return LayerShape(**_fields(message) | {"kind": _kind(message.kind), "parts": parts})
+
+
+def _from_layer(layer: LayerShape) -> LayerMessage:
+    parts = tuple(
+        PartMessage(part.name, part.heads, part.head_bytes, part.dtype) for part in layer.parts
     )
+    fields = {name: getattr(layer, name) for name in LayerMessage.__struct_fields__}
+    return LayerMessage(**fields | {"kind": layer.kind.value, "parts": parts})
+
+
+def _kind(name: str) -> LayerKind:
+    return _KINDS.get(name, LayerKind.OTHER)
+
+
+def _fields(message: Struct) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__struct_fields__}

@@ -1,0 +1,211 @@
+"""Rules about the grid of blocks: sizes, kernel blocks, and what is inside of a block.
+
+At most one of the first three rules refuses a pair, the one that names the cause.
+"""
+
+from __future__ import annotations
+
+from pdcluster_connector.compat.carried import Layout
+from pdcluster_connector.compat.findings import Clash, Rule, Verdict, show
+from pdcluster_connector.compat.pair_rules import equal
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind
+
+GRID = {
+    "block_size": "block size in tokens",
+    "kernel_blocks_per_block": "number of kernel blocks in a logical block",
+}
+
+
+def _block_difference(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    """Return the first known difference of the block grids, or None."""
+    for field, noun in GRID.items():
+        ours, theirs = getattr(prefill, field), getattr(decode, field)
+        if ours is not None and theirs is not None and ours != theirs:
+            message = f"{noun} differs (prefill {ours}, decode {theirs})"
+            return Clash(field, ours, theirs, message)
+    for name, have, want in _shared_groups(prefill, decode):
+        for field, noun in GRID.items():
+            ours, theirs = getattr(have, field), getattr(want, field)
+            if ours != theirs:
+                message = f"{noun} of {name} differs (prefill {ours}, decode {theirs})"
+                return Clash(field, ours, theirs, message)
+    return None
+
+
+def _shared_groups(
+    prefill: EngineShape, decode: EngineShape
+) -> list[tuple[str, GroupShape, GroupShape]]:
+    """Return, for attention layers that both engines have, the layer and both sides' groups."""
+    ours, theirs = _groups_by_layer(prefill), _groups_by_layer(decode)
+    return [(name, ours[name], theirs[name]) for name in ours if name in theirs]
+
+
+def _groups_by_layer(shape: EngineShape) -> dict[str, GroupShape]:
+    groups = shape.groups or ()
+    return {
+        layer.name: groups[layer.group]
+        for layer in shape.layers or ()
+        if layer.kind is not LayerKind.MAMBA and layer.group < len(groups)
+    }
+
+
+def _cut_blocks(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    """Return the first known difference that makes blocks be cut inside: of kernel blocks.
+
+    A ratio that is not known counts as 1.
+    """
+    clash = _block_difference(prefill, decode)
+    if clash is None:
+        return None
+    shared = _shared_groups(prefill, decode)
+    if shared:
+        alike = all(have.kernel_tokens == want.kernel_tokens for _, have, want in shared)
+    else:
+        sizes = [
+            None
+            if shape.block_size is None
+            else shape.block_size // (shape.kernel_blocks_per_block or 1)
+            for shape in (prefill, decode)
+        ]
+        alike = None not in sizes and sizes[0] == sizes[1]
+    return None if alike else clash
+
+
+def _may_cache_prefixes(prefill: EngineShape, decode: EngineShape) -> bool:
+    # Unknown counts as on: it is vLLM's default.
+    return prefill.prefix_caching is not False or decode.prefix_caching is not False
+
+
+def _known_opaque(prefill: EngineShape, decode: EngineShape) -> bool:
+    return prefill.token_sliceable is False or decode.token_sliceable is False
+
+
+def _hybrid(prefill: EngineShape, decode: EngineShape) -> bool | None:
+    known = {prefill.has_mamba, decode.has_mamba}
+    return True if True in known else None if None in known else False
+
+
+def _unknown_grid(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    for field in GRID:
+        ours, theirs = getattr(prefill, field), getattr(decode, field)
+        if (ours is None or theirs is None) and not _shared_groups(prefill, decode):
+            return Clash(field, ours, theirs, verdict=Verdict.UNKNOWN)
+    return None
+
+
+def _opaque_size(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    clash = _cut_blocks(prefill, decode)
+    if clash is None or not _known_opaque(prefill, decode):
+        return None
+    message = f"{clash.message} and the inside of a block cannot be cut by token"
+    return Clash(clash.field, clash.prefill, clash.decode, message)
+
+
+def _prefix_caching_heterogeneous(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    clash = _block_difference(prefill, decode)
+    if clash is None:
+        return _unknown_grid(prefill, decode)
+    if not _may_cache_prefixes(prefill, decode) or _opaque_size(prefill, decode):
+        return None
+    hybrid = _hybrid(prefill, decode)
+    sliceable = prefill.token_sliceable is True and decode.token_sliceable is True
+    caching = f"prefill {show(prefill.prefix_caching)}, decode {show(decode.prefix_caching)}"
+    if hybrid is False and (sliceable or _cut_blocks(prefill, decode) is None):
+        return None
+    if hybrid is None and sliceable:
+        return Clash("layers", None, None, verdict=Verdict.UNKNOWN)
+    message = f"{clash.message} while prefix caching is possible ({caching}; vLLM's default is on)"
+    return Clash(clash.field, clash.prefill, clash.decode, message)
+
+
+def _block_size(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    clash = _block_difference(prefill, decode)
+    if clash is None or _opaque_size(prefill, decode):
+        return None
+    earlier = _prefix_caching_heterogeneous(prefill, decode)
+    return None if earlier and earlier.verdict is Verdict.REFUSED else clash
+
+
+def _interior(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    field = "token_sliceable"
+    ours, theirs = prefill.token_sliceable, decode.token_sliceable
+    if ours is None or theirs is None:
+        return Clash(field, ours, theirs, verdict=Verdict.UNKNOWN)
+    if ours == theirs:
+        return None
+    words = {True: "ordered by token", False: "packed"}
+    message = f"the inside of a block is {words[ours]} on prefill and {words[theirs]} on decode"
+    return Clash(field, ours, theirs, message)
+
+
+def _packing(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    # A packing id says something only about interiors that are packed on both sides.
+    if prefill.token_sliceable is not False or decode.token_sliceable is not False:
+        return None
+    return equal("packing", "the byte order inside a packed block")(prefill, decode)
+
+
+BLOCK_RULES: tuple[Rule, ...] = (
+    Rule(
+        id="BlockInteriorOpaque/size",
+        reason=Reason.BLOCK_INTERIOR_OPAQUE,
+        description=(
+            "Kernel block sizes differ and at least one backend packs the inside of a block "
+            "(CPU_ATTN keeps all K tokens, then all V tokens), so only whole blocks can be moved."
+        ),
+        remedy="Set the same engine.blockSize on both roles.",
+        source="vLLM 0.32 platforms/cpu.py (CPU_ATTN cache layout)",
+        test=_opaque_size,
+    ),
+    Rule(
+        id="PrefixCachingHeterogeneousBlocks",
+        reason=Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS,
+        description=(
+            "Block sizes (or kernel blocks per logical block) differ while prefix caching is on, "
+            "or may be on, on either side, and the model is a hybrid with Mamba layers: a prefix "
+            "hit then ends where one side's blocks do, and the other side has no state from "
+            "there. Also refused while nothing says that blocks can be cut by token, because a "
+            "hit would end inside of a peer's block: a wrong guess gives wrong tokens without an "
+            "error. Models without Mamba layers whose blocks can be cut are not refused."
+        ),
+        remedy=(
+            "Set the same engine.blockSize on both roles. For hybrids engine.prefixCaching: "
+            "Disabled on both roles also helps; for other models on GPUs, naming "
+            "engine.attentionBackend on both roles lets the handshake decide."
+        ),
+        source="vLLM PR #42097; reproduced with stock NIXL on CPU: block 32 to 128, 0 of 4 right",
+        test=_prefix_caching_heterogeneous,
+    ),
+    Rule(
+        id="BlockSizeMismatch",
+        reason=Reason.BLOCK_SIZE_MISMATCH,
+        description="Different block sizes are not carried by this version.",
+        remedy="Set the same engine.blockSize on both roles.",
+        source="scope of this version; the plan itself pairs by token position",
+        test=_block_size,
+        until=Layout.BLOCK_SIZES,
+    ),
+    Rule(
+        id="BlockInteriorOpaque/interior",
+        reason=Reason.BLOCK_INTERIOR_OPAQUE,
+        description=(
+            "One engine packs the inside of a block and the other orders it by token: the same "
+            "block holds the same KV in another byte order."
+        ),
+        remedy="Set the same engine.attentionBackend on both roles.",
+        source="vLLM 0.32 platforms/cpu.py (CPU_ATTN cache layout)",
+        test=_interior,
+    ),
+    Rule(
+        id="BlockInteriorOpaque/packing",
+        reason=Reason.BLOCK_INTERIOR_OPAQUE,
+        description=(
+            "Both engines pack the inside of a block, in different byte orders: CPU_ATTN chooses "
+            "its packing by the host's instruction set."
+        ),
+        remedy="Run both engines on the same kind of CPU with the same attention backend.",
+        source="vLLM 0.32 attention/backends/cpu_attn.py (instruction set choice)",
+        test=_packing,
+    ),
+)

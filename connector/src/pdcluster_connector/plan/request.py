@@ -1,0 +1,168 @@
+"""One request's part of a plan, over all KV cache groups.
+
+Each side's logical ids are expanded with its own ratio of kernel blocks; then a group's two
+lists are paired by token position. What is needed of a group depends on its kind: every token
+that decode lacks; of a sliding window's layers the window before ``stop``; of Mamba layers the
+state after ``stop`` tokens, which is one slot.
+
+What the vLLM side fills in: the groups of both engines' shapes, prefill's ids from the ticket
+and decode's from its scheduler, one list a group in the order of ``groups``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind
+from pdcluster_connector.plan.errors import CoverageError, PlanError
+from pdcluster_connector.plan.pairing import (
+    NULL_BLOCK,
+    BlockList,
+    Int32,
+    Pairs,
+    expand_blocks,
+    pair_blocks,
+)
+from pdcluster_connector.plan.transfer import PeerPlan, TransferSlice
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupBlocks:
+    """One request's logical blocks in one KV cache group of one engine.
+
+    Attributes:
+        blocks: block i holds the tokens from ``first_token + i * block_size`` on; 0 (vLLM's
+            null block) or negative where nothing is held, as before a window. Of a Mamba group
+            exactly one id: the slot of the running state (:func:`state_slot`).
+        first_token: what ``blocks[0]`` begins with; of no meaning in a Mamba group.
+    """
+
+    blocks: Sequence[int] | Int32
+    first_token: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineBlocks:
+    """What one engine holds of a request: its KV cache groups, and the blocks in each."""
+
+    groups: Sequence[GroupShape]
+    blocks: Sequence[GroupBlocks]
+
+
+def groups_of(shape: EngineShape) -> tuple[GroupShape, ...]:
+    """Return an engine's groups; one that names none has one, of its engine-wide sizes."""
+    if shape.groups is not None:
+        return shape.groups
+    ratio = shape.kernel_blocks_per_block or 1
+    return (GroupShape(LayerKind.FULL_ATTENTION, shape.block_size or 1, ratio),)
+
+
+def plan_request(
+    plan: PeerPlan,
+    prefill: EngineBlocks,
+    decode: EngineBlocks,
+    *,
+    start: int,
+    stop: int,
+    tokens: int,
+) -> list[TransferSlice]:
+    """Return the descriptors that bring the tokens [start, stop) to decode, by source and group.
+
+    Args:
+        plan: of this decode shard with the prefill engine.
+        prefill, decode: the request's blocks.
+        start: tokens that decode has already (its prefix hit).
+        stop: tokens that decode will have.
+        tokens: tokens that prefill's blocks cover; a Mamba state is the one after ``tokens``.
+
+    Raises:
+        PlanError: TicketInvalid or CoverageIncomplete; nothing may be posted then.
+    """
+    if not 0 <= start <= stop <= tokens:
+        raise CoverageError(f"tokens [{start}, {stop}) are wanted, the ticket covers {tokens}")
+    if start == stop:
+        return []
+    _check_count("prefill", prefill, Reason.TICKET_INVALID)
+    _check_count("decode", decode, Reason.COVERAGE_INCOMPLETE)
+    slices: list[TransferSlice] = []
+    for groups, grain in plan.grains.items():
+        ours, theirs = _group(prefill, groups[0]), _group(decode, groups[1])
+        if LayerKind.MAMBA in (ours[0].kind, theirs[0].kind):
+            if stop != tokens:
+                message = f"a state after {stop} tokens is wanted, the ticket's is after {tokens}"
+                raise CoverageError(message)
+            pairs = _pair_slots(ours[1], theirs[1])
+        else:
+            lists = _kernel_blocks(*ours), _kernel_blocks(*theirs)
+            first = _first_needed(theirs[0].window, lists[1], start, stop, grain)
+            pairs = pair_blocks(*lists, first, stop)
+        slices += plan.indices(pairs, groups)
+    return slices
+
+
+def state_slot(blocks: Sequence[int], scratch: int = 0) -> int:
+    """Return the slot of a Mamba group's running state.
+
+    Args:
+        blocks: the group's block list as vLLM's scheduler holds it, in any cache mode: earlier
+            states (or null blocks in their places), the running one, then scratch slots.
+        scratch: ``num_speculative_blocks`` of the group's spec.
+
+    Raises:
+        CoverageError: the list holds no state.
+    """
+    kept = blocks[: max(1, len(blocks) - scratch)]
+    if not kept or kept[-1] <= NULL_BLOCK:
+        raise CoverageError("a Mamba group's blocks hold no state")
+    return kept[-1]
+
+
+def _check_count(side: str, held: EngineBlocks, reason: Reason) -> None:
+    if len(held.blocks) != len(held.groups):
+        message = f"{side} lists the blocks of {len(held.blocks)} KV cache groups and has "
+        raise PlanError(reason, f"{message}{len(held.groups)}")
+
+
+def _group(held: EngineBlocks, number: int) -> tuple[GroupShape, GroupBlocks]:
+    if number >= len(held.groups):
+        message = f"a layer is in KV cache group {number} of {len(held.groups)}"
+        raise PlanError(Reason.LAYER_MISMATCH, message)
+    return held.groups[number], held.blocks[number]
+
+
+def _kernel_blocks(group: GroupShape, held: GroupBlocks) -> BlockList:
+    ids = expand_blocks(held.blocks, group.kernel_blocks_per_block)
+    return BlockList(ids, group.kernel_tokens, held.first_token)
+
+
+def _first_needed(window: int | None, decode: BlockList, start: int, stop: int, grain: int) -> int:
+    """Return the first token that decode needs of a group.
+
+    The next query is at ``stop``, or at ``stop - 1`` if vLLM computes the prompt's last token
+    again, so the window is looked at from there. Decode may have let go of the one token by
+    which the two differ.
+    """
+    if window is None or stop - window <= start:
+        return start
+    first = stop - window
+    index = (first - decode.first_token) // decode.block_tokens
+    after = decode.first_token + (index + 1) * decode.block_tokens
+    gone = index < 0 or (index < len(decode.blocks) and decode.blocks[index] < 0)
+    if gone and after == first + 1:
+        first = after
+    return max(start, first - first % grain)
+
+
+def _pair_slots(prefill: GroupBlocks, decode: GroupBlocks) -> Pairs:
+    """Pair two slots: each a list of one block of one token."""
+    slots = []
+    for side, held in (("prefill", prefill), ("decode", decode)):
+        ids = expand_blocks(held.blocks, 1)
+        if len(ids) != 1:
+            raise CoverageError(f"{side} lists {len(ids)} states, not the running one alone")
+        slots.append(BlockList(np.asarray(ids), 1))
+    return pair_blocks(slots[0], slots[1], 0, 1)
