@@ -44,23 +44,27 @@ class Installation:
             "operator": {"allowHostPathModels": True},
             "webhook": {"replicas": 1},
         }
-        done = subprocess.run(
-            [
-                *(str(self.cluster.helm(major)), "--kubeconfig", str(self.cluster.kubeconfig)),
-                *("upgrade", "--install", RELEASE, str(CHART), "--namespace", NAMESPACE),
-                *("--create-namespace", "--values=-", "--wait", "--timeout=180s"),
-            ],
-            input=json.dumps(values),
-            capture_output=True,
-            text=True,
-            check=False,
+        # A run that was killed within helm left the release locked.
+        self._helm(major, "uninstall", RELEASE, "--ignore-not-found", "--wait")
+        done = self._helm(
+            *(major, "upgrade", "--install", RELEASE, str(CHART), "--create-namespace"),
+            *("--values=-", "--wait", "--timeout=180s"),
+            stdin=json.dumps(values),
         )
         assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.report()}"
         return done.stdout
 
+    def _helm(
+        self, major: int, *words: str, stdin: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        program = [str(self.cluster.helm(major)), "--kubeconfig", str(self.cluster.kubeconfig)]
+        command = [*program, "--namespace", NAMESPACE, *words]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+
     def report(self) -> str:
         words = ("get", "pods,events", "--output=wide")
-        logs = ("logs", "--selector=app.kubernetes.io/instance=pdcluster", "--tail=40", "--prefix")
+        selector = "--selector=app.kubernetes.io/instance=pdcluster"
+        logs = ("logs", selector, "--tail=40", "--prefix", "--ignore-errors")
         return self.kubectl(*words) + self.kubectl(*logs)
 
     def pods(self, component: str) -> list[dict[str, Any]]:
