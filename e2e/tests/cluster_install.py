@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster_access import Proxy
+from cluster_images import operator_values
 
 from cluster import audit, cgroups
 from cluster.session import Cluster
-from images.engine_image import engine_image
-from images.operator_image import operator_image
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "pdcluster"
 NAMESPACE = "pdcluster-system"
@@ -36,11 +35,8 @@ class Installation:
 
     def install(self, major: int = 4) -> str:
         """Build and import the images, then `helm upgrade --install`; what helm said."""
-        image = operator_image()
-        for archive in (image.archive, engine_image().archive):
-            self.cluster.load(archive)
         values: dict[str, Any] = {
-            "image": {"repository": image.repository, "tag": image.tag, "pullPolicy": "Never"},
+            "image": operator_values(self.cluster),
             "operator": {"allowHostPathModels": True},
             "webhook": {"replicas": 1},
         }
@@ -95,10 +91,11 @@ class Installation:
     def kill(self) -> int:
         """SIGKILL to the operator's process, and a new pod at once; whether there was a process.
 
-        The kubelet would wait longer and longer before it starts the same container again.
+        The kubelet would wait longer and longer before it starts the same container again. On
+        another cluster the kubelet does the killing: a grace of 0 seconds is SIGKILL.
         """
-        killed = 0
-        for pid in self.processes("run"):
+        killed = 0 if self.cluster.ours else len(self.pods("operator"))
+        for pid in self.processes("run") if self.cluster.ours else ():
             try:
                 os.kill(pid, signal.SIGKILL)
                 killed = 1

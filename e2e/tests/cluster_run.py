@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from cluster_access import Proxy, ask
+from cluster_images import placed, template
 from local_run import START_SECONDS, Reply
 from local_run import manifest as local_manifest
 
 from cluster.report import ClusterError
 from cluster.session import Cluster
-from images.engine_image import CONTAINERS, for_this_machine, pod_template
-from models.tiny import model_path
+from images.engine_image import CONTAINERS
 from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
 from pdcluster_operator.plan.merge import merge
 
@@ -32,10 +32,10 @@ def manifest(name: str, **changes: Any) -> dict[str, Any]:
     """
     document = local_manifest(**changes)
     over = {part: (document["spec"][part] or {}).get("podTemplate") or {} for part in CONTAINERS}
-    document = for_this_machine(document, model_path("llama"))
-    for part, container in CONTAINERS.items():
-        template = merge(pod_template(container), over[part])
-        document["spec"][part] = {**document["spec"][part], "podTemplate": template}
+    document = placed(document)
+    for part in CONTAINERS:
+        merged = merge(template(part), over[part])
+        document["spec"][part] = {**document["spec"][part], "podTemplate": merged}
     return {**document, "metadata": {"name": name}}
 
 
@@ -158,7 +158,11 @@ class ClusterRun:
         }
         if role != "router":
             return self.at_pod(self.pod(role), HTTP_PORT, "POST", "/v1/completions", body)
-        return ask(self.service_address(), HTTP_PORT, "POST", "/v1/completions", body)
+        if self.cluster.ours:
+            return ask(self.service_address(), HTTP_PORT, "POST", "/v1/completions", body)
+        service = f"/api/v1/namespaces/{self.namespace}/services/{self.name}-router:{HTTP_PORT}"
+        url = f"{service}/proxy/v1/completions"
+        return ask("127.0.0.1", self.proxy.port, "POST", url, body)
 
     def service_address(self) -> str:
         """The router's Service; this machine routes to our own cluster's Services."""

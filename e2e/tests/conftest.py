@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cluster_access import Proxy
+from cluster_images import missing_variables
 from cluster_install import Installation
 from cluster_run import ClusterRun, manifest, running
 
@@ -36,11 +37,11 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(scope="session")
 def cluster() -> Cluster:
-    """Our cluster; one that was up before the tests stays up after them."""
-    if lifecycle.users_own():
-        pytest.skip("KUBECONFIG names another cluster, into which images cannot be imported")
+    """The user's cluster, or ours; one that was up before the tests stays up after them."""
+    if missing := missing_variables():
+        pytest.fail(f"KUBECONFIG names another cluster, which needs {', '.join(missing)} too")
     places = Places.of_user()
-    before = lifecycle.healthy(places)
+    before = lifecycle.users_own() or lifecycle.healthy(places)
     yield connect()
     if not before:
         lifecycle.down(places)

@@ -42,6 +42,8 @@ def complete(run: ClusterRun) -> bool:
 
 
 def test_nothing_is_written_at_rest(tiny: ClusterRun, operator: Installation) -> None:
+    if not tiny.cluster.ours:
+        pytest.skip("who wrote what stands in the API server's audit log")
     tiny.wait_ready()
     time.sleep(5)
     since = time.time()

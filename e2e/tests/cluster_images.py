@@ -1,0 +1,58 @@
+"""Where images and the model come from: ours are imported, another cluster's are named.
+
+A cluster that KUBECONFIG names is given them by variables:
+
+* ``PDCLUSTER_OPERATOR_IMAGE``: the image of ``operator/Dockerfile``, REPOSITORY:TAG;
+* ``PDCLUSTER_ENGINE_IMAGE``: holds vLLM for CPU, nixl and vllm-router;
+* ``PDCLUSTER_MODEL_FOLDER``: on every node, what ``make model`` prints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from cluster import lifecycle
+from cluster.session import Cluster
+from images.engine_image import CONTAINERS, engine_image, for_this_machine, pod_template
+from images.operator_image import operator_image
+from models.tiny import model_path
+
+VARIABLES = ("PDCLUSTER_OPERATOR_IMAGE", "PDCLUSTER_ENGINE_IMAGE", "PDCLUSTER_MODEL_FOLDER")
+
+
+def missing_variables() -> list[str]:
+    """What another cluster needs and nobody named; nothing for our own."""
+    if not lifecycle.users_own():
+        return []
+    return [name for name in VARIABLES if not os.environ.get(name)]
+
+
+def operator_values(cluster: Cluster) -> dict[str, Any]:
+    """The chart's ``image`` values; images of ours are in the node when this returns."""
+    if not cluster.ours:
+        repository, _, tag = os.environ["PDCLUSTER_OPERATOR_IMAGE"].rpartition(":")
+        return {"repository": repository, "tag": tag}
+    image = operator_image()
+    for archive in (image.archive, engine_image().archive):
+        cluster.load(archive)
+    return {"repository": image.repository, "tag": image.tag, "pullPolicy": "Never"}
+
+
+def placed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A PDCluster with images and a model that the cluster of the tests has."""
+    if not lifecycle.users_own():
+        return for_this_machine(document, model_path("llama"))
+    spec = dict(document["spec"])
+    model = {"hostPath": {"path": os.environ["PDCLUSTER_MODEL_FOLDER"]}}
+    image = os.environ["PDCLUSTER_ENGINE_IMAGE"]
+    spec["model"] = {**spec["model"], "source": model}
+    spec["engine"] = {**spec.get("engine", {}), "image": image}
+    spec["router"] = {**spec.get("router", {}), "image": image}
+    return {**document, "spec": spec}
+
+
+def template(part: str) -> dict[str, Any]:
+    """What a part's pods need beside the builders' template."""
+    return {} if lifecycle.users_own() else pod_template(CONTAINERS[part])
