@@ -11,37 +11,10 @@ import pytest
 import yaml
 from operator_runs import Operator
 from real_api import RealApi, running_api
+from rights import CERTIFICATE_RULES, RBAC, SUBJECT, WATCHED_RULES
 
 CRD = Path(__file__).parents[3] / "crds" / "pdcluster.dev_pdclusters.yaml"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-RBAC = "/apis/rbac.authorization.k8s.io/v1"
-READ = ["get", "list", "watch"]
-APPLY = [*READ, "create", "patch", "delete"]
-# The rights that the chart gives, and not one more.
-WATCHED_RULES = [
-    {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters"], "verbs": READ},
-    {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/status"], "verbs": ["patch"]},
-    {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/finalizers"], "verbs": ["update"]},
-    {"apiGroups": ["apps"], "resources": ["statefulsets", "deployments"], "verbs": APPLY},
-    {
-        "apiGroups": [""],
-        "resources": ["services", "configmaps", "serviceaccounts"],
-        "verbs": APPLY,
-    },
-    {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": APPLY},
-    {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": APPLY},
-    {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "delete"]},
-    {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
-]
-CERTIFICATE_RULES = [
-    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "patch"]},
-    {
-        "apiGroups": ["admissionregistration.k8s.io"],
-        "resources": ["validatingwebhookconfigurations"],
-        "verbs": ["get", "patch"],
-    },
-]
-SUBJECT = [{"kind": "User", "name": "operator", "apiGroup": "rbac.authorization.k8s.io"}]
 numbers = itertools.count(1)
 
 

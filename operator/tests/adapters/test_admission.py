@@ -7,7 +7,6 @@ import json
 import time
 
 import pytest
-from conftest import CERTIFICATE_RULES, RBAC, SUBJECT
 from operator_runs import (
     GROUP,
     Operator,
@@ -21,6 +20,7 @@ from operator_runs import (
     until,
 )
 from real_api import free_ports
+from rights import CERTIFICATE_RULES, RBAC, SUBJECT
 
 from pdcluster_operator.adapters.certificate_keeper import CertificateKeeper, WebhookPlace
 from pdcluster_operator.adapters.certificates import LIFETIME, read_certificates

@@ -6,7 +6,6 @@ import random
 import time
 
 import pytest
-from conftest import RBAC
 from operator_runs import (
     CHILDREN,
     Operator,
@@ -20,6 +19,7 @@ from operator_runs import (
     owned,
     until,
 )
+from rights import RBAC
 
 pytestmark = pytest.mark.cluster
 
@@ -257,7 +257,7 @@ def test_clusters_of_other_namespaces_are_left_alone(real, operator, namespace):
 
 
 def test_cluster_wide_with_the_rights_of_the_chart(real, namespace):
-    from conftest import SUBJECT, WATCHED_RULES
+    from rights import SUBJECT, WATCHED_RULES
 
     kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": "operator"}}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "operator"}
