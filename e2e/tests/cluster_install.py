@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -88,22 +89,19 @@ class Installation:
 
         self._wait(f"{replicas} pods of {component}", done)
 
-    def kill(self) -> int:
-        """SIGKILL to the operator's process, and a new pod at once; whether there was a process.
+    def kill(self) -> None:
+        """SIGKILL to the operator's process, as soon as it has one, and a new pod at once.
 
         The kubelet would wait longer and longer before it starts the same container again. On
         another cluster the kubelet does the killing: a grace of 0 seconds is SIGKILL.
         """
-        killed = 0 if self.cluster.ours else len(self.pods("operator"))
-        for pid in self.processes("run") if self.cluster.ours else ():
-            try:
-                os.kill(pid, signal.SIGKILL)
-                killed = 1
-            except ProcessLookupError:
-                continue
+        if self.cluster.ours:
+            self._wait("process of the operator", lambda: self.processes("run"))
+            for pid in self.processes("run"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         label = "--selector=app.kubernetes.io/component=operator"
         self.kubectl("delete", "pod", label, "--force", "--grace-period=0", "--wait=false")
-        return killed
 
     @staticmethod
     def processes(command: str) -> list[int]:
@@ -126,7 +124,7 @@ class Installation:
         """What the operator asked the API server to write since a moment (seconds since 1970)."""
         return list(audit.read_writes(self.cluster.audit_log, since, OPERATOR_USER))
 
-    def _wait(self, what: str, holds: Callable[[], bool], seconds: float = 120.0) -> None:
+    def _wait(self, what: str, holds: Callable[[], object], seconds: float = 120.0) -> None:
         started = time.monotonic()
         while not holds():
             assert time.monotonic() - started < seconds, f"no {what}\n{self.report()}"

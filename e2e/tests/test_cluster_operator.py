@@ -87,18 +87,15 @@ def test_an_operator_killed_at_any_moment_ends_where_another_would(
     idling.kubectl("delete", "pdc", "idler")
     idling.wait("end", lambda: idling.children() == [], 60)
     source = random.Random(9)
-    kills = 0
     for _ in range(ROUNDS):
         idling.apply(idler())
         time.sleep(source.uniform(0, 1.5))
-        kills += operator.kill()
+        operator.kill()
         idling.wait("children", lambda: complete(idling) and standing(idling) == wanted, 120)
         idling.kubectl("delete", "pdc", "idler", "--wait=false")
         time.sleep(source.uniform(0, 0.7))
-        kills += operator.kill()
+        operator.kill()
         idling.wait("end", lambda: idling.children() == [], 120)
         operator.wait_ready()
         time.sleep(1)
         assert idling.children() == [], "nothing is resurrected"
-    print(f"killed {kills} times")
-    assert kills == 2 * ROUNDS
