@@ -14,7 +14,7 @@ from pdcluster_connector.plan.transfer import plan_peer
 
 SLICEABLE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 PACKED = ("LBHNC", "BLHNC", "BHLNC")
-CASES_A_CHUNK, CHUNKS = 100, 26
+CASES_A_CHUNK, CHUNKS = 100, 10
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def test_the_random_cases_reach_every_kind_of_pair() -> None:
         for chunk in range(CHUNKS)
         for number in range(CASES_A_CHUNK)
     ]
-    assert len(cases) >= 2000
+    assert len(cases) >= 1000
 
     def seen(*fields):
         return {tuple(side[f] for f in fields for side in (c.prefill, c.decode)) for c in cases}

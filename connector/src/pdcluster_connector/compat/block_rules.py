@@ -87,9 +87,11 @@ def _hybrid(prefill: EngineShape, decode: EngineShape) -> bool | None:
 
 
 def _unknown_grid(prefill: EngineShape, decode: EngineShape) -> Clash | None:
+    if prefill.groups is not None and decode.groups is not None:
+        return None
     for field in GRID:
         ours, theirs = getattr(prefill, field), getattr(decode, field)
-        if (ours is None or theirs is None) and not _shared_groups(prefill, decode):
+        if ours is None or theirs is None:
             return Clash(field, ours, theirs, verdict=Verdict.UNKNOWN)
     return None
 

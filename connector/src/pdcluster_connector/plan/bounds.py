@@ -31,28 +31,31 @@ def check_region(region: Region, side: str) -> None:
             raise _bad(region, side, f"{field} is {value}")
     if region.head_start < 0:
         raise _bad(region, side, f"head_start is {region.head_start}")
-    extent = block_extent(region)
+    strides = f"block_stride {region.block_stride}, head_stride {region.head_stride}"
+    if region.token_stride is not None:
+        strides += f", token_stride {region.token_stride}"
+    extent = region_extent(region)
     if extent is None:
-        strides = f"head_stride {region.head_stride}, token_stride {region.token_stride}"
-        raise _bad(region, side, f"{strides}: heads and tokens overlap")
-    if region.block_stride < extent:
-        message = f"block_stride {region.block_stride} is less than a block's {extent} bytes"
-        raise _bad(region, side, message)
-    end = region.base + region.num_blocks * region.block_stride
+        raise _bad(region, side, f"{strides}: blocks, heads and tokens overlap")
+    end = region.base + extent
     if region.base < 0 or end > ADDRESS_LIMIT:
         raise _bad(region, side, f"addresses [{region.base}, {end}) do not exist")
 
 
-def block_extent(region: Region) -> int | None:
-    """Return the bytes from a block's first to behind its last; None if its cells overlap."""
-    heads = region.head_stop - region.head_start
+def region_extent(region: Region) -> int | None:
+    """Return the bytes from the region's first to behind its last; None if its cells overlap.
+
+    The axes may be nested in any order: vLLM's ``LHBNC`` has the blocks inside of a head.
+    """
+    axes = [
+        (region.block_stride, region.num_blocks),
+        (region.head_stride, region.head_stop - region.head_start),
+    ]
     if region.token_stride is None:
-        unit = region.block_tokens * region.token_bytes
-        axes = [(region.head_stride, heads)]
+        extent = region.block_tokens * region.token_bytes
     else:
-        unit = region.token_bytes
-        axes = [(region.token_stride, region.block_tokens), (region.head_stride, heads)]
-    extent = unit
+        extent = region.token_bytes
+        axes.append((region.token_stride, region.block_tokens))
     for stride, count in sorted(axis for axis in axes if axis[1] > 1):
         if stride < extent:
             return None

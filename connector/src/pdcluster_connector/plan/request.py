@@ -146,7 +146,7 @@ def _first_needed(window: int | None, decode: BlockList, start: int, stop: int, 
     again, so the window is looked at from there. Decode may have let go of the one token by
     which the two differ.
     """
-    if window is None or stop - window <= start:
+    if window is None or stop - window < start:
         return start
     first = stop - window
     index = (first - decode.first_token) // decode.block_tokens
