@@ -97,6 +97,25 @@ def test_a_refusal_becomes_a_failure_with_rule_and_both_values() -> None:
     assert "decode: 32" in failure.message
 
 
+@pytest.mark.parametrize(
+    ("message", "added"),
+    [
+        ("block size differs (prefill 16, decode 32)", ""),
+        ("decode has block size 32", " (prefill: 16)"),
+        ("160 and 320 differ", " (prefill: 16; decode: 32)"),
+    ],
+)
+def test_a_value_is_said_once(message: str, added: str) -> None:
+    refusal = m.Refusal("BlockSizeMismatch", message, "16", "32")
+    assert failure_of(refusal).message == message + added
+
+
+def test_equal_values_of_both_sides_are_said_once() -> None:
+    model = "cafe0123"
+    message = f"both engines run {model}"
+    assert failure_of(m.Refusal("ModelMismatch", message, model, model)).message.count(model) == 1
+
+
 def test_at_a_handshake_not_knowing_is_a_refusal() -> None:
     refusal = refusal_of([finding(Verdict.UNKNOWN)])
     assert refusal is not None

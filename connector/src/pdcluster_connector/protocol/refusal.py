@@ -6,6 +6,7 @@ a refusal too: nothing is attempted on a guess.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from pdcluster_connector.compat.reasons import Reason
@@ -36,13 +37,21 @@ def refusal_of(findings: Sequence[Finding]) -> Refusal | None:
 def failure_of(refusal: Refusal) -> Failure:
     """Return what a request fails with, or a link shows, for a refusal.
 
+    Most rules say both values in their sentence: only those that it does not say are added.
     A reason that only a newer peer knows becomes ProtocolVersionMismatch and stays in the
     text.
     """
     reason = _REASONS.get(refusal.reason)
     message = refusal.message
-    if refusal.prefill_value or refusal.decode_value:
-        message += f" (prefill: {refusal.prefill_value}; decode: {refusal.decode_value})"
+    sides = (("prefill", refusal.prefill_value), ("decode", refusal.decode_value))
+    unsaid = [f"{side}: {value}" for side, value in sides if value and not _says(message, value)]
+    if unsaid:
+        message += f" ({'; '.join(unsaid)})"
     if reason is None:
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, f"{refusal.reason}: {message}")
     return Failure(reason, message)
+
+
+def _says(message: str, value: str) -> bool:
+    """Whether ``value`` stands in ``message`` as a word of its own: 16 is not in 160."""
+    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", message) is not None
