@@ -227,6 +227,18 @@ def test_decode_engines_learn_their_peers_and_a_silent_one_keeps_its_place():
     assert body["peers"][0]["engine_id"] == f"{silent}/ffff"
 
 
+def test_a_router_that_waits_for_engines_ends_at_once():
+    """As process 1 it would ignore SIGTERM for its whole grace period: it has no handler yet."""
+    world = SimulatedCluster(manifest())
+    world.step()
+    (pod,) = (
+        child["spec"]["template"]["spec"]
+        for (kind, _), child in world.children.items()
+        if kind == "Deployment"
+    )
+    assert pod["shareProcessNamespace"] is True
+
+
 def test_no_router_means_no_router():
     world = SimulatedCluster(manifest(router={"replicas": 0}))
     plan = world.step()

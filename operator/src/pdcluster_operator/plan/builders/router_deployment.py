@@ -58,6 +58,9 @@ def build_router_deployment(
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "enableServiceLinks": False,
+            # vllm-router sets up no signal handler while it waits for engines, and the kernel
+            # drops a SIGTERM that process 1 does not handle: here the pause process is process 1.
+            "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": 30,
             "containers": [_container(cluster, prefill, decode)],
         },
