@@ -209,9 +209,15 @@ def established(*engines: str) -> LinkTable:
     links = LinkTable((1, 1))
     peers = tuple(PeerEntry(e, "10.0.0.1:5600", f"{e}/1", "http://10.0.0.1:8000") for e in engines)
     links.set_peers(PeersDocument(1, peers, "llama", 60))
-    reports = tuple(LinkReport(e, f"{e}/1", LinkState.ESTABLISHED) for e in engines)
-    links.add(RankReport((0, 0), (1, 1), reports), 0.0)
+    establish(links, *engines, establishment=1)
     return links
+
+
+def establish(links: LinkTable, *engines: str, establishment: int) -> None:
+    reports = tuple(
+        LinkReport(e, f"{e}/1", LinkState.ESTABLISHED, establishment=establishment) for e in engines
+    )
+    links.add(RankReport((0, 0), (1, 1), reports), 0.0)
 
 
 def test_each_link_has_its_turn():
@@ -220,7 +226,7 @@ def test_each_link_has_its_turn():
         row = schedule.due(rows, 0.0)
         assert row is not None
         assert row.engine_id == expected
-        schedule.ran(row.engine_id, CanaryResult("Passed", 1), 60, 0.0)
+        schedule.ran(row, CanaryResult("Passed", 1), 60, 0.0)
     assert schedule.due(rows, 59.9) is None
     assert schedule.due(rows, 60.0) is not None
 
@@ -229,7 +235,7 @@ def test_failures_are_retried_with_growing_pauses():
     schedule, rows = CanarySchedule(), established("a").rows(0.0)
     now, pauses = 0.0, []
     for _ in range(8):
-        schedule.ran("a/1", CanaryResult("Failed"), 60, now)
+        schedule.ran(rows[0], CanaryResult("Failed"), 60, now)
         pause = next(p for p in range(1, 200) if schedule.due(rows, now + p))
         pauses.append(pause)
         now += pause
@@ -238,8 +244,19 @@ def test_failures_are_retried_with_growing_pauses():
 
 def test_without_an_interval_a_pass_is_enough():
     schedule, rows = CanarySchedule(), established("a").rows(0.0)
-    schedule.ran("a/1", CanaryResult("Passed", 1), 0, 0.0)
+    schedule.ran(rows[0], CanaryResult("Passed", 1), 0, 0.0)
     assert schedule.due(rows, 1e9) is None
+
+
+@pytest.mark.parametrize("state", ["Passed", "Failed"])
+def test_a_link_that_stands_again_is_due_soon(state):
+    schedule, links = CanarySchedule(), established("a")
+    for now in (0.0, 2.0, 6.0, 14.0):
+        schedule.ran(links.rows(0.0)[0], CanaryResult(state), 0, now)
+    assert schedule.due(links.rows(0.0), 20.0) is None
+    establish(links, "a", establishment=2)
+    assert schedule.due(links.rows(0.0), 15.9) is None
+    assert schedule.due(links.rows(0.0), 16.0) is not None
 
 
 def test_only_established_links_of_known_apis_are_due():
@@ -255,7 +272,11 @@ async def test_the_loop_fills_the_link_table():
         peer = PeerEntry("ns.c.prefill.r.0", "127.0.0.1:5600", P, p.address)
         links.set_peers(PeersDocument(1, (peer,), "llama", 0))
         links.add(
-            RankReport((0, 0), (1, 1), (LinkReport(peer.engine, P, LinkState.ESTABLISHED),)),
+            RankReport(
+                (0, 0),
+                (1, 1),
+                (LinkReport(peer.engine, P, LinkState.ESTABLISHED, establishment=1),),
+            ),
             time.monotonic(),
         )
         async with aiohttp.ClientSession() as session:

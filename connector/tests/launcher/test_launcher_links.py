@@ -29,6 +29,8 @@ def table(*peers: PeerEntry, shards: tuple[int, int] = (1, 2)) -> LinkTable:
 
 
 def link(state: LinkState, peer: PeerEntry = P0, engine_id: str = "", **more) -> LinkReport:
+    if state is UP:
+        more.setdefault("establishment", 1)
     return LinkReport(peer.engine, engine_id or peer.engine_id, state, **more)
 
 
@@ -111,16 +113,47 @@ def test_a_newer_incarnation_that_all_workers_see_is_shown():
 def test_a_canary_counts_for_one_incarnation():
     links = table(P0, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(UP),)), 0.0)
-    links.set_canary(P0.engine, P0.engine_id, CanaryResult("Passed", 4096))
+    links.set_canary(links.rows(0.0)[0], CanaryResult("Passed", 4096))
     assert links.rows(0.0)[0].canary == CanaryResult("Passed", 4096)
     links.add(RankReport((0, 0), (1, 1), (link(UP, engine_id="restarted"),)), 1.0)
     assert links.rows(1.0)[0].canary.state == "Pending"
 
 
-def test_a_canary_of_a_peer_that_is_gone_is_forgotten():
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_canary_counts_for_one_establishment(seen):
+    """A link that was lost needs another one, also when nobody heard that it was lost."""
     links = table(P0)
-    links.set_canary(P1.engine, P1.engine_id, CanaryResult("Passed", 1))
+    for rank in ((0, 0), (0, 1)):
+        links.add(RankReport(rank, (1, 2), (link(UP, establishment=1),)), 0.0)
+    before = links.rows(0.0)[0]
+    links.set_canary(before, CanaryResult("Passed", 4096))
+    if seen:
+        links.add(RankReport((0, 1), (1, 2), (link(DOWN),)), 1.0)
+        assert links.rows(1.0)[0].canary == CanaryResult()
+    links.add(RankReport((0, 1), (1, 2), (link(UP, establishment=2),)), 2.0)
+    after = links.rows(2.0)[0]
+    assert (after.state, after.canary) == (UP, CanaryResult())
+    links.set_canary(before, CanaryResult("Passed", 1))  # it was under way when the link was lost
+    assert links.rows(2.0)[0].canary == CanaryResult()
+    links.set_canary(after, CanaryResult("Passed", 2))
+    assert links.rows(2.0)[0].canary == CanaryResult("Passed", 2)
+
+
+def test_silent_workers_do_not_cost_the_canary():
+    links = table(P0, shards=(1, 1))
+    links.add(RankReport((0, 0), (1, 1), (link(UP),)), 0.0)
+    links.set_canary(links.rows(0.0)[0], CanaryResult("Passed", 1))
+    assert links.rows(100.0)[0].canary == CanaryResult()
+    links.add(RankReport((0, 0), (1, 1), (link(UP),)), 100.0)
+    assert links.rows(100.0)[0].canary == CanaryResult("Passed", 1)
+
+
+def test_a_canary_of_a_peer_that_is_gone_is_forgotten():
+    links = table(P0, shards=(1, 1))
+    links.add(RankReport((0, 0), (1, 1), (link(UP), link(UP, P1))), 0.0)
+    links.set_canary(links.rows(0.0)[0], CanaryResult("Passed", 1))
     links.set_peers(PeersDocument(2, (P1,), "llama"))
+    links.set_peers(PeersDocument(3, (P0,), "llama"))
     assert links.rows(0.0)[0].canary.state == "Pending"
 
 

@@ -247,6 +247,32 @@ def test_a_canary_that_moves_nothing(world):
     is_(world, "KVLinksEstablished", "True", "LinksEstablished")
     is_(world, "KVPathVerified", "False", "CanaryFailed", "computed the prompt itself")
     is_(world, "Available", "False", "NoVerifiedPair")
+    (link,) = world.cluster["status"]["failedLinks"]
+    assert (link["reason"], link["message"]) == ("CanaryFailed", failed.message)
+    assert link["prefill"].startswith("llama-prefill-")
+    assert link["decode"].startswith("llama-decode-")
+    since = link["lastTransitionTime"]
+    world.now += 100
+    world.step()
+    assert world.cluster["status"]["failedLinks"][0]["lastTransitionTime"] == since
+    world.link()
+    world.step()
+    assert world.cluster["status"]["failedLinks"] == []
+
+
+def test_a_link_that_was_lost_needs_another_canary(world):
+    world.bring_up()
+    world.link(state=LinkState.FAILED, reason="TransferStalled", message="a read did not land")
+    world.step()
+    is_(world, "Ready", "False", "TransferStalled", "llama-prefill", "a read did not land")
+    world.link(canary=CanaryReport(message="connection refused"))
+    world.step()
+    is_(world, "KVLinksEstablished", "True", "LinksEstablished")
+    is_(world, "KVPathVerified", "False", "CanaryPending", "llama-decode", "connection refused")
+    is_(world, "Ready", "False", "CanaryPending")
+    world.link()
+    world.step()
+    is_(world, "Ready", "True", "Ready")
 
 
 @pytest.mark.parametrize(

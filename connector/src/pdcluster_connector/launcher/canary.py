@@ -105,29 +105,39 @@ def _failed(message: str) -> CanaryResult:
 class CanarySchedule:
     """Which links are due for a canary.
 
-    At once when new, again after an interval, and after a failure with growing pauses. Times are
-    seconds of a monotonic clock.
+    At once when new, again after an interval, and after a failure with growing pauses. A link that
+    was lost and stands again is new. Times are seconds of a monotonic clock.
     """
 
     def __init__(self) -> None:
         self._next: dict[str, float] = {}
         self._pause: dict[str, float] = {}
+        self._last: dict[str, tuple[tuple[int, ...], float]] = {}
 
     def due(self, rows: Sequence[LinkRow], now: float) -> LinkRow | None:
         """Choose the established link that has waited longest, if any is due."""
         known = {row.engine_id for row in rows}
         self._next = {key: at for key, at in self._next.items() if key in known}
         self._pause = {key: pause for key, pause in self._pause.items() if key in known}
+        self._last = {key: last for key, last in self._last.items() if key in known}
         waiting = [
-            (self._next.get(row.engine_id, 0.0), row)
+            (self._at(row), row)
             for row in rows
             if row.state is LinkState.ESTABLISHED and row.peer.api.startswith("http://")
         ]
         at, row = min(waiting, key=lambda item: item[0], default=(0.0, None))
         return row if at <= now else None
 
-    def ran(self, engine_id: str, result: CanaryResult, interval: float, now: float) -> None:
+    def _at(self, row: LinkRow) -> float:
+        planned = self._next.get(row.engine_id, 0.0)
+        establishment, ran = self._last.get(row.engine_id, (row.establishment, 0.0))
+        # Not sooner: a canary that itself breaks the link would follow upon its own heels.
+        return planned if establishment == row.establishment else min(planned, ran + _FIRST_RETRY)
+
+    def ran(self, row: LinkRow, result: CanaryResult, interval: float, now: float) -> None:
         """Plan this link's next canary; ``interval`` 0 means no other after a pass."""
+        engine_id = row.engine_id
+        self._last[engine_id] = row.establishment, now
         if result.state == "Passed":
             self._pause.pop(engine_id, None)
             self._next[engine_id] = now + interval if interval > 0 else float("inf")
@@ -164,9 +174,9 @@ async def keep_running(
             model=model,
             tokens=tokens,
         )
-        links.set_canary(row.peer.engine, row.engine_id, result)
+        links.set_canary(row, result)
         interval = links.peers.canary_interval_seconds
-        schedule.ran(row.engine_id, result, interval, time.monotonic())
+        schedule.ran(row, result, interval, time.monotonic())
 
 
 def vocabulary(config: Mapping[str, Any] | None) -> int:

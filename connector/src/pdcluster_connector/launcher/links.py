@@ -46,7 +46,8 @@ class LinkRow:
         message: its message, or what the link waits for.
         shards: ``2/4``: workers that are established, of all.
         bytes_per_second: the slowest worker's, since a request waits for the slowest.
-        canary: the latest canary's result.
+        canary: the latest canary's result since the link was established.
+        establishment: the workers' numbers of it, another each time; empty while it is not.
     """
 
     peer: PeerEntry
@@ -57,6 +58,7 @@ class LinkRow:
     shards: str
     bytes_per_second: float
     canary: CanaryResult
+    establishment: tuple[int, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """Return the row as ``GET /v1/links`` shows it."""
@@ -94,7 +96,7 @@ class LinkTable:
     shards: Place
     peers: PeersDocument = field(default_factory=lambda: PeersDocument(0, ()))
     _reports: dict[Place, _Kept] = field(default_factory=dict)
-    _canaries: dict[str, tuple[str, CanaryResult]] = field(default_factory=dict)
+    _canaries: dict[str, tuple[str, tuple[int, ...], CanaryResult]] = field(default_factory=dict)
 
     def set_peers(self, document: PeersDocument) -> bool:
         """Take the operator's document; False if it says what is known already.
@@ -120,10 +122,15 @@ class LinkTable:
         self._reports[rank] = _Kept(now, {link.engine: link for link in report.links})
         return None
 
-    def set_canary(self, engine: str, engine_id: str, result: CanaryResult) -> None:
-        """Keep the result of a canary to one incarnation of a prefill engine."""
-        if any(peer.engine == engine for peer in self.peers.peers):
-            self._canaries[engine] = engine_id, result
+    def set_canary(self, row: LinkRow, result: CanaryResult) -> None:
+        """Keep the result of a canary that was sent while the link stood as ``row`` says.
+
+        It counts for that incarnation and that establishment: a link that was lost meanwhile,
+        or is lost later, needs another canary.
+        """
+        engine = row.peer.engine
+        if row.establishment and any(peer.engine == engine for peer in self.peers.peers):
+            self._canaries[engine] = row.engine_id, row.establishment, result
 
     def rows(self, now: float) -> list[LinkRow]:
         """One row for each peer, in the operator's order."""
@@ -152,7 +159,10 @@ class LinkTable:
             reason = pending[0].reason if pending else ""
             message = _waits_for([place for place in places if place not in fresh], pending)
         engine_id = seen.pop() if len(seen) == 1 else peer.engine_id
-        tried, canary = self._canaries.get(peer.engine, ("", CanaryResult()))
+        establishment: tuple[int, ...] = ()
+        if state is LinkState.ESTABLISHED:
+            establishment = tuple(fresh[place].establishment for place in places)
+        *tried, canary = self._canaries.get(peer.engine, ("", (), CanaryResult()))
         return LinkRow(
             peer,
             engine_id,
@@ -161,7 +171,8 @@ class LinkTable:
             message,
             f"{len(established)}/{len(places)}",
             min((link.bytes_per_second for link in established), default=0.0),
-            canary if tried == engine_id else CanaryResult(),
+            canary if tried == [engine_id, establishment] else CanaryResult(),
+            establishment,
         )
 
 

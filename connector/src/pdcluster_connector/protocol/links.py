@@ -53,7 +53,11 @@ class PeersDocument(Struct, frozen=True):
 
 
 class LinkReport(Struct, frozen=True):
-    """One worker's view of one link. ``reason`` is a :class:`Reason` value or empty."""
+    """One worker's view of one link.
+
+    ``reason`` is a :class:`Reason` value or empty; ``establishment`` is another number each
+    time that the link is established, 0 while it is not.
+    """
 
     engine: Identifier
     engine_id: Annotated[str, Meta(max_length=512)]
@@ -62,6 +66,7 @@ class LinkReport(Struct, frozen=True):
     message: Text = ""
     bytes_per_second: Amount = 0.0
     probe_bytes: Whole = 0
+    establishment: Whole = 0
 
 
 class RankReport(Struct, frozen=True):

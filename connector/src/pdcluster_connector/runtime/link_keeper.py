@@ -7,6 +7,7 @@ incarnation listens, so a prefill engine that comes back is linked again at once
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
@@ -31,6 +32,9 @@ CONNECT_SECONDS = 30.0
 PROBE_SECONDS = 60.0
 RETRY_SECONDS = 0.5
 REFUSED_SECONDS = 5.0  # a refusal is not asked about again sooner
+
+
+_ESTABLISHMENTS = itertools.count(1)
 
 
 class ProbeOutcome(Protocol):
@@ -120,6 +124,7 @@ class LinkKeeper:
             LinkState.ESTABLISHED,
             bytes_per_second=probed.bytes_per_second,
             probe_bytes=probed.nbytes,
+            establishment=next(_ESTABLISHMENTS),
         )
         return await self._lost
 
@@ -158,6 +163,7 @@ class LinkKeeper:
         message: str = "",
         bytes_per_second: float = 0.0,
         probe_bytes: int = 0,
+        establishment: int = 0,
     ) -> None:
         report = LinkReport(
             engine=self.entry.engine,
@@ -167,6 +173,7 @@ class LinkKeeper:
             message=message,
             bytes_per_second=bytes_per_second,
             probe_bytes=probe_bytes,
+            establishment=establishment,
         )
         if report != self.report:
             self.report = report

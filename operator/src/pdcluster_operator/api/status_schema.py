@@ -108,7 +108,10 @@ def _engines() -> dict[str, Any]:
 def _failed_links() -> dict[str, Any]:
     return {
         "type": "array",
-        "description": f"failedLinks are links that failed, at most {MAX_FAILED_LINKS}.",
+        "description": (
+            "failedLinks are links that failed, or whose canary moved no KV; "
+            f"at most {MAX_FAILED_LINKS}."
+        ),
         "maxItems": MAX_FAILED_LINKS,
         "x-kubernetes-list-type": "map",
         "x-kubernetes-list-map-keys": ["prefill", "decode"],

@@ -29,7 +29,7 @@ class PairView:
     Attributes:
         state: Waiting while one of the engines is known not to be ready, Unknown where the
             decode engine's launcher does not answer.
-        canary: of this incarnation of both engines.
+        canary: of these incarnations of both engines, since the link was established.
     """
 
     prefill: EngineView
@@ -49,6 +49,11 @@ class PairView:
     def verified(self) -> bool:
         """Whether KV was seen to move over this link."""
         return self.state is PairState.ESTABLISHED and self.canary.state is LinkState.PASSED
+
+    @property
+    def canary_failed(self) -> bool:
+        """Whether the link stands, and the latest request through it moved no KV."""
+        return self.state is PairState.ESTABLISHED and self.canary.state is LinkState.FAILED
 
 
 def observe_pairs(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.conditions import (
     ConditionType,
     Status,
@@ -135,16 +136,20 @@ def _failed_links(
     }
     written = []
     for pair in pairs:
-        if pair.state is not PairState.FAILED:
+        if pair.state is PairState.FAILED:
+            reason, message = pair.reason or "Unknown", pair.message
+        elif pair.canary_failed:
+            reason, message = Reason.CANARY_FAILED.value, pair.canary.message
+        else:
             continue
         prefill, decode = pair.prefill.name.stateful_set, pair.decode.name.stateful_set
-        known = old.get((prefill, decode, pair.reason), {})
+        known = old.get((prefill, decode, reason), {})
         written.append(
             {
                 "prefill": prefill,
                 "decode": decode,
-                "reason": pair.reason or "Unknown",
-                "message": pair.message[:LONGEST_DETAIL],
+                "reason": reason,
+                "message": message[:LONGEST_DETAIL],
                 "lastTransitionTime": known.get("lastTransitionTime") or timestamp(now),
             }
         )

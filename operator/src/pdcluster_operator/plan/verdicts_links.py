@@ -13,7 +13,6 @@ from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no,
 from pdcluster_operator.api.types import Transfer
 
 from .links import PairState, PairView
-from .reports import LinkState
 
 MEGABYTE = 1_000_000
 # Slower than this over RDMA hardware means that another transport was taken.
@@ -39,11 +38,7 @@ def path_verified(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdi
     """Whether a canary's KV was counted on every link."""
     if not pairs:
         return _open(StatusReason.NO_PAIRS, "there is no pair of engines", before)
-    failed = [
-        pair
-        for pair in pairs
-        if pair.state is PairState.ESTABLISHED and pair.canary.state is LinkState.FAILED
-    ]
+    failed = [pair for pair in pairs if pair.canary_failed]
     if failed:
         detail = f": {failed[0].canary.message}" if failed[0].canary.message else ""
         return no(Reason.CANARY_FAILED, f"{failed[0].label}{detail}")
@@ -55,7 +50,9 @@ def path_verified(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdi
         return undecided
     waiting = next((pair for pair in pairs if not pair.verified), None)
     if waiting is not None:
-        return _open(StatusReason.CANARY_PENDING, f"{waiting.label}: no canary yet", before)
+        detail = f": {waiting.canary.message}" if waiting.canary.message else ""
+        message = f"{waiting.label}: no canary since the link was established{detail}"
+        return _open(StatusReason.CANARY_PENDING, message, before)
     return yes(StatusReason.CANARY_PASSED, f"KV was seen to move over {len(pairs)} links")
 
 
