@@ -18,6 +18,7 @@ from pdcluster_connector.protocol import links
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.links import LinkReport, LinkState
+from pdcluster_connector.runtime import link_keeper
 from pdcluster_connector.runtime.control import ControlAgent
 from pdcluster_connector.runtime.loop_thread import LoopThread
 from pdcluster_connector.runtime.peers import PeerBook
@@ -109,9 +110,13 @@ class Probe:
     def __init__(self) -> None:
         self.outcome: Probed | Exception | None = Probed()
         self.asked: list[str] = []
+        self.checked: list[float] = []
 
-    def __call__(self, metadata: m.EngineMetadata) -> Future[Probed]:
-        self.asked.append(metadata.engine_id)
+    def __call__(self, metadata: m.EngineMetadata, /, *, check: bool = False) -> Future[Probed]:
+        if check:
+            self.checked.append(time.monotonic())
+        else:
+            self.asked.append(metadata.engine_id)
         future: Future[Probed] = Future()
         if isinstance(self.outcome, Exception):
             future.set_exception(self.outcome)
@@ -256,11 +261,32 @@ def test_a_link_that_the_receiver_drops_is_probed_again(
 ) -> None:
     launcher.put(entry(serve(FIRST)))
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
-    agent._peers.forget(FIRST)  # as after a transport error
+    agent._peers.forget(FIRST, Failure(Reason.BACKEND_ERROR, "a transport error"))
     until(lambda: probe.asked == [FIRST, FIRST])
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
-    reasons = [link.reason for _, report in launcher.reports for link in report.links]
-    assert "BackendError" in reasons
+    seen = [link for _, report in launcher.reports for link in report.links]
+    assert ("BackendError", "a transport error") in [(link.reason, link.message) for link in seen]
+    numbers = {link.establishment for link in seen if link.state is LinkState.ESTABLISHED}
+    assert len(numbers - {0}) == 2, "a canary of the first establishment does not count"
+
+
+@pytest.mark.usefixtures("agent")
+def test_an_established_link_is_looked_at_again_and_lost_when_nothing_comes_through(
+    launcher: Launcher, probe: Probe, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The side channel answers all the time: only KV memory cannot be read any more."""
+    monkeypatch.setattr(link_keeper, "CHECK_SECONDS", (0.05, 0.1))
+    launcher.put(entry(serve(FIRST)))
+    until(lambda: len(probe.checked) >= 3)
+    assert launcher.shows(LinkState.ESTABLISHED, FIRST)
+    assert probe.asked == [FIRST]
+    probe.outcome = Probed(Failure(Reason.TRANSFER_STALLED, "a read did not land"))
+    until(lambda: launcher.shows(LinkState.FAILED, FIRST, "TransferStalled"))
+    link = launcher.link()
+    assert link is not None
+    assert link.message == "a read did not land"
+    probe.outcome = Probed()
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST), seconds=8.0)
 
 
 @pytest.mark.usefixtures("agent")

@@ -36,7 +36,7 @@ class Probed:
     nbytes: int = 4096
 
 
-def probe(_: EngineMetadata) -> Future[Probed]:
+def probe(_: EngineMetadata, /, *, check: bool = False) -> Future[Probed]:
     future: Future[Probed] = Future()
     future.set_result(Probed())
     return future

@@ -74,7 +74,7 @@ def test_a_forgotten_peer_is_watched_no_more(serve: Serve, books: Books) -> None
     server, book = serve(), books()
     gone = watch(book)
     connect(book, server.port).wait()
-    book.forget(PREFILL)
+    book.forget(PREFILL, Failure(Reason.BACKEND_ERROR, "a transport error"))
     until(lambda: not book._peers)
     server.stop()
     time.sleep(1.5)

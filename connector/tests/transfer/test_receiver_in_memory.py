@@ -15,6 +15,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.runtime.nixl_port import PortErrorKind
 from pdcluster_connector.runtime.probe import ProbeResult
+from pdcluster_connector.runtime.probe_run import RECENT_SECONDS
 from pdcluster_connector.runtime.receiver import ReceiverOptions
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 
@@ -629,6 +630,116 @@ def test_probes_of_hanging_peers_end_and_disturb_nobody(rig: Rig) -> None:
         assert failure is not None
         assert failure.reason is Reason.TRANSFER_STALLED
     rig.works("after")
+
+
+def test_a_check_of_an_idle_link_reads_one_page_a_shard(two: Rig) -> None:
+    two.works("before", seed=1)
+    eventually(lambda: not two.fabric.flying)
+    for source in two.decode.receiver._links.get("prefill/1").sources:  # type: ignore[union-attr]
+        source.moved_at -= RECENT_SECONDS
+    posted = two.fabric.posted
+    result = two.decode.receiver.probe(two.prefill.metadata, check=True).result(timeout=5)
+    assert result.failure is None
+    assert [source.nbytes for source in result.sources] == [4096, 4096]
+    assert two.fabric.posted == posted + 2
+
+
+def test_a_check_of_a_link_over_which_kv_has_just_come_reads_nothing(two: Rig) -> None:
+    two.works("before", seed=1)
+    posted = two.fabric.posted
+    result = two.decode.receiver.probe(two.prefill.metadata, check=True).result(timeout=5)
+    assert (result.failure, result.sources) == (None, ())
+    assert two.fabric.posted == posted
+
+
+def cut(rig: Rig, prefill: Prefill) -> Failure:
+    """Have nothing come from ``prefill`` any more; returns what a check finds."""
+    rig.works("before", prefill, seed=1)
+    rig.fabric.behave = lambda t: Behaviour(hang=t.peer.startswith(prefill.engine_id))
+    link = rig.decode.receiver._links.get(prefill.engine_id)
+    assert link is not None
+    for source in link.sources:
+        source.moved_at = 0.0
+    failure = rig.decode.receiver.probe(prefill.metadata, check=True).result(timeout=5).failure
+    assert failure is not None
+    return failure
+
+
+def test_a_cut_link_is_found_by_a_check_and_used_no_more(rig: Rig) -> None:
+    failure = cut(rig, rig.prefill)
+    assert failure.reason is Reason.TRANSFER_STALLED
+    for word in ("prefill/1", "rank (0, 0)", "0.3 s", "network policies"):
+        assert word in failure.message
+    eventually(lambda: rig.peers.causes == [failure])
+    rig.send("r", 2)
+    assert rig.decode.wait("r", timeout=1.0).failed["r"] == failure  # not at the lease's end
+    again = rig.decode.receiver.probe(rig.prefill.metadata).result(timeout=1)
+    assert again.failure == failure
+    rig.fabric.land()  # the network delivers late what it held
+    eventually(lambda: rig.decode.receiver._links.get("prefill/1") is None)
+    rig.works("next", seed=3)
+
+
+def test_a_cut_link_is_made_anew_beside_traffic_that_does_not_stop(rig: Rig) -> None:
+    """What was sent into the cut may never come: the agent is rebuilt, and nobody pays for it."""
+    other = rig.add_prefill("other/1")
+    assert cut(rig, other).reason is Reason.TRANSFER_STALLED
+    agents = {name for name in rig.fabric.agents if name.startswith("decode")}
+    sent, ended = 0, 0
+    until = time.monotonic() + 8.0
+    while ended < sent or agents & set(rig.fabric.agents):
+        assert time.monotonic() < until, "the agent is never rebuilt"
+        while sent - ended < 3 and agents & set(rig.fabric.agents):  # never idle
+            rig.send(f"r{sent}", 1 + sent % 5)
+            sent += 1
+        results = rig.decode.take()
+        assert not results.failed
+        ended += len(results.finished)
+    assert rig.fabric.land() == 0
+    rig.works("healed", other, seed=6)
+    assert rig.decode.receiver.probe(other.metadata).result(timeout=5).failure is None
+
+
+def test_a_check_that_waits_behind_kv_is_not_late(rig: Rig) -> None:
+    rig.works("before", seed=1)
+    link = rig.decode.receiver._links.get("prefill/1")
+    assert link is not None
+    (source,) = link.sources
+    source.moved_at = 0.0
+    rig.fabric.behave = lambda _: Behaviour(hang=True)
+    checked = rig.decode.receiver.probe(rig.prefill.metadata, check=True)
+    eventually(lambda: rig.hanging == 1)
+    source.moved_at = time.monotonic() + 0.7  # KV keeps landing for more than a check may take
+    time.sleep(0.6)
+    assert not checked.done()
+    rig.fabric.land()
+    assert checked.result(timeout=5).failure is None
+
+
+def test_a_check_cut_short_by_a_rebuild_accuses_nobody(rig: Rig) -> None:
+    rig.works("before", seed=1)
+    other = rig.add_prefill("other/1")
+    rig.works("other", other, seed=2)
+    for engine_id in ("prefill/1", "other/1"):
+        link = rig.decode.receiver._links.get(engine_id)
+        assert link is not None
+        link.sources[0].moved_at = 0.0
+    rig.fabric.behave = lambda _: Behaviour(hang=True)
+    checked = rig.decode.receiver.probe(rig.prefill.metadata, check=True)
+    eventually(lambda: rig.hanging == 1)
+    rig.decode.receiver._thread.put(
+        lambda: rig.decode.receiver._executor.rebuild(Failure(Reason.BACKEND_ERROR, "x"))
+    )
+    result = checked.result(timeout=5)
+    assert result.failure is None
+    rig.works("after", seed=3)
+
+
+def test_a_cut_is_seen_within_fifteen_seconds() -> None:
+    """The operator asks every second, and a report takes a moment."""
+    from pdcluster_connector.runtime.link_keeper import CHECK_SECONDS
+
+    assert CHECK_SECONDS[1] + RECENT_SECONDS + ReceiverOptions().check_seconds <= 14.0
 
 
 def test_a_cancelled_probe_is_no_trouble(rig: Rig) -> None:

@@ -18,6 +18,7 @@ from transfer_rig import PROBE_BYTES, Decode, FakePeers, eventually
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.runtime.nixl_agent import NixlAgent
+from pdcluster_connector.runtime.probe_run import RECENT_SECONDS
 from pdcluster_connector.runtime.receiver import ReceiverOptions
 
 pytestmark = pytest.mark.nixl
@@ -214,4 +215,24 @@ def test_nothing_lands_after_the_agent_was_destroyed(tcp: None) -> None:
     assert (rig.decode.cache.bytes == 0xEE).all(), "a released transfer landed"
     rig.restart(2)  # UCX may have taken the first one down: facts about NIXL over TCP
     rig.works("after")
+    rig.end()
+
+
+def test_a_link_that_carries_nothing_for_a_while_is_named_and_heals(tcp: None) -> None:
+    rig = OverTcp(drain_seconds=60)
+    metadata = rig.prefill.metadata[rig.engine]
+    time.sleep(RECENT_SECONDS)
+    assert rig.decode.receiver.probe(metadata, check=True).result(timeout=10).failure is None
+    rig.prefill.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    failure = rig.decode.receiver.probe(metadata, check=True).result(timeout=10).failure
+    took = time.monotonic() - began
+    rig.prefill.signal(signal.SIGCONT)
+    assert failure is not None
+    assert failure.reason is Reason.TRANSFER_STALLED
+    assert rig.engine in failure.message
+    assert took < 7.0
+    eventually(lambda: rig.decode.receiver._links.get(rig.engine) is None)
+    rig.works("healed")
+    assert rig.decode.receiver.probe(metadata).result(timeout=30).failure is None
     rig.end()

@@ -33,6 +33,7 @@ class FakePeers:
         self.held: list[tuple[str, Callable[[EngineMetadata | Failure], None]]] = []
         self.asked: list[str] = []
         self.forgotten: list[str] = []
+        self.causes: list[Failure] = []
 
     def connect(
         self,
@@ -50,8 +51,9 @@ class FakePeers:
         else:
             done(self.answer(engine_id))
 
-    def forget(self, engine_id: str) -> None:
+    def forget(self, engine_id: str, failure: Failure) -> None:
         self.forgotten.append(engine_id)
+        self.causes.append(failure)
 
     def release(self) -> None:
         self.hold, held, self.held = False, self.held, []
@@ -132,7 +134,10 @@ class Decode:
             peers=peers,
             options=options
             or ReceiverOptions(
-                drain_deadline_seconds=2.0, probe_seconds=0.3, fatal=self.fatal.append
+                drain_deadline_seconds=2.0,
+                probe_seconds=0.3,
+                check_seconds=0.3,
+                fatal=self.fatal.append,
             ),
         )
         self.receiver.start()

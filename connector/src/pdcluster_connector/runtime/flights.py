@@ -17,7 +17,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive import Broken, Event, Failed, Landed, Opened, Posted
 from pdcluster_connector.runtime.links import Links
 from pdcluster_connector.runtime.nixl_port import Handle, PortError
-from pdcluster_connector.runtime.reading_agent import Link
+from pdcluster_connector.runtime.reading_agent import Link, Source
 from pdcluster_connector.runtime.receive_job import Job
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Flights:
         self._clock = clock
         self._numbers = itertools.count()
         self._posting: deque[Job] = deque()
-        self._flying: dict[int, tuple[Job, Link, Handle]] = {}
+        self._flying: dict[int, tuple[Job, Link, Source, Handle]] = {}
 
     def __bool__(self) -> bool:
         """Whether there is anything to post or to poll."""
@@ -101,12 +101,12 @@ class Flights:
         except BaseException as error:  # noqa: BLE001 - it may have been posted, so it is unseen
             self._lost(job, f"posting failed: {type(error).__name__}: {error}")
         else:
-            self._flying[number] = (job, link, handle)
+            self._flying[number] = (job, link, source, handle)
 
     def poll(self) -> bool:
         """Look at every transfer under way; returns whether any ended."""
         moved = False
-        for number, (job, link, handle) in list(self._flying.items()):
+        for number, (job, link, source, handle) in list(self._flying.items()):
             if number not in self._flying:
                 continue  # the agent was destroyed while telling
             try:
@@ -123,6 +123,7 @@ class Flights:
             else:
                 del self._flying[number]
                 self._links.agent.release(handle)
+                source.moved_at = self._clock()
                 self._ended(link)
                 self._tell(job, Landed(number))
             moved = True

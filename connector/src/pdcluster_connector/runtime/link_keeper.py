@@ -32,6 +32,9 @@ CONNECT_SECONDS = 30.0
 PROBE_SECONDS = 60.0
 RETRY_SECONDS = 0.5
 REFUSED_SECONDS = 5.0  # a refusal is not asked about again sooner
+# Between looks at whether an established link still carries data. With the receiver's own limits
+# (KV that landed less than 2 s ago counts, a look may take 5 s) a cut is seen within 14 s.
+CHECK_SECONDS = (5.0, 7.0)
 
 
 _ESTABLISHMENTS = itertools.count(1)
@@ -56,7 +59,12 @@ class ProbeOutcome(Protocol):
         ...
 
 
-Probe = Callable[[EngineMetadata], "Future[ProbeOutcome]"]
+class Probe(Protocol):
+    """Reads the probe memory of a peer (``Receiver.probe``)."""
+
+    def __call__(self, peer: EngineMetadata, /, *, check: bool = False) -> Future[ProbeOutcome]:
+        """Read all of it, or with ``check`` what shows that an open link still carries data."""
+        ...
 
 
 class LinkKeeper:
@@ -65,7 +73,7 @@ class LinkKeeper:
     Args:
         entry: the peer.
         peers: where handshakes are made; its news of gone peers comes in by :meth:`gone`.
-        probe: reads the peer's probe memory.
+        probe: reads the peer's probe memory, at first and, as a check, from time to time.
         changed: called, without arguments, after :attr:`report` has changed.
     """
 
@@ -117,7 +125,7 @@ class LinkKeeper:
         metadata = await self._connect(*address)
         if isinstance(metadata, Failure):
             return metadata
-        probed = await self._probed(metadata)
+        probed = await self._probed(metadata, self._probe(metadata))
         if isinstance(probed, Failure):
             return probed
         self._set(
@@ -126,7 +134,18 @@ class LinkKeeper:
             probe_bytes=probed.nbytes,
             establishment=next(_ESTABLISHMENTS),
         )
-        return await self._lost
+        return await self._hold(metadata)
+
+    async def _hold(self, metadata: EngineMetadata) -> Failure:
+        """Return why an established link was lost, once it is."""
+        while True:
+            pause = random.uniform(*CHECK_SECONDS)  # noqa: S311
+            done, _ = await asyncio.wait({self._lost}, timeout=pause)
+            if done:
+                return self._lost.result()
+            checked = await self._probed(metadata, self._probe(metadata, check=True))
+            if isinstance(checked, Failure):
+                return checked
 
     async def _connect(self, host: str, port: int) -> EngineMetadata | Failure:
         loop = asyncio.get_running_loop()
@@ -139,8 +158,10 @@ class LinkKeeper:
         self._peers.connect(self._engine_id, host, port, deadline, done)
         return await answer
 
-    async def _probed(self, metadata: EngineMetadata) -> ProbeOutcome | Failure:
-        running = asyncio.wrap_future(self._probe(metadata))
+    async def _probed(
+        self, metadata: EngineMetadata, probe: Future[ProbeOutcome]
+    ) -> ProbeOutcome | Failure:
+        running = asyncio.wrap_future(probe)
         both: set[asyncio.Future[Any]] = {running, self._lost}
         done, _ = await asyncio.wait(
             both, timeout=PROBE_SECONDS, return_when=asyncio.FIRST_COMPLETED

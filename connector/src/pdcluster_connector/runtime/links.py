@@ -19,7 +19,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata, to_shard
 from pdcluster_connector.runtime.nixl_port import AgentSurvivedError, MemoryRange, NixlPort
 from pdcluster_connector.runtime.probe import PROBE_BYTES, WARM_UP_BYTES, ProbeResult, Scratch
-from pdcluster_connector.runtime.probe_run import ProbeRun
+from pdcluster_connector.runtime.probe_run import NO_ROOM, ProbeRun
 from pdcluster_connector.runtime.reading_agent import Link, ReadingAgent
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Links:
     Args:
         shard: this rank's KV.
         memory: what to register for reading into.
-        warmed: told when a link has proven itself, or has failed to.
+        warmed: told when a link has proven itself, or has failed to, be it at a later probe.
         closed: told when a broken link is gone, so that a new one may be opened.
     """
 
@@ -49,6 +49,7 @@ class Links:
         *,
         clock: Callable[[], float],
         probe_seconds: float,
+        check_seconds: float,
         warmed: Warmed,
         closed: Closed,
     ) -> None:
@@ -57,6 +58,7 @@ class Links:
         self._port_factory = port_factory
         self._clock = clock
         self._probe_seconds = probe_seconds
+        self._check_seconds = check_seconds
         self._warmed = warmed
         self._closed = closed
         self._scratch = Scratch()
@@ -137,6 +139,23 @@ class Links:
         else:
             self._probes.append((metadata, future))
 
+    def check(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
+        """See whether a link still carries data, by a small read where KV has not just landed.
+
+        A link that is not there, because the agent was destroyed, is opened: its warm-up will
+        tell.
+        """
+        try:
+            link = self.open(metadata)
+            if link.broken is not None or link.waiting is not None:
+                _answer(future, ProbeResult(metadata.engine_id, (), link.broken))
+                return
+            self._start(
+                link, WARM_UP_BYTES, lambda link, result: self._probed(link, result, future), True
+            )
+        except Exception as error:  # noqa: BLE001 - one check fails, whatever the cause
+            _answer(future, _no_probe(metadata, f"{type(error).__name__}: {error}"))
+
     def step(self) -> bool:
         """Go on with warm-ups and probes; returns whether to come back soon."""
         moved = False
@@ -151,7 +170,7 @@ class Links:
                 moved = True
                 self._runs.remove(run)
                 self.settle(run.link)
-            elif not run.reported:
+            elif not run.reported and not run.check:
                 moved = True  # it is being timed: look again soon
         return self._next_probe() or moved
 
@@ -167,7 +186,9 @@ class Links:
             if link.broken is not None:
                 _answer(future, ProbeResult(metadata.engine_id, (), link.broken))
             else:
-                run = self._start(link, PROBE_BYTES, lambda _, result: _answer(future, result))
+                run = self._start(
+                    link, PROBE_BYTES, lambda link, result: self._probed(link, result, future)
+                )
                 self._probing = (run, future)
         except Exception as error:  # noqa: BLE001 - one probe fails, whatever the cause
             if self._probes and self._probes[0][1] is future:
@@ -175,15 +196,30 @@ class Links:
             _answer(future, _no_probe(metadata, f"{type(error).__name__}: {error}"))
         return True
 
-    def _start(self, link: Link, size: int, done: Callable[[Link, ProbeResult], None]) -> ProbeRun:
+    def _probed(self, link: Link, result: ProbeResult, future: Future[ProbeResult]) -> None:
+        """Answer a probe; a link that has failed it is used no more."""
+        failure = result.failure
+        if failure is not None and failure is not NO_ROOM and link.broken is None:
+            self.break_link(link, failure)
+            self._warmed(link, failure)
+        _answer(future, result)
+
+    def _start(
+        self,
+        link: Link,
+        size: int,
+        done: Callable[[Link, ProbeResult], None],
+        check: bool = False,
+    ) -> ProbeRun:
         run = ProbeRun(
             self.agent,
             link,
             self._scratch,
             size=size,
-            deadline=self._clock() + self._probe_seconds,
+            seconds=self._check_seconds if check else self._probe_seconds,
             clock=self._clock,
             done=done,
+            check=check,
         )
         self._runs.append(run)
         return run
@@ -238,6 +274,8 @@ class Links:
         for run in runs:
             if self._probing is not None and run is self._probing[0]:
                 run.report(failure)
+            elif run.check:
+                run.report(failure if final else None)  # nothing is known; the next one will tell
             run.reported = True  # a cut warm-up starts anew with its link
         self._probing = None
         self._scratch.reset()

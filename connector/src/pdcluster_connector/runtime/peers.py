@@ -42,6 +42,7 @@ POLL_SECONDS = 1.0
 # Silence of three seconds, asked twice: a stall of our own loop ends the first wait too.
 HEALTH_SECONDS = (2.0, 1.0)
 MAX_PEERS = 4096
+CLOSING = "this engine is shutting down"
 
 
 @dataclass(eq=False, slots=True)
@@ -94,11 +95,11 @@ class PeerBook(PeerSource):
         """See :meth:`PeerSource.connect`."""
         waiter = _Waiter(done, deadline)
         if self._closed or not self._thread.call(self._connect, engine_id, host, port, waiter):
-            done(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "this engine is shutting down"))
+            done(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, CLOSING))
 
-    def forget(self, engine_id: str) -> None:
+    def forget(self, engine_id: str, failure: Failure) -> None:
         """See :meth:`PeerSource.forget`. Those that wait for the engine are told."""
-        self._thread.call(self._forget, engine_id)
+        self._thread.call(self._forget, engine_id, failure)
 
     def listen(self, on_gone: OnGone) -> None:
         """Have ``on_gone`` called too when a connected peer is gone, or was forgotten."""
@@ -192,7 +193,7 @@ class PeerBook(PeerSource):
                 peer.task.cancel()
                 self._peers.pop(peer.engine_id, None)
 
-    def _forget(self, engine_id: str) -> None:
+    def _forget(self, engine_id: str, failure: Failure) -> None:
         peer = self._peers.pop(engine_id, None)
         if peer is None:
             return
@@ -200,10 +201,9 @@ class PeerBook(PeerSource):
             peer.task.cancel()
         waiters, peer.waiters = peer.waiters, []
         for waiter in waiters:
-            _tell(waiter, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"{engine_id} was dropped"))
+            _tell(waiter, failure)
         if isinstance(peer.answer, EngineMetadata):  # nobody watches it any more
-            message = f"the connection to {engine_id} was dropped after an error"
-            self._tell_listeners(peer, Failure(Reason.BACKEND_ERROR, message))
+            self._tell_listeners(peer, failure)
 
     def _trim(self) -> None:
         """Make room: refusals, of which a client's tickets can cause any number, go first."""
@@ -217,7 +217,7 @@ class PeerBook(PeerSource):
 
     async def _close(self) -> None:
         for engine_id in list(self._peers):
-            self._forget(engine_id)
+            self._forget(engine_id, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, CLOSING))
         if self._session is not None:
             await self._session.close()
 

@@ -39,6 +39,9 @@ class PeerSource(Protocol):
         """
         ...
 
-    def forget(self, engine_id: str) -> None:
-        """Drop what is known of an engine; the next ``connect`` shakes hands anew."""
+    def forget(self, engine_id: str, failure: Failure) -> None:
+        """Drop what is known of an engine, because of ``failure``.
+
+        The next ``connect`` shakes hands anew.
+        """
         ...

@@ -16,12 +16,23 @@ from pdcluster_connector.runtime.probe import (
 )
 from pdcluster_connector.runtime.reading_agent import Link, ReadingAgent, Source
 
+RECENT_SECONDS = 2.0
+NO_ROOM = Failure(Reason.BACKEND_ERROR, "nothing can be probed: earlier probe reads still hang")
+REMEDY = (
+    "Let every port between the two engines' pods through (network policies, firewalls), not only"
+    " that of the side channel"
+)
+
 
 class ProbeRun:
     """Reads ``size`` bytes of each source's probe region, one source after the other.
 
-    ``done`` is called exactly once, at the deadline at the latest. The run itself goes on
-    until no transfer of it can write any more; only then is its scratch slot given back.
+    ``done`` is called exactly once, ``seconds`` after the start at the latest, or after KV last
+    landed from the same source: behind much KV a probe waits for its turn. The run itself goes
+    on until no transfer of it can write any more; only then is its scratch slot given back.
+
+    A ``check`` is a run over a link in use: it passes over sources of which KV has landed within
+    the last RECENT_SECONDS, and nobody is in a hurry for it.
     """
 
     def __init__(
@@ -31,16 +42,20 @@ class ProbeRun:
         scratch: Scratch,
         *,
         size: int,
-        deadline: float,
+        seconds: float,
         clock: Callable[[], float],
         done: Callable[[Link, ProbeResult], None],
+        check: bool = False,
     ) -> None:
         self.link = link
+        self.check = check
         self.reported = False
+        self.deadline = clock() + seconds
+        self._seconds = seconds
+        self._reading: Source | None = None
         self._agent = agent
         self._scratch = scratch
         self._size = size
-        self.deadline = deadline
         self._clock = clock
         self._done = done
         self._offset = scratch.take(size)
@@ -56,13 +71,25 @@ class ProbeRun:
             over = True
         else:
             over = False
-            if not self.reported and self._clock() >= self.deadline:
-                self.report(Failure(Reason.TRANSFER_STALLED, "a probe read did not land in time"))
+            if not self.reported:
+                self._watch_the_time()
         if over:
             if self._offset is not None:
                 self._scratch.give_back(self._size, self._offset)
             self.link.flying -= 1
         return not over
+
+    def _watch_the_time(self) -> None:
+        if self._reading is None:
+            return
+        self.deadline = max(self.deadline, self._reading.moved_at + self._seconds)
+        if self._clock() >= self.deadline:
+            message = (
+                f"a read of {self._size} bytes from {self.link.engine_id} (rank"
+                f" {self._reading.rank}) did not land within {self._seconds:g} s: the KV transport"
+                f" is cut or stuck. {REMEDY}"
+            )
+            self.report(Failure(Reason.TRANSFER_STALLED, message))
 
     def report(self, failure: Failure | None) -> None:
         """Tell the result, once."""
@@ -72,12 +99,14 @@ class ProbeRun:
 
     def _run(self) -> Iterator[None]:
         if self._offset is None:
-            self.report(Failure(Reason.TRANSFER_STALLED, "earlier probe reads still hang"))
+            self.report(NO_ROOM)
             return
         for source in self.link.sources:
             length = min(self._size, source.probe.length)
-            if length == 0:
+            recent = self._clock() - source.moved_at < RECENT_SECONDS
+            if length == 0 or (self.check and recent):
                 continue
+            self._reading = source
             flying = False
             try:
                 yield from self._read(source, length)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
@@ -31,13 +32,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """One prefill shard, ready to be read: descriptor lists of both sides."""
+    """One prefill shard, ready to be read: descriptor lists of both sides.
+
+    ``moved_at`` is when KV of it last landed, in seconds of the receiver's clock.
+    """
 
     rank: tuple[int, int]
     peer: str
     probe: ProbeRegion
     local: Dlist
     remote: Dlist
+    moved_at: float = -inf
 
 
 @dataclass(eq=False, slots=True)

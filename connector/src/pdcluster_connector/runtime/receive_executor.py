@@ -84,6 +84,7 @@ class ReceiveExecutor:
         self._held: list[Job] = []
         self._ticks = Ticks()
         self._destroy = False
+        self._renew = False
         self._closed: Failure | None = None
 
     # Commands.
@@ -147,10 +148,14 @@ class ReceiveExecutor:
             if job.request.ticket.engine_id == engine_id and (dead or job.machine.may_post):
                 self._tell(job, Failed(failure))
 
-    def probe(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
-        """Read a peer's probe regions."""
+    def probe(
+        self, metadata: EngineMetadata, future: Future[ProbeResult], *, check: bool = False
+    ) -> None:
+        """Read a peer's probe regions; ``check``: only see whether data still comes through."""
         if self._closed is not None:
             future.set_result(ProbeResult(metadata.engine_id, (), self._closed))
+        elif check:
+            self._links.check(metadata, future)
         else:
             self._links.probe(metadata, future)
 
@@ -186,14 +191,14 @@ class ReceiveExecutor:
     @property
     def _draining(self) -> bool:
         """Whether the agent is to be destroyed as soon as what is healthy has landed."""
-        return self._destroy or self._flights.unseen > 0
+        return self._destroy or self._renew or self._flights.unseen > 0
 
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
         """Destroy the agent and fail what ran on it; its peers connect anew when needed.
 
         ``final`` fails everything else too, now and from now on.
         """
-        self._destroy = False
+        self._destroy = self._renew = False
         if final:
             self._closed = failure
         writing = any(job.machine.open for job in self._jobs.values())
@@ -269,10 +274,10 @@ class ReceiveExecutor:
             self._tell(job, Connected())
 
     def _warmed(self, link: Link, failure: Failure | None) -> None:
-        """Let those go on that waited for a link to prove itself."""
+        """Let those go on that waited for a link to prove itself, or forget one that is lost."""
         if failure is not None:
             logger.warning("link to %s failed: %s", link.engine_id, failure)
-            self._peers.forget(link.engine_id)
+            self._peers.forget(link.engine_id, failure)
         for serial in link.waiting or ():
             job = self._jobs.get(serial)
             if job is not None:
@@ -288,7 +293,7 @@ class ReceiveExecutor:
 
     def _link_broken(self, link: Link, failure: Failure) -> None:
         self._links.break_link(link, failure)
-        self._peers.forget(link.engine_id)
+        self._peers.forget(link.engine_id, failure)
 
     @contextmanager
     def _guarded(self, job: Job) -> Iterator[None]:
@@ -334,6 +339,5 @@ class ReceiveExecutor:
         for serial in self._ticks.due(now):
             self._tell(self._jobs[serial], Tick())
         hanging = self._links.hanging_since
-        if hanging is not None and not self._jobs:
-            drained = hanging + self._options.drain_deadline_seconds
-            self._destroy = self._destroy or now >= drained
+        if hanging is not None and now >= hanging + self._options.drain_deadline_seconds:
+            self._renew = True  # no KV is at stake: once what is healthy has landed

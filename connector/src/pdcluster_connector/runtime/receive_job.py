@@ -57,6 +57,8 @@ class ReceiverOptions:
         descriptors_per_transfer: larger requests are posted in pieces, between which
             others are served; posting costs some 10 microseconds a descriptor.
         probe_seconds: how long a warm-up or a probe may take.
+        check_seconds: how long the small read may take that shows that an idle link still
+            carries data.
         max_requests: requests under way at once.
         fatal: called when transfers can no longer be stopped; must not return in production.
     """
@@ -64,6 +66,7 @@ class ReceiverOptions:
     drain_deadline_seconds: float = 30.0
     descriptors_per_transfer: int = 1024
     probe_seconds: float = 10.0
+    check_seconds: float = 5.0
     max_requests: int = 65536
     fatal: Callable[[str], None] = exit_process
 

@@ -67,6 +67,7 @@ class Receiver:
                 port_factory,
                 clock=clock,
                 probe_seconds=options.probe_seconds,
+                check_seconds=options.check_seconds,
                 warmed=warmed,
                 closed=closed,
             )
@@ -118,10 +119,14 @@ class Receiver:
             self._thread.drain()
         return self._outbox.take()
 
-    def probe(self, peer: EngineMetadata) -> Future[ProbeResult]:
-        """Read the peer's probe regions; the future never raises, failures are in the result."""
+    def probe(self, peer: EngineMetadata, *, check: bool = False) -> Future[ProbeResult]:
+        """Read the peer's probe regions; the future never raises, failures are in the result.
+
+        ``check``: read only as much as shows that data still comes through, and nothing from
+        shards whose KV has just landed.
+        """
         future: Future[ProbeResult] = Future()
-        self._thread.put(partial(self._executor.probe, peer, future))
+        self._thread.put(partial(self._executor.probe, peer, future, check=check))
         if self._thread.dead is not None:
             self._thread.drain()
         return future
