@@ -184,6 +184,10 @@ def test_death_and_return_without_the_operator(
     server.stop()
     dead = until(lambda: launcher.shows(LinkState.FAILED, FIRST, "SideChannelUnreachable"))
     assert dead < 5.0
+    link = launcher.link()
+    assert link is not None
+    assert f"the side channel at 127.0.0.1:{server.port}: " in link.message
+    assert "network policies" in link.message  # what to do about it
     serve(SECOND, port=server.port)  # the document still names FIRST
     back = until(lambda: launcher.shows(LinkState.ESTABLISHED, SECOND))
     assert back < 3.0

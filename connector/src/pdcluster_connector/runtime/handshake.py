@@ -148,6 +148,15 @@ async def ask_health(
     return reply
 
 
+def unreachable(why: TryAgain) -> Failure:
+    """Return the failure of a peer whose side channel does not answer."""
+    message = (
+        f"the side channel at {why.message}. See whether the engine runs, and let"
+        " its side channel's port through (network policies, firewalls)"
+    )
+    return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
+
+
 def restarted(expected: str, found: str, where: str) -> Failure:
     """Return the failure of meeting another engine or incarnation than the one meant."""
     return Failure(Reason.PEER_RESTARTED, f"{expected} is gone; {found} listens on {where} now")

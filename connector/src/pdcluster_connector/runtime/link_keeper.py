@@ -22,7 +22,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.links import LinkReport, LinkState, PeerEntry, split_address
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.runtime.handshake import TryAgain, ask_health
+from pdcluster_connector.runtime.handshake import TryAgain, ask_health, unreachable
 from pdcluster_connector.runtime.ports import PeerSource
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class LinkKeeper:
             return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
         health = await ask_health(session, *address, HEALTH_SECONDS)
         if isinstance(health, TryAgain):
-            return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, health.message)
+            return unreachable(health)
         logical = health.engine_id.partition("/")[0]
         if logical != self.entry.engine:
             message = f"{self.entry.side_channel} is {logical}, not {self.entry.engine}"

@@ -26,6 +26,7 @@ from pdcluster_connector.runtime.handshake import (
     client_session,
     restarted,
     shake_hands,
+    unreachable,
 )
 from pdcluster_connector.runtime.loop_thread import LoopThread
 from pdcluster_connector.runtime.ports import PeerSource
@@ -167,7 +168,7 @@ class PeerBook(PeerSource):
             if isinstance(reply, TryAgain):  # the second time over a fresh connection
                 reply = await ask_health(self._http(), peer.host, peer.port, HEALTH_SECONDS[1])
             if isinstance(reply, TryAgain):
-                return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, reply.message)
+                return unreachable(reply)
             if reply.engine_id != peer.engine_id:
                 where = f"{peer.host}:{peer.port}"
                 return restarted(peer.engine_id, reply.engine_id, where)

@@ -85,9 +85,8 @@ class ProbeRun:
         self.deadline = max(self.deadline, self._reading.moved_at + self._seconds)
         if self._clock() >= self.deadline:
             message = (
-                f"a read of {self._size} bytes from {self.link.engine_id} (rank"
-                f" {self._reading.rank}) did not land within {self._seconds:g} s: the KV transport"
-                f" is cut or stuck. {REMEDY}"
+                f"a read from {self.link.engine_id} (rank {self._reading.rank}) did not land in"
+                f" time: the KV transport is cut or stuck. {REMEDY}"
             )
             self.report(Failure(Reason.TRANSFER_STALLED, message))
 
