@@ -1,0 +1,107 @@
+"""Real NIXL over TCP through a network that drops every packet for a while."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import nixl_prefill
+import pytest
+from nixl_prefill import Agents, PrefillProcess
+from transfer_rig import Decode, FakePeers, eventually
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.runtime.receiver import ReceiverOptions
+
+pytestmark = [
+    pytest.mark.nixl,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("iptables")),
+        reason="network namespaces need root, ip and iptables",
+    ),
+]
+CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 64, "block_tokens": 16, "token_bytes": 32}
+NEW_NETWORK = 0x40000000
+serve_outside = nixl_prefill.serve
+
+
+def serve_inside(pipe: Connection, engines: dict[str, int], cache: dict[str, Any]) -> None:
+    space = os.open(f"/run/netns/pd{os.getppid()}", os.O_RDONLY)
+    assert ctypes.CDLL(None).setns(space, NEW_NETWORK) == 0
+    serve_outside(pipe, engines, cache)
+
+
+def run(line: str) -> None:
+    subprocess.run(line.split(), check=True)
+
+
+@pytest.fixture
+def space(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A network namespace; both ends of its cable have one name, since UCX looks it up in /sys."""
+    space = device = f"pd{os.getpid()}"
+    run(f"ip netns add {space}")
+    try:
+        run(f"ip link add {device} type veth peer name {device} netns {space}")
+        run(f"ip addr add 10.213.7.1/30 dev {device}")
+        run(f"ip link set {device} up")
+        run(f"ip -n {space} addr add 10.213.7.2/30 dev {device}")
+        run(f"ip -n {space} link set {device} up")
+        monkeypatch.setenv("UCX_TLS", "tcp")
+        monkeypatch.setenv("UCX_NET_DEVICES", device)
+        yield space
+    finally:
+        run(f"ip netns del {space}")
+
+
+def packets(space: str, verdict: str) -> None:
+    for chain in ("INPUT", "OUTPUT"):
+        run(f"ip netns exec {space} iptables -P {chain} {verdict}")
+
+
+def test_a_peer_that_is_cut_off_costs_no_other_peer_and_comes_back(
+    space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = PrefillProcess({"near/1": 1}, CACHE)
+    with monkeypatch.context() as patch:
+        patch.setattr(nixl_prefill, "serve", serve_inside)
+        far = PrefillProcess({"far/1": 1}, CACHE)
+    peers = FakePeers()
+    peers.table.update(near.metadata | far.metadata)
+    options = ReceiverOptions(drain_deadline_seconds=1.0, probe_seconds=4.0, check_seconds=2.0)
+    decode = Decode(Agents(), peers, options=options, **CACHE)
+    receiver, metadata = decode.receiver, far.metadata["far/1"]
+
+    def near_works(request_id: str) -> None:
+        ticket = near.ticket("near/1", 5, [3, 1, 2], 48)
+        receiver.receive([decode.request(request_id, ticket, [51, 52, 53])])
+        assert request_id in decode.wait(request_id, timeout=10).received
+
+    try:
+        assert receiver.probe(metadata).result(timeout=20).failure is None
+        near_works("before")
+        packets(space, "DROP")
+        failure = receiver.probe(metadata, check=True).result(timeout=10).failure
+        assert failure is not None
+        assert failure.reason is Reason.TRANSFER_STALLED
+        eventually(lambda: receiver._links.get("far/1") is None)  # the agent was rebuilt
+        opening = receiver.probe(metadata)  # into the black hole
+        near_works("beside")
+        failure = opening.result(timeout=20).failure
+        assert failure is not None
+        assert failure.reason is Reason.TRANSFER_STALLED
+        packets(space, "ACCEPT")
+        until = time.monotonic() + 60
+        while receiver.probe(metadata).result(timeout=20).failure is not None:
+            assert time.monotonic() < until, "the link does not come back"
+            time.sleep(0.5)
+        near_works("after")
+    finally:
+        assert receiver.close()
+        near.end()
+        far.end()
