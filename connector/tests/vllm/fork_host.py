@@ -42,6 +42,7 @@ class Answer:
     tokens: list[int]
     finish_reason: str | None
     params: dict[str, Any] | None
+    choices: list[list[int]] = field(default_factory=list)  # with n > 1
 
     @property
     def path(self) -> dict[str, Any]:
@@ -78,11 +79,11 @@ class Engine:
 
     def submit(
         self, prompt: list[int], max_tokens: int = 1, params: dict[str, Any] | None = None,
-        salt: str | None = None,
+        salt: str | None = None, lora: tuple[str, int, str] | None = None, **sampling: Any,
     ) -> str:  # fmt: skip
-        """Send a request; returns its id."""
+        """Send a request; returns its id. ``lora`` is an adapter's (name, number, folder)."""
         request_id = f"{self.name}-{next(self._ids)}"
-        self.ask("submit", request_id, prompt, max_tokens, params, salt)
+        self.ask("submit", request_id, prompt, max_tokens, params, salt, sampling, lora)
         return request_id
 
     def answer(self, request_id: str, timeout: float = 60) -> Answer:

@@ -118,24 +118,32 @@ class Commands:
                     list(output.outputs[0].token_ids),
                     output.outputs[0].finish_reason,
                     output.kv_transfer_params,
+                    [list(choice.token_ids) for choice in output.outputs],
                 )
 
     def submit(
-        self, request_id: str, prompt: list[int], max_tokens: int, params: Any, salt: str | None
-    ) -> None:
+        self, request_id: str, prompt: list[int], max_tokens: int, params: Any, salt: str | None,
+        sampling_options: dict[str, Any], lora: tuple[str, int, str] | None,
+    ) -> None:  # fmt: skip
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=None if params is None else {"kv_transfer_params": params},
-        )
+        options: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "extra_args": None if params is None else {"kv_transfer_params": params},
+            **sampling_options,
+        }
+        sampling = SamplingParams(**options)
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:
             inputs["cache_salt"] = salt
-        self.engine.add_request(request_id, inputs, sampling)
+        adapter = None if lora is None else LoRARequest(*lora)
+        self.engine.add_request(request_id, inputs, sampling, lora_request=adapter)
 
     def answer(self, request_id: str) -> tuple[Any, ...] | None:
         return self._answers.get(request_id)
@@ -151,6 +159,23 @@ class Commands:
 
     def metrics(self) -> dict[str, float]:
         return _metrics()
+
+    def reset_cache(self) -> bool:
+        return self.engine.reset_prefix_cache(reset_connector=True)
+
+    def counters(self) -> dict[str, float]:
+        from prometheus_client import REGISTRY
+
+        names = (
+            "vllm:num_preemptions",
+            "vllm:spec_decode_num_draft_tokens",
+            "vllm:spec_decode_num_accepted_tokens",
+        )
+        return {
+            family.name: sum(s.value for s in family.samples if s.name.endswith("_total"))
+            for family in REGISTRY.collect()
+            if family.name in names
+        }
 
 
 def _metrics() -> dict[str, float]:

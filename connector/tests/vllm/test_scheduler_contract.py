@@ -381,17 +381,5 @@ def test_an_exception_costs_a_request_and_not_the_engine(pair: Any, method: str)
     assert decode.tokens["d1"] == 2
 
 
-def test_the_scheduler_refuses_workers_that_are_not_its_own(engines: Any) -> None:
-    engine = engines("producer")
-    stranger = engine._handshake(0)
-    stranger.engine_id = "ns.c.producer.r.0/other"
-    with pytest.raises(RuntimeError, match=r"EngineIdInconsistent.*ns\.c\.producer\.r\.0/other"):
-        engine.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): stranger, (0, 1): engine._handshake(1)}
-        )
-    with pytest.raises(RuntimeError, match="ShardMissing"):
-        engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): engine._handshake(0)})
-
-
 def test_block_size_of_the_harness() -> None:
     assert BLOCK == 16, "the numbers above count blocks of 16 tokens"

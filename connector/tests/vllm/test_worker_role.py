@@ -35,6 +35,7 @@ def vllm_config(backend: Any = "mp", engine_id: str = "e/1", **extra: Any) -> An
         parallel_config=SimpleNamespace(
             distributed_executor_backend=backend, data_parallel_index=0
         ),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
     )
 
 
@@ -129,6 +130,22 @@ def test_ray_is_refused_with_a_remedy(backend: Any) -> None:
         ConfigError, match=r"does not run under Ray.*--distributed-executor-backend"
     ):
         PDClusterConnector(vllm_config(backend), KVConnectorRole.SCHEDULER, SimpleNamespace())
+
+
+@pytest.mark.parametrize("field", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused_by_name(field: str) -> None:
+    config = vllm_config()
+    setattr(config.parallel_config, field, 2)
+    with pytest.raises(ConfigError, match=f"{field}: 2: ContextParallelUnsupported.*size 1"):
+        PDClusterConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace())
+
+
+def test_sleep_mode_is_refused_with_a_reason() -> None:
+    config = vllm_config()
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode.*unmaps.*--enable-sleep-mode"):
+        PDClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace())
+    assert not PDClusterConnector.supports_sleep_mode(config.kv_transfer_config)
 
 
 def test_bad_options_end_the_start() -> None:

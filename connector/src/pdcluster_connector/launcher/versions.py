@@ -24,7 +24,7 @@ _MODULES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 # From (inclusive) and below (exclusive).
 SUPPORTED: Final[Mapping[str, tuple[tuple[int, int], tuple[int, int]]]] = {
-    "vllm": ((0, 32), (0, 33)),
+    "vllm": ((0, 32), (0, 34)),
     "nixl": ((1, 0), (2, 0)),
 }
 ANY_VERSION: Final = "PDCLUSTER_ANY_VERSION"

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdcluster_connector.compat.reasons import Reason
+
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
 
@@ -81,6 +83,38 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
     if problems:
         raise ConfigError("kv_connector_extra_config of PDClusterConnector: " + "; ".join(problems))
     return options
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raise :class:`ConfigError` for what no connector option can make work.
+
+    vLLM's own guards for context parallelism look for the stock connector's name, and those for
+    sleep begin with 0.33.
+    """
+    parallel = vllm_config.parallel_config
+    problems = []
+    backend = parallel.distributed_executor_backend
+    name = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
+    if "ray" in name.lower():
+        problems.append(
+            "distributed_executor_backend: PDClusterConnector does not run under Ray, whose "
+            "workers get neither the connector's path nor the engine's identity; use "
+            "--distributed-executor-backend mp (with --nnodes for several nodes)"
+        )
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, field, 1)
+        if size > 1:
+            problems.append(
+                f"{field}: {size}: {Reason.CONTEXT_PARALLEL_UNSUPPORTED}: it spreads one "
+                "sequence's tokens over ranks; run with size 1"
+            )
+    if vllm_config.model_config.enable_sleep_mode:
+        problems.append(
+            "enable_sleep_mode: True: sleep unmaps the KV cache whose memory is registered with "
+            "NIXL, and peers would read other pages after waking up; remove --enable-sleep-mode"
+        )
+    if problems:
+        raise ConfigError("PDClusterConnector cannot run in this engine: " + "; ".join(problems))
 
 
 def _host(value: Any) -> str:

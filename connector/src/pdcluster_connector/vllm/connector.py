@@ -22,12 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from pdcluster_connector.vllm.config import ConfigError, parse_options
+from pdcluster_connector.vllm.config import ConfigError, parse_options, refuse_unsupported
 from pdcluster_connector.vllm.guard import engine_step
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -61,7 +61,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _refuse_ray(vllm_config.parallel_config)
+        refuse_unsupported(vllm_config)
         transfer = self._kv_transfer_config
         engine_id = transfer.engine_id
         if not engine_id or len(engine_id) > 512:
@@ -158,6 +158,11 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         """The same for a model with one KV cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @engine_step(fallback=lambda: False)
+    def reset_cache(self) -> bool:
+        """KV computed so far is void (new weights); False while others may still fetch it."""
+        return True if self._scheduler is None else self._scheduler.reset()
+
     # Worker role.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -204,6 +209,11 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Both roles.
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Sleep unmaps memory that NIXL has registered (asked by vLLM from 0.33 on)."""
+        return False
+
     @engine_step(fallback=lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts since the last step."""
@@ -243,17 +253,6 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
         metadata = self._connector_metadata
         return metadata if isinstance(metadata, StepOrders) else StepOrders()
-
-
-def _refuse_ray(parallel_config: Any) -> None:
-    backend = parallel_config.distributed_executor_backend
-    name = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
-    if "ray" in name.lower():
-        raise ConfigError(
-            "PDClusterConnector does not run under Ray: Ray's workers get neither the "
-            "connector's path nor the engine's identity; use "
-            "--distributed-executor-backend mp (with --nnodes for several nodes)"
-        )
 
 
 def _share_logging() -> None:

@@ -30,6 +30,7 @@ TICKET_INVALID: Final = Reason.TICKET_INVALID.value
 LEASE_EXPIRED: Final = Reason.LEASE_EXPIRED.value
 PROMPT_MISMATCH: Final = "PromptMismatch"
 TICKET_SPENT: Final = "TicketSpent"
+CACHE_RESET: Final = "CacheReset"  # the caches were cleared, e.g. for new weights
 PREFIX_HIT: Final = "PrefixHit"
 PREFIX_READING_OFF: Final = "PrefixReadingOff"  # e.g. prompt logprobs: vLLM computes all itself
 
@@ -110,6 +111,12 @@ class DecodeRole:
             return 0, False
         count = min(incoming.ticket.tokens, request.num_tokens) - computed
         return (count, True) if count > 0 else (0, False)
+
+    def reset(self) -> None:
+        """Use none of the waiting tickets: their KV is of before the caches were cleared."""
+        for incoming in self._requests.values():
+            if incoming.stage is Stage.WAITING and not incoming.reason:
+                incoming.reason = CACHE_RESET
 
     # Scheduling.
 

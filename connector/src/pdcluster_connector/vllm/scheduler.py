@@ -33,6 +33,11 @@ from pdcluster_connector.vllm.step import StepOrders, StepReport, WorkerHandshak
 
 logger = logging.getLogger(__name__)
 
+# What depends on the layers that a pipeline stage has.
+_OF_A_STAGE = frozenset(
+    {"kv_dtype", "kernel_blocks_per_block", "memory", "token_sliceable", "packing", "groups"}
+)
+
 
 class HandshakeError(RuntimeError):
     """The workers of this engine contradict one another; the engine must not serve."""
@@ -81,12 +86,16 @@ class SchedulerRole:
     # At start.
 
     def publish(self, workers: Mapping[tuple[int, int], WorkerHandshake]) -> None:
-        """Check what the workers say of themselves and open the side channel.
+        """Check what the workers say of themselves and open the side channel, once.
+
+        vLLM publishes again after waking up (0.33); nothing that is registered has moved then.
 
         Raises:
-            HandshakeError: a worker has another engine id, or a rank is missing.
+            HandshakeError: a worker has another engine id or other settings, or is missing.
             SideChannelError: the address cannot be listened on.
         """
+        if self._side_channel is not None:
+            return
         shards = []
         for rank, worker in sorted(workers.items()):
             if worker.engine_id != self._engine_id:
@@ -104,7 +113,7 @@ class SchedulerRole:
                 f"{Reason.SHARD_MISSING}: {len(workers)} of {self._ranks} ranks published their "
                 "memory"
             )
-        shape = _merge([decode_shape(w.shape) for _, w in sorted(workers.items())])
+        shape = _merge({rank: decode_shape(w.shape) for rank, w in sorted(workers.items())})
         self._side_channel = SideChannelServer(
             self._options.side_channel_host,
             self._options.side_channel_port,
@@ -193,6 +202,12 @@ class SchedulerRole:
         if self.decode is not None:
             self.decode.forget(request_id)
 
+    def reset(self) -> bool:
+        """Void what was computed before; False while leases let others fetch it."""
+        if self.decode is not None:
+            self.decode.reset()
+        return self.prefill is None or not self.prefill.leases_held
+
     def fault(self, method: str) -> None:
         """Count an exception that the guard caught."""
         self._stats.fault(method)
@@ -209,10 +224,26 @@ class SchedulerRole:
             self._lease_client.close()
 
 
-def _merge(shapes: list[EngineShape]) -> EngineShape:
-    """One engine's shape: its first rank's, with the layers of all pipeline ranks."""
-    layers = {layer.name: layer for shape in shapes for layer in shape.layers or ()}
-    return dataclasses.replace(shapes[0], layers=tuple(layers.values()))
+def _merge(shapes: Mapping[tuple[int, int], EngineShape]) -> EngineShape:
+    """One engine's shape: its first rank's, with the layers of all pipeline ranks.
+
+    Raises:
+        HandshakeError: two ranks differ in what must be one for the whole engine, for instance
+            because a node holds other weights.
+    """
+    first: dict[int | None, tuple[int, int]] = {}
+    for rank, shape in shapes.items():
+        for field in dataclasses.fields(EngineShape):
+            of_stage = field.name in _OF_A_STAGE
+            other = first.setdefault(rank[0] if of_stage else None, rank)
+            theirs, ours = getattr(shape, field.name), getattr(shapes[other], field.name)
+            if field.name != "layers" and theirs != ours:
+                raise HandshakeError(
+                    f"rank {rank} has {field.name} {theirs}, rank {other} has {ours}; give every "
+                    "rank of an engine the same model files, settings and kind of machine"
+                )
+    layers = {layer.name: layer for shape in shapes.values() for layer in shape.layers or ()}
+    return dataclasses.replace(next(iter(shapes.values())), layers=tuple(layers.values()))
 
 
 def _versions() -> dict[str, str]:

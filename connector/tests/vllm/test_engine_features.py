@@ -1,0 +1,271 @@
+"""vLLM's other features beside a transfer, on real CPU engines with all of them on at once.
+
+Tokens equal a single engine's, and afterwards nothing is held: blocks, requests, leases.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fork_host import Engine, EngineDiedError
+
+pytest.importorskip("vllm")
+
+from conftest import Pair, connector_config
+
+from models.tiny import model_path
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+TOKENS = 12
+POOL = 16  # decode blocks, the null block included: a few requests preempt one another
+LEASE = 20  # of prefill: short enough to see unclaimed leases end
+Adapter = tuple[str, int, str]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [3 + (seed * 131 + i * (7 + seed) + i * i // 5) % 250 for i in range(length)]
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    """A LoRA adapter for the tiny Llama whose effect nobody overlooks."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"q_proj": 256, "v_proj": 128}
+    tensors = {}
+    for layer in range(4):
+        for name, out in sizes.items():
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(8, 256, generator=generator) / 16
+            tensors[f"{key}.lora_B.weight"] = torch.randn(out, 8, generator=generator)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": list(sizes), "bias": "none",
+        "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny", "modules_to_save": None,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Adapter]:
+    root = tmp_path_factory.mktemp("adapters")
+    made = []
+    for number, name in enumerate(("red", "blue"), 1):
+        write_adapter(root / name, number)
+        made.append((name, number, str(root / name)))
+    return made
+
+
+# vLLM wants sampling for n > 1; of one candidate all children choose the same.
+THREE: dict[str, Any] = {"n": 3, "temperature": 1.0, "top_k": 1}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Callable[..., Engine]) -> Iterator[Pair]:
+    """Chunked prefill, prefix caching and LoRA; decode's pool is tiny."""
+    model = str(model_path("llama"))
+    prefill = engines(
+        "p", connector_config("kv_producer", lease_seconds=LEASE), model=model,
+        max_num_batched_tokens=64, max_num_seqs=8, **LORA,
+    )  # fmt: skip
+    decode = engines(
+        "d", connector_config("kv_consumer"), model=model,
+        max_num_batched_tokens=64, max_num_seqs=8, num_gpu_blocks_override=POOL, max_model_len=448,
+        **LORA,
+    )  # fmt: skip
+    yield Pair(prefill.wait_ready(), decode.wait_ready())
+    prefill.stop()
+    decode.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Callable[..., Engine]) -> Callable[..., list[int]]:
+    """Greedy tokens of one engine that does everything itself."""
+    single = engines(
+        "single", model=str(model_path("llama")), enable_prefix_caching=False, **LORA
+    ).wait_ready()
+
+    def tokens(tokens_in: list[int], count: int = TOKENS, lora: Adapter | None = None) -> list[int]:
+        return single.generate(tokens_in, count, lora=lora).tokens
+
+    return tokens
+
+
+def held(*engines: Engine, seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while any(engine.held() for engine in engines) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [engine.held() for engine in engines] == [0] * len(engines)
+
+
+def test_n_prefills_return_one_ticket_and_the_others_expire(
+    pair: Pair, expected: Callable[..., list[int]]
+) -> None:
+    """A router that sends ``n`` to prefill too: n leases, of which vLLM returns one.
+
+    The others are seen to have ended in the last test.
+    """
+    tokens = prompt(80, 34)
+    first = pair.prefill.generate(tokens, 1, {"do_remote_decode": True}, **THREE)
+    assert len(first.choices) == 3
+    answer = pair.decode.generate(tokens, TOKENS, first.params, **THREE)
+    assert answer.choices == [expected(tokens)] * 3
+    assert pair.prefill.held() >= 2
+
+
+def test_chunked_prefill_and_prefix_hits_on_both_sides(
+    pair: Pair, expected: Callable[..., list[int]]
+) -> None:
+    base = prompt(300, 1)
+    for tail in (prompt(40, 2), prompt(41, 3), []):
+        tokens = base + tail
+        answer = pair.generate(tokens, TOKENS)
+        assert answer.tokens == expected(tokens)
+        if tail:
+            assert answer.path["outcome"] == "transferred"
+    assert answer.path["tokens"] == 300 - 9 * BLOCK, "nine blocks of 300 tokens were hit"
+
+
+def test_preemption_while_others_receive(pair: Pair, expected: Callable[..., list[int]]) -> None:
+    before = pair.decode.ask("counters")["vllm:num_preemptions"]
+    prompts = [prompt(90, 10 + i) for i in range(4)]
+    tickets = [pair.ticket(tokens) for tokens in prompts]
+    waiting = [
+        pair.decode.submit(tokens, 40, params)
+        for tokens, params in zip(prompts, tickets, strict=True)
+    ]
+    for tokens, request_id in zip(prompts, waiting, strict=True):
+        answer = pair.decode.answer(request_id)
+        assert answer.tokens == expected(tokens, 40)
+        assert answer.path["outcome"] == "transferred"
+    assert pair.decode.ask("counters")["vllm:num_preemptions"] > before
+
+
+def test_speculation_on_decode_alone(
+    engines: Callable[..., Engine], pair: Pair, expected: Callable[..., list[int]]
+) -> None:
+    decode = engines(
+        "n", connector_config("kv_consumer"), model=str(model_path("llama")), max_num_seqs=8,
+        speculative_config=NGRAM, **LORA,
+    ).wait_ready()  # fmt: skip
+    for seed in range(4):
+        tokens = prompt(100, 60 + seed)
+        answer = Pair(pair.prefill, decode).generate(tokens, 60)
+        assert answer.tokens == expected(tokens, 60), answer.path
+        assert answer.path["outcome"] == "transferred"
+    counters = decode.ask("counters")
+    drafted = counters["vllm:spec_decode_num_draft_tokens"]
+    assert drafted > counters["vllm:spec_decode_num_accepted_tokens"] > 0
+    held(decode)
+    assert decode.free_blocks() == 255
+    decode.stop()
+
+
+def test_lora_adapters_are_not_mixed(
+    pair: Pair, expected: Callable[..., list[int]], adapters: list[Adapter]
+) -> None:
+    red, blue = adapters
+    tokens = prompt(100, 20)
+    wanted = {lora and lora[0]: expected(tokens, lora=lora) for lora in (None, red, blue)}
+    assert len({tuple(t) for t in wanted.values()}) == 3, "the adapters do nothing"
+    for lora in (red, None, blue):
+        first = pair.prefill.generate(tokens, 1, {"do_remote_decode": True}, lora=lora)
+        answer = pair.decode.generate(tokens, TOKENS, first.params, lora=lora)
+        assert answer.tokens == wanted[lora and lora[0]], answer.path
+        assert answer.path["outcome"] == "transferred"
+    for mine, theirs in ((red, blue), (None, red), (blue, None)):
+        salt = f"{mine} {theirs}"
+        first = pair.prefill.generate(tokens, 1, {"do_remote_decode": True}, salt, lora=theirs)
+        answer = pair.decode.generate(tokens, TOKENS, first.params, salt, lora=mine)
+        assert answer.tokens == wanted[mine and mine[0]]
+        assert (answer.path["outcome"], answer.path["reason"]) == ("local", "PromptMismatch")
+
+
+def test_one_ticket_for_n_children(pair: Pair, expected: Callable[..., list[int]]) -> None:
+    tokens = prompt(100, 30)
+    answer = pair.decode.generate(tokens, TOKENS, pair.ticket(tokens), **THREE)
+    assert answer.choices == [expected(tokens)] * 3
+
+
+def test_one_ticket_for_a_list_of_prompts(pair: Pair, expected: Callable[..., list[int]]) -> None:
+    prompts = [prompt(90, 31), prompt(90, 32), prompt(70, 33)]
+    params = pair.ticket(prompts[0])
+    waiting = [pair.decode.submit(tokens, TOKENS, params) for tokens in prompts]
+    answers = [pair.decode.answer(request_id) for request_id in waiting]
+    assert [answer.tokens for answer in answers] == [expected(tokens) for tokens in prompts]
+    assert [answer.path["reason"] for answer in answers] == ["", "PromptMismatch", "PromptMismatch"]
+
+
+def test_prompt_logprobs_are_computed_here(pair: Pair, expected: Callable[..., list[int]]) -> None:
+    tokens = prompt(80, 35)
+    answer = pair.decode.generate(tokens, TOKENS, pair.ticket(tokens), prompt_logprobs=0)
+    assert answer.tokens == expected(tokens)
+    assert (answer.path["outcome"], answer.path["reason"]) == ("local", "PrefixReadingOff")
+
+
+@pytest.mark.parametrize("side", ["prefill", "lease", "decode"])
+def test_aborts(pair: Pair, expected: Callable[..., list[int]], side: str) -> None:
+    for i in range(2 if side == "lease" else 6):
+        tokens = prompt(300, 40 + i)
+        if side == "prefill":
+            request_id = pair.prefill.submit(tokens, 1, {"do_remote_decode": True})
+            time.sleep(0.003 * i)
+            pair.prefill.abort(request_id)
+            continue
+        params = pair.ticket(tokens, f"{side} {i}")
+        if side == "lease":  # the client hangs up on prefill when its answer is out already
+            pair.prefill.abort(params["remote_request_id"])
+            answer = pair.decode.generate(tokens, TOKENS, params, f"{side} {i}")
+            assert answer.path["outcome"] == "transferred"
+            assert answer.tokens == expected(tokens)
+            continue
+        request_id = pair.decode.submit(tokens, 50, params, f"{side} {i}")
+        time.sleep(0.004 * i)
+        pair.decode.abort(request_id)
+
+
+def test_a_reset_waits_for_leases(pair: Pair, expected: Callable[..., list[int]]) -> None:
+    """Weight updates clear the caches: not while KV of the old weights can be fetched."""
+    tokens = prompt(100, 50)
+    held(pair.prefill, pair.decode, seconds=LEASE + 10)
+    params = pair.ticket(tokens)
+    assert pair.prefill.ask("reset_cache") is False
+    answer = pair.decode.generate(tokens, TOKENS, params)
+    assert answer.path["outcome"] == "transferred"
+    held(pair.prefill)
+    assert pair.prefill.ask("reset_cache") is True
+    assert pair.decode.ask("reset_cache") is True
+    again = pair.generate(tokens, TOKENS)
+    assert again.tokens == answer.tokens == expected(tokens)
+    assert again.path["tokens"] == 100, "decode's prefix cache was not cleared"
+
+
+def test_afterwards_nothing_is_held(pair: Pair) -> None:
+    held(pair.prefill, pair.decode)
+    assert (pair.prefill.free_blocks(), pair.decode.free_blocks()) == (255, POOL - 1)
+    metrics = pair.prefill.metrics()
+    assert metrics["pdcluster_kv_leases_held"] == 0
+    # Two of n=3 prefills come to nothing, and what was aborted too late.
+    assert metrics["pdcluster_kv_leases_expired_total"] >= 2
+    for engine in (pair.prefill, pair.decode):
+        assert not [name for name in engine.metrics() if "step_faults" in name]
+
+
+def test_ranks_that_disagree_about_the_engine_never_serve(engines: Callable[..., Engine]) -> None:
+    config = connector_config("kv_producer")
+    config["kv_connector"] = "Stranger"
+    config["kv_connector_module_path"] = "stranger"
+    engine = engines("s", config, model=str(model_path("llama")))
+    with pytest.raises(EngineDiedError, match=r"EngineIdInconsistent: rank \(0, 0\)"):
+        engine.wait_ready()

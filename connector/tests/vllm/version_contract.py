@@ -1,0 +1,257 @@
+"""What the connector needs of a vLLM, checked against its sources: findings, as sentences."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_sources import Sources
+
+import pdcluster_connector
+
+OURS = Path(pdcluster_connector.__file__).parent
+BASE = ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1")
+HMA = (BASE[0], "SupportsHMA")
+# Whose calls reach our class. Other connectors call parts of their own by the same names.
+CALLERS = ("vllm.v1.core", "vllm.v1.engine", "vllm.v1.worker", "vllm.v1.metrics")
+CALLING_MODULES = (
+    "vllm.distributed.kv_transfer.kv_connector.utils",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
+)
+_OTHERS = ("ec_connector", "aux_output_connector")  # encoder caches, side outputs
+
+# Hooks whose default is right for us, and why. A hook that is neither here nor ours is news.
+DEFAULTS = {
+    "bind_connector_metadata": "the base keeps it",
+    "bind_gpu_block_pool": "vLLM keeps the blocks of a hand-off until we report it as sent",
+    "bind_kv_cache_manager": "see bind_gpu_block_pool",
+    "clear_connector_metadata": "the base forgets it",
+    "finish_forward": "nothing is saved layer by layer",
+    "get_block_ids_with_load_errors": "failures go by request id",
+    "get_external_cache_hit_sources": "_cache_hit_source says it",
+    "get_finished": "get_transfer_results replaces it",
+    "get_finished_count": "every rank answers",
+    "get_kv_connector_kv_cache_events": "no events",
+    "get_mem_pool_context": "any memory can be registered",
+    "get_required_kvcache_layout": "every layout is carried",
+    "handle_preemptions": "only for asynchronous saves",
+    "has_connector_metadata": "the base knows",
+    "has_pending_block_frees": "leases are long: preempt rather than wait",
+    "has_pending_push_work": "finished requests with kept blocks keep the engine stepping",
+    "register_finished_partial_tail": "no partial tails",
+    "requires_kv_delivery": "true for a producer",
+    "requires_piecewise_for_cudagraph": "no work within layers",
+    "reset_capture_state": "no work within layers",
+    "restore_kv_caches": "sleep mode is refused",
+    "role": "the base knows",
+    "set_host_xfer_buffer_ops": "no host buffers",
+    "set_xfer_handshake_metadata": "the pp-aware one replaces it",
+    "supports_divergent_local_hybrid_hits": "not claimed",
+    "take_events": "no events",
+    "unregister_kv_caches": "sleep mode is refused",
+}
+
+# Attributes that our code reads of vLLM's objects.
+READS = {
+    ("vllm.v1.request", "Request"): (
+        "request_id", "prompt_token_ids", "prompt_embeds", "mm_features", "lora_request",
+        "num_tokens", "num_prompt_tokens", "num_computed_tokens", "status", "kv_transfer_params",
+        "skip_reading_prefix_cache",
+    ),
+    ("vllm.v1.request", "RequestStatus"): ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
+    ("vllm.v1.outputs", "KVConnectorOutput"): (
+        "finished_recving", "failed_recving", "kv_connector_worker_meta",
+    ),
+    (BASE[0], "KVConnectorTransferResults"): (
+        "finished_sending", "finished_recving", "failed_recving",
+    ),
+    (BASE[0], "KVConnectorWorkerMetadata"): ("aggregate",),
+    (BASE[0], "KVConnectorRole"): ("SCHEDULER", "WORKER"),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): ("get_block_ids",),
+    ("vllm.v1.kv_cache_interface", "KVCacheConfig"): (
+        "num_blocks", "kv_cache_groups", "transfer_group_ids", "transfer_groups",
+        "select_transfer_block_ids",
+    ),
+    ("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs"): ("kv_cache_specs",),
+    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): ("layer_names", "kv_cache_spec"),
+    ("vllm.v1.kv_cache_interface", "FullAttentionSpec"): ("sliding_window",),
+    ("vllm.v1.kv_cache_interface", "AttentionSpec"): (
+        "num_kv_heads", "dtype", "num_head_slots", "state_content_bytes",
+        "state_content_size_bytes",
+    ),
+    ("vllm.v1.kv_cache_interface", "KVCacheSpec"): ("block_size", "tokens_per_state"),
+    ("vllm.config.kv_transfer", "KVTransferConfig"): (
+        "engine_id", "is_kv_producer", "is_kv_consumer", "kv_connector_extra_config",
+    ),
+    ("vllm.config.parallel", "ParallelConfig"): (
+        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+        "data_parallel_index", "decode_context_parallel_size", "prefill_context_parallel_size",
+        "distributed_executor_backend",
+    ),
+    ("vllm.config.cache", "CacheConfig"): ("block_size", "cache_dtype", "enable_prefix_caching"),
+    ("vllm.config.model", "ModelConfig"): (
+        "model", "revision", "quantization", "hf_config", "hf_overrides", "enable_sleep_mode",
+        "get_total_num_kv_heads",
+    ),
+    ("vllm.config.compilation", "CompilationConfig"): ("static_forward_context",),
+}  # fmt: skip
+
+
+def findings(sources: Sources) -> list[str]:
+    """Everything that this version of vLLM lacks or that the connector does not know of it."""
+    return [*_imports(sources), *_hooks(sources), *_calls(sources), *_reads(sources)]
+
+
+def _imports(sources: Sources) -> Iterator[str]:
+    for file in sorted(OURS.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                for alias in node.names:
+                    if not _defines(sources, str(node.module), alias.name):
+                        yield f"{file.name} imports {alias.name} from {node.module}: not there"
+
+
+def _defines(sources: Sources, module: str, name: str) -> bool:
+    tree = sources.tree(module)
+    if tree is None:
+        return False
+    if sources.text(f"{module}.{name}") is not None:
+        return True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return True
+        if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
+            return True
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
+            return True
+    return False
+
+
+def _class(sources: Sources, module: str, name: str) -> ast.ClassDef | None:
+    tree = sources.tree(module)
+    nodes = ast.walk(tree) if tree else ()
+    return next((n for n in nodes if isinstance(n, ast.ClassDef) and n.name == name), None)
+
+
+def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    return {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
+
+
+def our_hooks() -> dict[str, ast.FunctionDef]:
+    """Public methods of the connector's class."""
+    tree = ast.parse((OURS / "vllm" / "connector.py").read_text("utf-8"))
+    (ours,) = (n for n in tree.body if isinstance(n, ast.ClassDef))
+    return {n: m for n, m in _methods(ours).items() if not n.startswith("_")}
+
+
+def _hooks(sources: Sources) -> Iterator[str]:
+    base, hma = _class(sources, *BASE), _class(sources, *HMA)
+    if base is None or hma is None:
+        yield f"{BASE[0]} has no {BASE[1]} or no {HMA[1]}"
+        return
+    theirs, ours = {**_methods(base), **_methods(hma)}, our_hooks()
+    for name, method in theirs.items():
+        if name in ours:
+            mine, wanted = _parameters(ours[name]), _parameters(method)
+            if mine != wanted:
+                yield f"{name}({', '.join(wanted)}) is overridden as ({', '.join(mine)})"
+        elif _is_abstract(method):
+            yield f"{name} is abstract, and not implemented"
+        elif not name.startswith("_") and name not in DEFAULTS:
+            yield f"{name} is a hook that nobody has looked at"
+    for name in ours.keys() - theirs.keys() - OWN:
+        if sources.release >= SINCE.get(name, (0, 0)):
+            yield f"{name} is implemented, and no hook of this version"
+
+
+def _is_abstract(method: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator) == "abstractmethod" for decorator in method.decorator_list)
+
+
+OWN = frozenset({"count_fault"})
+SINCE = {"supports_sleep_mode": (0, 33)}
+
+
+def _parameters(method: ast.FunctionDef) -> list[str]:
+    arguments = method.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return names + [f"*{a.arg}" for a in (arguments.vararg,) if a] + [
+        f"**{a.arg}" for a in (arguments.kwarg,) if a
+    ]  # fmt: skip
+
+
+def _calls(sources: Sources) -> Iterator[str]:
+    """Every call of a hook in vLLM binds to our signature."""
+    ours, called = our_hooks(), set()
+    for module in (*sources.modules(*CALLERS), *CALLING_MODULES):
+        for node in ast.walk(sources.tree(module) or ast.Module([], [])):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            method = ours.get(node.func.attr)
+            if method is None or not _is_connector(node.func.value):
+                continue
+            called.add(node.func.attr)
+            if not _binds(node, method):
+                yield f"{module} line {node.lineno} calls {ast.unparse(node)[:120]}: does not fit"
+    for name in NEEDED - called:
+        yield f"nothing in this version calls {name}"
+
+
+# Without these calls nothing would move.
+NEEDED = frozenset(
+    {
+        "build_connector_meta", "get_num_new_matched_tokens", "get_transfer_results",
+        "on_new_request", "register_kv_caches", "request_finished_all_groups",
+        "set_xfer_handshake_metadata_pp_aware", "start_load_kv", "update_connector_output",
+        "update_state_after_alloc", "build_connector_worker_meta", "get_handshake_metadata",
+    }
+)  # fmt: skip
+
+
+def _is_connector(node: ast.expr) -> bool:
+    text = ast.unparse(node)
+    if any(other in text for other in _OTHERS):
+        return False
+    return "connector" in text.lower() or text in {"c", "get_kv_transfer_group()"}
+
+
+def _binds(call: ast.Call, method: ast.FunctionDef) -> bool:
+    arguments = method.args
+    names = [a.arg for a in arguments.args][1:]
+    keywords = {k.arg for k in call.keywords if k.arg}
+    if any(isinstance(a, ast.Starred) for a in call.args) or None in {k.arg for k in call.keywords}:
+        return True
+    if len(call.args) > len(names) and arguments.vararg is None:
+        return False
+    given = set(names[: len(call.args)]) | keywords
+    required = set(names[: len(names) - len(arguments.defaults)])
+    return required <= given and (arguments.kwarg is not None or keywords <= set(names))
+
+
+def _reads(sources: Sources) -> Iterator[str]:
+    for (module, name), attributes in READS.items():
+        has = _attributes(sources, module, name)
+        for attribute in attributes:
+            if attribute not in has:
+                yield f"{module}.{name} has no {attribute}"
+
+
+def _attributes(sources: Sources, module: str, name: str) -> set[str]:
+    node = _class(sources, module, name)
+    if node is None:
+        return set()
+    found = set()
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            found |= _attributes(sources, module, base.id)
+    for child in ast.walk(node):
+        if isinstance(child, ast.FunctionDef):
+            found.add(child.name)
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            found.add(child.id)
+        elif isinstance(child, ast.Attribute) and ast.unparse(child.value) == "self":
+            found.add(child.attr)
+    return found
