@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import Finding, Verdict
-from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape
+from pdcluster_connector.compat.shape import (
+    EngineShape,
+    GroupShape,
+    LayerKind,
+    LayerShape,
+    PartShape,
+)
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.refusal import failure_of, refusal_of
 from pdcluster_connector.protocol.validation import validate_metadata
 
 SHAPE = EngineShape(
+    kv_dtype="float32",
     tensor=2,
     layers=tuple(LayerShape(f"l{i}", LayerKind.FULL_ATTENTION, 0, 2, 64) for i in range(3)),
+    groups=(GroupShape(LayerKind.FULL_ATTENTION, 32, 2),),
 )
+STATES = (PartShape("conv", 4, 96, "float32"), PartShape("ssm", 2, 512, "float32"))
 
 
 def shard(tp: int, **change: object) -> m.ShardMetadata:
@@ -51,7 +62,7 @@ def test_sound_metadata_has_no_findings() -> None:
         (engine(shard(0), shard(1), shard(2)), [Reason.ENGINE_ID_INCONSISTENT]),
         (engine(shard(0), shard(1, engine_id="q/2")), [Reason.ENGINE_ID_INCONSISTENT]),
         (
-            engine(shard(0), shard(1), shape=EngineShape(tensor=2, layers=SHAPE.layers[:2])),
+            engine(shard(0), shard(1), shape=replace(SHAPE, layers=SHAPE.layers[:2])),
             [Reason.LAYER_MISMATCH],
         ),
         (engine(shape=EngineShape(tensor=4096, pipeline=4096)), [Reason.LAYOUT_UNSUPPORTED]),
@@ -78,9 +89,119 @@ def test_memory_that_cannot_exist(change: dict[str, object]) -> None:
     good = shard(0)
     bad = msgspec.structs.replace(good.regions[1], **change)
     regions = (good.regions[0], bad, good.regions[2])
-    assert reasons(engine(msgspec.structs.replace(good, regions=regions), shard(1))) == [
-        Reason.LAYOUT_UNSUPPORTED
-    ]
+    found = validate_metadata(engine(msgspec.structs.replace(good, regions=regions), shard(1)))
+    assert {finding.reason for finding in found} == {Reason.LAYOUT_UNSUPPORTED}
+    assert "regions" in {finding.field for finding in found}
+
+
+def hybrid(*, tensor: int = 2, pipeline: int = 1) -> m.EngineMetadata:
+    """Attention and Mamba layers; with two stages, one layer each."""
+    shape = replace(
+        SHAPE,
+        tensor=tensor,
+        pipeline=pipeline,
+        layers=(
+            SHAPE.layers[0],
+            LayerShape("l1", LayerKind.MAMBA, 1, 1, 4 * 96 + 2 * 512, parts=STATES),
+        ),
+        groups=(*SHAPE.groups, GroupShape(LayerKind.MAMBA, 544)),
+    )
+    shards = []
+    for pp in range(pipeline):
+        for tp in range(tensor):
+            attention = Region("l0", 1 << 30, 8, 1024, 16, tp, tp + 1, 1024, None, 64)
+            states = (
+                Region("l1", 1 << 31, 4, 1024, 1, 2 * tp, 2 * tp + 2, 96, None, 96, part="conv"),
+                Region("l1", 1 << 32, 4, 1024, 1, tp, tp + 1, 512, None, 512, part="ssm"),
+            )
+            held = [attention, *(replace(state, group=1) for state in states)]
+            held = held if pipeline == 1 else held[:1] if pp == 0 else held[1:]
+            regions = tuple(map(m.from_region, held))
+            shards.append(shard(tp, rank=(pp, tp), regions=regions))
+    return engine(*shards, shape=shape)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_groups_parts_and_stages_that_fit_together(pipeline: int) -> None:
+    assert reasons(hybrid(pipeline=pipeline)) == []
+
+
+def with_region(number: int, **change: object) -> m.EngineMetadata:
+    metadata = hybrid()
+    first, *others = metadata.shards
+    regions = list(first.regions)
+    regions[number] = msgspec.structs.replace(regions[number], **change)
+    changed = msgspec.structs.replace(first, regions=tuple(regions))
+    return msgspec.structs.replace(metadata, shards=(changed, *others))
+
+
+def with_shape(**change: object) -> m.EngineMetadata:
+    shape = replace(m.to_shape(hybrid().shape), **change)
+    return msgspec.structs.replace(hybrid(), shape=m.from_shape(shape))
+
+
+def with_layer(number: int, **change: object) -> m.EngineMetadata:
+    layers = list(m.to_shape(hybrid().shape).layers or ())
+    layers[number] = replace(layers[number], **change)
+    return with_shape(layers=tuple(layers))
+
+
+WHOLE = {"head_start": 0, "head_stop": 2, "block_stride": 4096}
+UNEVEN = (GroupShape(LayerKind.FULL_ATTENTION, 33, 2), GroupShape(LayerKind.MAMBA, 9))
+
+
+def two_stages_with_one_layer() -> m.EngineMetadata:
+    metadata = hybrid(pipeline=2)
+    first, last = metadata.shards[0], metadata.shards[2]
+    both = msgspec.structs.replace(last, regions=(*first.regions, *last.regions))
+    return msgspec.structs.replace(
+        metadata, shards=(*metadata.shards[:2], both, *metadata.shards[3:])
+    )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "field", "values"),
+    [
+        (with_region(0, block_tokens=32), "block_tokens", ("16", "32")),
+        (with_region(0, token_bytes=32), "token_bytes", ("64", "32")),
+        (with_region(0, group=1), "group", ("0", "1")),
+        (with_region(0, **WHOLE), "heads", ("[0, 1]", "[0, 2]")),
+        (with_region(0, part="k"), "", ()),
+        (with_region(1, part="conv.x"), "parts", ("'conv'", "'conv.x'")),
+        (with_region(1, part="ssm"), "regions", ("2 regions", "ssm")),
+        (with_region(2, token_bytes=256), "token_bytes", ("512", "256")),
+        (with_region(1, head_start=0, head_stop=1), "heads", ("[0, 2]", "[0, 1]")),
+        (with_shape(kv_dtype="float13"), "dtype", ("float13", "bfloat16")),
+        (with_layer(1, parts=(replace(STATES[0], dtype="int9"), STATES[1])), "dtype", ("int9",)),
+        (with_layer(1, token_bytes=9), "layers", ("9 bytes", "1408 bytes")),
+        (with_layer(1, group=2), "layers", ("group 2", "2 groups")),
+        (with_shape(groups=UNEVEN), "groups", ("33", "2 kernel blocks")),
+        (two_stages_with_one_layer(), "regions", ("pipeline rank 0", "pipeline rank 1")),
+    ],
+)  # fmt: skip
+def test_a_contradiction_names_the_field_and_both_values(
+    metadata: m.EngineMetadata, field: str, values: tuple[str, ...]
+) -> None:
+    findings = validate_metadata(metadata)
+    if not field:
+        assert findings == (), "one array may have any name"
+        return
+    found = [finding for finding in findings if finding.field == field]
+    assert found, findings
+    assert all(value in found[0].message for value in values), found[0].message
+    assert refusal_of(findings) is not None
+
+
+def test_a_million_regions_are_refused_before_anything_is_made_of_them() -> None:
+    one = msgspec.msgpack.encode(m.from_region(Region("l", 4096, 8, 64, 16, 0, 1, 64, None, 4)))
+    whole = m.encode(engine(shard(0, regions=())))
+    empty = b"\xa7regions\x90"
+    assert whole.count(empty) == 1
+    count = 10**6
+    raw = whole.replace(empty, b"\xa7regions\xdd" + count.to_bytes(4, "big") + one * count)
+    value = m.decode_handshake_reply(raw)
+    assert isinstance(value, m.Malformed)
+    assert "100000" in value.message
 
 
 def finding(verdict: Verdict) -> Finding:

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.rules import Finding, Verdict
+from pdcluster_connector.compat.rules import Finding
+from pdcluster_connector.protocol.claims import claims, contradiction
 from pdcluster_connector.protocol.messages import EngineMetadata, RegionMessage, ShardMetadata
 
 MAX_RANKS = 4096
@@ -28,6 +29,7 @@ def _findings(metadata: EngineMetadata) -> Iterator[Finding]:
     yield from _shards(metadata)
     if metadata.shape.layers is not None:
         yield from _layers(metadata)
+        yield from claims(metadata)
     for shard in metadata.shards:
         yield from _memory(shard)
 
@@ -35,7 +37,7 @@ def _findings(metadata: EngineMetadata) -> Iterator[Finding]:
 def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
     for shard in metadata.shards:
         if shard.engine_id != metadata.engine_id:
-            yield _finding(
+            yield contradiction(
                 Reason.ENGINE_ID_INCONSISTENT,
                 "engine_id",
                 shard.engine_id,
@@ -46,7 +48,7 @@ def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
     ranks = Counter(shard.rank for shard in metadata.shards)
     shape = metadata.shape
     if shape.pipeline * shape.tensor > MAX_RANKS:
-        yield _finding(
+        yield contradiction(
             Reason.LAYOUT_UNSUPPORTED,
             "pipeline, tensor",
             f"{shape.pipeline} x {shape.tensor}",
@@ -57,7 +59,7 @@ def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
     expected = {(pp, tp) for pp in range(shape.pipeline) for tp in range(shape.tensor)}
     twice = sorted(rank for rank, count in ranks.items() if count > 1)
     for rank in (*twice, *sorted(set(ranks) - expected))[:8]:
-        yield _finding(
+        yield contradiction(
             Reason.ENGINE_ID_INCONSISTENT,
             "rank",
             str(rank),
@@ -66,7 +68,7 @@ def _shards(metadata: EngineMetadata) -> Iterator[Finding]:
             "Start every engine with an engine_id of its own.",
         )
     for rank in sorted(expected - set(ranks))[:8]:
-        yield _finding(
+        yield contradiction(
             Reason.SHARD_MISSING,
             "rank",
             str(rank),
@@ -80,7 +82,7 @@ def _layers(metadata: EngineMetadata) -> Iterator[Finding]:
     held = {region.layer for shard in metadata.shards for region in shard.regions}
     for name in sorted(stated ^ held)[:8]:
         where = "no shard holds it" if name in stated else "the shape does not name it"
-        yield _finding(
+        yield contradiction(
             Reason.LAYER_MISMATCH,
             "layers",
             name,
@@ -93,7 +95,7 @@ def _memory(shard: ShardMetadata) -> Iterator[Finding]:
     wrong = next(((region, why) for region in shard.regions if (why := _fault(region))), None)
     if wrong is not None:
         region, why = wrong
-        yield _finding(
+        yield contradiction(
             Reason.LAYOUT_UNSUPPORTED,
             "regions",
             region.layer,
@@ -118,16 +120,3 @@ def _fault(region: RegionMessage) -> str | None:
     if extent > MAX_REGION_BYTES or region.base + extent >= ADDRESS_SPACE:
         return f"{extent} bytes at {region.base:#x} are beyond any memory"
     return None
-
-
-def _finding(reason: Reason, field: str, value: str, message: str, remedy: str) -> Finding:
-    return Finding(
-        reason=reason,
-        verdict=Verdict.REFUSED,
-        field=field,
-        prefill_value=value,
-        decode_value="",
-        message=message,
-        remedy=remedy,
-        rule=f"{reason.value}/metadata",
-    )
