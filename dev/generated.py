@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {
     "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.crd",
+    "docs/layouts.md": "pdcluster_connector.compat.layouts_page",
     "docs/rules.md": "pdcluster_connector.compat.rules_page",
 }
 

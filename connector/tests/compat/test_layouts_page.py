@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdcluster_connector.compat.carried import Layout
+from pdcluster_connector.compat.layouts_page import ROWS, Row, page, state_of
+from pdcluster_connector.compat.rules import ALL_RULES
+
+ROOT = Path(__file__).parents[3]
+TESTS = ROOT / "connector" / "tests"
+
+
+def test_the_page_in_docs_is_the_generated_one() -> None:
+    assert (ROOT / "docs" / "layouts.md").read_text() == page(), "run make generate"
+
+
+def test_every_layout_that_can_be_switched_on_has_a_row() -> None:
+    assert {layout for row in ROWS for layout in row.needs} == set(Layout)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_names_a_rule_or_tests_that_exist(row: Row) -> None:
+    assert bool(row.rule) != bool(row.oracle)
+    if row.rule:
+        assert row.rule in {rule.id for rule in ALL_RULES}
+        return
+    assert (TESTS / "plan" / f"{row.oracle}.py").exists()
+    module, *cases = row.engines or ("",)
+    if module and state_of(row)[0] == "works":
+        text = (TESTS / "vllm" / f"{module}.py").read_text()
+        assert cases
+        assert all(f'Case("{case}"' in text for case in cases)
+
+
+def test_a_state_follows_from_what_is_carried_and_tested() -> None:
+    row = Row("x", (Layout.MAMBA, Layout.GROUPS), "oracle_module", ("engine_module", "granite"))
+    everything = frozenset(Layout)
+    state, why = state_of(row, everything - {Layout.GROUPS})
+    assert (state, why) == ("refused", "`LayoutUnsupported/groups`")
+    state, why = state_of(row, everything)
+    assert (state, why) == ("works", "engines: `engine_module` (granite); oracle: `oracle_module`")
+    assert state_of(Row("x", (), "oracle_module"), everything)[0] == "unproven"
+    assert state_of(Row("x", rule="KVDtypeMismatch"), everything) == (
+        "refused",
+        "`KVDtypeMismatch`",
+    )
