@@ -69,6 +69,29 @@ def test_different_block_sizes_are_refused_by_the_compat_rule(rule, spec):
 
 
 @pytest.mark.parametrize(
+    ("rule", "spec"),
+    [
+        ("BlockInteriorOpaque", {"engine": {"attentionBackend": "CPU_ATTN"}}),
+        ("PrefixCachingHeterogeneousBlocks", {"engine": {"attentionBackend": "SOME_NEW_ATTN"}}),
+        (
+            "PrefixCachingHeterogeneousBlocks",
+            {"engine": {"attentionBackend": "FLASH_ATTN",
+                        "extraArgs": ["--mamba-ssm-cache-dtype", "float32"]}},
+        ),
+        (None, {"engine": {"attentionBackend": "FLASH_ATTN"}}),
+    ],
+)  # fmt: skip
+def test_what_the_spec_says_of_the_blocks_inside_decides_about_different_sizes(rule, spec):
+    """Prefix caching is on. With blocks that can be cut, the handshake knows whether it matters."""
+    sizes = {"prefill": {"engine": {"blockSize": 16}}, "decode": {"engine": {"blockSize": 64}}}
+    found = findings(**spec, **sizes)
+    rules = {str(error.rule) for error in found.errors} - {"BlockSizeMismatch"}
+    assert rules == ({rule} if rule else set())
+    if rule is None:
+        assert "layers" in found.unchecked
+
+
+@pytest.mark.parametrize(
     ("prefill", "decode", "values"),
     [
         (args("--model", "/models/a"), args(), ("/models/a", "/models/model")),

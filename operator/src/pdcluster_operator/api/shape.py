@@ -6,6 +6,7 @@ ones; what the spec leaves open stays None there.
 
 from __future__ import annotations
 
+from pdcluster_connector.compat.backends import token_sliceable
 from pdcluster_connector.compat.shape import EngineShape, Memory
 
 from .enums import Device, Switch
@@ -17,6 +18,8 @@ MODEL_FLAGS = (
     "--model", "--revision", "--hf-overrides", "--quantization", "--rope-scaling", "--rope-theta",
     "--hf-config-path", "--speculative-config", "--lora-modules",
 )  # fmt: skip
+# Flags that only a model with Mamba layers has a use for.
+HYBRID_FLAGS = ("--mamba-", "--enable-mamba-")
 _DTYPES = {
     "float": "float32",
     "float32": "float32",
@@ -40,7 +43,13 @@ def engine_shape(cluster: Cluster, engine: Engine) -> EngineShape:
         data=parallel.data,
         context=_context(engine),
         memory=Memory.DRAM if on_cpu else Memory.VRAM,
+        token_sliceable=token_sliceable(engine.attention_backend),
+        hybrid=True if _names_mamba(engine) else None,
     )
+
+
+def _names_mamba(engine: Engine) -> bool:
+    return any(flag.name.startswith(HYBRID_FLAGS) for flag in engine.flags)
 
 
 def _model(engine: Engine) -> str:
