@@ -51,6 +51,12 @@ class Installation:
         assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.report()}"
         return done.stdout
 
+    def test(self) -> str:
+        """`helm test`: what helm said."""
+        done = self._helm(4, "test", RELEASE, "--timeout=180s")
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.report()}"
+        return done.stdout
+
     def _helm(
         self, major: int, *words: str, stdin: str | None = None
     ) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from cluster_access import Proxy
 from cluster_install import Installation
@@ -28,6 +30,12 @@ def door(cluster: Cluster, proxy: Proxy, operator: Installation) -> ClusterRun:
 def unequal() -> dict:
     over = {"podTemplate": idle()}
     return manifest("door", prefill=over, decode={"engine": {"blockSize": 64}, **over})
+
+
+def test_helm_test_tries_the_real_webhook(operator: Installation) -> None:
+    said = operator.test()
+    print(said)
+    assert re.search(r"Phase:\s+Succeeded", said)
 
 
 def test_the_webhook_names_field_value_rule_and_remedy(door: ClusterRun) -> None:
