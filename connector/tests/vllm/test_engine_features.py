@@ -152,26 +152,6 @@ def test_preemption_while_others_receive(pair: Pair, expected: Callable[..., lis
     assert pair.decode.ask("counters")["vllm:num_preemptions"] > before
 
 
-def test_speculation_on_decode_alone(
-    engines: Callable[..., Engine], pair: Pair, expected: Callable[..., list[int]]
-) -> None:
-    decode = engines(
-        "n", connector_config("kv_consumer"), model=str(model_path("llama")), max_num_seqs=8,
-        speculative_config=NGRAM, **LORA,
-    ).wait_ready()  # fmt: skip
-    for seed in range(4):
-        tokens = prompt(100, 60 + seed)
-        answer = Pair(pair.prefill, decode).generate(tokens, 60)
-        assert answer.tokens == expected(tokens, 60), answer.path
-        assert answer.path["outcome"] == "transferred"
-    counters = decode.ask("counters")
-    drafted = counters["vllm:spec_decode_num_draft_tokens"]
-    assert drafted > counters["vllm:spec_decode_num_accepted_tokens"] > 0
-    held(decode)
-    assert decode.free_blocks() == 255
-    decode.stop()
-
-
 def test_lora_adapters_are_not_mixed(
     pair: Pair, expected: Callable[..., list[int]], adapters: list[Adapter]
 ) -> None:
@@ -182,7 +162,7 @@ def test_lora_adapters_are_not_mixed(
     for lora in (red, None, blue):
         first = pair.prefill.generate(tokens, 1, {"do_remote_decode": True}, lora=lora)
         answer = pair.decode.generate(tokens, TOKENS, first.params, lora=lora)
-        assert answer.tokens == wanted[lora and lora[0]], answer.path
+        assert answer.tokens == wanted[lora and lora[0]], pair.decode.tail()
         assert answer.path["outcome"] == "transferred"
     for mine, theirs in ((red, blue), (None, red), (blue, None)):
         salt = f"{mine} {theirs}"
@@ -249,6 +229,26 @@ def test_a_reset_waits_for_leases(pair: Pair, expected: Callable[..., list[int]]
     again = pair.generate(tokens, TOKENS)
     assert again.tokens == answer.tokens == expected(tokens)
     assert again.path["tokens"] == 100, "decode's prefix cache was not cleared"
+
+
+def test_speculation_on_decode_alone(
+    engines: Callable[..., Engine], pair: Pair, expected: Callable[..., list[int]]
+) -> None:
+    decode = engines(
+        "n", connector_config("kv_consumer"), model=str(model_path("llama")), max_num_seqs=8,
+        speculative_config=NGRAM, **LORA,
+    ).wait_ready()  # fmt: skip
+    for seed in range(4):
+        tokens = prompt(100, 60 + seed)
+        answer = Pair(pair.prefill, decode).generate(tokens, 60)
+        assert answer.tokens == expected(tokens, 60), decode.tail()
+        assert answer.path["outcome"] == "transferred"
+    counters = decode.ask("counters")
+    drafted = counters["vllm:spec_decode_num_draft_tokens"]
+    assert drafted > counters["vllm:spec_decode_num_accepted_tokens"] > 0
+    held(decode)
+    assert decode.free_blocks() == 255
+    decode.stop()
 
 
 def test_afterwards_nothing_is_held(pair: Pair) -> None:
