@@ -71,9 +71,12 @@ def test_both_ends_of_the_peers_document_and_of_the_link_table():
     table = LinkTable(shards=(1, 1))
     assert table.set_peers(document)
     (peer,) = document.peers
-    report = WireLink(peer.engine, peer.engine_id, WireState.ESTABLISHED, bytes_per_second=2e9)
+    report = WireLink(
+        peer.engine, peer.engine_id, WireState.ESTABLISHED, bytes_per_second=2e9, establishment=1
+    )
     assert table.add(RankReport((0, 0), (1, 1), (report,)), 0.0) is None
-    table.set_canary(peer.engine, peer.engine_id, CanaryResult("Passed", 4096))
+    [row] = table.rows(0.0)
+    table.set_canary(row, CanaryResult("Passed", 4096))
     rows = [row.document() for row in table.rows(1.0)]
     read = parse_links_report({"engine": assignment.decode, "engine_id": "d", "links": rows})
     world.links[assignment.decode] = read
