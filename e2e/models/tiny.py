@@ -49,14 +49,59 @@ RECIPES = {
     "llama-finetuned": Recipe("LlamaConfig", seed=1),
     # Fewer KV heads than tensor ranks: heads are replicated.
     "llama-mqa": Recipe("LlamaConfig", overrides={"num_key_value_heads": 1}),
-    # Layouts beyond the first slice: they must start and be refused by name.
+    # One KV cache group whose early blocks are given back.
     "mistral-window": Recipe("MistralConfig", overrides={"sliding_window": 128}),
+    # Groups with and without a window.
     "gemma3-hybrid": Recipe(
         "Gemma3TextConfig",
         overrides={
             "sliding_window": 64,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "query_pre_attn_scalar": 32,
+        },
+    ),
+    "gpt-oss": Recipe(
+        "GptOssConfig",
+        overrides={
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    # One latent that every tensor rank holds.
+    "deepseek-mla": Recipe(
+        "DeepseekV2Config",
+        overrides={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 4,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+        },
+    ),
+    # Mamba2 states beside attention.
+    "granite-hybrid": Recipe(
+        "GraniteMoeHybridConfig",
+        overrides={
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 512,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 32**-0.5,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 64,
         },
     ),
 }

@@ -249,7 +249,7 @@ def test_engines_of_which_nothing_is_known_are_undecided_in_each_field_once() ->
 
 
 def test_refusals_come_before_what_is_unknown() -> None:
-    verdicts = [f.verdict for f in check(EngineShape(), EngineShape(pipeline=2, context=2))]
+    verdicts = [f.verdict for f in check(EngineShape(), EngineShape(data=2, context=2))]
     assert verdicts[:2] == [Verdict.REFUSED] * 2
     assert set(verdicts[2:]) == {Verdict.UNKNOWN}
 

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.pairing import BlockList
+from pdcluster_connector.compat.shape import GroupShape, LayerKind
+from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata, ShapeMessage
 from pdcluster_connector.protocol.ticket import Ticket
@@ -156,7 +157,10 @@ class Decode:
         return ReceiveRequest(
             request_id=request_id,
             ticket=ticket,
-            decode_blocks=(BlockList(list(blocks), self.cache.block_tokens),),
+            decode_blocks=EngineBlocks(
+                [GroupShape(LayerKind.FULL_ATTENTION, self.cache.block_tokens)],
+                [GroupBlocks(list(blocks))],
+            ),
             start=start,
             stop=ticket.tokens if stop is None else stop,
             deadline=time.monotonic() + lease,

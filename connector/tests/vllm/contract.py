@@ -13,7 +13,7 @@ import itertools
 import pickle
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from pdcluster_connector.vllm.step import Receipt, WorkerHandshake
 
 BLOCK = 16
 LAYER = "model.layers.0.self_attn.attn"
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
 
 
 def free_port() -> int:
@@ -65,7 +66,8 @@ class ContractEngine:
     def __init__(
         self, role: str, *, ranks: int = 2, blocks: int = 64, policy: str = "fail",
         max_tokens_per_step: int = 1024, asynchronous: bool = False, publish: bool = True,
-        others: list[dict[str, Any]] | None = None, **extra: Any,
+        others: list[dict[str, Any]] | None = None, specs: Sequence[Any] = (FULL,),
+        prefixes: bool = True, **extra: Any,
     ) -> None:  # fmt: skip
         init_none_hash(sha256)
         model = str(model_path("llama"))
@@ -85,7 +87,7 @@ class ContractEngine:
             }
         self.config = VllmConfig(
             model_config=ModelConfig(model=model, dtype="float32", max_model_len=1024),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=prefixes),
             scheduler_config=SchedulerConfig(
                 max_model_len=1024, is_encoder_decoder=False, max_num_seqs=16,
                 max_num_batched_tokens=max_tokens_per_step, async_scheduling=False,
@@ -102,9 +104,7 @@ class ContractEngine:
         self.config.cache_config.num_gpu_blocks = blocks
         # vLLM turns it off on CPU.
         self.config.scheduler_config.async_scheduling = asynchronous
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
-        )
+        layers = [LAYER.replace("0", str(i)) for i in range(len(specs))]
         self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=KVCacheConfig(
@@ -112,15 +112,20 @@ class ContractEngine:
                 kv_cache_tensors=[
                     KVCacheTensor(
                         size=blocks * spec.page_size_bytes,
-                        layers=[LAYER],
+                        layers=[layer],
                         layer_stride=blocks * spec.page_size_bytes,
                         block_stride=spec.page_size_bytes,
                     )
+                    for layer, spec in zip(layers, specs, strict=True)
                 ],
-                kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
+                kv_cache_groups=[
+                    KVCacheGroupSpec([layer], spec)
+                    for layer, spec in zip(layers, specs, strict=True)
+                ],
             ),
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK,
+            block_size=max(spec.block_size for spec in specs),
+            hash_block_size=BLOCK,
             log_stats=True,
         )
         multi = self.scheduler.connector

@@ -32,6 +32,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     # With several ranks vLLM compiles one tiny function with the C++ compiler: 10 s each.
     "TORCHDYNAMO_DISABLE": "1",
+    # Conv states as (channels, rows): their heads can be told apart.
+    "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
 }
 
 
@@ -172,7 +174,7 @@ class ForkHost:
         self._log = (folder / "host.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("forked_engine.py")), str(folder)],
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(SOURCES)},
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{SOURCES}:{Path(__file__).parent}"},
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -16,6 +16,8 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
+import cache_hook
+
 
 def _host(folder: Path) -> None:
     import vllm.entrypoints.llm
@@ -30,6 +32,8 @@ def _host(folder: Path) -> None:
     import pdcluster_connector.vllm.scheduler
     import pdcluster_connector.vllm.worker  # noqa: F401
 
+    cache_hook.install()
+    _pipeline_buffers()
     # Children end on their own account; nobody here waits for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = Listener(str(folder / "host"), "AF_UNIX")
@@ -46,6 +50,23 @@ def _host(folder: Path) -> None:
                 connection.close()
                 _child(address, log, connector, llm)
             connection.send(pid)
+
+
+def _pipeline_buffers() -> None:
+    """Make the buffer between pipeline stages, which vLLM's CPU runner only makes to compile."""
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load = CPUModelRunner.load_model
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        if not get_pp_group().is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+
+    CPUModelRunner.load_model = load_model
 
 
 def _child(address: str, log: str, connector: dict[str, Any] | None, llm: dict[str, Any]) -> None:
@@ -176,6 +197,19 @@ class Commands:
             for family in REGISTRY.collect()
             if family.name in names
         }
+
+    def held_kv(self, blocks: list[list[int]]) -> list[Any]:
+        """What all ranks' caches hold in these blocks, a list for each KV cache group."""
+        return self._on_workers(cache_hook.held, blocks)
+
+    def received_kv(self, request_id: str) -> list[Any]:
+        """What a request's receive brought to each rank, before anything was computed on it."""
+        return self._on_workers(cache_hook.received, request_id)
+
+    def _on_workers(self, function: Any, *args: Any) -> list[Any]:
+        return self.engine.engine_core.engine_core.model_executor.collective_rpc(
+            function, args=args
+        )
 
 
 def _metrics() -> dict[str, float]:

@@ -54,7 +54,7 @@ def failures(engine: Engine) -> dict[str, float]:
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("fail", "llama", {"block_size": 64}, "BlockInteriorOpaque"),
-    ("recompute", "llama", {"block_size": 64}, "BlockInteriorOpaque"),
+    ("recompute", "llama", {"block_size": 128}, "BlockInteriorOpaque"),
     (
         "recompute",
         "llama",
@@ -88,6 +88,7 @@ def test_a_refused_pair_follows_the_policy_and_is_never_wrong(
             assert "prefill" in answer.path["message"]
             assert "decode" in answer.path["message"]
     assert failures(decode) == {reason: 2}
+    assert not decode.metrics().get("pdcluster_kv_received_bytes_total"), "nothing was posted"
     assert decode.held() == 0
     deadline = time.monotonic() + 5
     while prefill.held() and time.monotonic() < deadline:
@@ -98,18 +99,21 @@ def test_a_refused_pair_follows_the_policy_and_is_never_wrong(
     decode.stop()
 
 
-@pytest.mark.parametrize("model", ["mistral-window", "gemma3-hybrid"])
-def test_kinds_that_are_not_carried_start_and_are_refused(
-    engines: Callable[..., Engine], model: str
-) -> None:
-    path = str(model_path(model))
+def test_windows_on_one_side_only_are_refused(engines: Callable[..., Engine]) -> None:
+    """Without vLLM's hybrid manager, layers with a window keep all tokens as the others do."""
+    path = str(model_path("gemma3-hybrid"))
     prefill = engines("p", connector_config("kv_producer"), model=path)
-    decode = engines("d", connector_config("kv_consumer", "recompute"), model=path)
+    decode = engines(
+        "d", connector_config("kv_consumer", "recompute"), model=path,
+        disable_hybrid_kv_cache_manager=True,
+    )  # fmt: skip
     pair = Pair(prefill.wait_ready(), decode.wait_ready())
     answer = pair.generate(PROMPT, TOKENS)
     assert answer.tokens == decode.generate(PROMPT, TOKENS, salt="alone").tokens
     assert answer.path["outcome"] == "failed"
-    assert answer.path["reason"] == "LayoutUnsupported"
+    assert answer.path["reason"] == "LayerMismatch"
+    assert "sliding_window" in answer.path["message"]
+    assert "full_attention" in answer.path["message"]
     for engine in (prefill, decode):
         assert engine.alive()
         engine.stop()

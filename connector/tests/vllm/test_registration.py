@@ -23,8 +23,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pdcluster_connector.compat.shape import LayerKind, Memory
+from pdcluster_connector.compat.shape import GroupShape, LayerKind, Memory, PartShape
 from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.vllm import states
 from pdcluster_connector.vllm.registration import register
 
 pytestmark = pytest.mark.vllm
@@ -180,27 +181,117 @@ def test_head_intervals(total: int, tensor: int, rank: int, expected: tuple[int,
     assert made.shape.layers[0].kv_heads == total
 
 
+def page_views(spec: Any, names: list[str] = NAMES) -> tuple[dict[str, Any], KVCacheTensor]:
+    """Views of layers with ``spec``, one after the other in memory."""
+    page = spec.page_size_bytes
+    placed = KVCacheTensor(
+        size=page * BLOCKS * len(names), layers=names, layer_stride=page * BLOCKS, block_stride=page
+    )
+    raw = torch.zeros(placed.size, dtype=torch.int8)
+    views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, placed, spec.block_size)
+    return dict(zip(names, views, strict=True)), placed
+
+
 @pytest.mark.parametrize(
-    ("spec", "kind"),
+    "spec",
     [
-        (SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=HEAD, dtype=torch.float32,
-                           sliding_window=128), LayerKind.SLIDING_WINDOW),
-        (MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=96, dtype=torch.float32),
-         LayerKind.MLA),
-        (MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,)), LayerKind.MAMBA),
-        (full(num_head_slots=1), LayerKind.OTHER),
+        SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=HEAD, dtype=torch.float32,
+                          sliding_window=128, extra_retained_tokens=2),
+        MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=96, dtype=torch.float32,
+                         model_version="deepseek_v4"),
+        MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), tp_replicated=True),
+        full(num_head_slots=1),
     ],
+    ids=lambda spec: type(spec).__name__,
 )  # fmt: skip
-def test_other_kinds_are_described_and_get_no_region(spec: Any, kind: LayerKind) -> None:
+def test_kinds_with_rules_of_their_own_are_described_and_get_no_region(spec: Any) -> None:
     config = KVCacheConfig(
         num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(NAMES, spec)]
     )
-    views = {name: torch.zeros(BLOCKS, 64) for name in NAMES}
+    views = {name: torch.zeros(BLOCKS, 1, 1, 64) for name in NAMES}
     made = register(views, config, vllm_config(), (0, 0), "digest")
     assert made.shape.layers is not None
-    assert [layer.kind for layer in made.shape.layers] == [kind, kind]
+    assert [layer.kind for layer in made.shape.layers] == [LayerKind.OTHER] * 2
     assert made.shard.regions == ()
     assert made.memory == ()
+
+
+def test_the_latent_is_one_head_that_every_rank_holds() -> None:
+    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=96, dtype=torch.float32)
+    views, placed = page_views(spec)
+    config = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(NAMES, spec)])
+    for rank in (0, 3):
+        made = register(views, config, vllm_config(tensor=4, total_heads=1), (0, rank), "digest")
+        regions = made.shard.regions
+        assert {(region.head_start, region.head_stop) for region in regions} == {(0, 1)}
+        assert regions[0].token_bytes == 96 * 4
+        assert made.shape.layers is not None
+        assert made.shape.layers[0].kind is LayerKind.MLA
+        assert made.shape.layers[0].kv_heads == 1
+
+
+def test_groups_carry_their_own_sizes() -> None:
+    window = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32,
+        sliding_window=100,
+    )  # fmt: skip
+    views, config = caches(KVCacheLayout.LBHNC)
+    config.kv_cache_groups = [
+        KVCacheGroupSpec(NAMES[:1], window), KVCacheGroupSpec(NAMES[1:], full())
+    ]  # fmt: skip
+    made = register(views, config, vllm_config(), (0, 0), "digest")
+    assert made.shape.groups == (
+        GroupShape(LayerKind.SLIDING_WINDOW, BLOCK, 1, 100),
+        GroupShape(LayerKind.FULL_ATTENTION, BLOCK, 1, None),
+    )
+    assert [region.group for region in made.shard.regions] == [0, 1]
+
+
+MAMBA2 = MambaSpec(
+    block_size=BLOCK, shapes=((4 * 16 + 2 * 2 * 8, 3), (4, 16, 8)),
+    dtypes=(torch.float32, torch.float32), page_size_padded=8192,
+)  # fmt: skip
+
+
+def test_mamba_states_are_cut_into_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Second of two ranks: 4 heads of 16 channels, 2 groups of 8; conv rows 3."""
+    monkeypatch.setattr(states, "is_conv_state_dim_first", lambda: True)
+    views, placed = page_views(MAMBA2)
+    config = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(NAMES, MAMBA2)])
+    made = register(views, config, vllm_config(tensor=2), (0, 1), "digest")
+    assert made.shape.layers is not None
+    assert made.shape.layers[0].parts == (
+        PartShape("conv.x", 8, 16 * 3 * 4, "float32"),
+        PartShape("conv.b", 4, 8 * 3 * 4, "float32"),
+        PartShape("conv.c", 4, 8 * 3 * 4, "float32"),
+        PartShape("ssm", 8, 16 * 8 * 4, "float32"),
+    )
+    # What a layer sees in its states, found again by the regions' arithmetic.
+    pages = views[NAMES[1]].squeeze(dim=(1, 2))
+    conv = pages[:, : 96 * 3 * 4].view(torch.float32).view(BLOCKS, 96, 3)
+    ssm = pages[:, 96 * 3 * 4 : 96 * 3 * 4 + 4 * 16 * 8 * 4].view(torch.float32)
+    conv[5, 64 + 16 + 8, 0], ssm.view(BLOCKS, 4, 16, 8)[5, 3, 0, 0] = 7.0, 9.0
+    regions = {r.part: r for r in made.shard.regions if r.layer == NAMES[1]}
+    raw = torch.empty(0, dtype=torch.int8).set_(pages.untyped_storage())
+    memory = np.frombuffer(raw.numpy(), dtype=np.uint8)
+    for part, head, value in (("conv.c", 3, 7.0), ("ssm", 7, 9.0)):
+        region = regions[part]
+        at = region.base + 5 * region.block_stride
+        at += (head - region.head_start) * region.head_stride - raw.data_ptr()
+        assert memory[at : at + 4].view(np.float32)[0] == value, part
+
+
+def test_states_in_another_order_are_moved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "is_conv_state_dim_first", lambda: False)
+    views, placed = page_views(MAMBA2)
+    config = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(NAMES, MAMBA2)])
+    made = register(views, config, vllm_config(), (0, 0), "digest")
+    assert made.shape.layers is not None
+    assert [part.name for part in made.shape.layers[0].parts] == ["state0.SD", "state1.SD"]
+    assert (
+        sum(region.token_bytes for region in made.shard.regions)
+        == 2 * MAMBA2.state_content_size_bytes
+    )
 
 
 def test_layers_that_share_a_cache_are_left_out() -> None:

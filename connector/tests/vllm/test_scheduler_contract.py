@@ -61,9 +61,9 @@ def test_hand_off_from_ticket_to_release(pair: Any) -> None:
     decode.add("d0", prompt(40), params, max_tokens=2)
     decode.run(lambda: "d0" in decode.parked())
     order = decode.workers[0].parked["d0"]
-    assert (order.start, order.stop, order.first_token) == (0, 40, 0)
+    assert (order.start, order.stop, order.blocks[0].first_token) == (0, 40, 0)
     assert order.ticket.request_id == "p0"
-    assert len(order.blocks[0]) == len(order.ticket.blocks[0]) == 3
+    assert len(order.blocks[0].blocks) == len(order.ticket.blocks[0]) == 3
     for _ in range(3):
         assert decode.step() == [], "a parked request computes nothing"
     decode.land("d0", ranks=[1])
@@ -105,7 +105,9 @@ def test_a_full_local_prefix_hit_releases_without_a_transfer(pair: Any) -> None:
     decode.add("d0", prompt(49), params, max_tokens=2)
     decode.run(lambda: "d0" in decode.parked())
     order = decode.workers[0].parked["d0"]
-    assert (order.start, order.stop, order.first_token) == (48, 49, 48), "only what is missing"
+    assert (order.start, order.stop, order.blocks[0].first_token) == (48, 49, 48), (
+        "only what is missing"
+    )
     decode.land("d0")
     decode.run(lambda: "d0" in decode.finished)
     params = prefill.prefill("p1", prompt(48))

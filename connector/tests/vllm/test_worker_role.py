@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from pdcluster_connector.plan.request import GroupBlocks
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.config import ConfigError
 from pdcluster_connector.vllm.connector import PDClusterConnector
@@ -49,7 +50,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> PDClusterConnector:
 
 def order(request_id: str) -> ReceiveOrder:
     ticket = Ticket("e/2", "h", 5, "r", 7, ((1,),), 16, 10, b"d" * 16, 0.0)
-    return ReceiveOrder(request_id, ticket, ((3,),), 16, 0, 0, 10, 60.0)
+    return ReceiveOrder(request_id, ticket, (GroupBlocks((3,)),), 0, 10, 60.0)
 
 
 def step(connector: PDClusterConnector, orders: StepOrders) -> tuple[Any, StepReport | None]:
@@ -92,7 +93,7 @@ def test_a_fault_while_starting_fails_those_requests(connector: PDClusterConnect
     assert connector._worker is not None
     connector._worker._receiver = Broken()
     broken = order("d1")
-    object.__setattr__(broken, "block_size", None)
+    object.__setattr__(broken, "seconds", None)
     results, _ = step(connector, StepOrders(receive=[broken, order("d2")]))
     assert not results.finished_recving, "the results were lost to the second fault, not the ids"
     connector._worker._receiver = None

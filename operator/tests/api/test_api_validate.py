@@ -118,7 +118,6 @@ def test_equal_model_flags_on_both_roles_are_fine():
 @pytest.mark.parametrize(
     ("spec", "rule"),
     [
-        ({"decode": {"parallelism": {"pipeline": 2}}}, "LayoutUnsupported"),
         ({"decode": {"parallelism": {"data": 2}}}, "LayoutUnsupported"),
         ({"prefill": args("-dcp", "2")}, "ContextParallelUnsupported"),
         ({"engine": {"kvCacheDtype": "fp8"}}, "LayoutUnsupported"),

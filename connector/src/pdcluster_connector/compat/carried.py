@@ -26,4 +26,13 @@ class Layout(StrEnum):
     BLOCK_SIZES = "BlockSizeMismatch"
 
 
-CARRIED: frozenset[Layout] = frozenset()
+CARRIED: frozenset[Layout] = frozenset(
+    {
+        Layout.PIPELINE,
+        Layout.SLIDING_WINDOW,
+        Layout.GROUPS,
+        Layout.MLA,
+        Layout.MAMBA,
+        Layout.MAMBA_TENSOR,
+    }
+)

@@ -13,10 +13,16 @@ from dataclasses import dataclass, field
 from math import inf
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.compat.shape import GroupShape, Memory
+from pdcluster_connector.plan.request import groups_of
 from pdcluster_connector.plan.transfer import PeerPlan, SourcePlan
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import EngineMetadata, ProbeRegion, ShardMetadata
+from pdcluster_connector.protocol.messages import (
+    EngineMetadata,
+    ProbeRegion,
+    ShardMetadata,
+    to_shape,
+)
 from pdcluster_connector.runtime.nixl_port import (
     Dlist,
     Handle,
@@ -52,6 +58,7 @@ class Link:
     Attributes:
         metadata: what the handshake returned.
         plan: which bytes correspond, compiled once.
+        groups: the peer's KV cache groups.
         sources: in the order of ``plan.sources``.
         flying: transfers that may still run over it.
         broken: why no new transfer may start; the link closes when ``flying`` is 0.
@@ -61,6 +68,7 @@ class Link:
 
     metadata: EngineMetadata
     plan: PeerPlan
+    groups: tuple[GroupShape, ...] = ()
     sources: list[Source] = field(default_factory=list)
     flying: int = 0
     broken: Failure | None = None
@@ -98,7 +106,7 @@ class ReadingAgent:
     def open(self, metadata: EngineMetadata, plan: PeerPlan) -> Link:
         """Load the peer's agents and prepare the descriptor lists, once per peer."""
         shards = {shard.rank: shard for shard in metadata.shards}
-        link = Link(metadata, plan)
+        link = Link(metadata, plan, groups_of(to_shape(metadata.shape)))
         try:
             for source in plan.sources:
                 link.sources.append(self._open_source(shards[source.rank], source))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.pairing import BlockList, expand_blocks, pair_blocks
+from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks, plan_request
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive import Receive
 from pdcluster_connector.protocol.ticket import Ticket
@@ -34,14 +34,14 @@ class ReceiveRequest:
     Attributes:
         request_id: this engine's id; reported exactly once.
         ticket: what the prefill engine handed over.
-        decode_blocks: one list of this rank's kernel blocks for each KV cache group.
+        decode_blocks: this engine's KV cache groups, and the request's blocks in each.
         start, stop: tokens wanted, counted from the prompt's start.
         deadline: when the lease ends, monotonic seconds.
     """
 
     request_id: str
     ticket: Ticket
-    decode_blocks: tuple[BlockList, ...]
+    decode_blocks: EngineBlocks
     start: int
     stop: int
     deadline: float
@@ -102,26 +102,20 @@ def plan_pieces(job: Job, link: Link, limit: int) -> Failure | None:
         PlanError: the blocks do not cover the tokens, or lie outside of the caches.
     """
     request, ticket, shape = job.request, job.request.ticket, link.metadata.shape
-    if len(ticket.blocks) != 1 or len(request.decode_blocks) != 1:
-        return Failure(
-            Reason.LAYOUT_UNSUPPORTED,
-            f"{len(ticket.blocks)} KV cache groups at prefill, {len(request.decode_blocks)}"
-            " at decode; one on each side is supported",
-        )
     if ticket.block_size != shape.block_size:
         return Failure(
             Reason.TICKET_INVALID,
             f"the ticket's blocks hold {ticket.block_size} tokens, the engine's {shape.block_size}",
         )
-    if request.stop > ticket.tokens:
-        return Failure(
-            Reason.COVERAGE_INCOMPLETE,
-            f"tokens up to {request.stop} are wanted, the ticket covers {ticket.tokens}",
-        )
-    ratio = shape.kernel_blocks_per_block or 1
-    prefill = BlockList(expand_blocks(ticket.blocks[0], ratio), ticket.block_size // ratio)
-    pairs = pair_blocks(prefill, request.decode_blocks[0], request.start, request.stop)
-    for part in link.plan.indices(pairs):
+    prefill = EngineBlocks(link.groups, [GroupBlocks(ids) for ids in ticket.blocks])
+    for part in plan_request(
+        link.plan,
+        prefill,
+        request.decode_blocks,
+        start=request.start,
+        stop=request.stop,
+        tokens=ticket.tokens,
+    ):
         job.nbytes += part.nbytes
         job.descriptors += len(part.decode_indices)
         job.pieces.extend(_pieces(part.source, part.decode_indices, part.prefill_indices, limit))

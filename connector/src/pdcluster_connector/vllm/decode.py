@@ -8,7 +8,7 @@ failed one), or without one when the request never got that far.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.messages import Malformed
 from pdcluster_connector.protocol.ticket import Ticket, ticket_of
+from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.prefill import is_prefill
 from pdcluster_connector.vllm.prompt import digest_of_prompt
@@ -31,6 +32,7 @@ LEASE_EXPIRED: Final = Reason.LEASE_EXPIRED.value
 PROMPT_MISMATCH: Final = "PromptMismatch"
 TICKET_SPENT: Final = "TicketSpent"
 CACHE_RESET: Final = "CacheReset"  # the caches were cleared, e.g. for new weights
+TICKET_TOO_LONG: Final = "TicketTooLong"  # holds the last token, which this model's decode computes
 PREFIX_HIT: Final = "PrefixHit"
 PREFIX_READING_OFF: Final = "PrefixReadingOff"  # e.g. prompt logprobs: vLLM computes all itself
 
@@ -66,14 +68,15 @@ class DecodeRole:
         self,
         engine_id: str,
         lease_seconds: float,
-        block_size: int,
+        groups: Sequence[CacheGroup],
         leases: LeaseSender,
         stats: StatsCollector,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._engine_id = engine_id
-        self._block_size = block_size
+        self._groups = groups
+        self._leaves_last_token = leaves_last_token(groups)
         self._tickets = TicketBook(leases, lease_seconds, clock)
         self._stats = stats
         self._wall_clock = wall_clock
@@ -150,18 +153,18 @@ class DecodeRole:
         # The ticket covers [0, tokens); what vLLM has not asked for is a local prefix hit.
         incoming.stop = min(ticket.tokens, request.num_tokens)
         incoming.start = incoming.stop - external_tokens
-        first = incoming.start // self._block_size
-        last = -(-incoming.stop // self._block_size)
-        incoming.blocks = last - first
+        held = tuple(
+            group.holding(ids, incoming.start, incoming.stop)
+            for group, ids in zip(self._groups, blocks, strict=True)
+        )
+        incoming.blocks = sum(block > 0 for group in held for block in group.blocks)
         incoming.stage = Stage.PARKED
         self._tickets.renew(ticket)
         self._orders.append(
             ReceiveOrder(
                 request_id=request.request_id,
                 ticket=ticket,
-                blocks=tuple(tuple(group[first:last]) for group in blocks),
-                block_size=self._block_size,
-                first_token=first * self._block_size,
+                blocks=held,
                 start=incoming.start,
                 stop=incoming.stop,
                 seconds=self._tickets.lease_seconds(ticket),
@@ -247,6 +250,8 @@ class DecodeRole:
             return TICKET_SPENT
         if ticket.expires_at <= self._wall_clock():
             return LEASE_EXPIRED
+        if self._leaves_last_token and ticket.tokens >= request.num_tokens:
+            return TICKET_TOO_LONG
         return ""
 
     def _settle(self, incoming: Incoming) -> None:

@@ -18,6 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from pdcluster_connector.protocol.lease import LeaseTable
 from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params
 from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.prompt import digest_of_prompt
 
@@ -42,6 +43,7 @@ class PrefillRole:
         engine_id: str,
         options: ConnectorOptions,
         block_size: int,
+        groups: Sequence[CacheGroup],
         parallel: tuple[int, int],
         stats: StatsCollector,
         clock: Callable[[], float] = time.monotonic,
@@ -49,17 +51,36 @@ class PrefillRole:
         self._engine_id = engine_id
         self._options = options
         self._block_size = block_size
+        self._groups = groups
+        self._leaves_last_token = leaves_last_token(groups)
         self._tensor, self._pipeline = parallel
         self._stats = stats
         self._clock = clock
         self._leases = LeaseTable()
         self._owed: set[str] = set()  # finished requests whose blocks vLLM keeps for us
         self._sent: list[str] = []
+        self._shortened: set[str] = set()
 
     @property
     def leases_held(self) -> int:
         """Leases that keep blocks from reuse."""
         return self._leases.held
+
+    def arrived(self, request: Request) -> None:
+        """Shorten a prompt whose last token is decode's to compute (see ``groups``)."""
+        if (
+            is_prefill(request)
+            and self._leaves_last_token
+            and request.prompt_token_ids is not None
+            and request.prompt_embeds is None
+            and request.num_prompt_tokens > 1
+            and not request.skip_reading_prefix_cache
+        ):
+            del request.prompt_token_ids[-1:]
+            del request._all_token_ids[-1:]  # noqa: SLF001  vLLM's own connectors do the same
+            request.num_prompt_tokens -= 1
+            request.max_tokens = 1
+            self._shortened.add(request.request_id)
 
     def scheduled(self, request: Request) -> None:
         """Arm the lease of a request that starts to compute; again after a preemption."""
@@ -71,6 +92,8 @@ class PrefillRole:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return (keep the blocks, what the client gets): a ticket if there is KV to fetch."""
         request_id = request.request_id
+        whole = self._leaves_last_token and request_id not in self._shortened
+        self._shortened.discard(request_id)
         token = self._leases.token(request_id)
         digest = digest_of_prompt(request, request.num_prompt_tokens)
         handed_off = (
@@ -78,19 +101,21 @@ class PrefillRole:
             and request.num_computed_tokens >= request.num_prompt_tokens
             and any(blocks)
         )
-        if token is None or digest is None or not handed_off:
+        if token is None or digest is None or whole or not handed_off:
             self._leases.drop(request_id)
             return False, None
         if not self._leases.grant(request_id, self._clock() + self._options.lease_seconds):
             return False, None
-        covered = -(-request.num_prompt_tokens // self._block_size)
         ticket = Ticket(
             engine_id=self._engine_id,
             host=self._options.side_channel_host,
             port=self._options.side_channel_port,
             request_id=request_id,
             token=token,
-            blocks=tuple(tuple(group[:covered]) for group in blocks),
+            blocks=tuple(
+                tuple(group.holding(ids, 0, request.num_prompt_tokens).blocks)
+                for group, ids in zip(self._groups, blocks, strict=True)
+            ),
             block_size=self._block_size,
             tokens=request.num_prompt_tokens,
             prompt_digest=digest,
@@ -107,6 +132,7 @@ class PrefillRole:
         """Drop a request's lease; vLLM frees its blocks by itself."""
         self._leases.drop(request_id)
         self._owed.discard(request_id)
+        self._shortened.discard(request_id)
 
     def release(self, request_id: str, token: int) -> bool:
         """End a lease because decode is done with it. False if there is none like it."""

@@ -1,14 +1,14 @@
-"""From vLLM's KV cache tensors to regions, memory ranges and this engine's shape.
+"""From vLLM's KV cache tensors to regions, memory ranges and this rank's shape.
 
 vLLM hands over one strided view ``[block, head, token, content]`` a layer (vLLM RFC #42082),
-whatever the physical order, so a region is read off the view's strides. Whether the inside of
-a block can be cut by token is a property of the attention backend and not of the strides:
-CPU_ATTN keeps, for each (block, head), all K tokens and then all V tokens, packed for the
-host's instruction set. Only backends that are known to keep K and V of one token together are
-treated as sliceable.
+whatever the physical order, so a region is read off the view's strides; a Mamba layer's view
+is ``[slot, 1, 1, bytes]`` (:mod:`states`). Whether the inside of a block can be cut by token is
+a property of the attention backend and not of the strides: CPU_ATTN keeps, for each (block,
+head), all K tokens and then all V tokens, packed for the host's instruction set. Only backends
+that are known to keep K and V of one token together are treated as sliceable.
 
-Kinds that cannot be transferred yet are described in the shape, where a rule refuses them by
-name at the handshake, and get no region: their engine starts and serves normally.
+Layers whose rules this connector does not know are described in the shape, where a rule refuses
+them by name at the handshake, and get no region: their engine starts and serves normally.
 """
 
 from __future__ import annotations
@@ -27,12 +27,23 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
+from pdcluster_connector.compat.shape import (
+    EngineShape,
+    GroupShape,
+    LayerKind,
+    LayerShape,
+    Memory,
+    PartShape,
+)
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.runtime.nixl_port import MemoryRange
+from pdcluster_connector.vllm.groups import cache_groups
+from pdcluster_connector.vllm.states import describe_states
 
 # Backends whose block interior is [head, token, K|V] in some order, each token's bytes whole.
 _TOKEN_SLICEABLE: Final = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"})
+
+_PLAIN: Final = frozenset({"auto", "", None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +68,12 @@ def register(
     ``model`` is the model's digest (:mod:`fingerprint`).
     """
     parallel = vllm_config.parallel_config
-    total_heads = vllm_config.model_config.get_total_num_kv_heads()
+    cache_config = vllm_config.cache_config
     layers: list[LayerShape] = []
     regions: list[Region] = []
     storages: dict[tuple[int, int], MemoryRange] = {}
     packings: set[str | None] = set()
-    ratios: set[int] = set()
+    ratios: dict[int, set[int]] = {}
     dtypes: set[str] = set()
 
     for name, (group, spec) in _specs(kv_cache_config).items():
@@ -70,41 +81,46 @@ def register(
         if cache is None:
             continue
         kind = _kind(spec)
-        heads = _heads(spec, total_heads, parallel.tensor_parallel_size, rank[1])
-        if kind is LayerKind.FULL_ATTENTION and (cache.dim() != 4 or heads is None):
+        heads = _heads(spec, kind, vllm_config, rank[1])
+        parts: tuple[PartShape, ...] = ()
+        held: list[Region] = []
+        if kind is LayerKind.MAMBA:
+            parts, held = describe_states(name, cache, spec, group, parallel, rank[1])
+        elif cache.dim() != 4 or heads is None:
             kind = LayerKind.OTHER
-        token_bytes = getattr(spec, "state_content_size_bytes", 0)
+        elif kind is not LayerKind.OTHER:
+            packing = _packing(name, vllm_config)
+            packings.add(packing)
+            ratio = max(1, cache.shape[0] // max(1, kv_cache_config.num_blocks))
+            ratios.setdefault(group, set()).add(ratio)
+            dtypes.add(_dtype(cache_config.cache_dtype, spec.dtype))
+            held = [_region(name, cache, (heads[1], heads[2]), packing is None, group)]
         layers.append(
             LayerShape(
                 name=name,
                 kind=kind,
                 group=group,
-                kv_heads=heads[0] if heads else 1,
-                token_bytes=token_bytes,
+                kv_heads=1 if kind is LayerKind.MAMBA or heads is None else heads[0],
+                token_bytes=_token_bytes(spec, parts),
                 window=getattr(spec, "sliding_window", None) or None,
+                scales="" if cache_config.cache_dtype in _PLAIN or parts else None,
+                parts=parts,
             )
         )
-        if kind is not LayerKind.FULL_ATTENTION or heads is None:
-            continue
-        packing = _packing(name, vllm_config)
-        packings.add(packing)
-        ratios.add(max(1, cache.shape[0] // max(1, kv_cache_config.num_blocks)))
-        dtypes.add(_dtype(vllm_config.cache_config.cache_dtype, spec.dtype))
-        regions.append(_region(name, cache, heads[1], heads[2], packing is None))
-        storage = cache.untyped_storage()
-        region = regions[-1]
-        storages.setdefault(
-            (storage.data_ptr(), region.device),
-            MemoryRange(storage.data_ptr(), storage.nbytes(), region.device, region.memory),
-        )
+        regions += held
+        if held:
+            storage = cache.untyped_storage()
+            address, device, memory = storage.data_ptr(), held[0].device, held[0].memory
+            storages.setdefault(
+                (address, device), MemoryRange(address, storage.nbytes(), device, memory)
+            )
 
-    memories = {region.memory for region in regions}
     shape = EngineShape(
         model=model,
         kv_dtype=_only(dtypes),
-        block_size=vllm_config.cache_config.block_size,
-        kernel_blocks_per_block=_only(ratios),
-        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        block_size=cache_config.block_size,
+        kernel_blocks_per_block=_only(set().union(*ratios.values())),
+        prefix_caching=bool(cache_config.enable_prefix_caching),
         tensor=parallel.tensor_parallel_size,
         pipeline=parallel.pipeline_parallel_size,
         data=parallel.data_parallel_size,
@@ -112,13 +128,28 @@ def register(
             parallel.decode_context_parallel_size,
             getattr(parallel, "prefill_context_parallel_size", 1),
         ),
-        memory=_only(memories),
+        memory=_only({region.memory for region in regions}),
         token_sliceable=(packings == {None}) if packings else None,
         packing="+".join(sorted(p for p in packings if p is not None)) or None,
         layers=tuple(layers),
+        groups=_groups(kv_cache_config, ratios),
+        layout=kv_cache_config.kv_cache_layout,
     )
     shard = Shard(rank=rank, regions=tuple(regions))
     return Registration(shape=shape, shard=shard, memory=tuple(storages.values()))
+
+
+def _groups(config: KVCacheConfig, ratios: Mapping[int, set[int]]) -> tuple[GroupShape, ...]:
+    """Every group of the engine; its ratio is 1 where this rank has none of its layers."""
+    return tuple(
+        GroupShape(
+            _kind(group.spec),
+            group.block_size,
+            max(ratios.get(number, {1})),
+            group.window,
+        )
+        for number, group in enumerate(cache_groups(config))
+    )
 
 
 def _specs(config: KVCacheConfig) -> dict[str, tuple[int, Any]]:
@@ -135,37 +166,46 @@ def _specs(config: KVCacheConfig) -> dict[str, tuple[int, Any]]:
 
 
 def _kind(spec: Any) -> LayerKind:
-    if isinstance(spec, MambaSpec):
+    # Subclasses (sinks, recycled windows, …) add rules of their own to the same pages.
+    plain = getattr(spec, "state_content_bytes", None) is None and spec.tokens_per_state in {1, -1}
+    if not plain:
+        return LayerKind.OTHER
+    if type(spec) is MambaSpec and not spec.tp_replicated:
         return LayerKind.MAMBA
-    if isinstance(spec, MLAAttentionSpec):
+    if type(spec) is MLAAttentionSpec and spec.model_version is None:
         return LayerKind.MLA
-    if isinstance(spec, SlidingWindowSpec):
+    if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
         return LayerKind.SLIDING_WINDOW
-    plain = (
-        # Subclasses (sinks, recycled windows, …) add rules of their own to the same pages.
-        type(spec) is FullAttentionSpec
-        and spec.num_head_slots is None
-        and spec.state_content_bytes is None
-        and spec.tokens_per_state == 1
-    )
-    return LayerKind.FULL_ATTENTION if plain else LayerKind.OTHER
+    if type(spec) is FullAttentionSpec and spec.num_head_slots is None:
+        return LayerKind.FULL_ATTENTION
+    return LayerKind.OTHER
 
 
-def _heads(spec: Any, total: int, tensor: int, rank: int) -> tuple[int, int, int] | None:
+def _heads(spec: Any, kind: LayerKind, vllm_config: Any, rank: int) -> tuple[int, int, int] | None:
     """(heads of the layer, first head here, one past the last here); None if not known.
 
     vLLM gives rank r the heads from ``r * total // tensor`` on, and replicates heads where
-    there are more ranks than heads.
+    there are more ranks than heads. MLA's latent counts as one head that every rank holds.
     """
+    tensor = vllm_config.parallel_config.tensor_parallel_size
     local = getattr(spec, "num_kv_heads", None)
-    if local is None:
+    if kind is LayerKind.MLA:
+        return (1, 0, 1) if local == 1 else None
+    if kind is LayerKind.MAMBA or local is None:
         return None
+    total = vllm_config.model_config.get_total_num_kv_heads()
     if local == max(1, total // tensor) and (total % tensor == 0 or tensor % total == 0):
         start = rank * total // tensor
         return total, start, start + local
     if local > 1 or tensor == 1:  # a layer with head counts of its own, split evenly
         return local * tensor, rank * local, (rank + 1) * local
     return None
+
+
+def _token_bytes(spec: Any, parts: tuple[PartShape, ...]) -> int:
+    if parts:
+        return sum(part.heads * part.head_bytes for part in parts)
+    return int(getattr(spec, "state_content_size_bytes", 0))
 
 
 def _packing(layer: str, vllm_config: Any) -> str | None:
@@ -181,7 +221,7 @@ def _packing(layer: str, vllm_config: Any) -> str | None:
 
 
 def _region(
-    name: str, cache: torch.Tensor, head_start: int, head_stop: int, sliceable: bool
+    name: str, cache: torch.Tensor, heads: tuple[int, int], sliceable: bool, group: int
 ) -> Region:
     size = cache.element_size()
     blocks, _, tokens, content = cache.shape
@@ -191,18 +231,19 @@ def _region(
         num_blocks=blocks,
         block_stride=cache.stride(0) * size,
         block_tokens=tokens,
-        head_start=head_start,
-        head_stop=head_stop,
+        head_start=heads[0],
+        head_stop=heads[1],
         head_stride=cache.stride(1) * size,
         token_stride=cache.stride(2) * size if sliceable else None,
         token_bytes=content * size,
         device=max(cache.get_device(), 0),
         memory=Memory.DRAM if cache.device.type == "cpu" else Memory.VRAM,
+        group=group,
     )
 
 
 def _dtype(cache_dtype: str, spec_dtype: torch.dtype) -> str:
-    if cache_dtype in ("auto", "", None):
+    if cache_dtype in _PLAIN:
         return str(spec_dtype).removeprefix("torch.")
     return {"fp8": "fp8_e4m3"}.get(cache_dtype, cache_dtype)
 

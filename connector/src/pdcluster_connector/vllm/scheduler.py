@@ -26,6 +26,7 @@ from pdcluster_connector.runtime.lease_inbox import LeaseInbox
 from pdcluster_connector.runtime.side_channel import SideChannelServer
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.decode import DecodeRole
+from pdcluster_connector.vllm.groups import cache_groups
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.prefill import PrefillRole
 from pdcluster_connector.vllm.shape import decode_shape
@@ -59,6 +60,7 @@ class SchedulerRole:
         self._engine_id = engine_id
         self._options = options
         self._config = kv_cache_config
+        groups = cache_groups(kv_cache_config)
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         self._stats = StatsCollector()
         self._unreceivable: dict[str, str] = {}
@@ -73,6 +75,7 @@ class SchedulerRole:
                 engine_id,
                 options,
                 block_size,
+                groups,
                 (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
                 self._stats,
             )
@@ -80,7 +83,7 @@ class SchedulerRole:
             self._lease_client = LeaseClient()
             self._lease_client.start()
             self.decode = DecodeRole(
-                engine_id, options.lease_seconds, block_size, self._lease_client, self._stats
+                engine_id, options.lease_seconds, groups, self._lease_client, self._stats
             )
 
     # At start.
@@ -140,6 +143,8 @@ class SchedulerRole:
 
     def arrived(self, request: Request) -> None:
         """Take in a new request."""
+        if self.prefill is not None:
+            self.prefill.arrived(request)
         if self.decode is not None:
             self.decode.arrived(request)
 

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from pdcluster_connector.plan.request import GroupBlocks
 from pdcluster_connector.protocol.ticket import Ticket
 
 
@@ -25,18 +26,14 @@ class ReceiveOrder:
     Attributes:
         request_id: decode's own id of the request.
         ticket: where its KV waits.
-        blocks: logical block ids for each KV cache group, of the tokens from ``first_token`` on.
-        block_size: tokens in a logical block.
-        first_token: token that the lists begin at, a multiple of the block size.
+        blocks: logical blocks for each KV cache group, of the tokens wanted.
         start, stop: tokens wanted: ``[start, stop)``.
         seconds: time left until the lease ends.
     """
 
     request_id: str
     ticket: Ticket
-    blocks: tuple[tuple[int, ...], ...]
-    block_size: int
-    first_token: int
+    blocks: tuple[GroupBlocks, ...]
     start: int
     stop: int
     seconds: float

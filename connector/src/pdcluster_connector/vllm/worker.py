@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.pairing import BlockList, expand_blocks
+from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.plan.request import EngineBlocks, groups_of
 from pdcluster_connector.protocol.messages import encode
 from pdcluster_connector.runtime.control import ControlAgent
 from pdcluster_connector.runtime.nixl_agent import NixlAgent
@@ -34,7 +36,7 @@ from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.fingerprint import digest_of_engine
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.registration import Registration, register
-from pdcluster_connector.vllm.shape import encode_shape
+from pdcluster_connector.vllm.shape import decode_shape, encode_shape, join_shapes
 from pdcluster_connector.vllm.step import (
     Receipt,
     ReceiveOrder,
@@ -86,6 +88,7 @@ class WorkerRole:
             self._rank,
             digest_of_engine(self._vllm_config.model_config),
         )
+        registration = replace(registration, shape=_of_all_stages(registration.shape))
         self._registration = registration
         self._device = next((cache.device for cache in kv_caches.values()), None)
         if self._produces:
@@ -196,19 +199,11 @@ class WorkerRole:
                 part.close()
 
     def _request(self, order: ReceiveOrder) -> ReceiveRequest:
-        registration = self._registration
-        ratio = (registration and registration.shape.kernel_blocks_per_block) or 1
+        shape = EngineShape() if self._registration is None else self._registration.shape
         return ReceiveRequest(
             request_id=order.request_id,
             ticket=order.ticket,
-            decode_blocks=tuple(
-                BlockList(
-                    blocks=expand_blocks(blocks, ratio),
-                    block_tokens=order.block_size // ratio,
-                    first_token=order.first_token,
-                )
-                for blocks in order.blocks
-            ),
+            decode_blocks=EngineBlocks(groups_of(shape), order.blocks),
             start=order.start,
             stop=order.stop,
             deadline=time.monotonic() + order.seconds,
@@ -217,3 +212,13 @@ class WorkerRole:
     def _failed(self, request_id: str, reason: Reason, message: str) -> None:
         self._receipts[request_id] = Receipt(0, 0.0, reason.value, message)
         logger.warning("KV of %s was not received: %s: %s", request_id, reason.value, message)
+
+
+def _of_all_stages(shape: EngineShape) -> EngineShape:
+    """The engine's shape from this pipeline rank's; every rank calls it at the same time."""
+    group = get_pp_group()
+    if group.world_size == 1:
+        return shape
+    shapes: list[bytes] = [b""] * group.world_size
+    torch.distributed.all_gather_object(shapes, encode_shape(shape), group=group.cpu_group)
+    return join_shapes([decode_shape(raw) for raw in shapes])

@@ -1,0 +1,80 @@
+"""What the scheduler needs to know of each KV cache group to name a request's blocks in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from pdcluster_connector.plan.request import GroupBlocks, state_slot
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One group that takes part in transfers; ``spec`` is that of its first layer.
+
+    Attributes:
+        block_size: tokens in a logical block.
+        window: sliding window in tokens; None without.
+        is_state: the group's blocks are Mamba states.
+    """
+
+    spec: Any
+
+    @property
+    def block_size(self) -> int:
+        """Return the tokens in a logical block."""
+        return int(self.spec.block_size)
+
+    @property
+    def window(self) -> int | None:
+        """Return the sliding window in tokens."""
+        return self.spec.sliding_window if isinstance(self.spec, SlidingWindowSpec) else None
+
+    @property
+    def is_state(self) -> bool:
+        """Tell whether its blocks are Mamba states."""
+        return isinstance(self.spec, MambaSpec)
+
+    def holding(self, blocks: Sequence[int], start: int, stop: int) -> GroupBlocks:
+        """Return those of a request's blocks that hold the tokens [start, stop).
+
+        Of a Mamba group that is the running state, the one after ``stop`` tokens.
+
+        Raises:
+            CoverageError: the request has no state.
+        """
+        if self.is_state:
+            return GroupBlocks((state_slot(blocks, self.spec.num_speculative_blocks),))
+        first, last = start // self.block_size, -(-stop // self.block_size)
+        return GroupBlocks(tuple(blocks[first:last]), first * self.block_size)
+
+
+def cache_groups(config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+    """Return the groups that take part in transfers, in the order of their block lists."""
+    specs = [group.kv_cache_spec for group in config.transfer_groups]
+    return tuple(
+        CacheGroup(
+            next(iter(spec.kv_cache_specs.values()))
+            if isinstance(spec, UniformTypeKVCacheSpecs)
+            else spec
+        )
+        for spec in specs
+    )
+
+
+def leaves_last_token(groups: Sequence[CacheGroup]) -> bool:
+    """Tell whether prefill must stop one token short of the prompt's end.
+
+    Decode always computes the last token itself. From a Mamba state after that token it would
+    be counted twice; with a sliding window, vLLM lets go of the block that only its query
+    reads, on both sides, where the window begins with a block's last token.
+    """
+    return any(group.is_state or group.window is not None for group in groups)

@@ -1,0 +1,233 @@
+"""Real CPU engines of each layout: tokens, bytes, and the KV itself, byte by byte.
+
+Expected bytes are computed here from the model's dimensions alone. What a receive brought is
+compared with what prefill's caches hold, both read through the tensors that the engines compute
+with (``cache_hook``), before decode computes anything on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from fork_host import Engine
+
+pytest.importorskip("vllm")
+
+from conftest import Pair, connector_config
+
+from models.tiny import model_path
+
+pytestmark = pytest.mark.engine
+
+FLOAT = 4
+TOKENS = 8
+HIT = 288
+CHUNK = 512
+LENGTHS = (2, 33, 95, 159, 320, 700)  # 95 and 159: a window of 64 or 128 begins with a block's end
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A layer kind: ``heads`` of ``head_bytes`` a token; without tokens: a state."""
+
+    heads: int
+    head_bytes: int
+    window: int | None = None
+    state: bool = False
+
+    def expected(self, start: int, stop: int, block: int, tensor: int) -> int:
+        """Bytes that all decode ranks receive of one layer."""
+        heads = max(self.heads, tensor)
+        if self.state:
+            return heads * self.head_bytes
+        first = start if self.window is None else max(start, stop - self.window + 1)
+        return (-(-stop // block) - first // block) * block * heads * self.head_bytes
+
+
+FULL = Kind(4, 2 * 32 * FLOAT)
+LATENT = Kind(1, (512 + 64) * FLOAT)
+CONV = [Kind(8, 64 * 3 * FLOAT, state=True), *[Kind(2, 64 * 3 * FLOAT, state=True)] * 2]
+SSM = Kind(8, 64 * 64 * FLOAT, state=True)
+
+
+def windows(size: int) -> Kind:
+    return Kind(4, 2 * 32 * FLOAT, window=size)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``prefill`` and ``decode`` are (pipeline, tensor) sizes; ``kinds`` all layers' arrays."""
+
+    model: str
+    prefill: tuple[int, int]
+    decode: tuple[int, int]
+    kinds: list[Kind]
+    block: int = 32
+    leaves_last: bool = False
+    same_tokens: bool = True
+    prefixes: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        sizes = ["x".join(map(str, shape)) for shape in (self.prefill, self.decode)]
+        return f"{self.model}-{sizes[0]}to{sizes[1]}"
+
+    def engine(self, shape: tuple[int, int]) -> dict[str, Any]:
+        return {
+            "model": str(model_path(self.model)),
+            "max_num_batched_tokens": CHUNK,
+            "pipeline_parallel_size": shape[0],
+            "tensor_parallel_size": shape[1],
+            **self.options,
+        }
+
+    def expected(self, start: int, stop: int) -> int:
+        sizes = [kind.expected(start, stop, self.block, self.decode[1]) for kind in self.kinds]
+        return sum(sizes)
+
+
+NO_PREFIXES = {"enable_prefix_caching": False}  # vLLM's CPU Mamba2 dies with it
+MLA = {"attention_backend": "CPU_MLA"}
+
+CASES = [
+    Case("llama", (2, 1), (1, 1), [FULL] * 4),
+    Case("llama", (1, 2), (2, 1), [FULL] * 4),
+    Case("mistral-window", (1, 1), (1, 1), [windows(128)] * 4, leaves_last=True),
+    Case("gemma3-hybrid", (1, 2), (1, 1), [windows(64), FULL] * 2, leaves_last=True),
+    Case("gpt-oss", (1, 1), (1, 1), [windows(64), FULL] * 2, leaves_last=True),
+    Case("deepseek-mla", (1, 1), (1, 1), [LATENT] * 4, block=16, prefixes=False, options=MLA),
+    # With MLA this random model's tokens differ between tensor parallel sizes by themselves.
+    Case("deepseek-mla", (1, 2), (1, 1), [LATENT] * 4, block=16, same_tokens=False,
+         prefixes=False, options=MLA),
+    Case("granite-hybrid", (1, 2), (1, 1), [FULL, *[*CONV, SSM] * 3], block=160, leaves_last=True,
+         prefixes=False, options=NO_PREFIXES),
+]  # fmt: skip
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [3 + (seed * 131 + i * (7 + seed) + i * i // 5) % 250 for i in range(length)]
+
+
+WARM = prompt(320, 55)
+
+
+def prompts_of(case: Case) -> dict[str, list[int]]:
+    prompts = {f"{length} tokens": prompt(length, i) for i, length in enumerate(LENGTHS)}
+    if case.prefixes:
+        prompts["a prefix hit"] = WARM[:HIT] + prompt(97, 77)
+    if case.leaves_last:
+        prompts["one token"] = prompt(1, 5)
+    return prompts
+
+
+Expected = dict[str, tuple[list[int], list[int] | None]]  # by name: prompt, tokens
+
+
+def references(engines: Callable[..., Engine], case: Case) -> Expected:
+    """Prompts, and the greedy tokens of a single engine without connector.
+
+    CPU_MLA computes one token in another way than several, and decode computes a prompt's last
+    token by itself: the single engine's own first token is that last token then.
+    """
+    if not case.same_tokens:
+        return {name: (tokens, None) for name, tokens in prompts_of(case).items()}
+    options = {**case.engine((1, 1)), "enable_prefix_caching": False}
+    single = engines("single", **options).wait_ready()
+    expected: Expected = {}
+    for name, tokens in prompts_of(case).items():
+        made = single.generate(tokens, TOKENS + 1).tokens
+        if case.options == MLA:
+            expected[name] = (tokens + made[:1], made[1:])
+        else:
+            expected[name] = (tokens, made[:-1])
+    single.stop()
+    return expected
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def running(request: Any, engines: Callable[..., Engine]) -> Iterator[tuple[Case, Pair, Expected]]:
+    case: Case = request.param
+    expected = (
+        references(engines, case) if case.same_tokens else {}
+    )  # before the pair: memory is short where all this runs
+    prefill = engines("p", connector_config("kv_producer"), **case.engine(case.prefill))
+    decode = engines("d", connector_config("kv_consumer"), **case.engine(case.decode))
+    yield case, Pair(prefill.wait_ready(), decode.wait_ready()), expected
+    prefill.stop()
+    decode.stop()
+
+
+def assemble(ranks: list[Any], kv_heads: int, tensor: int) -> dict[str, dict[int, np.ndarray]]:
+    """Layers of all ranks, each block with all of its heads."""
+    whole: dict[str, dict[int, np.ndarray]] = {}
+    for (_, rank), layers in sorted(ranks, key=lambda item: item[0]):
+        replicas = max(1, tensor // kv_heads)
+        for name, blocks in layers.items():
+            for position, heads in blocks.items():
+                known = whole.setdefault(name, {}).get(position)
+                if known is None:
+                    whole[name][position] = heads
+                elif rank % replicas == 0:
+                    whole[name][position] = np.concatenate([known, heads])
+                else:
+                    assert np.array_equal(known[-len(heads) :], heads), "replicas differ"
+    return whole
+
+
+def check_kv(case: Case, held: list[Any], received: list[Any], start: int, stop: int) -> int:
+    """Compare each byte that was received with prefill's; returns how many all ranks got."""
+    heads = max(kind.heads for kind in case.kinds if not kind.state)
+    theirs = assemble(held, heads, case.prefill[1])
+    ours = assemble(received, heads, case.decode[1])
+    assert ours.keys() == theirs.keys()
+    compared = 0
+    for name, blocks in ours.items():
+        assert blocks, name
+        for position, bytes_ in blocks.items():
+            assert np.array_equal(bytes_, theirs[name][position]), (name, position)
+            compared += bytes_.nbytes
+        assert any(bytes_.any() for bytes_ in blocks.values()), f"{name} is all zeros"
+    attention = [blocks for name, blocks in ours.items() if len(blocks) > 1 or 0 not in blocks]
+    for blocks in attention:
+        assert max(blocks) == (stop - 1) // case.block
+    return compared * max(1, case.decode[1] // heads)
+
+
+def test_tokens_bytes_and_the_kv_itself(
+    running: tuple[Case, Pair, Expected],
+) -> None:
+    case, pair, expected = running
+    pair.decode.generate(WARM, 1)
+    for name, (tokens, greedy) in expected.items():
+        stop = len(tokens) - case.leaves_last
+        if stop == 0:  # nothing is left to hand over
+            assert pair.prefill.generate(tokens, 1, {"do_remote_decode": True}).params is None
+            assert pair.decode.generate(tokens, TOKENS).tokens == greedy
+            continue
+        start = HIT if name == "a prefix hit" else 0
+        params = pair.ticket(tokens)
+        held = pair.prefill.ask("held_kv", params["remote_block_ids"])
+        request_id = pair.decode.submit(tokens, TOKENS, params)
+        answer = pair.decode.answer(request_id)
+        assert answer.path["outcome"] == "transferred", (name, answer.path)
+        assert answer.path["tokens"] == stop - start, name
+        received = pair.decode.ask("received_kv", request_id)
+        compared = check_kv(case, held, received, start, stop)
+        assert answer.path["bytes"] == case.expected(start, stop) == compared, name
+        assert greedy is None or answer.tokens == greedy, name
+
+
+def test_afterwards_nothing_is_held(running: tuple[Case, Pair, Expected]) -> None:
+    _, pair, _ = running
+    for engine in (pair.prefill, pair.decode):
+        deadline = time.monotonic() + 20  # releases travel by themselves
+        while engine.held() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert engine.held() == 0
+        assert engine.free_blocks() == 255, "256 less the null block"
+        assert not [name for name in engine.metrics() if "failures" in name or "faults" in name]

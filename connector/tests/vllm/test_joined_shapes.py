@@ -1,0 +1,60 @@
+"""An engine's shape from its pipeline ranks'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape, Memory
+from pdcluster_connector.vllm.shape import decode_shape, encode_shape, join_shapes
+
+pytestmark = pytest.mark.vllm
+
+NOTHING = (GroupShape(LayerKind.FULL_ATTENTION, 32), GroupShape(LayerKind.MAMBA, 1024))
+
+
+def rank(name: str, group: int = 0, ratio: int = 2) -> EngineShape:
+    kind = NOTHING[group].kind
+    groups = tuple(
+        replace(shape, kernel_blocks_per_block=ratio) if i == group == 0 else shape
+        for i, shape in enumerate(NOTHING)
+    )
+    return EngineShape(
+        model="m", kv_dtype="float32", block_size=32, kernel_blocks_per_block=ratio,
+        prefix_caching=True, pipeline=2, memory=Memory.DRAM, token_sliceable=False,
+        packing="CPU_ATTN/vec", layers=(LayerShape(name, kind, group, 4, 256),), groups=groups,
+    )  # fmt: skip
+
+
+STATES = replace(
+    rank("b", 1), kv_dtype=None, kernel_blocks_per_block=None, token_sliceable=None, packing=None
+)
+
+
+def test_layers_of_all_stages_in_their_order() -> None:
+    joined = join_shapes([rank("b"), rank("a")])
+    assert [layer.name for layer in joined.layers or ()] == ["b", "a"]
+    assert joined.kernel_blocks_per_block == 2
+    assert decode_shape(encode_shape(joined)) == joined
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_group_is_described_by_a_rank_that_has_layers_of_it(order: int) -> None:
+    joined = join_shapes([rank("a"), STATES][::order])
+    assert joined.groups == (replace(NOTHING[0], kernel_blocks_per_block=2), NOTHING[1])
+    assert (joined.kv_dtype, joined.kernel_blocks_per_block) == ("float32", 2)
+    assert (joined.token_sliceable, joined.packing) == (False, "CPU_ATTN/vec")
+
+
+def test_ranks_that_contradict_each_other_are_named_with_both_values() -> None:
+    with pytest.raises(ValueError, match="kv_dtype is float32 on one rank and float16 on another"):
+        join_shapes([rank("a"), replace(rank("b"), kv_dtype="float16")])
+
+
+def test_one_stage_that_cannot_be_cut_makes_an_engine_that_cannot() -> None:
+    sliceable = replace(rank("a"), token_sliceable=True, packing=None)
+    joined = join_shapes([sliceable, rank("b")])
+    assert (joined.token_sliceable, joined.packing) == (False, "CPU_ATTN/vec")
