@@ -171,8 +171,10 @@ def test_nothing_wanted_is_done_without_a_handshake(rig: Rig) -> None:
 
 def test_an_id_under_way_is_not_taken_twice(rig: Rig) -> None:
     rig.of_kv(Behaviour(hang=True))
-    rig.send("r")
-    rig.send("r")
+    ticket = rig.prefill.ticket(1, [3, 4, 5], 10)
+    request = rig.decode.request("r", ticket, rig.blocks(1))
+    # In one batch: of two, the second may be taken after the first has landed and is no more.
+    rig.decode.receiver.receive([request, request])
     eventually(lambda: rig.hanging == 1)
     rig.fabric.land()
     assert "r" in rig.decode.wait("r").received
