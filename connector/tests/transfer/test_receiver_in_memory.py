@@ -341,6 +341,7 @@ def test_requests_that_come_while_the_agent_drains_wait_for_the_new_one(rig: Rig
     rig.send("unseen")
     rig.send("slow", 2)
     eventually(lambda: not behaviours and len(rig.fabric.flying) == 2)
+    eventually(lambda: rig.decode.receiver._executor._flights.unseen == 1)
     rig.fabric.behave = lambda _: Behaviour()
     rig.send("late", 3)
     rig.decode.nothing()
