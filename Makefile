@@ -35,11 +35,10 @@ test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's sche
 	$(PY) -m pytest -n 2 --dist loadfile -m "not nixl and not engine and not vllm and not cluster"
 	$(PY) -m pytest -m "nixl or engine or vllm"
 
-e2e: ## what a user does, end to end: local mode, then a real Kubernetes with real pods
+e2e: ## what a user does, end to end: local mode, kills, restarts
 	$(PY) -m pytest e2e/tests -m "not cluster"
-	$(MAKE) cluster-e2e
 
-cluster-e2e: cluster-programs ## only what needs the real Kubernetes (as root)
+cluster-e2e: cluster-programs ## the same on a real Kubernetes with real pods, and the chart (as root)
 	$(PY) -m pytest e2e/cluster/tests e2e/tests operator/tests/adapters charts/tests e2e/chart -m "cluster or helm"
 
 fast: ## the tests that take seconds
