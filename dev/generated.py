@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {
+    # A chart cannot read files outside of itself.
+    "charts/pdcluster/files/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.crd",
     "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.crd",
     "docs/layouts.md": "pdcluster_connector.compat.layouts_page",
     "docs/rules.md": "pdcluster_connector.compat.rules_page",
