@@ -336,11 +336,11 @@ def test_an_unseen_transfer_costs_the_agent_but_not_the_healthy(
 
 
 def test_requests_that_come_while_the_agent_drains_wait_for_the_new_one(rig: Rig) -> None:
-    behaviours = [Behaviour(poll_error=PortErrorKind.LOST), Behaviour(hang=True)]
+    behaviours = [Behaviour(hang=True), Behaviour(poll_error=PortErrorKind.LOST)]
     rig.fabric.behave = lambda t: Behaviour() if len(t.copies) == 1 else behaviours.pop(0)
-    rig.send("unseen")
     rig.send("slow", 2)
-    eventually(lambda: not behaviours and len(rig.fabric.flying) == 2)
+    eventually(lambda: rig.hanging == 1)  # or the loss alone would rebuild the agent at once
+    rig.send("unseen")
     eventually(lambda: rig.decode.receiver._executor._flights.unseen == 1)
     rig.fabric.behave = lambda _: Behaviour()
     rig.send("late", 3)
