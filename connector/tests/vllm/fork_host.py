@@ -131,12 +131,11 @@ class Engine:
         return value
 
     def alive(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
+        try:  # it can end between the opening of its file and the reading
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
             return False
-        stat = Path(f"/proc/{self.pid}/stat")
-        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+        return stat.rpartition(")")[2].split()[0] != "Z"
 
     def kill(self) -> None:
         """SIGKILL the engine and its workers."""

@@ -63,6 +63,13 @@ def networks(processes: Iterable[int]) -> set[str]:
     return found
 
 
+def program(pid: int) -> str | None:
+    """The name of a process; None once it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return None
+
+
 @pytest.fixture
 def places() -> Places:
     """No cluster before and after the test."""
@@ -151,8 +158,7 @@ def test_up_that_is_killed_half_way_can_be_repeated(places):
 
 def test_program_that_ends_is_named(places):
     lifecycle.up(places)
-    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in cgroups.processes()}
-    scheduler = [pid for pid, name in names.items() if name == "kube-scheduler"]
+    scheduler = [pid for pid in cgroups.processes() if program(pid) == "kube-scheduler"]
     os.kill(scheduler[0], signal.SIGKILL)
     while not lifecycle.ended(places):
         time.sleep(0.05)

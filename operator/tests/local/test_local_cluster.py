@@ -38,7 +38,10 @@ def running(folder: Path, *words: str) -> list[int]:
     """Pids of this test's processes that have all of these words in their command line."""
 
     def line(pid: int) -> str:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+        except OSError:  # ended since it was listed
+            return ""
 
     return [pid for pid in carrying(f"mark-{folder}") if all(word in line(pid) for word in words)]
 
