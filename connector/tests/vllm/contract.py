@@ -13,7 +13,7 @@ import itertools
 import pickle
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -252,3 +252,21 @@ class ContractEngine:
 
     def close(self) -> None:
         self.scheduler.shutdown()
+
+
+def prompt(length: int, first: int = 5) -> list[int]:
+    """Token ids that differ from block to block."""
+    return [(first + 7 * i) % 300 for i in range(length)]
+
+
+def closing_engines(**defaults: Any) -> Iterator[Callable[..., ContractEngine]]:
+    """Yield what makes engines, then close all that it made."""
+    made: list[ContractEngine] = []
+
+    def make(role: str, **options: Any) -> ContractEngine:
+        made.append(ContractEngine(role, **{**defaults, **options}))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()

@@ -10,27 +10,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from contract import BLOCK, ContractEngine
+from contract import BLOCK, ContractEngine, closing_engines, prompt
 from vllm.v1.request import RequestStatus
 
 pytestmark = pytest.mark.vllm
 
 
-def prompt(length: int, first: int = 5) -> list[int]:
-    return [(first + 7 * i) % 300 for i in range(length)]
-
-
 @pytest.fixture
 def engines() -> Iterator[Any]:
-    made: list[ContractEngine] = []
-
-    def make(role: str, **options: Any) -> ContractEngine:
-        made.append(ContractEngine(role, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+    yield from closing_engines()
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from contract import ContractEngine
-from test_scheduler_contract import abort, prompt, released
+from contract import ContractEngine, closing_engines, prompt
+from test_scheduler_contract import abort, released
 from vllm.lora.request import LoRARequest
 
 from pdcluster_connector.compat.shape import EngineShape
@@ -28,15 +28,7 @@ OFFLOADING = {
 
 @pytest.fixture
 def engines() -> Iterator[Any]:
-    made: list[ContractEngine] = []
-
-    def make(role: str, **options: Any) -> ContractEngine:
-        made.append(ContractEngine(role, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+    yield from closing_engines()
 
 
 def nothing_left(prefill: ContractEngine, decode: ContractEngine, blocks: int = 63) -> None:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from contract import BLOCK, FULL, ContractEngine
+from contract import BLOCK, FULL, ContractEngine, closing_engines, prompt
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from pdcluster_connector.protocol.ticket import Ticket, ticket_of
@@ -23,21 +23,9 @@ WINDOW = SlidingWindowSpec(
 STATE = MambaSpec(block_size=1024, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
-def prompt(length: int, first: int = 5) -> list[int]:
-    return [(first + 7 * i) % 300 for i in range(length)]
-
-
 @pytest.fixture
 def engines() -> Iterator[Any]:
-    made: list[ContractEngine] = []
-
-    def make(role: str, **options: Any) -> ContractEngine:
-        made.append(ContractEngine(role, ranks=1, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+    yield from closing_engines(ranks=1)
 
 
 def ticket(params: dict[str, Any]) -> Ticket:

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from pdcluster_connector.compat.backends import token_sliceable
 from pdcluster_connector.compat.shape import (
     EngineShape,
     GroupShape,
@@ -36,12 +37,10 @@ from pdcluster_connector.compat.shape import (
     PartShape,
 )
 from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.topology import head_interval
 from pdcluster_connector.runtime.nixl_port import MemoryRange
 from pdcluster_connector.vllm.groups import cache_groups
 from pdcluster_connector.vllm.states import describe_states
-
-# Backends whose block interior is [head, token, K|V] in some order, each token's bytes whole.
-_TOKEN_SLICEABLE: Final = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"})
 
 _PLAIN: Final = frozenset({"auto", "", None})
 
@@ -195,8 +194,7 @@ def _heads(spec: Any, kind: LayerKind, vllm_config: Any, rank: int) -> tuple[int
         return None
     total = vllm_config.model_config.get_total_num_kv_heads()
     if local == max(1, total // tensor) and (total % tensor == 0 or tensor % total == 0):
-        start = rank * total // tensor
-        return total, start, start + local
+        return total, *head_interval(total, tensor, rank)
     if local > 1 or tensor == 1:  # a layer with head counts of its own, split evenly
         return local * tensor, rank * local, (rank + 1) * local
     return None
@@ -214,7 +212,7 @@ def _packing(layer: str, vllm_config: Any) -> str | None:
     if attention is None:
         return "unknown"
     backend = attention.get_attn_backend().get_name()
-    if backend in _TOKEN_SLICEABLE:
+    if token_sliceable(backend):
         return None
     isa = getattr(attention, "isa", None)
     return f"{backend}/{isa}" if isa else backend
