@@ -8,6 +8,7 @@ BIN = $(dir $(PY))
 export PYTHONPATH := $(CURDIR)/operator/src:$(CURDIR)/connector/src:$(CURDIR)/e2e
 # Without bytecode every engine start compiles thousands of modules again.
 unexport PYTHONDONTWRITEBYTECODE
+PURE = not nixl and not engine and not vllm and not local and not helm and not cluster
 
 help: ## show this
 	@echo "pdcluster: make TARGET"
@@ -32,17 +33,19 @@ check: ## format, lint, types, import layers, generated files
 	$(PY) dev/generated.py --check
 
 test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's scheduler, real engines
-	$(PY) -m pytest -n 2 --dist loadfile -m "not nixl and not engine and not vllm and not cluster"
+	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)"
 	$(PY) -m pytest -m "nixl or engine or vllm"
 
-e2e: ## what a user does, end to end: local mode, kills, restarts
-	$(PY) -m pytest e2e/tests -m "not cluster"
+e2e: local-e2e cluster-e2e ## what a user does, end to end: local mode and a real Kubernetes (as root)
 
-cluster-e2e: cluster-programs ## the same on a real Kubernetes with real pods, and the chart (as root)
-	$(PY) -m pytest e2e/cluster/tests e2e/tests operator/tests/adapters charts/tests e2e/chart -m "cluster or helm"
+local-e2e: ## local mode with real engines: tokens, kills, restarts
+	$(PY) -m pytest -m local
+
+cluster-e2e: cluster-programs ## a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
+	$(PY) -m pytest e2e/cluster e2e/tests operator charts e2e/chart -m "cluster or helm"
 
 fast: ## the tests that take seconds
-	$(PY) -m pytest -n 2 --dist loadfile -m "not nixl and not engine and not vllm and not cluster" -q
+	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)" -q
 
 cluster-programs: ## build what a cluster needs with Go, and the images, once into the cache
 	$(PY) -m cluster build
@@ -70,5 +73,5 @@ generate: ## write crds/, docs/rules.md and docs/layouts.md again from the code
 lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
-.PHONY: help env model demo check test e2e fast charts cluster-programs cluster-e2e cluster-demo \
-	cluster-up cluster-down format generate lock
+.PHONY: help env model demo check test e2e local-e2e cluster-e2e fast charts cluster-programs \
+	cluster-demo cluster-up cluster-down format generate lock
