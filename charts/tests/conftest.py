@@ -9,10 +9,6 @@ from cluster import binaries
 from cluster.places import Places
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "helm: runs helm 3 and helm 4, built at their first use")
-
-
 def pytest_collection_finish(session):
     """Build here what is missing: it takes minutes once, and a test may not take that long."""
     wanted = any(item.get_closest_marker("helm") for item in session.items)

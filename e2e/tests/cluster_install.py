@@ -34,7 +34,7 @@ class Installation:
     def kubectl(self, *words: str, stdin: str | None = None) -> str:
         return self.cluster.kubectl("--namespace", NAMESPACE, *words, stdin=stdin)
 
-    def install(self, major: int = 4) -> str:
+    def install(self) -> str:
         """Build and import the images, then `helm upgrade --install`; what helm said."""
         values: dict[str, Any] = {
             "image": operator_values(self.cluster),
@@ -42,9 +42,9 @@ class Installation:
             "webhook": {"replicas": 1},
         }
         # A run that was killed within helm left the release locked.
-        self._helm(major, "uninstall", RELEASE, "--ignore-not-found", "--wait")
+        self._helm("uninstall", RELEASE, "--ignore-not-found", "--wait")
         done = self._helm(
-            *(major, "upgrade", "--install", RELEASE, str(CHART), "--create-namespace"),
+            *("upgrade", "--install", RELEASE, str(CHART), "--create-namespace"),
             *("--values=-", "--wait", "--timeout=180s"),
             stdin=json.dumps(values),
         )
@@ -53,14 +53,12 @@ class Installation:
 
     def test(self) -> str:
         """`helm test`: what helm said."""
-        done = self._helm(4, "test", RELEASE, "--timeout=180s")
+        done = self._helm("test", RELEASE, "--timeout=180s")
         assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.report()}"
         return done.stdout
 
-    def _helm(
-        self, major: int, *words: str, stdin: str | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        program = [str(self.cluster.helm(major)), "--kubeconfig", str(self.cluster.kubeconfig)]
+    def _helm(self, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        program = [str(self.cluster.helm(4)), "--kubeconfig", str(self.cluster.kubeconfig)]
         command = [*program, "--namespace", NAMESPACE, *words]
         return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
 

@@ -1,0 +1,38 @@
+"""What all end-to-end tests share: programs that are built before the first test, one cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cluster import binaries, lifecycle
+from cluster.places import Places
+from cluster.session import Cluster, connect
+from images.operator_image import operator_image
+
+
+def pytest_collection_modifyitems(config, items):
+    """They need root, and minutes at their first run: `-m cluster` asks for them."""
+    if "cluster" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("cluster")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish(session):
+    """Build here what is missing: it takes minutes once, and a test may not take that long."""
+    wanted = any(item.get_closest_marker("cluster") for item in session.items)
+    if wanted and not session.config.option.collectonly and not lifecycle.users_own():
+        binaries.provide(binaries.PROGRAMS, Places.of_user())
+        operator_image()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The user's cluster, or ours; one that was up before the tests stays up after them."""
+    places = Places.of_user()
+    stays = bool(lifecycle.users_own()) or lifecycle.healthy(places)
+    yield connect()
+    if not stays:
+        lifecycle.down(places)
