@@ -104,7 +104,7 @@ ROWS = (
         (Layout.MAMBA, Layout.GROUPS),
         HYBRID,
         (LAYOUTS, "granite-hybrid"),
-        note="needs `VLLM_SSM_CONV_STATE_LAYOUT=DS` where tensor sizes differ; vLLM's CPU backend "
+        note="needs `VLLM_SSM_CONV_STATE_LAYOUT=DS`, which the operator sets; vLLM's CPU backend "
         "needs prefix caching off",
     ),
     Row(

@@ -34,6 +34,9 @@ SHM_FOLDER = "/dev/shm"  # noqa: S108 (a mount of the pod's own)
 # A download of hundreds of gigabytes and a compilation fit in; a hang does not stay unseen.
 STARTUP_SECONDS = 7200
 PROBE_PERIOD_SECONDS = 2
+# Channels before positions: so a Mamba model's convolution states can be cut by tensor rank, and
+# the two roles may differ in tensor size. Other models do not look at it.
+CONV_STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
 def build_engine_pod(
@@ -131,6 +134,8 @@ def _env(cluster: Cluster, engine: Engine) -> list[dict[str, Any]]:
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "VLLM_HOST_IP", "value": "$(POD_IP)"},
     ]
+    if all(var.name != CONV_STATE_LAYOUT for var in engine.env):
+        env.append({"name": CONV_STATE_LAYOUT, "value": "DS"})
     if engine.parallelism.nodes > 1:
         label = {"fieldRef": {"fieldPath": f"metadata.labels['{POD_INDEX_LABEL}']"}}
         env.append({"name": NODE_RANK_VARIABLE, "valueFrom": label})
