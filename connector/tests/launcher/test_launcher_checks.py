@@ -17,6 +17,7 @@ from pdcluster_connector.launcher.checks import (
     Port,
     memory_problems,
     model_problems,
+    pipeline_problems,
     port_problems,
     shm_problems,
 )
@@ -149,6 +150,17 @@ def test_shared_memory_that_is_full(tmp_path):
 
 def test_shared_memory_that_suffices(tmp_path):
     assert list(shm_problems(tmp_path, 1)) == []
+
+
+# What vLLM's CPU runner lacks.
+
+
+@pytest.mark.parametrize("flag", ["--enforce-eager", "--enforce_eager"])
+def test_an_eager_pipeline_would_end_at_its_first_request(model, flag):
+    (problem,) = pipeline_problems(command(str(model), "--pipeline-parallel-size", "2", flag))
+    assert "--compilation-config" in problem
+    assert list(pipeline_problems(command(str(model), flag))) == []
+    assert list(pipeline_problems(command(str(model), "--pipeline-parallel-size", "2"))) == []
 
 
 # Memory.

@@ -255,6 +255,21 @@ def test_expandable_segments_are_refused_where_vllm_refuses_them():
     assert findings(engine=setting, transfer={"device": "CPU"}).ok
 
 
+def test_an_eager_pipeline_is_refused_where_it_would_end_the_engine():
+    eager = {"extraArgs": ["--enforce-eager"]}
+    stages = {"parallelism": {"pipeline": 2}}
+    cpu = {"device": "CPU"}
+    own = error("spec.prefill.engine.extraArgs", prefill={**stages, "engine": eager}, transfer=cpu)
+    assert own.rule == "EagerPipeline"
+    assert "--compilation-config" in own.remedy
+    shared = error("spec.engine.extraArgs", engine=eager, decode=stages, transfer=cpu)
+    assert shared.rule == "EagerPipeline"
+    assert findings(engine=eager, prefill=stages, decode=stages).ok, "GPUs have graphs"
+    assert findings(engine=eager, transfer=cpu).ok
+    undone = {**stages, "engine": {"extraArgs": ["--no-enforce-eager"]}}
+    assert findings(engine=eager, prefill=undone, transfer=cpu).ok
+
+
 @pytest.mark.parametrize("field", ["args", "command"])
 def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
     overlay = {"spec": {"containers": [{"name": "x"}, {"name": "engine", field: ["--foo"]}]}}

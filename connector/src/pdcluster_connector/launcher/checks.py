@@ -58,6 +58,7 @@ def problems(
     workers = command.tensor * command.pipeline * command.data // command.nodes or 1
     told += shm_problems(shm, workers)
     if found.get("vllm", "").endswith("+cpu"):
+        told += pipeline_problems(command)
         told += memory_problems(command, environment, workers, available_bytes())
     return told
 
@@ -143,6 +144,18 @@ def shm_problems(shm: Path, workers: int) -> Iterator[str]:
         yield (
             f"{shm} is full: {free // MIB} of {size // MIB} MiB are free, but {workers} "
             f"worker(s) need {needed // MIB} MiB; remove what ended processes left there"
+        )
+
+
+def pipeline_problems(command: EngineCommand) -> Iterator[str]:
+    """Whether vLLM's CPU runner makes the buffers between pipeline stages (vLLM 0.32)."""
+    words = [word.replace("_", "-") for word in command.arguments]
+    if command.pipeline > 1 and "--enforce-eager" in words:
+        yield (
+            f"--enforce-eager with --pipeline-parallel-size {command.pipeline}: vLLM's CPU runner "
+            "leaves out the profile run that makes the buffers between stages, and the first "
+            "request would end the engine; pass --compilation-config "
+            """'{"mode":3,"backend":"eager"}' instead"""
         )
 
 

@@ -29,6 +29,7 @@ class Rule(StrEnum):
     CONFLICTING_SETTINGS = "ConflictingSettings"
     TRANSPORT_WITHOUT_CUDA = "TransportWithoutCuda"
     EXPANDABLE_SEGMENTS = "ExpandableSegments"
+    EAGER_PIPELINE = "EagerPipeline"
     NODE_LOCAL_MODEL = "NodeLocalModel"
     ARGUMENTS_OVERLAID = "ArgumentsOverlaid"
     NOTHING_TO_PAIR = "NothingToPair"

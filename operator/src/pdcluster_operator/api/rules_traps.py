@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .arguments import parse_flags
 from .enums import Device, Role
 from .fields import Free
 from .findings import FieldError, Rule, shown
+from .resolve import resolve_engine
 from .rules_args import engine_places
 from .types import Cluster
 
@@ -14,8 +16,9 @@ CUDA_TRANSPORTS = {"cuda", "cuda_copy", "cuda_ipc", "all"}
 
 
 def trap_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield settings with which vLLM does not start."""
-    if cluster.spec.transfer.device is not Device.CUDA:
+    """Yield settings with which vLLM does not start, or does not live on."""
+    if cluster.spec.transfer.device is Device.CPU:
+        yield from _eager_pipeline(cluster)
         return
     for path, engine in engine_places(cluster):
         for place, var in enumerate(engine.env):
@@ -29,6 +32,25 @@ def trap_errors(cluster: Cluster) -> Iterator[FieldError]:
                     "Remove expandable_segments.",
                     ("spec.transfer.device",),
                 )
+
+
+def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
+    for role in Role:
+        engine = resolve_engine(cluster, role)
+        eager = engine.last("--enforce-eager")
+        if engine.parallelism.pipeline == 1 or eager is None or eager.negated:
+            continue
+        own = parse_flags(cluster.spec.role(role).engine.extra_args)[0]
+        path = f"spec.{role}.engine" if eager.name in {flag.name for flag in own} else "spec.engine"
+        yield FieldError(
+            f"{path}.extraArgs",
+            shown(" ".join(eager.words)),
+            Rule.EAGER_PIPELINE,
+            f"the {role} engines have pipeline stages, and this flag leaves out the profile run "
+            "that makes their buffers in vLLM's CPU runner: the first request would end it",
+            """Write --compilation-config, '{"mode":3,"backend":"eager"}' instead.""",
+            (f"spec.{role}.parallelism.pipeline", "spec.transfer.device"),
+        )
 
 
 def trap_warnings(cluster: Cluster) -> Iterator[FieldError]:
