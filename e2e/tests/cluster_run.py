@@ -8,14 +8,13 @@ NetworkPolicy stands in the way of.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from cluster_access import Proxy, ask
 from cluster_images import placed, template
-from local_run import START_SECONDS, Reply
+from local_run import START_SECONDS, Reply, condition, until
 from local_run import manifest as local_manifest
 
 from cluster.report import ClusterError
@@ -75,23 +74,29 @@ class ClusterRun:
         return dict((self.get() or {}).get("status") or {})
 
     def condition(self, kind: str) -> Mapping[str, Any]:
-        found = [c for c in self.status().get("conditions", ()) if c["type"] == kind]
-        return found[0] if found else {"status": "Unknown", "reason": "", "message": ""}
+        return condition(self.status(), kind)
 
     def failed_links(self, reason: str) -> list[dict[str, Any]]:
         return [link for link in self.status().get("failedLinks", ()) if link["reason"] == reason]
 
     def wait(self, what: str, holds: Callable[[], Any], seconds: float = START_SECONDS) -> float:
-        """Seconds until ``holds``; fails with everything known when it does not in time."""
-        started = time.monotonic()
-        while not holds():
-            if time.monotonic() - started > seconds:
-                raise AssertionError(f"no {what} within {seconds:.0f} s\n{self.report()}")
-            time.sleep(0.1)
-        return time.monotonic() - started
+        return until(what, holds, seconds, self.report)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> float:
         return self.wait("Ready", lambda: self.condition("Ready")["status"] == "True", seconds)
+
+    def wait_pod(self, role: str, seconds: float = START_SECONDS) -> float:
+        """Until a pod of a role is ready, whatever the PDCluster says of itself."""
+        ready = ("Ready", "True")
+        return self.wait(
+            f"{role} pod that is ready",
+            lambda: any(
+                (condition["type"], condition["status"]) == ready
+                for pod in self.pods(role)
+                for condition in pod["status"].get("conditions", ())
+            ),
+            seconds,
+        )
 
     def wait_not_ready(self, seconds: float) -> float:
         """Seconds until Ready is False, with a reason."""

@@ -64,6 +64,22 @@ def _merged(base: Any, over: Any) -> Any:
     return over
 
 
+def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """A condition of a PDCluster's status; Unknown before there is one."""
+    found = [c for c in status.get("conditions", ()) if c["type"] == kind]
+    return found[0] if found else {"status": "Unknown", "reason": "", "message": ""}
+
+
+def until(what: str, holds: Callable[[], Any], seconds: float, report: Callable[[], str]) -> float:
+    """Seconds until ``holds``; fails with everything known when it does not in time."""
+    started = time.monotonic()
+    while not holds():
+        if time.monotonic() - started > seconds:
+            raise AssertionError(f"no {what} within {seconds:.0f} s\n{report()}")
+        time.sleep(0.1)
+    return time.monotonic() - started
+
+
 class Reply:
     """An HTTP answer: its status, and its JSON body where it has one."""
 
@@ -130,20 +146,21 @@ class LocalRun:
         return self._call(read())
 
     def condition(self, kind: str) -> Mapping[str, Any]:
-        found = [c for c in self.status().get("conditions", ()) if c["type"] == kind]
-        return found[0] if found else {"status": "Unknown", "reason": "", "message": ""}
+        return condition(self.status(), kind)
 
     def wait(self, what: str, holds: Callable[[], Any], seconds: float = START_SECONDS) -> float:
-        """Seconds until ``holds``; fails with everything known when it does not in time."""
-        started = time.monotonic()
-        while not holds():
-            if time.monotonic() - started > seconds:
-                raise AssertionError(f"no {what} within {seconds:.0f} s\n{self.report()}")
-            time.sleep(0.1)
-        return time.monotonic() - started
+        return until(what, holds, seconds, self.report)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> float:
         return self.wait("Ready", lambda: self.condition("Ready")["status"] == "True", seconds)
+
+    def wait_pod(self, role: str, seconds: float = START_SECONDS) -> float:
+        """Until a pod of a role is ready, whatever the cluster says of itself."""
+
+        def ready() -> bool:
+            return any(p.state == "Ready" for p in self.snapshot().pods if p.role == role)
+
+        return self.wait(f"{role} pod that is ready", ready, seconds)
 
     def report(self) -> str:
         snapshot = self.snapshot()

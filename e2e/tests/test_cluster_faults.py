@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cluster_load import Load, moved, text
 from cluster_run import ClusterRun
+from kv_load import Load, moved, text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from cluster_access import Proxy
 from cluster_install import Installation
-from cluster_load import moved, text
 from cluster_run import ClusterRun, manifest, running
+from kv_load import moved, text
 from local_run import START_SECONDS
 
 from cluster.session import Cluster

@@ -96,7 +96,8 @@ def test_the_handshake_refuses_what_admission_could_not_see(
             return bool(run.failed_links(HANDSHAKE_RULE))
 
         run.wait(f"link refused as {HANDSHAKE_RULE}", refused)
-        run.wait("decode engine", lambda: run.condition("DecodeReady")["status"] == "True")
+        for role in ("decode", "router"):
+            run.wait_pod(role)
         [link] = run.failed_links(HANDSHAKE_RULE)
         print(link)
         condition = run.condition("KVLinksEstablished")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from cluster_load import moved, text
 from cluster_run import ClusterRun
+from kv_load import moved, text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

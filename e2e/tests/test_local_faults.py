@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, Reply, manifest
+from kv_load import Load, moved, text
+from local_run import LocalRun, manifest
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
@@ -25,26 +24,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
         yield run
 
 
-def text(words: int, seed: int) -> str:
-    source = random.Random(seed)
-    return " ".join(f"{source.randrange(16**4):04x}" for _ in range(words))
-
-
-def moved(run: LocalRun, seed: int) -> Reply:
-    """A prompt that nobody has cached: its KV must move; decode says what prefill would."""
-    prompt = text(60, seed)
-    reply = run.complete(prompt)
-    assert reply.status == 200, reply.text
-    assert reply.kv_path["outcome"] == "transferred", reply.kv_path
-    blocks = -(-len(prompt) // BLOCK_TOKENS)  # the tokenizer has one token a byte
-    assert reply.kv_path["bytes"] == blocks * BLOCK_TOKENS * KV_BYTES_PER_TOKEN
-    assert reply.completion == run.complete(prompt, role="prefill").completion
-    return reply
-
-
 def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(run: LocalRun) -> None:
     for seed in range(4):
-        moved(run, seed)
+        moved(run, text(60, seed))
 
 
 def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:
@@ -81,26 +63,7 @@ def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:
                     pass
             except OSError:
                 continue  # the server hung up in the middle: its right
-    moved(run, 100)
-
-
-def under_load(run: LocalRun, seconds: float) -> tuple[list[Reply], threading.Thread]:
-    """Requests through the router, one after the other, for some seconds."""
-    replies: list[Reply] = []
-    until = time.monotonic() + seconds
-
-    def send() -> None:
-        number = 1000
-        while time.monotonic() < until:
-            number += 1
-            try:
-                replies.append(run.complete(text(100, number), tokens=8))
-            except OSError:
-                time.sleep(0.2)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    return replies, thread
+    moved(run, text(60, 100))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -109,22 +72,22 @@ def test_a_killed_engine_comes_back_and_kv_moves_again(run: LocalRun, role: str)
     other = "decode" if role == "prefill" else "prefill"
     before, survivor = run.engine_id(role), run.engine_id(other)
     other_pid = run.launcher(other).pid
-    replies, load = under_load(run, 8)
-    run.wait("request that is answered", lambda: any(r.status == 200 for r in replies), 8)
-    run.kill(role)
+    with Load(run, lambda number: text(100, 1000 + number)) as load:
+        run.wait("request that is answered", lambda: load.answered, 8)
+        run.kill(role)
+        seen = run.wait(
+            "link that shows the dead engine",
+            lambda: run.condition("KVLinksEstablished")["status"] != "True",
+            10,
+        )
+        assert seen < 5, f"the link showed it only after {seen:.1f} s"
+        ready = run.condition("Ready")
+        assert ready["status"] != "True"
+        assert ready["reason"]
+        asked = len(load.replies)
+        run.wait("request that ends after the engine did", lambda: len(load.replies) > asked, 60)
 
-    seen = run.wait(
-        "link that shows the dead engine",
-        lambda: run.condition("KVLinksEstablished")["status"] != "True",
-        10,
-    )
-    assert seen < 5, f"the link showed it only after {seen:.1f} s"
-    ready = run.condition("Ready")
-    assert ready["status"] != "True"
-    assert ready["reason"]
-
-    load.join()
-    for reply in replies:
+    for reply in load.replies:
         # Policy Fail: a request ends well or with an error, never with made-up tokens.
         if reply.status == 200:
             assert reply.kv_path["outcome"] == "transferred", reply.text
@@ -136,4 +99,4 @@ def test_a_killed_engine_comes_back_and_kv_moves_again(run: LocalRun, role: str)
     assert run.engine_id(role) != before, "a restart is a new incarnation"
     assert run.engine_id(other) == survivor
     assert run.launcher(other).pid == other_pid, "the other engine lived on"
-    moved(run, 200 if role == "prefill" else 300)
+    moved(run, text(60, 200 if role == "prefill" else 300))

@@ -52,7 +52,8 @@ def test_handshake_refuses_different_block_sizes_and_requests_fail(tmp_path: Pat
         link = refused_link(run, "BlockInteriorOpaque")
         assert "32" in link["message"]
         assert "64" in link["message"]
-        run.wait("router", lambda: run.condition("DecodeReady")["status"] == "True")
+        for role in ("decode", "router"):
+            run.wait_pod(role)
         reply = run.complete(PROMPT)
         assert reply.status == 500, reply.text
         assert run.complete(PROMPT, role="decode").status == 200, "the engine lives"
@@ -68,7 +69,8 @@ def test_handshake_refuses_other_weights_and_requests_are_recomputed(tmp_path: P
     with LocalRun(document, tmp_path) as run:
         link = refused_link(run, "ModelMismatch")
         assert link["message"]
-        run.wait("decode", lambda: run.condition("DecodeReady")["status"] == "True")
+        for role in ("decode", "router"):
+            run.wait_pod(role)
         alone = run.complete(PROMPT, role="decode").completion
         reply = run.complete(PROMPT)
         assert reply.status == 200, reply.text

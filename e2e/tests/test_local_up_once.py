@@ -33,19 +33,21 @@ def left(printed: str) -> list[str]:
     return found
 
 
-def test_one_manifest_to_tokens() -> None:
-    command = [*COMMAND, "--model-dir", str(model_path("llama")), "--once", PROMPT]
+def once(model: Path) -> tuple[int, str]:
+    """Exit code and output of ``pdcluster up --once``, which leaves no process."""
+    command = [*COMMAND, "--model-dir", str(model), "--once", PROMPT]
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
+        command, capture_output=True, text=True, timeout=START_SECONDS, check=False
     )
     printed = done.stdout + done.stderr
     print(printed)
-    assert done.returncode == 0, printed
-    assert left(printed) == []
+    assert left(printed) == [], printed
+    return done.returncode, printed
+
+
+def test_one_manifest_to_tokens() -> None:
+    code, printed = once(model_path("llama"))
+    assert code == 0, printed
     [answer] = re.findall(r"^answer:  (.+) \((\d+) tokens\)$", printed, re.MULTILINE)
     assert answer[1] == "32"
     [path] = re.findall(r"^KV path: (.+)$", printed, re.MULTILINE)
@@ -89,17 +91,7 @@ def test_an_engine_that_cannot_load_says_why(tmp_path: Path) -> None:
         (folder / file.name).write_bytes(file.read_bytes())
     weights = next(folder.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:100])
-    command = [*COMMAND, "--model-dir", str(folder), "--once", PROMPT]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
-    )
-    printed = done.stdout + done.stderr
-    print(printed)
-    assert done.returncode == 3, printed
-    assert left(printed) == []
+    code, printed = once(folder)
+    assert code == 3, printed
     last = printed.strip().splitlines()[-1]
     assert re.match(r"error: tiny-(prefill|decode)-.* died 2 times: .*afetensor", last), last

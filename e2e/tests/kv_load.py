@@ -5,10 +5,19 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Protocol, Self
 
-from cluster_run import ClusterRun
 from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, Reply
+
+
+class Run(Protocol):
+    """A PDCluster that serves, locally or on Kubernetes."""
+
+    def complete(
+        self, prompt: str, *, role: str = "router", tokens: int = 16, **more: Any
+    ) -> Reply:
+        """One greedy completion."""
+        ...
 
 
 def text(words: int, seed: int) -> str:
@@ -16,7 +25,7 @@ def text(words: int, seed: int) -> str:
     return " ".join(f"{source.randrange(16**4):04x}" for _ in range(words))
 
 
-def moved(run: ClusterRun, prompt: str) -> Reply:
+def moved(run: Run, prompt: str) -> Reply:
     """A prompt that nobody has cached: its KV must move; decode says what prefill would."""
     reply = run.complete(prompt)
     assert reply.status == 200, reply.text
@@ -28,9 +37,9 @@ def moved(run: ClusterRun, prompt: str) -> Reply:
 
 
 class Load:
-    """Requests through the Service, one after the other, until the block ends."""
+    """Requests through the router, one after the other, until the block ends."""
 
-    def __init__(self, run: ClusterRun, prompts: Callable[[int], str]) -> None:
+    def __init__(self, run: Run, prompts: Callable[[int], str]) -> None:
         self._run, self._prompts = run, prompts
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send)
