@@ -111,8 +111,9 @@ ROWS = (
         "Mamba2 hybrid, different tensor parallel sizes",
         (),
         HYBRID,
-        (LAYOUTS, "granite-hybrid"),
-        note="states are cut by head",
+        (LAYOUTS, "granite-hybrid", "granite-one-group"),
+        note="states are cut by head, and by B/C group; the group of a model that has one is on "
+        "every rank",
     ),
     Row(
         "hybrid whose sides have different blocks or ratios (34 and 66), without prefix caching",
