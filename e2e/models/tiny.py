@@ -43,6 +43,20 @@ BASE: dict[str, Any] = {
 
 GAINS = {"q_proj": 3.0, "k_proj": 3.0, "down_proj": 0.5}
 
+GRANITE: dict[str, Any] = {
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 512,
+    "position_embedding_type": "rope",
+    "attention_multiplier": 32**-0.5,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 64,
+}
+
 RECIPES = {
     "llama": Recipe("LlamaConfig"),
     # The same architecture with other weights: a fine-tune, as far as a connector can tell.
@@ -88,21 +102,10 @@ RECIPES = {
         },
     ),
     # Mamba2 states beside attention.
-    "granite-hybrid": Recipe(
-        "GraniteMoeHybridConfig",
-        overrides={
-            "layer_types": ["mamba", "mamba", "attention", "mamba"],
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "shared_intermediate_size": 512,
-            "position_embedding_type": "rope",
-            "attention_multiplier": 32**-0.5,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 64,
-            "mamba_d_state": 64,
-            "mamba_n_groups": 2,
-            "mamba_chunk_size": 64,
-        },
+    "granite-hybrid": Recipe("GraniteMoeHybridConfig", overrides=GRANITE),
+    # One B/C group, of which every tensor rank has a copy.
+    "granite-one-group": Recipe(
+        "GraniteMoeHybridConfig", overrides={**GRANITE, "mamba_n_groups": 1}
     ),
 }
 

@@ -103,26 +103,17 @@ PAIRS = {
     ),
     "KVScalesMismatch": (FP8, replace(FP8, layers=layers(scales="k=0.5,v=0.5")), FP8),
     "ContextParallelUnsupported": (KNOWN, replace(KNOWN, context=2), replace(KNOWN, context=1)),
-    "LayoutUnsupported/pipeline": (KNOWN, replace(KNOWN, pipeline=2), replace(KNOWN, tensor=1)),
-    "LayoutUnsupported/data": (KNOWN, replace(KNOWN, data=2), replace(KNOWN, tensor=4)),
+    "LayoutUnsupported/data": (KNOWN, replace(KNOWN, data=2), replace(KNOWN, pipeline=2)),
     "LayoutUnsupported/quantized": (FP8, FP8, replace(FP8, kv_dtype="float16")),
     "LayoutUnsupported/scales": (
         replace(FP8, layers=layers(scales=None)),
         replace(FP8, layers=layers(scales=None)),
         replace(FP8, layers=layers(scales="inline")),
     ),
-    "LayoutUnsupported/sliding-window": (WINDOW, WINDOW, KNOWN),
-    "LayoutUnsupported/mla": (MLA, MLA, KNOWN),
-    "LayoutUnsupported/mamba": (HYBRID, HYBRID, replace(HYBRID, layers=layers())),
     "LayoutUnsupported/layers": (
         replace(KNOWN, layers=layers(kind=LayerKind.OTHER)),
         replace(KNOWN, layers=layers(kind=LayerKind.OTHER)),
         MLA,
-    ),
-    "LayoutUnsupported/groups": (
-        KNOWN,
-        replace(KNOWN, layers=(layers()[0], replace(layers()[1], group=1))),
-        KNOWN,
     ),
     "LayoutUnsupported/heads": (
         replace(KNOWN, layers=ODD),
@@ -147,11 +138,6 @@ PAIRS = {
         KNOWN,
         replace(KNOWN, layers=layers(3)),
         replace(KNOWN, layers=layers()[::-1]),
-    ),
-    "LayoutUnsupported/mamba-tensor": (
-        HYBRID,
-        replace(HYBRID, tensor=4),
-        replace(HYBRID, tensor=2),
     ),
     "MemoryTypeUnsupported": (KNOWN, replace(KNOWN, memory=Memory.VRAM), KNOWN),
 }
@@ -410,15 +396,19 @@ def test_quantized_kv_needs_scales_that_are_known_and_equal(dtype: str) -> None:
         assert first.rule == "LayoutUnsupported/scales"
 
 
-@pytest.mark.parametrize(
-    "kind", [LayerKind.SLIDING_WINDOW, LayerKind.MLA, LayerKind.MAMBA, LayerKind.OTHER]
-)
-def test_what_is_not_carried_is_refused_with_the_layer(kind: LayerKind) -> None:
-    mixed = replace(KNOWN, layers=(layers()[0], replace(layers()[1], kind=kind)))
-    first = refused(check(mixed, mixed, ALL_RULES))
+def test_a_layer_of_another_kind_is_refused_by_its_name() -> None:
+    mixed = replace(KNOWN, layers=(layers()[0], replace(layers()[1], kind=LayerKind.OTHER)))
+    first = refused(check(mixed, mixed))
     assert first is not None
     assert first.reason is Reason.LAYOUT_UNSUPPORTED
-    assert "model.layers.1.attn" in first.message
+    assert "1 of 2, first model.layers.1.attn" in first.message
+
+
+@pytest.mark.parametrize("engine", [WINDOW, MLA, HYBRID])
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 4}, {"pipeline": 3}])
+def test_what_real_engines_have_shown_is_accepted(engine: EngineShape, sizes) -> None:
+    assert check(engine, replace(engine, **sizes)) == ()
+    assert check(replace(engine, **sizes), engine) == ()
 
 
 # One engine by itself.

@@ -35,10 +35,10 @@ def test_a_row_names_a_rule_or_tests_that_exist(row: Row) -> None:
 
 
 def test_a_state_follows_from_what_is_carried_and_tested() -> None:
-    row = Row("x", (Layout.MAMBA, Layout.GROUPS), "oracle_module", ("engine_module", "granite"))
+    row = Row("x", (Layout.DATA, Layout.BLOCK_SIZES), "oracle_module", ("engine_module", "granite"))
     everything = frozenset(Layout)
-    state, why = state_of(row, everything - {Layout.GROUPS})
-    assert (state, why) == ("refused", "`LayoutUnsupported/groups`")
+    state, why = state_of(row, everything - {Layout.DATA})
+    assert (state, why) == ("refused", "`LayoutUnsupported/data`")
     state, why = state_of(row, everything)
     assert (state, why) == ("works", "engines: `engine_module` (granite); oracle: `oracle_module`")
     assert state_of(Row("x", (), "oracle_module"), everything)[0] == "unproven"

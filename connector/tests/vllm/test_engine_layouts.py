@@ -51,8 +51,12 @@ class Kind:
 
 FULL = Kind(4, 2 * 32 * FLOAT)
 LATENT = Kind(1, (512 + 64) * FLOAT)
-CONV = [Kind(8, 64 * 3 * FLOAT, state=True), *[Kind(2, 64 * 3 * FLOAT, state=True)] * 2]
+CONV = Kind(8, 64 * 3 * FLOAT, state=True)
 SSM = Kind(8, 64 * 64 * FLOAT, state=True)
+
+
+def mamba(groups: int) -> list[Kind]:
+    return [CONV, *[Kind(groups, 64 * 3 * FLOAT, state=True)] * 2, SSM]
 
 
 def windows(size: int) -> Kind:
@@ -61,7 +65,10 @@ def windows(size: int) -> Kind:
 
 @dataclass(frozen=True)
 class Case:
-    """``prefill`` and ``decode`` are (pipeline, tensor) sizes; ``kinds`` all layers' arrays."""
+    """``prefill`` and ``decode`` are (pipeline, tensor) sizes; ``kinds`` all layers' arrays.
+
+    ``groups``: of a Mamba layer's B and C.
+    """
 
     model: str
     prefill: tuple[int, int]
@@ -71,6 +78,7 @@ class Case:
     leaves_last: bool = False
     same_tokens: bool = True
     prefixes: bool = True
+    groups: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -90,9 +98,16 @@ class Case:
         sizes = [kind.expected(start, stop, self.block, self.decode[1]) for kind in self.kinds]
         return sum(sizes)
 
+    def heads(self, name: str) -> int:
+        """Heads of what ``cache_hook`` calls ``name``, over all tensor ranks."""
+        attention = max(kind.heads for kind in self.kinds if not kind.state)
+        parts = {"x": CONV.heads, "b": self.groups, "c": self.groups, "ssm": SSM.heads}
+        return parts.get(name.rpartition(" ")[2], attention)
+
 
 NO_PREFIXES = {"enable_prefix_caching": False}  # vLLM's CPU Mamba2 dies with it
 MLA = {"attention_backend": "CPU_MLA"}
+HYBRID = {"block": 160, "leaves_last": True, "prefixes": False, "options": NO_PREFIXES}
 
 CASES = [
     Case("llama", (2, 1), (1, 1), [FULL] * 4),
@@ -104,8 +119,9 @@ CASES = [
     # With MLA this random model's tokens differ between tensor parallel sizes by themselves.
     Case("deepseek-mla", (1, 2), (1, 1), [LATENT] * 4, block=16, same_tokens=False,
          prefixes=False, options=MLA),
-    Case("granite-hybrid", (1, 2), (1, 1), [FULL, *[*CONV, SSM] * 3], block=160, leaves_last=True,
-         prefixes=False, options=NO_PREFIXES),
+    Case("granite-hybrid", (1, 2), (1, 1), [FULL, *mamba(2) * 3], groups=2, **HYBRID),
+    Case("granite-one-group", (1, 2), (1, 1), [FULL, *mamba(1) * 3], **HYBRID),
+    Case("granite-one-group", (1, 1), (1, 2), [FULL, *mamba(1) * 3], **HYBRID),
 ]  # fmt: skip
 
 
@@ -162,12 +178,12 @@ def running(request: Any, engines: Callable[..., Engine]) -> Iterator[tuple[Case
     decode.stop()
 
 
-def assemble(ranks: list[Any], kv_heads: int, tensor: int) -> dict[str, dict[int, np.ndarray]]:
+def assemble(case: Case, ranks: list[Any], tensor: int) -> dict[str, dict[int, np.ndarray]]:
     """Layers of all ranks, each block with all of its heads."""
     whole: dict[str, dict[int, np.ndarray]] = {}
     for (_, rank), layers in sorted(ranks, key=lambda item: item[0]):
-        replicas = max(1, tensor // kv_heads)
         for name, blocks in layers.items():
+            replicas = max(1, tensor // case.heads(name))
             for position, heads in blocks.items():
                 known = whole.setdefault(name, {}).get(position)
                 if known is None:
@@ -181,21 +197,20 @@ def assemble(ranks: list[Any], kv_heads: int, tensor: int) -> dict[str, dict[int
 
 def check_kv(case: Case, held: list[Any], received: list[Any], start: int, stop: int) -> int:
     """Compare each byte that was received with prefill's; returns how many all ranks got."""
-    heads = max(kind.heads for kind in case.kinds if not kind.state)
-    theirs = assemble(held, heads, case.prefill[1])
-    ours = assemble(received, heads, case.decode[1])
+    theirs = assemble(case, held, case.prefill[1])
+    ours = assemble(case, received, case.decode[1])
     assert ours.keys() == theirs.keys()
     compared = 0
     for name, blocks in ours.items():
         assert blocks, name
         for position, bytes_ in blocks.items():
             assert np.array_equal(bytes_, theirs[name][position]), (name, position)
-            compared += bytes_.nbytes
+            compared += bytes_.nbytes * max(1, case.decode[1] // case.heads(name))
         assert any(bytes_.any() for bytes_ in blocks.values()), f"{name} is all zeros"
     attention = [blocks for name, blocks in ours.items() if len(blocks) > 1 or 0 not in blocks]
     for blocks in attention:
         assert max(blocks) == (stop - 1) // case.block
-    return compared * max(1, case.decode[1] // heads)
+    return compared
 
 
 def test_tokens_bytes_and_the_kv_itself(

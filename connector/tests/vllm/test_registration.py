@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,91 +10,31 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from registered_caches import (
+    BLOCK,
+    BLOCKS,
+    HEAD,
+    HEADS,
+    NAMES,
+    caches,
+    full,
+    page_views,
+    vllm_config,
+)
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pdcluster_connector.compat.shape import GroupShape, LayerKind, Memory, PartShape
+from pdcluster_connector.compat.shape import GroupShape, LayerKind, Memory
 from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.vllm import states
 from pdcluster_connector.vllm.registration import register
 
 pytestmark = pytest.mark.vllm
-
-BLOCKS, BLOCK, HEADS, HEAD = 6, 64, 2, 32
-NAMES = ["model.layers.0.attn", "model.layers.1.attn"]
-
-
-class Attention:
-    """As much of vLLM's attention layer as registration looks at."""
-
-    def __init__(self, backend: str, isa: str | None = None) -> None:
-        self._backend = backend
-        if isa is not None:
-            self.isa = isa
-
-    def get_attn_backend(self) -> Any:
-        return SimpleNamespace(get_name=lambda: self._backend)
-
-
-def vllm_config(
-    *, tensor: int = 1, total_heads: int = HEADS, backend: str = "CPU_ATTN",
-    isa: str | None = "vec", cache_dtype: str = "auto", block: int = BLOCK,
-) -> Any:  # fmt: skip
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=tensor, pipeline_parallel_size=1, data_parallel_size=1,
-            decode_context_parallel_size=1, prefill_context_parallel_size=1,
-        ),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: total_heads),
-        cache_config=SimpleNamespace(
-            cache_dtype=cache_dtype, block_size=block, enable_prefix_caching=True
-        ),
-        compilation_config=SimpleNamespace(
-            static_forward_context={name: Attention(backend, isa) for name in NAMES}
-        ),
-    )  # fmt: skip
-
-
-def full(heads: int = HEADS, **more: Any) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=heads, head_size=HEAD, dtype=torch.float32, **more
-    )
-
-
-def caches(
-    layout: KVCacheLayout, kernel_block: int = BLOCK, spec: Any = None
-) -> tuple[Any, KVCacheConfig]:
-    """Views of two layers over one allocation, laid out by vLLM itself."""
-    spec = spec or full()
-    page = spec.page_size_bytes
-    size = page * BLOCKS * 2
-    block_first = layout.is_block_outermost
-    layer_stride = page if block_first else page * BLOCKS
-    if layout is KVCacheLayout.BHLNC:
-        layer_stride = page // HEADS
-    placed = KVCacheTensor(
-        size=size,
-        layers=NAMES,
-        layer_stride=layer_stride,
-        block_stride=2 * page if block_first else page,
-    )
-    raw = torch.zeros(size, dtype=torch.int8)
-    views = create_kv_cache_views(raw, spec, BLOCKS, layout, placed, kernel_block)
-    config = KVCacheConfig(
-        num_blocks=BLOCKS,
-        kv_cache_tensors=[placed],
-        kv_cache_groups=[KVCacheGroupSpec(NAMES, spec)],
-    )
-    return dict(zip(NAMES, views, strict=True)), config
 
 
 def read(region: Region, raw: Any, block: int, head: int, token: int) -> float:
@@ -108,7 +47,7 @@ def read(region: Region, raw: Any, block: int, head: int, token: int) -> float:
     return float(memory[offset : offset + 4].view(np.float32)[0])
 
 
-@pytest.mark.parametrize("layout", [layout for layout in KVCacheLayout if layout.name != "LHBNC"])
+@pytest.mark.parametrize("layout", KVCacheLayout)
 def test_addresses_in_every_layout(layout: KVCacheLayout) -> None:
     views, config = caches(layout)
     made = register(views, config, vllm_config(backend="FLASH_ATTN"), (0, 0), "digest")
@@ -181,17 +120,6 @@ def test_head_intervals(total: int, tensor: int, rank: int, expected: tuple[int,
     assert made.shape.layers[0].kv_heads == total
 
 
-def page_views(spec: Any, names: list[str] = NAMES) -> tuple[dict[str, Any], KVCacheTensor]:
-    """Views of layers with ``spec``, one after the other in memory."""
-    page = spec.page_size_bytes
-    placed = KVCacheTensor(
-        size=page * BLOCKS * len(names), layers=names, layer_stride=page * BLOCKS, block_stride=page
-    )
-    raw = torch.zeros(placed.size, dtype=torch.int8)
-    views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, placed, spec.block_size)
-    return dict(zip(names, views, strict=True)), placed
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -245,53 +173,6 @@ def test_groups_carry_their_own_sizes() -> None:
         GroupShape(LayerKind.FULL_ATTENTION, BLOCK, 1, None),
     )
     assert [region.group for region in made.shard.regions] == [0, 1]
-
-
-MAMBA2 = MambaSpec(
-    block_size=BLOCK, shapes=((4 * 16 + 2 * 2 * 8, 3), (4, 16, 8)),
-    dtypes=(torch.float32, torch.float32), page_size_padded=8192,
-)  # fmt: skip
-
-
-def test_mamba_states_are_cut_into_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Second of two ranks: 4 heads of 16 channels, 2 groups of 8; conv rows 3."""
-    monkeypatch.setattr(states, "is_conv_state_dim_first", lambda: True)
-    views, placed = page_views(MAMBA2)
-    config = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(NAMES, MAMBA2)])
-    made = register(views, config, vllm_config(tensor=2), (0, 1), "digest")
-    assert made.shape.layers is not None
-    assert made.shape.layers[0].parts == (
-        PartShape("conv.x", 8, 16 * 3 * 4, "float32"),
-        PartShape("conv.b", 4, 8 * 3 * 4, "float32"),
-        PartShape("conv.c", 4, 8 * 3 * 4, "float32"),
-        PartShape("ssm", 8, 16 * 8 * 4, "float32"),
-    )
-    # What a layer sees in its states, found again by the regions' arithmetic.
-    pages = views[NAMES[1]].squeeze(dim=(1, 2))
-    conv = pages[:, : 96 * 3 * 4].view(torch.float32).view(BLOCKS, 96, 3)
-    ssm = pages[:, 96 * 3 * 4 : 96 * 3 * 4 + 4 * 16 * 8 * 4].view(torch.float32)
-    conv[5, 64 + 16 + 8, 0], ssm.view(BLOCKS, 4, 16, 8)[5, 3, 0, 0] = 7.0, 9.0
-    regions = {r.part: r for r in made.shard.regions if r.layer == NAMES[1]}
-    raw = torch.empty(0, dtype=torch.int8).set_(pages.untyped_storage())
-    memory = np.frombuffer(raw.numpy(), dtype=np.uint8)
-    for part, head, value in (("conv.c", 3, 7.0), ("ssm", 7, 9.0)):
-        region = regions[part]
-        at = region.base + 5 * region.block_stride
-        at += (head - region.head_start) * region.head_stride - raw.data_ptr()
-        assert memory[at : at + 4].view(np.float32)[0] == value, part
-
-
-def test_states_in_another_order_are_moved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "is_conv_state_dim_first", lambda: False)
-    views, placed = page_views(MAMBA2)
-    config = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(NAMES, MAMBA2)])
-    made = register(views, config, vllm_config(), (0, 0), "digest")
-    assert made.shape.layers is not None
-    assert [part.name for part in made.shape.layers[0].parts] == ["state0.SD", "state1.SD"]
-    assert (
-        sum(region.token_bytes for region in made.shard.regions)
-        == 2 * MAMBA2.state_content_size_bytes
-    )
 
 
 def test_layers_that_share_a_cache_are_left_out() -> None:

@@ -96,6 +96,8 @@ READS = {
         "model", "revision", "quantization", "hf_config", "hf_overrides", "enable_sleep_mode",
         "get_total_num_kv_heads",
     ),
+    ("vllm.model_executor.layers.mamba.mamba_mixer2", "MambaMixer2"): ("norm",),
+    ("vllm.model_executor.layers.mamba.mamba_mixer2", "Mixer2RMSNormGated"): ("n_groups",),
     ("vllm.config.compilation", "CompilationConfig"): ("static_forward_context",),
 }  # fmt: skip
 

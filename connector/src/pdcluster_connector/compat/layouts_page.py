@@ -67,7 +67,7 @@ ROWS = (
     ),
     Row(
         "pipeline stages, of different numbers on both sides",
-        (Layout.PIPELINE,),
+        (),
         ATTENTION,
         (LAYOUTS, "llama"),
         note="layers are matched by name; a rank reads only the ranks that hold its layers",
@@ -80,28 +80,28 @@ ROWS = (
     ),
     Row(
         "sliding window in all layers",
-        (Layout.SLIDING_WINDOW,),
+        (),
         ATTENTION,
         (LAYOUTS, "mistral-window"),
         note="only the window before the prompt's end is moved",
     ),
     Row(
         "sliding windows beside full attention: several KV cache groups",
-        (Layout.SLIDING_WINDOW, Layout.GROUPS),
+        (),
         WINDOWS,
         (LAYOUTS, "gemma3-hybrid", "gpt-oss"),
         note="each group has blocks and an alignment of its own",
     ),
     Row(
         "MLA",
-        (Layout.MLA,),
+        (),
         ATTENTION,
         (LAYOUTS, "deepseek-mla"),
         note="each decode rank reads the latent from one prefill rank; all ranks are released",
     ),
     Row(
         "Mamba2 hybrid",
-        (Layout.MAMBA, Layout.GROUPS),
+        (),
         HYBRID,
         (LAYOUTS, "granite-hybrid"),
         note="needs `VLLM_SSM_CONV_STATE_LAYOUT=DS`, which the operator sets; vLLM's CPU backend "
@@ -109,14 +109,15 @@ ROWS = (
     ),
     Row(
         "Mamba2 hybrid, different tensor parallel sizes",
-        (Layout.MAMBA, Layout.GROUPS, Layout.MAMBA_TENSOR),
+        (),
         HYBRID,
-        (LAYOUTS, "granite-hybrid"),
-        note="states are cut by head",
+        (LAYOUTS, "granite-hybrid", "granite-one-group"),
+        note="states are cut by head, and by B/C group; the group of a model that has one is on "
+        "every rank",
     ),
     Row(
         "hybrid whose sides have different blocks or ratios (34 and 66), without prefix caching",
-        (Layout.MAMBA, Layout.GROUPS, Layout.BLOCK_SIZES),
+        (Layout.BLOCK_SIZES,),
         HYBRID,
         note="each side's blocks are expanded with its own ratio",
     ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pdcluster_connector.compat.carried import Layout
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, show
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, LayerShape
@@ -76,14 +75,6 @@ def _both(
     for layer in prefill.layers or ():
         if layer.name in theirs:
             yield layer.name, layer, theirs[layer.name]
-
-
-def _mamba_tensor(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    if prefill.tensor == decode.tensor or not (prefill.has_mamba or decode.has_mamba):
-        return None
-    sizes = f"prefill {prefill.tensor}, decode {decode.tensor}"
-    message = f"the tensor parallel size differs ({sizes}) and the model has Mamba layers"
-    return Clash("tensor", prefill.tensor, decode.tensor, message)
 
 
 def _layers(prefill: EngineShape, decode: EngineShape) -> Clash | None:
@@ -166,18 +157,6 @@ PAIR_RULES: tuple[Rule, ...] = (
         remedy="Serve the same model with the same speculative decoding on both engines.",
         source="definition",
         test=_layers,
-    ),
-    Rule(
-        id="LayoutUnsupported/mamba-tensor",
-        reason=Reason.LAYOUT_UNSUPPORTED,
-        description=(
-            "Different tensor parallel sizes of a model with Mamba layers are not carried by this "
-            "version: the states would have to be cut into heads."
-        ),
-        remedy="Set the same parallelism.tensor on both roles.",
-        source="scope of this version; the plan itself cuts states whose parts are known",
-        test=_mamba_tensor,
-        until=Layout.MAMBA_TENSOR,
     ),
     Rule(
         id="MemoryTypeUnsupported",

@@ -64,10 +64,6 @@ def _context(shape: EngineShape) -> str | None:
     return f"context parallel size {shape.context}" if shape.context != 1 else None
 
 
-def _pipeline(shape: EngineShape) -> str | None:
-    return f"pipeline parallel size {shape.pipeline}" if shape.pipeline != 1 else None
-
-
 def _data(shape: EngineShape) -> str | None:
     return f"data parallel size {shape.data}" if shape.data != 1 else None
 
@@ -85,20 +81,12 @@ def _scales(shape: EngineShape) -> str | None:
     return None
 
 
-def _kind(kind: LayerKind) -> Look:
-    def look(shape: EngineShape) -> str | None:
-        layers = shape.layers or ()
-        found = [layer for layer in layers if layer.kind is kind]
-        if not found:
-            return None
-        return f"{kind.value} layers ({len(found)} of {len(layers)}, first {found[0].name})"
-
-    return look
-
-
-def _groups(shape: EngineShape) -> str | None:
-    count = len({layer.group for layer in shape.layers or ()})
-    return f"{count} KV cache groups" if count > 1 else None
+def _kinds(shape: EngineShape) -> str | None:
+    layers = shape.layers or ()
+    found = [layer for layer in layers if layer.kind is LayerKind.OTHER]
+    if not found:
+        return None
+    return f"layers of another kind ({len(found)} of {len(layers)}, first {found[0].name})"
 
 
 def _heads(shape: EngineShape) -> str | None:
@@ -132,20 +120,6 @@ SHAPE_RULES: tuple[Rule, ...] = (
             "context parallelism spreads a sequence's tokens over ranks, which is not supported",
         ),
         alone=True,
-    ),
-    Rule(
-        id="LayoutUnsupported/pipeline",
-        reason=Reason.LAYOUT_UNSUPPORTED,
-        description="Pipeline parallelism on either side is not carried by this version.",
-        remedy="Set parallelism.pipeline to 1 on both roles.",
-        source="scope of this version; the plan itself matches layers by name over all ranks",
-        test=alone(
-            "pipeline",
-            _pipeline,
-            "this version carries pipeline parallel size 1 only",
-        ),
-        alone=True,
-        until=Layout.PIPELINE,
     ),
     Rule(
         id="LayoutUnsupported/data",
@@ -196,51 +170,6 @@ SHAPE_RULES: tuple[Rule, ...] = (
         alone=True,
     ),
     Rule(
-        id="LayoutUnsupported/sliding-window",
-        reason=Reason.LAYOUT_UNSUPPORTED,
-        description="Layers with a sliding window are not carried by this version.",
-        remedy="Serve a model without sliding windows.",
-        source="scope of this version; the plan itself maps them",
-        test=alone(
-            "layers",
-            _kind(LayerKind.SLIDING_WINDOW),
-            "this version does not carry sliding windows",
-            "layers",
-        ),
-        alone=True,
-        until=Layout.SLIDING_WINDOW,
-    ),
-    Rule(
-        id="LayoutUnsupported/mla",
-        reason=Reason.LAYOUT_UNSUPPORTED,
-        description="MLA layers, whose latent every rank holds, are not carried by this version.",
-        remedy="Serve a model without MLA.",
-        source="scope of this version; the plan itself maps them",
-        test=alone(
-            "layers",
-            _kind(LayerKind.MLA),
-            "this version does not carry MLA",
-            "layers",
-        ),
-        alone=True,
-        until=Layout.MLA,
-    ),
-    Rule(
-        id="LayoutUnsupported/mamba",
-        reason=Reason.LAYOUT_UNSUPPORTED,
-        description="Mamba (state space) layers are not carried by this version.",
-        remedy="Serve a model without Mamba layers.",
-        source="scope of this version; the plan itself maps them",
-        test=alone(
-            "layers",
-            _kind(LayerKind.MAMBA),
-            "this version does not carry Mamba states",
-            "layers",
-        ),
-        alone=True,
-        until=Layout.MAMBA,
-    ),
-    Rule(
         id="LayoutUnsupported/layers",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
@@ -252,21 +181,11 @@ SHAPE_RULES: tuple[Rule, ...] = (
         source="vLLM 0.32 v1/kv_cache_interface.py",
         test=alone(
             "layers",
-            _kind(LayerKind.OTHER),
+            _kinds,
             "this version does not know how they keep their KV",
             "layers",
         ),
         alone=True,
-    ),
-    Rule(
-        id="LayoutUnsupported/groups",
-        reason=Reason.LAYOUT_UNSUPPORTED,
-        description="A hybrid model's several KV cache groups are not carried by this version.",
-        remedy="Serve a model with one KV cache group.",
-        source="scope of this version; the plan itself pairs each group by token position",
-        test=alone("layers", _groups, "this version carries one KV cache group only", "layers"),
-        alone=True,
-        until=Layout.GROUPS,
     ),
     Rule(
         id="LayoutUnsupported/heads",

@@ -84,7 +84,9 @@ def register(
         parts: tuple[PartShape, ...] = ()
         held: list[Region] = []
         if kind is LayerKind.MAMBA:
-            parts, held = describe_states(name, cache, spec, group, parallel, rank[1])
+            mixer = vllm_config.compilation_config.static_forward_context.get(name)
+            ranks = rank[1], parallel.tensor_parallel_size
+            parts, held = describe_states(name, cache, spec, group, mixer, ranks)
         elif cache.dim() != 4 or heads is None:
             kind = LayerKind.OTHER
         elif kind is not LayerKind.OTHER:
