@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import FULL, MAMBA, MLA, WINDOW, Case, Choices, build, each, findings, named, run
 from modelled_engine import Array, Grid, Group, Layout, Model, Modelled
+from wrong_plans import SPOILERS
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.errors import PlanError
@@ -130,30 +130,7 @@ def test_an_engine_that_names_no_groups_has_one() -> None:
 # The oracle itself.
 
 
-def shifted(part):
-    return replace(part, decode_indices=np.roll(part.decode_indices, 1))
-
-
-def halved(part):
-    half = len(part.prefill_indices) // 2
-    return replace(
-        part,
-        prefill_indices=part.prefill_indices[:half],
-        decode_indices=part.decode_indices[:half],
-        nbytes=part.nbytes // 2,
-    )
-
-
-def doubled(part):
-    return replace(
-        part,
-        prefill_indices=np.tile(part.prefill_indices, 2),
-        decode_indices=np.tile(part.decode_indices, 2),
-        nbytes=part.nbytes * 2,
-    )
-
-
-@pytest.mark.parametrize("spoil", [shifted, halved, doubled])
+@pytest.mark.parametrize("spoil", SPOILERS.values())
 @pytest.mark.parametrize("mamba", [False, True])
 def test_the_oracle_notices_a_wrong_plan(spoil, mamba: bool) -> None:
     case = named(window=None if mamba else 128, mamba=mamba)

@@ -98,7 +98,7 @@ def plan_request(
             pairs = _pair_slots(ours[1], theirs[1])
         else:
             lists = _kernel_blocks(*ours), _kernel_blocks(*theirs)
-            first = _first_needed(theirs[0].window, lists[1], start, stop, grain)
+            first = _first_needed(theirs[0].window, lists, start, stop, grain)
             pairs = pair_blocks(*lists, first, stop)
         slices += plan.indices(pairs, groups)
     return slices
@@ -139,22 +139,28 @@ def _kernel_blocks(group: GroupShape, held: GroupBlocks) -> BlockList:
     return BlockList(ids, group.kernel_tokens, held.first_token)
 
 
-def _first_needed(window: int | None, decode: BlockList, start: int, stop: int, grain: int) -> int:
+def _first_needed(
+    window: int | None, lists: Sequence[BlockList], start: int, stop: int, grain: int
+) -> int:
     """Return the first token that decode needs of a group.
 
     The next query is at ``stop``, or at ``stop - 1`` if vLLM computes the prompt's last token
-    again, so the window is looked at from there. Decode may have let go of the one token by
-    which the two differ.
+    again, so the window is looked at from there. Either engine may have let go of the one token
+    by which the two differ: with different block sizes one of them may and the other not.
     """
     if window is None or stop - window < start:
         return start
     first = stop - window
-    index = (first - decode.first_token) // decode.block_tokens
-    after = decode.first_token + (index + 1) * decode.block_tokens
-    gone = index < 0 or (index < len(decode.blocks) and decode.blocks[index] < 0)
-    if gone and after == first + 1:
-        first = after
+    if any(_let_go_up_to(blocks, first) for blocks in lists):
+        first += 1
     return max(start, first - first % grain)
+
+
+def _let_go_up_to(held: BlockList, token: int) -> bool:
+    """Tell whether ``token`` is the last one of a block that is not held."""
+    index, offset = divmod(token - held.first_token, held.block_tokens)
+    gone = index < 0 or (index < len(held.blocks) and held.blocks[index] < 0)
+    return gone and offset == held.block_tokens - 1
 
 
 def _pair_slots(prefill: GroupBlocks, decode: GroupBlocks) -> Pairs:
