@@ -88,6 +88,7 @@ def plan_request(
         return []
     _check_count("prefill", prefill, Reason.TICKET_INVALID)
     _check_count("decode", decode, Reason.COVERAGE_INCOMPLETE)
+    hybrid = any(group.kind is LayerKind.MAMBA for group in decode.groups)
     slices: list[TransferSlice] = []
     for groups, grain in plan.grains.items():
         ours, theirs = _group(prefill, groups[0]), _group(decode, groups[1])
@@ -99,7 +100,8 @@ def plan_request(
         else:
             lists = _kernel_blocks(*ours), _kernel_blocks(*theirs)
             first = _first_needed(theirs[0].window, lists, start, stop, grain)
-            pairs = pair_blocks(*lists, first, stop)
+            end = min(_block_end(side[0], stop) for side in (ours, theirs)) if hybrid else stop
+            pairs = pair_blocks(*lists, first, end)
         slices += plan.indices(pairs, groups)
     return slices
 
@@ -161,6 +163,15 @@ def _let_go_up_to(held: BlockList, token: int) -> bool:
     index, offset = divmod(token - held.first_token, held.block_tokens)
     gone = index < 0 or (index < len(held.blocks) and held.blocks[index] < 0)
     return gone and offset == held.block_tokens - 1
+
+
+def _block_end(group: GroupShape, stop: int) -> int:
+    """Return where the logical block ends that holds the last token before ``stop``.
+
+    A hybrid's attention blocks were states before: vLLM clears new ones, but not those that are
+    received, so what prefill's block holds behind the prompt (zeros) is received too.
+    """
+    return -(-stop // group.block_size) * group.block_size
 
 
 def _pair_slots(prefill: GroupBlocks, decode: GroupBlocks) -> Pairs:
