@@ -24,6 +24,7 @@ class Layout(StrEnum):
     MAMBA_TENSOR = "LayoutUnsupported/mamba-tensor"
     GROUPS = "LayoutUnsupported/groups"
     BLOCK_SIZES = "BlockSizeMismatch"
+    OTHER_BLOCK_SIZES = "BlockSizeMismatch/other"
 
 
 CARRIED: frozenset[Layout] = frozenset(
@@ -34,5 +35,6 @@ CARRIED: frozenset[Layout] = frozenset(
         Layout.MLA,
         Layout.MAMBA,
         Layout.MAMBA_TENSOR,
+        Layout.BLOCK_SIZES,
     }
 )
