@@ -132,6 +132,11 @@ PAIRS = {
         blocks(SLICEABLE_NO_PREFIXES, 128),
         SLICEABLE_NO_PREFIXES,
     ),
+    "BlockSizeMismatch/other": (
+        replace(HYBRID, prefix_caching=False),
+        replace(blocks(HYBRID, 1056, 66), prefix_caching=False),
+        replace(HYBRID, prefix_caching=False),
+    ),
     "BlockInteriorOpaque/interior": (KNOWN, SLICEABLE, KNOWN),
     "BlockInteriorOpaque/packing": (KNOWN, replace(KNOWN, packing="CPU_ATTN/amx"), KNOWN),
     "LayerMismatch": (
@@ -285,6 +290,32 @@ def test_blocks_that_can_be_cut_wait_for_the_handshake_to_tell_whether_it_is_a_h
 def test_blocks_of_attention_alone_that_can_be_cut_may_differ(size: int) -> None:
     assert check_with("", SLICEABLE, blocks(SLICEABLE, size)) == ()
     assert check_with("", blocks(SLICEABLE, size), SLICEABLE) == ()
+
+
+OTHER_SIZES = "BlockSizeMismatch/other"
+
+
+@pytest.mark.parametrize(
+    ("known", "field"),
+    [
+        ({}, "layers"),
+        ({"hybrid": False}, "token_sliceable"),
+        ({"token_sliceable": True}, "layers"),
+        ({"token_sliceable": True, "hybrid": False}, None),
+    ],
+)
+def test_without_prefixes_the_handshake_tells_whether_blocks_may_differ(known, field) -> None:
+    shapes = [EngineShape(block_size=size, prefix_caching=False, **known) for size in (32, 128)]
+    found = check(*shapes, [rule for rule in ALL_RULES if rule.id == OTHER_SIZES])
+    assert [(f.verdict, f.field) for f in found] == ([(Verdict.UNKNOWN, field)] if field else [])
+
+
+def test_packed_blocks_of_one_kernel_size_are_not_shown_yet() -> None:
+    first = refused(check_with(OTHER_SIZES, blocks(KNOWN, 64, 2), KNOWN))
+    assert first is not None
+    assert first.message.startswith("block size in tokens differs (prefill 64, decode 32) and")
+    assert "cut by token" in first.message
+    assert (first.rule, first.field) == (OTHER_SIZES, "block_size")
 
 
 def test_until_they_are_carried_different_blocks_are_refused_by_name() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdcluster_connector.compat.carried import Layout
-from pdcluster_connector.compat.layouts_page import ROWS, Row, page, state_of
+from pdcluster_connector.compat.layouts_page import GRIDS, ROWS, Row, page, state_of
 from pdcluster_connector.compat.rules import ALL_RULES
 
 ROOT = Path(__file__).parents[3]
@@ -32,6 +32,8 @@ def test_a_row_names_a_rule_or_tests_that_exist(row: Row) -> None:
         text = (TESTS / "vllm" / f"{module}.py").read_text()
         assert cases
         assert all(f'Case("{case}"' in text for case in cases)
+    text = (TESTS / "grids" / f"{GRIDS}.py").read_text()
+    assert all(f"def {name}() -> Iterator[Way]:" in text for name in row.processes)
 
 
 def test_a_state_follows_from_what_is_carried_and_tested() -> None:
@@ -42,6 +44,11 @@ def test_a_state_follows_from_what_is_carried_and_tested() -> None:
     state, why = state_of(row, everything)
     assert (state, why) == ("works", "engines: `engine_module` (granite); oracle: `oracle_module`")
     assert state_of(Row("x", (), "oracle_module"), everything)[0] == "unproven"
+    moved = Row("x", (), "oracle_module", processes=("sizes",))
+    assert state_of(moved, everything) == (
+        "moved",
+        f"processes: `{GRIDS}` (sizes); oracle: `oracle_module`",
+    )
     assert state_of(Row("x", rule="KVDtypeMismatch"), everything) == (
         "refused",
         "`KVDtypeMismatch`",

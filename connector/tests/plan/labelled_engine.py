@@ -167,10 +167,10 @@ def execute(
     for part in slices:
         source = plan.sources[part.source]
         assert part.prefill_indices.dtype == part.decode_indices.dtype == np.int32
-        reads = _descriptors(source.prefill_rows, part.prefill_indices)
-        lands = _descriptors(source.decode_rows, part.decode_indices)
+        reads = descriptors(source.prefill_rows, part.prefill_indices)
+        lands = descriptors(source.decode_rows, part.decode_indices)
         assert np.array_equal(reads[1], lands[1])
-        take, put = _bytes(*reads) - prefill.address, _bytes(*lands) - decode.address
+        take, put = bytes_of(*reads) - prefill.address, bytes_of(*lands) - decode.address
         assert readable[take].all(), "a byte was read that is not the request's"
         writes += np.bincount(put, minlength=writes.size)
         decode.memory[put] = prefill.memory[take]
@@ -179,7 +179,7 @@ def execute(
     return total
 
 
-def _descriptors(rows: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def descriptors(rows: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     assert rows.dtype == np.uint64
     table = rows.astype(np.int64)
     ends = np.cumsum(table[:, 4])
@@ -189,6 +189,6 @@ def _descriptors(rows: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.
     return table[row, 0] + element * table[row, 3], table[row, 1]
 
 
-def _bytes(address: np.ndarray, length: np.ndarray) -> np.ndarray:
+def bytes_of(address: np.ndarray, length: np.ndarray) -> np.ndarray:
     start = np.repeat(address - (np.cumsum(length) - length), length)
     return start + np.arange(start.size)

@@ -136,7 +136,7 @@ def build(pick: Pick, menu: Menu) -> Case:
     grids = [tuple(pair[side] for pair in sizes) for side in (0, 1)]
     lists, layouts = [], []
     for side, length in ((0, tokens), (1, stop)):
-        blocks, used = _blocks(pick, model, grids[side], length, stop + side)
+        blocks, used = _blocks(pick, model, grids[side], length, stop + (side or pick((1, 0))))
         lists.append(blocks)
         layouts.append(
             Layout(
@@ -230,8 +230,8 @@ def _blocks(
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
     """Return one block list a group, from one pool of ids, and the number of ids used.
 
-    vLLM has let go of blocks that lie before the window of token ``seen``: prefill counts from
-    the last token that it computed, decode from the one that comes next.
+    vLLM has let go of blocks that lie before the window of token ``seen``: the one that comes
+    next, or on prefill perhaps still the last one that it computed.
     """
     counts = []
     for group, grid in zip(model.groups, grids, strict=True):
@@ -252,26 +252,31 @@ def _blocks(
     return tuple(lists), total
 
 
-def named(window: int | None, mamba: bool) -> Case:
-    """Return P TP4, block 16 -> D TP2, block 64; 2 KV heads; prompt 333; D holds 64 tokens."""
-    groups = [Group(FULL, ("full.0", "full.1"), (Array("", 2, 4),))]
-    grids = [[Grid(16), Grid(64)]]
-    prompt = 333
-    if window is not None:
-        groups.append(Group(WINDOW, ("swa.0", "swa.1"), (Array("", 2, 4),), window))
-        grids.append([Grid(16), Grid(64)])
-    if mamba:
-        arrays = (Array("conv.x", 4, 6), Array("conv.b", 1, 3), Array("ssm", 4, 32))
-        groups.append(Group(MAMBA, ("mamba.0", "mamba.1"), arrays))
-        grids.append([Grid(544), Grid(1056)])
+def paired(
+    groups: Sequence[Group],
+    grids: Sequence[tuple[Grid, Grid]],
+    tensors: tuple[int, int],
+    *,
+    tokens: int,
+    start: int = 0,
+    stages: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    numbers: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    prefixes: bool = True,
+    dtype: str = "float32",
+) -> Case:
+    """Return a case of one's own: sizes of prefill and decode, block ids shuffled.
+
+    Blocks before a window are null on both sides, as vLLM has let go of them.
+    """
+    layers = sum(len(group.layers) for group in groups)
     lists, layouts = [], []
-    for side, tensor in ((0, 4), (1, 2)):
+    for side in (0, 1):
         used, own = 1, []
         for group, pair in zip(groups, grids, strict=True):
             grid = pair[side]
-            count = 1 if group.kind is MAMBA else -(-prompt // grid.block_size)
+            count = 1 if group.kind is MAMBA else -(-tokens // grid.block_size)
             ids = used + np.random.default_rng(used).permutation(count)
-            gone = prompt + side - (group.window or 2 * prompt)
+            gone = tokens + side - (group.window or 2 * tokens)
             own.append(
                 tuple(0 if (i + 1) * grid.block_size <= gone else int(b) for i, b in enumerate(ids))
             )
@@ -279,15 +284,31 @@ def named(window: int | None, mamba: bool) -> Case:
         lists.append(tuple(own))
         layouts.append(
             Layout(
-                tensor=tensor,
-                stages=(0,) * 2 * len(groups),
+                tensor=tensors[side],
+                stages=stages[side] if stages else (0,) * layers,
                 grids=tuple(pair[side] for pair in grids),
-                numbers=tuple(range(len(groups))),
+                numbers=numbers[side] if numbers else tuple(range(len(groups))),
                 blocks=used + 2,
                 address=(side + 1) << 40,
+                prefix_caching=prefixes,
             )
         )
-    return Case(Model(tuple(groups)), *layouts, prompt, 64, prompt, *lists, (0,) * len(groups))
+    model = Model(tuple(groups), dtype, DTYPES[dtype][1])
+    return Case(model, *layouts, tokens, start, tokens, *lists, (0,) * len(groups))
+
+
+def named(window: int | None, mamba: bool) -> Case:
+    """Return P TP4, block 16 -> D TP2, block 64; 2 KV heads; prompt 333; D holds 64 tokens."""
+    groups = [Group(FULL, ("full.0", "full.1"), (Array("", 2, 4),))]
+    grids = [(Grid(16), Grid(64))]
+    if window is not None:
+        groups.append(Group(WINDOW, ("swa.0", "swa.1"), (Array("", 2, 4),), window))
+        grids.append((Grid(16), Grid(64)))
+    if mamba:
+        arrays = (Array("conv.x", 4, 6), Array("conv.b", 1, 3), Array("ssm", 4, 32))
+        groups.append(Group(MAMBA, ("mamba.0", "mamba.1"), arrays))
+        grids.append((Grid(544), Grid(1056)))
+    return paired(groups, grids, (4, 2), tokens=333, start=64)
 
 
 def run(case: Case, spoil: Callable[..., object] | None = None) -> int:
@@ -318,14 +339,33 @@ def run(case: Case, spoil: Callable[..., object] | None = None) -> int:
 
 
 def check_received(case: Case, decode: Modelled, before: np.ndarray, writes: np.ndarray) -> None:
-    """Compare with the definition: each needed byte right and written once, no other.
+    """Compare with the definition: each needed byte right and written once, no other."""
+    needed, spare, labels = wanted(case, decode)
+    wrong = np.flatnonzero(needed & (decode.memory != labels))
+    assert not wrong.size, f"wrong bytes at {wrong[:8]} in {decode.where(wrong[0])}"
+    assert (writes[needed] == 1).all(), "a needed byte was not written exactly once"
+    assert (writes[spare] <= 1).all(), "a byte beside the interval was written twice"
+    outside = ~needed & ~spare
+    assert not writes[outside].any(), "a byte outside the request's blocks was written"
+    assert (decode.memory[outside] == before[outside]).all()
 
-    The rest of the request's last block may hold anything, and so may, before a window, what
-    shares a kernel block with it; but nothing before ``start``, which others may read.
+
+def wanted(
+    case: Case, decode: Modelled, rank: tuple[int, int] | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return, by byte: whether it is needed, whether it may be written, and a needed one's label.
+
+    The rest of the request's last kernel block (of a hybrid's last block) may hold anything, and
+    so may, before a window, what shares a kernel block with it; but nothing before ``start``,
+    which others may read. ``rank``: only what that rank needs.
     """
     needed = np.zeros(decode.memory.size, bool)
     spare = np.zeros(decode.memory.size, bool)
+    labels = np.zeros(decode.memory.size, np.int32)
+    hybrid = any(group.kind is MAMBA for group in case.model.groups)
     for cell in decode.cells if case.stop > case.start else ():
+        if rank not in (None, cell.rank):
+            continue
         group, grid = case.model.groups[cell.group], case.decode.grids[cell.group]
         blocks = case.decode_blocks[cell.group]
         first, low = case.start, case.start
@@ -335,19 +375,14 @@ def check_received(case: Case, decode: Modelled, before: np.ndarray, writes: np.
         tokens = decode.tokens(cell.group, blocks, first, case.stop)
         if group.kind is not MAMBA:
             assert len(tokens) == case.stop - first, "the case itself is wrong"
-            end = min(-(-case.stop // grid.kernel) * grid.kernel, len(blocks) * grid.block_size)
+            unit = grid.block_size if hybrid else grid.kernel
+            end = min(-(-case.stop // unit) * unit, len(blocks) * grid.block_size)
             around = decode.tokens(cell.group, blocks, low, end)
             spare[decode.positions(cell, blocks, around)] = True
         at = decode.positions(cell, blocks, tokens)
-        expected = case.model.labels(cell.layer, cell.array, tokens, cell.heads)
-        assert (decode.memory[at] == expected).all(), f"{cell.layer} of {cell.rank} is wrong"
+        labels[at] = case.model.labels(cell.layer, cell.array, tokens, cell.heads)
         needed[at] = True
-    assert (writes[needed] == 1).all(), "a needed byte was not written exactly once"
-    spare &= ~needed
-    assert (writes[spare] <= 1).all(), "a byte beside the interval was written twice"
-    outside = ~needed & ~spare
-    assert not writes[outside].any(), "a byte outside the request's blocks was written"
-    assert (decode.memory[outside] == before[outside]).all()
+    return needed, spare & ~needed, labels
 
 
 def findings(case: Case) -> tuple[Finding, ...]:

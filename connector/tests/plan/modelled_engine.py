@@ -231,9 +231,21 @@ class Modelled:
         kernel = logical * grid.ratio + tokens % grid.block_size // grid.kernel
         return cell.at[kernel, :, tokens % grid.kernel]
 
-    def store(self, held: Sequence[Sequence[int]], tokens: int) -> None:
-        """Do what prefill does: write every token whose block is held (0: not held)."""
+    def where(self, byte: int) -> str:
+        """Return which array of which rank a byte belongs to."""
+        owners = [cell for cell in self.cells if byte in cell.at]
+        return ", ".join(f"{cell.layer} {cell.array.name} of rank {cell.rank}" for cell in owners)
+
+    def store(
+        self, held: Sequence[Sequence[int]], tokens: int, rank: tuple[int, int] | None = None
+    ) -> None:
+        """Do what prefill does: write every token whose block is held (0: not held).
+
+        ``rank``: only what that rank writes.
+        """
         for cell in self.cells:
+            if rank not in (None, cell.rank):
+                continue
             which = self.tokens(cell.group, held[cell.group], 0, tokens)
             at = self.positions(cell, held[cell.group], which)
             self.memory[at] = self.model.labels(cell.layer, cell.array, which, cell.heads)
@@ -315,7 +327,7 @@ class Modelled:
                     kind=group.kind,
                     group=self.layout.numbers[index],
                     kv_heads=1 if mamba else group.arrays[0].heads,
-                    token_bytes=sum(array.unit for array in group.arrays),
+                    token_bytes=sum(a.unit * (a.heads if mamba else 1) for a in group.arrays),
                     window=group.window,
                     scales="" if mamba else self.model.scales,
                     parts=parts if whole else (),

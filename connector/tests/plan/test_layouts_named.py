@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import FULL, MAMBA, MLA, WINDOW, Case, Choices, build, each, findings, named, run
 from modelled_engine import Array, Grid, Group, Layout, Model, Modelled
+from wrong_plans import SPOILERS
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.errors import PlanError
@@ -49,7 +49,10 @@ def test_packed_blocks_of_32_and_128_are_refused_and_nothing_is_planned() -> Non
 
 
 def test_kernel_blocks_of_34_and_66_in_a_logical_block() -> None:
-    """Each side's ids are expanded with its own ratio: P 544 = 34 x 16, D 1056 = 66 x 16."""
+    """Each side's ids are expanded with its own ratio: P 544 = 34 x 16, D 1056 = 66 x 16.
+
+    What prefill's last block holds behind the prompt comes too: vLLM does not clear it on decode.
+    """
     case = named(window=None, mamba=True)
     prefill = replace(case.prefill, grids=(Grid(544, 34), case.prefill.grids[1]))
     decode = replace(case.decode, grids=(Grid(1056, 66), case.decode.grids[1]))
@@ -63,7 +66,11 @@ def test_kernel_blocks_of_34_and_66_in_a_logical_block() -> None:
         prefill_blocks=((9, 2, 5), (7,)),
         decode_blocks=((3, 1), (4,)),
     )
-    assert run(case) > 1500 * 2 * 2 * 4
+    states = 2 * (4 * 6 + 2 * 3 + 4 * 32)
+    assert run(case) == 3 * 544 * 2 * 2 * 4 + states
+    alike = replace(case.decode, grids=prefill.grids)
+    case = replace(case, decode=alike, decode_blocks=((3, 1, 8), (4,)))
+    assert run(case) == 3 * 544 * 2 * 2 * 4 + states
 
 
 def test_mla_is_read_from_one_rank_by_each() -> None:
@@ -130,30 +137,7 @@ def test_an_engine_that_names_no_groups_has_one() -> None:
 # The oracle itself.
 
 
-def shifted(part):
-    return replace(part, decode_indices=np.roll(part.decode_indices, 1))
-
-
-def halved(part):
-    half = len(part.prefill_indices) // 2
-    return replace(
-        part,
-        prefill_indices=part.prefill_indices[:half],
-        decode_indices=part.decode_indices[:half],
-        nbytes=part.nbytes // 2,
-    )
-
-
-def doubled(part):
-    return replace(
-        part,
-        prefill_indices=np.tile(part.prefill_indices, 2),
-        decode_indices=np.tile(part.decode_indices, 2),
-        nbytes=part.nbytes * 2,
-    )
-
-
-@pytest.mark.parametrize("spoil", [shifted, halved, doubled])
+@pytest.mark.parametrize("spoil", SPOILERS.values())
 @pytest.mark.parametrize("mamba", [False, True])
 def test_the_oracle_notices_a_wrong_plan(spoil, mamba: bool) -> None:
     case = named(window=None if mamba else 128, mamba=mamba)

@@ -110,17 +110,15 @@ def test_a_refusal_reaches_all_at_once_and_is_remembered_for_a_while(
     serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdcluster_connector.runtime.peers.REFUSAL_SECONDS", 0.5)
-    server = serve(block_size=32)
-    book = books()
+    packed = {"token_sliceable": False, "packing": "CPU_ATTN/vec"}
+    server = serve(block_size=32, **packed)
+    book = books(**packed)
     start = time.monotonic()
     answers = [connect(book, server.port, seconds=60.0) for _ in range(30)]
     for answer in answers:
         failure = answer.wait(2.0)
         assert isinstance(failure, Failure)
-        assert failure.reason in {
-            Reason.BLOCK_SIZE_MISMATCH,
-            Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS,
-        }
+        assert failure.reason is Reason.BLOCK_INTERIOR_OPAQUE
         assert "32" in failure.message
         assert "16" in failure.message
     assert time.monotonic() - start < 1.5

@@ -236,3 +236,10 @@ def test_a_link_that_carries_nothing_for_a_while_is_named_and_heals(tcp: None) -
     rig.works("healed")
     assert rig.decode.receiver.probe(metadata).result(timeout=30).failure is None
     rig.end()
+
+
+def test_an_agent_that_registered_nothing_is_destroyed_too() -> None:
+    """As when NIXL refuses the memory: the refusal is what must be seen."""
+    agent = NixlAgent("without-memory")
+    agent.close()
+    agent.close()

@@ -7,6 +7,7 @@ blocks of a receive are copied when the connector reports it, before anything is
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -59,6 +60,11 @@ def held(worker: Any, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, int],
     runner = worker.model_runner
     lists = [(ids, 0) for ids in blocks]
     return _rank(), contents(runner.vllm_config, runner.kv_cache_config, lists)
+
+
+def session(worker: Any) -> int:
+    """Called in each worker: which engine's process it belongs to."""
+    return os.getsid(0)
 
 
 def contents(

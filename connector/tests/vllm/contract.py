@@ -67,7 +67,7 @@ class ContractEngine:
         self, role: str, *, ranks: int = 2, blocks: int = 64, policy: str = "fail",
         max_tokens_per_step: int = 1024, asynchronous: bool = False, publish: bool = True,
         others: list[dict[str, Any]] | None = None, specs: Sequence[Any] = (FULL,),
-        prefixes: bool = True, **extra: Any,
+        prefixes: bool = True, block: int = BLOCK, **extra: Any,
     ) -> None:  # fmt: skip
         init_none_hash(sha256)
         model = str(model_path("llama"))
@@ -87,7 +87,7 @@ class ContractEngine:
             }
         self.config = VllmConfig(
             model_config=ModelConfig(model=model, dtype="float32", max_model_len=1024),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=prefixes),
+            cache_config=CacheConfig(block_size=block, enable_prefix_caching=prefixes),
             scheduler_config=SchedulerConfig(
                 max_model_len=1024, is_encoder_decoder=False, max_num_seqs=16,
                 max_num_batched_tokens=max_tokens_per_step, async_scheduling=False,
@@ -125,7 +125,7 @@ class ContractEngine:
             ),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=max(spec.block_size for spec in specs),
-            hash_block_size=BLOCK,
+            hash_block_size=block,
             log_stats=True,
         )
         multi = self.scheduler.connector
@@ -144,7 +144,7 @@ class ContractEngine:
         self._tokens = itertools.count(1000)
         self._depth = 1 if asynchronous else 0
         self._flying: collections.deque[tuple[Any, Any]] = collections.deque()
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(block, sha256)
 
     def _handshake(self, rank: int) -> WorkerHandshake:
         shard = ShardMetadata(

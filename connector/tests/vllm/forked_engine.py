@@ -107,6 +107,9 @@ def _serve(address: str, connector: dict[str, Any] | None, options: dict[str, An
     }
     if connector is not None:
         settings["kv_transfer_config"] = connector
+    if settings.get("node_rank"):
+        _follow(settings)
+        return
     commands = Commands(LLM(**settings).llm_engine)
     listener = Listener(address, "AF_UNIX")
     connection = listener.accept()
@@ -122,6 +125,15 @@ def _serve(address: str, connector: dict[str, Any] | None, options: dict[str, An
             except Exception as error:  # noqa: BLE001  the test's side raises it
                 connection.send((False, f"{type(error).__name__}: {error}"))
         commands.step()
+
+
+def _follow(settings: dict[str, Any]) -> None:
+    """Run the workers of an engine's other node, as ``serve --headless`` does."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    config = EngineArgs(**settings).create_engine_config(headless=True)
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
 
 
 class Commands:
@@ -205,6 +217,10 @@ class Commands:
     def received_kv(self, request_id: str) -> list[Any]:
         """What a request's receive brought to each rank, before anything was computed on it."""
         return self._on_workers(cache_hook.received, request_id)
+
+    def sessions(self) -> list[int]:
+        """The session of each worker: the process id of the engine that was forked for it."""
+        return self._on_workers(cache_hook.session)
 
     def _on_workers(self, function: Any, *args: Any) -> list[Any]:
         return self.engine.engine_core.engine_core.model_executor.collective_rpc(

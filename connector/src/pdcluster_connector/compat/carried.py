@@ -19,6 +19,7 @@ class Layout(StrEnum):
     DATA = "LayoutUnsupported/data"
     QUANTIZED = "LayoutUnsupported/quantized"
     BLOCK_SIZES = "BlockSizeMismatch"
+    OTHER_BLOCK_SIZES = "BlockSizeMismatch/other"
 
 
-CARRIED: frozenset[Layout] = frozenset()
+CARRIED: frozenset[Layout] = frozenset({Layout.BLOCK_SIZES})

@@ -88,6 +88,7 @@ def plan_request(
         return []
     _check_count("prefill", prefill, Reason.TICKET_INVALID)
     _check_count("decode", decode, Reason.COVERAGE_INCOMPLETE)
+    hybrid = any(group.kind is LayerKind.MAMBA for group in decode.groups)
     slices: list[TransferSlice] = []
     for groups, grain in plan.grains.items():
         ours, theirs = _group(prefill, groups[0]), _group(decode, groups[1])
@@ -98,8 +99,9 @@ def plan_request(
             pairs = _pair_slots(ours[1], theirs[1])
         else:
             lists = _kernel_blocks(*ours), _kernel_blocks(*theirs)
-            first = _first_needed(theirs[0].window, lists[1], start, stop, grain)
-            pairs = pair_blocks(*lists, first, stop)
+            first = _first_needed(theirs[0].window, lists, start, stop, grain)
+            end = min(_block_end(side[0], stop) for side in (ours, theirs)) if hybrid else stop
+            pairs = pair_blocks(*lists, first, end)
         slices += plan.indices(pairs, groups)
     return slices
 
@@ -139,22 +141,37 @@ def _kernel_blocks(group: GroupShape, held: GroupBlocks) -> BlockList:
     return BlockList(ids, group.kernel_tokens, held.first_token)
 
 
-def _first_needed(window: int | None, decode: BlockList, start: int, stop: int, grain: int) -> int:
+def _first_needed(
+    window: int | None, lists: Sequence[BlockList], start: int, stop: int, grain: int
+) -> int:
     """Return the first token that decode needs of a group.
 
     The next query is at ``stop``, or at ``stop - 1`` if vLLM computes the prompt's last token
-    again, so the window is looked at from there. Decode may have let go of the one token by
-    which the two differ.
+    again, so the window is looked at from there. Either engine may have let go of the one token
+    by which the two differ: with different block sizes one of them may and the other not.
     """
     if window is None or stop - window < start:
         return start
     first = stop - window
-    index = (first - decode.first_token) // decode.block_tokens
-    after = decode.first_token + (index + 1) * decode.block_tokens
-    gone = index < 0 or (index < len(decode.blocks) and decode.blocks[index] < 0)
-    if gone and after == first + 1:
-        first = after
+    if any(_let_go_up_to(blocks, first) for blocks in lists):
+        first += 1
     return max(start, first - first % grain)
+
+
+def _let_go_up_to(held: BlockList, token: int) -> bool:
+    """Tell whether ``token`` is the last one of a block that is not held."""
+    index, offset = divmod(token - held.first_token, held.block_tokens)
+    gone = index < 0 or (index < len(held.blocks) and held.blocks[index] < 0)
+    return gone and offset == held.block_tokens - 1
+
+
+def _block_end(group: GroupShape, stop: int) -> int:
+    """Return where the logical block ends that holds the last token before ``stop``.
+
+    A hybrid's attention blocks were states before: vLLM clears new ones, but not those that are
+    received, so what prefill's block holds behind the prompt (zeros) is received too.
+    """
+    return -(-stop // group.block_size) * group.block_size
 
 
 def _pair_slots(prefill: GroupBlocks, decode: GroupBlocks) -> Pairs:

@@ -181,6 +181,7 @@ class NixlAgent:
             *(item.native.release for item in sorted(self._open, key=_handles_first)),
             *(partial(agent.deregister_memory, item) for item in self._registrations),
         ]
+        closer: Callable[[], Any] | None = None
         for closer in closers:
             # A refusal changes nothing: destroying the agent frees all of it.
             with suppress(PortError):

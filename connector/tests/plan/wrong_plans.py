@@ -1,0 +1,50 @@
+"""Plans with a fault, by name: what a comparison must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from pdcluster_connector.plan.transfer import TransferSlice
+
+Spoiler = Callable[[TransferSlice], TransferSlice]
+
+
+def shifted(part: TransferSlice) -> TransferSlice:
+    """Every run lands in its neighbour's place."""
+    return replace(part, decode_indices=np.roll(part.decode_indices, 1))
+
+
+def halved(part: TransferSlice) -> TransferSlice:
+    """Half of the runs are left out."""
+    half = len(part.prefill_indices) // 2
+    return replace(
+        part,
+        prefill_indices=part.prefill_indices[:half],
+        decode_indices=part.decode_indices[:half],
+        nbytes=part.nbytes // 2,
+    )
+
+
+def doubled(part: TransferSlice) -> TransferSlice:
+    """Every run is moved twice."""
+    return replace(
+        part,
+        prefill_indices=np.tile(part.prefill_indices, 2),
+        decode_indices=np.tile(part.decode_indices, 2),
+        nbytes=part.nbytes * 2,
+    )
+
+
+def strayed(part: TransferSlice) -> TransferSlice:
+    """One run lands in a block that is not the request's (block 0 of the first array)."""
+    decode = part.decode_indices.copy()
+    decode[0] = 0
+    return replace(part, decode_indices=decode)
+
+
+SPOILERS: dict[str, Spoiler] = {
+    spoil.__name__: spoil for spoil in (shifted, halved, doubled, strayed)
+}

@@ -1,0 +1,51 @@
+"""A real engine whose tensor-parallel ranks are on two nodes hands its KV over, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fork_host import Engine
+
+pytest.importorskip("vllm")
+
+from conftest import Pair, connector_config, free_port
+from test_engine_layouts import FULL, HIT, WARM, Case, check_kv, prompt
+
+pytestmark = pytest.mark.engine
+
+
+def test_the_kv_of_a_prefill_engine_on_two_nodes(engines: Callable[..., Engine]) -> None:
+    """The second node runs vLLM's headless executor: one worker, and no scheduler."""
+    case = Case("llama", (1, 2), (1, 1), [FULL] * 4)
+    nodes: dict[str, Any] = {
+        "nnodes": 2,
+        "master_addr": "127.0.0.1",
+        "master_port": free_port(),
+        "distributed_executor_backend": "mp",
+        **case.engine(case.prefill),
+    }
+    config = connector_config("kv_producer")
+    leader = engines("leader", config, node_rank=0, **nodes)
+    follower = engines("follower", config, node_rank=1, **nodes)
+    decode = engines("d", connector_config("kv_consumer"), **case.engine(case.decode))
+    pair = Pair(leader.wait_ready(), decode.wait_ready())
+    assert leader.ask("sessions") == [leader.pid, follower.pid]
+    decode.generate(WARM, 1)
+    for tokens, start in (
+        (prompt(33, 1), 0),
+        (prompt(700, 2), 0),
+        (WARM[:HIT] + prompt(97, 3), HIT),
+    ):
+        params = pair.ticket(tokens)
+        held = leader.ask("held_kv", params["remote_block_ids"])
+        assert [rank for rank, _ in held] == [(0, 0), (0, 1)]
+        request_id = decode.submit(tokens, 8, params)
+        answer = decode.answer(request_id)
+        assert answer.path["outcome"] == "transferred", answer.path
+        assert answer.path["tokens"] == len(tokens) - start
+        compared = check_kv(case, held, decode.ask("received_kv", request_id), start, len(tokens))
+        assert answer.path["bytes"] == case.expected(start, len(tokens)) == compared
+    leader.stop()
+    follower.kill()
