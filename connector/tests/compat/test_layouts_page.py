@@ -29,7 +29,8 @@ def test_a_row_names_a_rule_or_tests_that_exist(row: Row) -> None:
     assert (TESTS / "plan" / f"{row.oracle}.py").exists()
     module, *cases = row.engines or ("",)
     if module and state_of(row)[0] == "works":
-        text = (TESTS / "vllm" / f"{module}.py").read_text()
+        folder = ROOT / "e2e" / "tests" if module.startswith("test_local") else TESTS / "vllm"
+        text = (folder / f"{module}.py").read_text()
         assert cases
         assert all(f'Case("{case}"' in text for case in cases)
 

@@ -44,6 +44,16 @@ def test_engine_id_is_written_and_nothing_else_changes(form):
     assert len(command.arguments) == 5 + len(form)
 
 
+@pytest.mark.parametrize(("port", "ranks"), [(65535, 2), (61441, 4096), (0, 1), (65536, 1)])
+def test_every_data_parallel_rank_needs_a_port(port, ranks):
+    config = {**json.loads(CONFIG), "kv_connector_extra_config": {"side_channel_port": port}}
+    words = ["m", "--data-parallel-size", str(ranks), "--kv-transfer-config", json.dumps(config)]
+    with pytest.raises(ArgumentError, match=f"side_channel_port is {port}; use 1 to"):
+        read(*words)
+    config["kv_connector_extra_config"]["side_channel_port"] = 65536 - ranks
+    assert read(*words[:-1], json.dumps(config)).side_channel_port == 65536 - ranks
+
+
 def config_of_any(command: EngineCommand) -> dict:
     words = list(command.arguments)
     place = next(i for i, word in enumerate(words) if "transfer" in word)

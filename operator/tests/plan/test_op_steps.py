@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 
 from simulated_cluster import SimulatedCluster, manifest
@@ -33,6 +34,38 @@ def test_every_child_is_owned_by_the_cluster():
     for step in SimulatedCluster(manifest()).plan().steps:
         (owner,) = step.manifest["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"], owner["kind"]) == ("uid-0", True, "PDCluster")
+
+
+def test_every_data_parallel_rank_has_a_port_with_a_name_that_kubernetes_takes():
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"data": 1024}}))
+    world.step()
+    (pod,) = [
+        child["spec"]["template"]["spec"]
+        for (kind, name), child in world.children.items()
+        if kind == "StatefulSet" and "-prefill-" in name
+    ]
+    ports = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
+    assert len(ports) == 2 + 1024
+    assert sorted(ports.values())[1:] == [*range(5600, 5600 + 1024), 8000]
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]{0,13}[a-z0-9])?", name) for name in ports)
+
+
+def test_decode_learns_how_many_ranks_its_peers_have():
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"data": 2}}))
+    world.step()
+    world.run_pods()
+    world.speak()
+
+    def told() -> int:
+        (assignment,) = world.plan().peers
+        (peer,) = assignment.body["peers"]
+        return peer["data_parallel_size"]
+
+    # A launcher that does not say it is believed to run what is asked for; what it says counts.
+    assert told() == 2
+    (name,) = world.leaders("prefill")
+    world.engines[name.logical] = replace(world.engines[name.logical], data_parallel_size=4)
+    assert told() == 4
 
 
 def test_a_ready_cluster_at_rest_needs_nothing():

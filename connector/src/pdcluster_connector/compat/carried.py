@@ -16,7 +16,7 @@ class Layout(StrEnum):
     """What may be switched on, and the id of the rule that refuses it until then."""
 
     PIPELINE = "LayoutUnsupported/pipeline"
-    DATA = "LayoutUnsupported/data"
+    DATA_NODES = "LayoutUnsupported/data-nodes"
     QUANTIZED = "LayoutUnsupported/quantized"
     SLIDING_WINDOW = "LayoutUnsupported/sliding-window"
     MLA = "LayoutUnsupported/mla"

@@ -32,6 +32,7 @@ WINDOWS = "test_layouts_windows"
 HYBRID = "test_layouts_hybrid"
 MATRIX = "test_engine_matrix"
 LAYOUTS = "test_engine_layouts"
+DATA_PARALLEL = "test_local_data_parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,18 @@ ROWS = (
         note="layers are matched by name; a rank reads only the ranks that hold its layers",
     ),
     Row(
-        "data parallel engines",
-        (Layout.DATA,),
+        "data-parallel engines, of different numbers of ranks on both sides",
+        (),
         ATTENTION,
-        note="use replicas instead",
+        (DATA_PARALLEL, "llama"),
+        note="each rank is a peer of its own (`_dpN` in its engine id); unproven for "
+        "mixture-of-experts models, whose ranks step together",
+    ),
+    Row(
+        "data-parallel engines over several nodes",
+        (Layout.DATA_NODES,),
+        ATTENTION,
+        note="use replicas, or one larger node, instead",
     ),
     Row(
         "sliding window in all layers",

@@ -68,8 +68,10 @@ def _pipeline(shape: EngineShape) -> str | None:
     return f"pipeline parallel size {shape.pipeline}" if shape.pipeline != 1 else None
 
 
-def _data(shape: EngineShape) -> str | None:
-    return f"data parallel size {shape.data}" if shape.data != 1 else None
+def _data_nodes(shape: EngineShape) -> str | None:
+    if shape.data == 1 or shape.nodes == 1:
+        return None
+    return f"data parallel size {shape.data} over {shape.nodes} nodes"
 
 
 def _quantized(shape: EngineShape) -> str | None:
@@ -148,21 +150,22 @@ SHAPE_RULES: tuple[Rule, ...] = (
         until=Layout.PIPELINE,
     ),
     Rule(
-        id="LayoutUnsupported/data",
+        id="LayoutUnsupported/data-nodes",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "Data parallelism inside one engine (each rank with its own scheduler, side channel "
-            "and leases) is not carried by this version."
+            "Data-parallel ranks of one engine on several nodes are not carried by this version: "
+            "each rank's side channel is where its scheduler runs, and peers look for all of "
+            "them at the address of the first."
         ),
-        remedy="Set parallelism.data to 1 on both roles and use replicas instead.",
-        source="scope of this version",
+        remedy="Set parallelism.nodes to 1, or parallelism.data to 1 and use replicas instead.",
+        source="vLLM 0.32 entrypoints/cli/serve.py (ranks of follower nodes run there)",
         test=alone(
             "data",
-            _data,
-            "this version carries data parallel size 1 only; more replicas do the same work",
+            _data_nodes,
+            "this version carries data-parallel ranks of one node only",
         ),
         alone=True,
-        until=Layout.DATA,
+        until=Layout.DATA_NODES,
     ),
     Rule(
         id="LayoutUnsupported/quantized",

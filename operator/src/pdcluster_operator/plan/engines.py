@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.engine_types import Parallelism
 from pdcluster_operator.api.enums import Role
 from pdcluster_operator.api.labels import ENGINE_LABEL, EngineName
 
@@ -45,6 +46,7 @@ class EngineView:
         message: the reason in a sentence, with the engine's last words where it died.
         engine_id: of the running incarnation, or the last one known; empty if none was.
         address: IP of the leader's pod; empty if it has none.
+        data_parallel_size: its data-parallel ranks: what it says, or what is asked for.
     """
 
     name: EngineName
@@ -53,12 +55,13 @@ class EngineView:
     message: str
     engine_id: str
     address: str
+    data_parallel_size: int
 
 
 def observe_engines(
-    observed: Observed, names: Iterable[EngineName], nodes: Mapping[Role, int]
+    observed: Observed, names: Iterable[EngineName], parallelism: Mapping[Role, Parallelism]
 ) -> tuple[EngineView, ...]:
-    """Return a view of each engine. ``nodes`` is the number of pods an engine has, by role."""
+    """Return a view of each engine; ``parallelism`` is that of each role's engines."""
     pods: dict[str, list[Manifest]] = {}
     for pod in observed.pods:
         engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
@@ -70,7 +73,8 @@ def observe_engines(
         own = sorted(pods.get(name.stateful_set, ()), key=_name)
         leader = next((pod for pod in own if _name(pod) == name.pod()), {})
         report = observed.engines.get(name.logical)
-        ready, why = _judge(name, nodes[name.role], own, report)
+        asked = parallelism[name.role]
+        ready, why = _judge(name, asked.nodes, own, report)
         views.append(
             EngineView(
                 name,
@@ -79,6 +83,7 @@ def observe_engines(
                 why.message,
                 (report.engine_id if report else "") or known.get(name.stateful_set, ""),
                 text_of(status_of(leader).get("podIP")),
+                (report.data_parallel_size if report else None) or asked.data,
             )
         )
     return tuple(views)

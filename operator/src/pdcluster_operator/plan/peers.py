@@ -59,13 +59,14 @@ def launcher_url(engine: EngineView) -> str:
     return f"http://{_host(engine.address)}:{LAUNCHER_PORT}"
 
 
-def _peer(engine: EngineView) -> dict[str, str]:
+def _peer(engine: EngineView) -> dict[str, str | int]:
     host = _host(engine.address)
     return {
         "engine": engine.name.logical,
         "engine_id": engine.engine_id,
         "side_channel": f"{host}:{SIDE_CHANNEL_PORT}",
         "api": f"http://{host}:{HTTP_PORT}",
+        "data_parallel_size": engine.data_parallel_size,
     }
 
 
