@@ -297,7 +297,8 @@ vllm:num_requests_running{engine="0",model_name="m"} 2.0
 vllm:num_requests_running{engine="1",model_name="m"} 1.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
 vllm:num_requests_waiting_by_reason{engine="0"} 9.0
-pdcluster_kv_leases_held{engine="0"} 4.0
+pdcluster_kv_leases_held{engine="0"} 3.0
+pdcluster_kv_leases_held{engine="1"} 1.0
 pdcluster_kv_leases_held_total 7
 """
     assert work(metrics) == Work(6, 4)
