@@ -152,8 +152,10 @@ class LocalRun:
             lines += [f"--- {log}", *log.read_text(errors="replace").splitlines()[-25:]]
         return "\n".join([*lines, *self.said[-20:]])
 
-    def address(self, role: str) -> str:
-        return next(pod.address for pod in self.snapshot().pods if pod.role == role)
+    def address(self, role: str, node: int = 0) -> str:
+        """A pod's address; of an engine of several pods the leader's, or another node's."""
+        pods = [pod for pod in self.snapshot().pods if pod.role == role]
+        return sorted(pods, key=lambda pod: pod.name)[node].address
 
     def complete(
         self,
@@ -205,9 +207,8 @@ class LocalRun:
     def engine_id(self, role: str) -> str:
         return str(json.loads(self.get(role, LAUNCHER_PORT, "/readyz"))["engine_id"])
 
-    def get(self, role: str, port: int, path: str) -> str:
+    def get(self, role: str, port: int, path: str, node: int = 0) -> str:
         """What an engine's pod answers to a GET."""
-        with urllib.request.urlopen(
-            f"http://{self.address(role)}:{port}{path}", timeout=5
-        ) as reply:
+        url = f"http://{self.address(role, node)}:{port}{path}"
+        with urllib.request.urlopen(url, timeout=5) as reply:
             return str(reply.read().decode())

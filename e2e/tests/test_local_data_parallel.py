@@ -23,11 +23,12 @@ CANARY_BLOCKS = 4  # three blocks and one token
 
 @dataclass(frozen=True)
 class Case:
-    """Data-parallel sizes of the two engines, over one tiny model."""
+    """Data-parallel sizes of the two engines, and the pods that prefill's ranks are spread over."""
 
     model: str
     prefill: int
     decode: int
+    pods: int = 1
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -36,10 +37,10 @@ class Case:
         return [every[n % len(every)] for n in range(PROMPTS)]
 
 
-CASES = (Case("llama", prefill=2, decode=1), Case("llama", prefill=1, decode=2))
+CASES = (Case("llama", prefill=2, decode=1), Case("llama", prefill=2, decode=2, pods=2))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c.prefill}-to-{c.decode}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.prefill}-to-{case.decode}")
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
@@ -47,7 +48,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def run(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
     document = manifest(
-        prefill={"parallelism": {"data": case.prefill}},
+        prefill={"parallelism": {"data": case.prefill, "nodes": case.pods}},
         decode={"parallelism": {"data": case.decode}},
     )
     with LocalRun(document, tmp_path_factory.mktemp("local")) as run:
@@ -82,7 +83,8 @@ def test_one_link_of_all_ranks_and_a_canary_through_each(run: LocalRun, case: Ca
     assert link["canary"]["bytes"] == max(case.prefill, case.decode) * one
     for role, size in (("prefill", case.prefill), ("decode", case.decode)):
         for rank in range(size):
-            health = json.loads(run.get(role, 5600 + rank, "/healthz"))
+            node = rank * case.pods // size if role == "prefill" else 0
+            health = json.loads(run.get(role, 5600 + rank, "/healthz", node))
             assert health["engine_id"] == rank_id(run.engine_id(role), rank, size)
 
 

@@ -36,12 +36,12 @@ def command(model: str, *flags: str) -> EngineCommand:
 # What the sizes and addresses alone tell.
 
 
-def test_data_parallel_ranks_on_several_nodes_are_refused_by_rule():
-    both = ("--data-parallel-size", "2", "--nnodes", "2")
+def test_data_parallel_ranks_that_span_nodes_are_refused_by_rule():
+    both = ("--data-parallel-size", "2", "--nnodes", "4")
     (problem,) = layout_problems(command("m", *both))
     assert problem.startswith("rule LayoutUnsupported/data-nodes refuses an engine of tensor 1 x ")
-    assert "data 2 on 2 node(s); set parallelism.nodes to 1" in problem
-    for one in (both[:2], both[2:], ()):
+    assert "data 2 on 4 node(s); choose parallelism.data as a multiple" in problem
+    for one in (both[:2], both[2:], (*both[:3], "2"), ()):
         assert list(layout_problems(command("m", *one))) == []
 
 

@@ -25,6 +25,7 @@ PEER = {
     "side_channel": "10.0.0.1:5600",
     "api": "http://10.0.0.1:8000",
     "data_parallel_size": 1,
+    "follower_hosts": [],
 }
 PEERS = {"generation": 3, "model": "llama", "canary_interval_seconds": 60, "peers": [PEER]}
 REPORT = {

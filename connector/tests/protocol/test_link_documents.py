@@ -98,6 +98,24 @@ def test_each_rank_has_a_port_and_their_number_is_bounded() -> None:
     )
 
 
+def test_ranks_on_several_nodes_are_where_their_node_is() -> None:
+    entry = links.PeerEntry("e", "[::1]:5600", data_parallel_size=4, follower_hosts=("h1",))
+    document = links.decode_peers(links.encode_json(links.PeersDocument(1, (entry,))))
+    assert isinstance(document, links.PeersDocument)
+    (read,) = document.peers
+    assert [read.address(rank) for rank in read.data_ranks] == [
+        ("::1", 5600), ("::1", 5601), ("h1", 5602), ("h1", 5603),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(1, 1), (3, 1), (4, 2), (255, 255), (512, 256)])
+def test_every_node_has_as_many_whole_ranks(size: int, hosts: int) -> None:
+    names = tuple(f"h{n}" for n in range(hosts))
+    entry = links.PeerEntry("e", "h:1", data_parallel_size=size, follower_hosts=names)
+    raw = links.encode_json(links.PeersDocument(1, (entry,)))
+    assert isinstance(links.decode_peers(raw), Malformed)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 from aiohttp import web
 from loopback_engines import until
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import links
@@ -381,6 +382,22 @@ def test_each_data_parallel_rank_of_a_peer_has_a_link(
     serve(f"{FIRST}_dp1", port=second.port)
     until(lambda: states(launcher) == {0: UP, 1: UP})
     assert probe.asked.count(f"{FIRST}_dp0") == 1
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_rank_on_another_node_is_looked_for_there(
+    launcher: Launcher, probe: Probe, serve: Serve
+) -> None:
+    first, second = serve_ranks(serve, FIRST)
+    entry = links.PeerEntry(
+        ENGINE, f"127.0.0.1:{first.port}", data_parallel_size=2, follower_hosts=("127.0.0.2",)
+    )
+    launcher.put(entry)
+    until(lambda: states(launcher) == {0: UP, 1: ("Failed", "SideChannelUnreachable")})
+    assert f"127.0.0.2:{second.port}" in launcher.reports[-1][1].links[1].message
+    launcher.put(replace(entry, follower_hosts=("localhost",)))
+    until(lambda: states(launcher) == {0: UP, 1: UP})
+    assert probe.asked.count(f"{FIRST}_dp0") == 1, "the other rank's link went on"
 
 
 @pytest.mark.usefixtures("agent")

@@ -111,7 +111,7 @@ def test_another_model_on_one_role_is_refused_naming_both(prefill, decode, value
 
 
 def test_data_parallel_sizes_may_differ():
-    wide = {"parallelism": {"data": 4}}
+    wide = {"parallelism": {"data": 4, "nodes": 2}}
     for spec in ({"prefill": wide}, {"decode": wide}, {"prefill": wide, "decode": wide}):
         assert findings(**spec).ok
 
@@ -124,7 +124,7 @@ def test_equal_model_flags_on_both_roles_are_fine():
 @pytest.mark.parametrize(
     ("spec", "rule"),
     [
-        ({"decode": {"parallelism": {"data": 2, "nodes": 2}}}, "LayoutUnsupported"),
+        ({"decode": {"parallelism": {"data": 2, "tensor": 2, "nodes": 4}}}, "LayoutUnsupported"),
         ({"prefill": args("-dcp", "2")}, "ContextParallelUnsupported"),
         ({"engine": {"kvCacheDtype": "fp8"}}, "LayoutUnsupported"),
         ({"decode": args("--kv-cache-dtype", "float16"), "prefill": args("--dtype", "float32")},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from dataclasses import replace
 
 from simulated_cluster import SimulatedCluster, manifest
 
+from pdcluster_connector.protocol.links import PeersDocument, decode_peers
 from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, RestartPod
 
 
@@ -66,6 +68,30 @@ def test_decode_learns_how_many_ranks_its_peers_have():
     (name,) = world.leaders("prefill")
     world.engines[name.logical] = replace(world.engines[name.logical], data_parallel_size=4)
     assert told() == 4
+
+
+def test_ranks_of_follower_pods_are_named_by_their_addresses():
+    wide = {"parallelism": {"data": 4, "nodes": 2}}
+    world = SimulatedCluster(manifest(prefill=wide))
+    world.step()
+    world.run_pods()
+    world.speak()
+    (name,) = world.leaders("prefill")
+    follower = next(p for p in world.pods.values() if p["metadata"]["name"] == name.pod(1))
+    (peer,) = world.plan().peers[0].body["peers"]
+    assert (peer["data_parallel_size"], peer["follower_hosts"]) == (
+        4, [follower["status"]["podIP"]],
+    )  # fmt: skip
+    assert isinstance(decode_peers(json.dumps(world.plan().peers[0].body).encode()), PeersDocument)
+    # A pod without an address has no side channels yet: the engine is no peer.
+    del follower["status"]["podIP"]
+    assert world.plan().peers[0].body["peers"] == []
+    # One rank over both pods has its side channel in the leader's.
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 4, "nodes": 2}}))
+    world.step()
+    world.run_pods()
+    world.speak()
+    assert world.plan().peers[0].body["peers"][0]["follower_hosts"] == []
 
 
 def test_a_ready_cluster_at_rest_needs_nothing():

@@ -82,10 +82,17 @@ ROWS = (
         "mixture-of-experts models, whose ranks step together",
     ),
     Row(
-        "data-parallel engines over several nodes",
+        "data-parallel engines over several nodes, whole ranks on each",
+        (),
+        ATTENTION,
+        (DATA_PARALLEL, "llama"),
+        note="a rank's side channel is in the pod that it runs in",
+    ),
+    Row(
+        "data-parallel ranks that span nodes",
         (Layout.DATA_NODES,),
         ATTENTION,
-        note="use replicas, or one larger node, instead",
+        note="use smaller ranks, larger nodes, or replicas instead",
     ),
     Row(
         "sliding window in all layers",

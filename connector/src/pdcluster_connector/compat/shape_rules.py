@@ -69,7 +69,7 @@ def _pipeline(shape: EngineShape) -> str | None:
 
 
 def _data_nodes(shape: EngineShape) -> str | None:
-    if shape.data == 1 or shape.nodes == 1:
+    if shape.data == 1 or shape.data % shape.nodes == 0:
         return None
     return f"data parallel size {shape.data} over {shape.nodes} nodes"
 
@@ -153,16 +153,16 @@ SHAPE_RULES: tuple[Rule, ...] = (
         id="LayoutUnsupported/data-nodes",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "Data-parallel ranks of one engine on several nodes are not carried by this version: "
-            "each rank's side channel is where its scheduler runs, and peers look for all of "
-            "them at the address of the first."
+            "A data-parallel rank that spans several nodes is not carried by this version: each "
+            "node of a data-parallel engine has the same number of whole ranks, with their "
+            "schedulers and side channels."
         ),
-        remedy="Set parallelism.nodes to 1, or parallelism.data to 1 and use replicas instead.",
-        source="vLLM 0.32 entrypoints/cli/serve.py (ranks of follower nodes run there)",
+        remedy="Choose parallelism.data as a multiple of parallelism.nodes, or use replicas.",
+        source="vLLM 0.32 engine/arg_utils.py (ranks of a node follow from its number)",
         test=alone(
             "data",
             _data_nodes,
-            "this version carries data-parallel ranks of one node only",
+            "this version carries whole data-parallel ranks on each node only",
         ),
         alone=True,
         until=Layout.DATA_NODES,

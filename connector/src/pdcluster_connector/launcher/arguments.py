@@ -69,6 +69,12 @@ class EngineCommand:
     load_format: str
 
     @property
+    def data_ranks(self) -> tuple[int, ...]:
+        """The data-parallel ranks whose schedulers run in this pod: vLLM spreads them evenly."""
+        nodes = ((rank, rank * self.nodes // self.data) for rank in range(self.data))
+        return tuple(rank for rank, node in nodes if node == self.node_rank)
+
+    @property
     def is_leader(self) -> bool:
         """Whether this pod holds the API, the scheduler and the engine's identity."""
         return self.node_rank == 0
@@ -92,7 +98,9 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     _check_role(config, role)
     config["engine_id"] = engine_id
     if flags.get("--node-rank", "0") != "0" and "--headless" not in flags:
-        words.append("--headless")  # after everything: no index moves
+        # After everything: no index moves. No server runs there, and vLLM takes the last word.
+        servers = ["--api-server-count", "0"] if "--api-server-count" in flags else []
+        words += [*servers, "--headless"]
     text = json.dumps(config, separators=(",", ":"), ensure_ascii=False)
     index, inline = where
     words[index] = f"{CONNECTOR_FLAG}={text}" if inline else text

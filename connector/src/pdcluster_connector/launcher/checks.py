@@ -198,8 +198,6 @@ def memory_problems(
 
 
 def _engine_ports(command: EngineCommand) -> Sequence[Port]:
-    if not command.is_leader:
-        return ()
     api = Port(command.host, command.port, "the engine's API", "pass another --port")
     side = [
         Port(
@@ -208,9 +206,9 @@ def _engine_ports(command: EngineCommand) -> Sequence[Port]:
             "the connector's side channel" + (f" of data-parallel rank {rank}" if rank else ""),
             "set another side_channel_port in --kv-transfer-config",
         )
-        for rank in range(command.data)
+        for rank in command.data_ranks
     ]
-    return [api, *side]
+    return [api, *side] if command.is_leader else side
 
 
 def _weights(folder: Path) -> list[Path]:

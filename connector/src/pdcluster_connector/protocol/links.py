@@ -27,6 +27,7 @@ MAX_DOCUMENT_BYTES = 1024 * 1024
 MAX_SIDE_CHANNELS = 4096  # of all peers together: each data-parallel rank has one
 
 Address = Annotated[str, Meta(min_length=1, max_length=512)]
+Host = Annotated[str, Meta(min_length=1, max_length=255)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -44,7 +45,8 @@ class PeerEntry(Struct, frozen=True):
 
     ``engine`` is its logical id; ``engine_id`` the incarnation that the operator saw last
     (the peer itself knows better); ``side_channel`` is ``host:port`` of its first data-parallel
-    rank, rank N listens on that port + N; ``api`` a base URL.
+    rank, rank N listens on that port + N; ``api`` a base URL; ``follower_hosts`` are the hosts of
+    its further nodes that have ranks of their own: each node has as many.
     """
 
     engine: Identifier
@@ -52,11 +54,18 @@ class PeerEntry(Struct, frozen=True):
     engine_id: Annotated[str, Meta(max_length=512)] = ""
     api: Annotated[str, Meta(max_length=512)] = ""
     data_parallel_size: ParallelSize = 1
+    follower_hosts: Annotated[tuple[Host, ...], Meta(max_length=255)] = ()
 
     @property
     def data_ranks(self) -> range:
         """The peer's data-parallel ranks."""
         return range(self.data_parallel_size)
+
+    def address(self, data_rank: int) -> tuple[str, int]:
+        """Return (host, port) of one rank's side channel, of an entry that was decoded."""
+        host, port = split_address(self.side_channel) or ("", 0)
+        hosts = (host, *self.follower_hosts)
+        return hosts[data_rank * len(hosts) // self.data_parallel_size], port + data_rank
 
 
 class PeersDocument(Struct, frozen=True):
@@ -110,23 +119,16 @@ def encode_json(message: PeersDocument | RankReport) -> bytes:
 
 
 def decode_peers(raw: bytes) -> PeersDocument | Malformed:
-    """Decode ``/v1/peers``; two entries for one engine are an error, and ports that are none."""
+    """Decode ``/v1/peers``; an engine named twice is an error, and an address that is none."""
     document = bounded(raw, MAX_DOCUMENT_BYTES, _PEERS.decode)
     if isinstance(document, Malformed):
         return document
     names = [entry.engine for entry in document.peers]
     if len(set(names)) != len(names):
         return Malformed("an engine is named twice")
-    for entry in document.peers:
-        address = split_address(entry.side_channel)
-        if address is None:
-            return Malformed(f"side_channel {entry.side_channel!r} is not host:port")
-        last = address[1] + entry.data_parallel_size - 1
-        if last > 65535:
-            return Malformed(
-                f"side_channel {entry.side_channel!r}: data-parallel rank "
-                f"{entry.data_parallel_size - 1} would be on port {last}"
-            )
+    wrong = next(filter(None, map(_wrong, document.peers)), "")
+    if wrong:
+        return Malformed(wrong)
     count = sum(entry.data_parallel_size for entry in document.peers)
     if count > MAX_SIDE_CHANNELS:
         return Malformed(
@@ -134,6 +136,23 @@ def decode_peers(raw: bytes) -> PeersDocument | Malformed:
             f"{MAX_SIDE_CHANNELS} allowed"
         )
     return document
+
+
+def _wrong(entry: PeerEntry) -> str:
+    """Say why not each of a peer's data-parallel ranks has an address; empty if each has."""
+    address = split_address(entry.side_channel)
+    if address is None:
+        return f"side_channel {entry.side_channel!r} is not host:port"
+    size, nodes = entry.data_parallel_size, 1 + len(entry.follower_hosts)
+    last = address[1] + size - 1
+    if last > 65535:
+        return (
+            f"side_channel {entry.side_channel!r}: data-parallel rank {size - 1} would be on port "
+            f"{last}"
+        )
+    if size % nodes:
+        return f"{size} data-parallel ranks are not spread evenly over {nodes} nodes"
+    return ""
 
 
 def decode_report(raw: bytes) -> RankReport | Malformed:

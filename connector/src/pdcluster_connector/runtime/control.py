@@ -154,7 +154,7 @@ class ControlAgent:
         wanted = {(entry.engine, n): entry for entry in document.peers for n in entry.data_ranks}
         for key, (keeper, task) in list(self._keepers.items()):
             entry = wanted.get(key)
-            if entry is not None and _same_place(entry, keeper.entry):
+            if entry is not None and _same_place(entry, keeper.entry, key[1]):
                 keeper.rename(entry)
                 continue
             task.cancel()
@@ -203,8 +203,7 @@ class ControlAgent:
             logger.warning("%s", message)
 
 
-def _same_place(one: PeerEntry, other: PeerEntry) -> bool:
-    return (one.side_channel, one.data_parallel_size) == (
-        other.side_channel,
-        other.data_parallel_size,
-    )
+def _same_place(one: PeerEntry, other: PeerEntry, data_rank: int) -> bool:
+    """Whether a rank is where it was; its name also says whether there are others."""
+    sizes = one.data_parallel_size, other.data_parallel_size
+    return sizes[0] == sizes[1] and one.address(data_rank) == other.address(data_rank)

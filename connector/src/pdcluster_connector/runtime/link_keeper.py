@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.links import LinkReport, LinkState, PeerEntry, split_address
+from pdcluster_connector.protocol.links import LinkReport, LinkState, PeerEntry
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.runtime.handshake import TryAgain, ask_health, unreachable
 from pdcluster_connector.runtime.ports import PeerSource
@@ -123,11 +123,7 @@ class LinkKeeper:
 
     async def _once(self, session: aiohttp.ClientSession) -> Failure:
         """Establish the link and hold it; return why it could not be, or was lost."""
-        first = split_address(self.entry.side_channel)
-        if first is None:
-            message = f"{self.entry.side_channel!r} is not host:port"
-            return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
-        address = first[0], first[1] + self._data_rank
+        address = self.entry.address(self._data_rank)
         health = await ask_health(session, *address, HEALTH_SECONDS)
         if isinstance(health, TryAgain):
             return unreachable(health)

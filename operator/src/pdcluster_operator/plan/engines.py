@@ -47,6 +47,7 @@ class EngineView:
         engine_id: of the running incarnation, or the last one known; empty if none was.
         address: IP of the leader's pod; empty if it has none.
         data_parallel_size: its data-parallel ranks: what it says, or what is asked for.
+        follower_addresses: IPs of its other pods in their order; empty ones for those without.
     """
 
     name: EngineName
@@ -56,6 +57,7 @@ class EngineView:
     engine_id: str
     address: str
     data_parallel_size: int
+    follower_addresses: tuple[str, ...] = ()
 
 
 def observe_engines(
@@ -71,7 +73,7 @@ def observe_engines(
     views = []
     for name in names:
         own = sorted(pods.get(name.stateful_set, ()), key=_name)
-        leader = next((pod for pod in own if _name(pod) == name.pod()), {})
+        addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
         report = observed.engines.get(name.logical)
         asked = parallelism[name.role]
         ready, why = _judge(name, asked.nodes, own, report)
@@ -82,8 +84,9 @@ def observe_engines(
                 why.reason,
                 why.message,
                 (report.engine_id if report else "") or known.get(name.stateful_set, ""),
-                text_of(status_of(leader).get("podIP")),
+                addresses.get(name.pod(), ""),
                 (report.data_parallel_size if report else None) or asked.data,
+                tuple(addresses.get(name.pod(node), "") for node in range(1, asked.nodes)),
             )
         )
     return tuple(views)
