@@ -91,7 +91,7 @@ def test_vllm_reads_what_the_scenarios_mean(vllm):
     assert big["served_model_name"] == ["big-model"]
     wide = read["data-parallel/wide-prefill"]
     assert (wide["tensor_parallel_size"], wide["data_parallel_size"]) == (2, 4)
-    assert wide["api_server_count"] == 1
+    assert (wide["nnodes"], wide["node_rank"], wide["api_server_count"]) == (2, 1, 1)
     hub = read["hugging-face/hub-prefill"]
     assert (hub["model_tag"], hub["kv_cache_dtype"]) == ("example/llama-8b", "bfloat16")
     assert hub["revision"].startswith("0123")
