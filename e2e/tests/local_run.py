@@ -24,7 +24,7 @@ import yaml
 from models.tiny import model_path
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
 from pdcluster_operator.adapters.local.cluster import LocalCluster
-from pdcluster_operator.api.labels import HTTP_PORT
+from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
 from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,18 +169,29 @@ class LocalRun:
             lines += [f"--- {log}", *log.read_text(errors="replace").splitlines()[-25:]]
         return "\n".join([*lines, *self.said[-20:]])
 
-    def address(self, role: str) -> str:
-        return next(pod.address for pod in self.snapshot().pods if pod.role == role)
+    def address(self, role: str, node: int = 0) -> str:
+        """A pod's address; of an engine of several pods the leader's, or another node's."""
+        pods = [pod for pod in self.snapshot().pods if pod.role == role]
+        return sorted(pods, key=lambda pod: pod.name)[node].address
 
     def complete(
-        self, prompt: str, *, role: str = "router", tokens: int = 16, **more: Any
+        self,
+        prompt: str,
+        *,
+        role: str = "router",
+        tokens: int = 16,
+        data_rank: int | None = None,
+        **more: Any,
     ) -> Reply:
-        """One greedy completion through the router, or straight from an engine."""
+        """One greedy completion through the router, or straight from an engine or its rank."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
         request = urllib.request.Request(
             f"http://{self.address(role)}:{HTTP_PORT}/v1/completions",
             data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={
+                "Content-Type": "application/json",
+                **({} if data_rank is None else {"X-data-parallel-rank": str(data_rank)}),
+            },
         )
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
@@ -211,5 +222,10 @@ class LocalRun:
                 continue
 
     def engine_id(self, role: str) -> str:
-        with urllib.request.urlopen(f"http://{self.address(role)}:5590/readyz", timeout=5) as reply:
-            return str(json.loads(reply.read())["engine_id"])
+        return str(json.loads(self.get(role, LAUNCHER_PORT, "/readyz"))["engine_id"])
+
+    def get(self, role: str, port: int, path: str, node: int = 0) -> str:
+        """What an engine's pod answers to a GET."""
+        url = f"http://{self.address(role, node)}:{port}{path}"
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return str(reply.read().decode())

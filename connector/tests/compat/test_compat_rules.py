@@ -103,7 +103,11 @@ PAIRS = {
     ),
     "KVScalesMismatch": (FP8, replace(FP8, layers=layers(scales="k=0.5,v=0.5")), FP8),
     "ContextParallelUnsupported": (KNOWN, replace(KNOWN, context=2), replace(KNOWN, context=1)),
-    "LayoutUnsupported/data": (KNOWN, replace(KNOWN, data=2), replace(KNOWN, pipeline=2)),
+    "LayoutUnsupported/data-nodes": (
+        KNOWN,
+        replace(KNOWN, data=2, nodes=4),
+        replace(KNOWN, data=4, nodes=2),
+    ),
     "LayoutUnsupported/quantized": (FP8, FP8, replace(FP8, kv_dtype="float16")),
     "LayoutUnsupported/scales": (
         replace(FP8, layers=layers(scales=None)),
@@ -240,7 +244,7 @@ def test_engines_of_which_nothing_is_known_are_undecided_in_each_field_once() ->
 
 
 def test_refusals_come_before_what_is_unknown() -> None:
-    verdicts = [f.verdict for f in check(EngineShape(), EngineShape(data=2, context=2))]
+    verdicts = [f.verdict for f in check(EngineShape(), EngineShape(data=2, nodes=4, context=2))]
     assert verdicts[:2] == [Verdict.REFUSED] * 2
     assert set(verdicts[2:]) == {Verdict.UNKNOWN}
 

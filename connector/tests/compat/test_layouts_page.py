@@ -29,7 +29,8 @@ def test_a_row_names_a_rule_or_tests_that_exist(row: Row) -> None:
     assert (TESTS / "plan" / f"{row.oracle}.py").exists()
     module, *cases = row.engines or ("",)
     if module and state_of(row)[0] == "works":
-        text = (TESTS / "vllm" / f"{module}.py").read_text()
+        folder = ROOT / "e2e" / "tests" if module.startswith("test_local") else TESTS / "vllm"
+        text = (folder / f"{module}.py").read_text()
         assert cases
         assert all(f'Case("{case}"' in text for case in cases)
     text = (TESTS / "grids" / f"{GRIDS}.py").read_text()
@@ -37,10 +38,12 @@ def test_a_row_names_a_rule_or_tests_that_exist(row: Row) -> None:
 
 
 def test_a_state_follows_from_what_is_carried_and_tested() -> None:
-    row = Row("x", (Layout.DATA, Layout.BLOCK_SIZES), "oracle_module", ("engine_module", "granite"))
+    row = Row(
+        "x", (Layout.DATA_NODES, Layout.BLOCK_SIZES), "oracle_module", ("engine_module", "granite")
+    )
     everything = frozenset(Layout)
-    state, why = state_of(row, everything - {Layout.DATA})
-    assert (state, why) == ("refused", "`LayoutUnsupported/data`")
+    state, why = state_of(row, everything - {Layout.DATA_NODES})
+    assert (state, why) == ("refused", "`LayoutUnsupported/data-nodes`")
     state, why = state_of(row, everything)
     assert (state, why) == ("works", "engines: `engine_module` (granite); oracle: `oracle_module`")
     assert state_of(Row("x", (), "oracle_module"), everything)[0] == "unproven"

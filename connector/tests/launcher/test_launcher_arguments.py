@@ -44,6 +44,16 @@ def test_engine_id_is_written_and_nothing_else_changes(form):
     assert len(command.arguments) == 5 + len(form)
 
 
+@pytest.mark.parametrize(("port", "ranks"), [(65535, 2), (61441, 4096), (0, 1), (65536, 1)])
+def test_every_data_parallel_rank_needs_a_port(port, ranks):
+    config = {**json.loads(CONFIG), "kv_connector_extra_config": {"side_channel_port": port}}
+    words = ["m", "--data-parallel-size", str(ranks), "--kv-transfer-config", json.dumps(config)]
+    with pytest.raises(ArgumentError, match=f"side_channel_port is {port}; use 1 to"):
+        read(*words)
+    config["kv_connector_extra_config"]["side_channel_port"] = 65536 - ranks
+    assert read(*words[:-1], json.dumps(config)).side_channel_port == 65536 - ranks
+
+
 def config_of_any(command: EngineCommand) -> dict:
     words = list(command.arguments)
     place = next(i for i, word in enumerate(words) if "transfer" in word)
@@ -156,9 +166,29 @@ def test_identities():
         Identity("a", "0")
 
 
+@pytest.mark.parametrize(
+    ("data", "nodes", "ranks"),
+    [
+        (1, 1, [(0,)]),
+        (3, 1, [(0, 1, 2)]),
+        (4, 2, [(0, 1), (2, 3)]),
+        (2, 2, [(0,), (1,)]),
+        (1, 2, [(0,), ()]),  # one rank over both pods: its scheduler is the leader's
+    ],
+)
+def test_which_data_parallel_ranks_a_pod_has(data, nodes, ranks):
+    sizes = ("--data-parallel-size", str(data), "--nnodes", str(nodes))
+    words = ("m", *sizes, "--kv-transfer-config", CONFIG)
+    found = [read(*words, "--node-rank", str(node)).data_ranks for node in range(nodes)]
+    assert found == ranks
+
+
 def test_followers_are_headless():
     follower = ("m", "--nnodes", "2", "--node-rank", "1", "--kv-transfer-config", CONFIG)
     assert read(*follower).arguments[-1] == "--headless"
     assert read(*follower, "--headless").arguments.count("--headless") == 1
+    # vLLM refuses a server there, and takes the last of two words.
+    servers = read("m", "--api-server-count", "1", *follower[1:]).arguments
+    assert servers[-3:] == ("--api-server-count", "0", "--headless")
     leader = ("m", "--nnodes", "2", "--node-rank", "0", "--kv-transfer-config", CONFIG)
     assert "--headless" not in read(*leader).arguments

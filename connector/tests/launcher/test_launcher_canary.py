@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pdcluster_connector.launcher import canary
-from pdcluster_connector.launcher.canary import CanarySchedule, keep_running, run
-from pdcluster_connector.launcher.engine_api import MAX_ANSWER, EngineApi
+from pdcluster_connector.launcher.canary import CanarySchedule, keep_running, run, run_ranks
+from pdcluster_connector.launcher.engine_api import DATA_RANK_HEADER, MAX_ANSWER, EngineApi
 from pdcluster_connector.launcher.links import CanaryResult, LinkTable
 from pdcluster_connector.protocol.links import (
     LinkReport,
@@ -84,6 +84,69 @@ async def test_kv_that_moved():
     for request in (first, second):
         assert request["prompt"] == TOKENS
         assert (request["model"], request["max_tokens"]) == ("llama", 1)
+
+
+@asynccontextmanager
+async def ranked(
+    names: Callable[[int], str], broken: tuple[int, int] | None = None
+) -> AsyncIterator[tuple[EngineApi, list[tuple[int, int]]]]:
+    """Both engines of a pair in one: tickets and answers name the ranks that were asked for."""
+    served: list[tuple[int, int]] = []
+
+    async def completions(request: web.Request) -> web.StreamResponse:
+        rank = int(request.headers[DATA_RANK_HEADER])
+        asked = (await request.json())["kv_transfer_params"]
+        if asked.get("do_remote_decode"):
+            return params({"do_remote_prefill": True, "from": rank})({})
+        served.append((asked["from"], rank))
+        moved = 0 if served[-1] == broken else 65536
+        about = {"prefill": f"{P}{names(asked['from'])}", "decode": f"{D}{names(rank)}"}
+        return path(**about, bytes=moved)({})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", completions)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        yield EngineApi(session, str(server.make_url("")).rstrip("/")), served
+
+
+async def through_ranks(api: EngineApi, sizes: tuple[int, int]) -> CanaryResult:
+    return await run_ranks(
+        api, api, prefill_engine_id=P, decode_engine_id=D, sizes=sizes, model="llama",
+        make_prompt=lambda: TOKENS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 2), (4, 4)])
+async def test_each_data_parallel_rank_gets_a_request_and_the_bytes_add_up(sizes):
+    async with ranked("_dp{}".format) as (api, served):
+        outcome = await through_ranks(api, sizes)
+    assert outcome == CanaryResult("Passed", 65536 * max(sizes))
+    assert len(served) == max(sizes)
+    assert {p for p, _ in served} == set(range(sizes[0]))
+    assert {d for _, d in served} == set(range(sizes[1]))
+
+
+async def test_one_rank_that_moves_nothing_fails_the_canary_and_is_named():
+    async with ranked("_dp{}".format, broken=(1, 1)) as (api, served):
+        outcome = await through_ranks(api, (3, 2))
+    assert outcome.state == "Failed"
+    assert outcome.bytes == 0
+    assert outcome.message.startswith("data-parallel rank 1 of prefill with rank 1 of decode: ")
+    assert "0 bytes moved" in outcome.message
+    assert served == [(0, 0), (1, 1)]
+
+
+async def test_an_api_that_sends_requests_to_another_rank_than_asked_is_seen():
+    async with ranked(lambda _: "_dp0") as (api, _):
+        outcome = await through_ranks(api, (2, 2))
+    assert "rank 1 of prefill" in outcome.message
+    assert f"another prefill engine: '{P}_dp0'" in outcome.message
+
+
+async def test_an_engine_that_has_no_ranks_though_it_should_is_seen():
+    async with ranked(lambda _: "") as (api, _):
+        assert (await through_ranks(api, (1, 1))).state == "Passed"
+        assert "another prefill engine" in (await through_ranks(api, (2, 2))).message
 
 
 def refusal(status: int, message: str) -> Answer:
@@ -286,6 +349,7 @@ async def test_the_loop_fills_the_link_table():
                     session,
                     d,
                     decode_engine_id=D,
+                    decode_ranks=1,
                     ready=lambda: True,
                     make_prompt=lambda: TOKENS,
                 )

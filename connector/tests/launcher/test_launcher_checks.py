@@ -15,6 +15,8 @@ from pdcluster_connector.launcher import versions
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
 from pdcluster_connector.launcher.checks import (
     Port,
+    clash_problems,
+    layout_problems,
     memory_problems,
     model_problems,
     pipeline_problems,
@@ -30,6 +32,28 @@ def command(model: str, *flags: str) -> EngineCommand:
     return engine_command(
         [model, *flags, "--kv-transfer-config", config], engine_id="a/b", role="prefill"
     )
+
+
+# What the sizes and addresses alone tell.
+
+
+def test_data_parallel_ranks_that_span_nodes_are_refused_by_rule():
+    both = ("--data-parallel-size", "2", "--nnodes", "4")
+    (problem,) = layout_problems(command("m", *both))
+    assert problem.startswith("rule LayoutUnsupported/data-nodes refuses an engine of tensor 1 x ")
+    assert "data 2 on 4 node(s); choose parallelism.data as a multiple" in problem
+    for one in (both[:2], both[2:], (*both[:3], "2"), ()):
+        assert list(layout_problems(command("m", *one))) == []
+
+
+def test_addresses_that_would_clash():
+    api = Port("", 5601, "the engine's API", "pass another --port")
+    side = [Port("10.0.0.1", 5600 + n, f"side channel {n}", "move it") for n in range(2)]
+    assert list(clash_problems(side)) == []
+    (problem,) = clash_problems([api, *side])
+    assert problem == "port 5601 is the engine's API's and side channel 1's at once; move it"
+    elsewhere = Port("10.0.0.2", 5601, "another pod", "-")
+    assert list(clash_problems([elsewhere, *side])) == []
 
 
 # The model's folder.
@@ -285,7 +309,8 @@ vllm:num_requests_running{engine="0",model_name="m"} 2.0
 vllm:num_requests_running{engine="1",model_name="m"} 1.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
 vllm:num_requests_waiting_by_reason{engine="0"} 9.0
-pdcluster_kv_leases_held{engine="0"} 4.0
+pdcluster_kv_leases_held{engine="0"} 3.0
+pdcluster_kv_leases_held{engine="1"} 1.0
 pdcluster_kv_leases_held_total 7
 """
     assert work(metrics) == Work(6, 4)

@@ -24,6 +24,8 @@ PEER = {
     "engine_id": "ns.c.prefill.r.0/aaaa",
     "side_channel": "10.0.0.1:5600",
     "api": "http://10.0.0.1:8000",
+    "data_parallel_size": 1,
+    "follower_hosts": [],
 }
 PEERS = {"generation": 3, "model": "llama", "canary_interval_seconds": 60, "peers": [PEER]}
 REPORT = {
@@ -70,6 +72,7 @@ async def test_readyz_follows_the_engine():
             "message": "starting vLLM",
             "versions": {"vllm": "0.32.0"},
             "side_channel": "127.0.0.1:5600",
+            "data_parallel_size": 1,
             "api": "http://127.0.0.1:8000",
         }
         readiness.healthy()

@@ -41,7 +41,7 @@ def test_before_any_report():
         "prefill_engine_id": P0.engine_id,
         "state": "Pending",
         "reason": "",
-        "message": "no report in the last 15 s from worker (pipeline,tensor) 0,0, 0,1",
+        "message": "no report in the last 15 s from worker (data,pipeline,tensor) 0,0,0, 0,0,1",
         "shards": "0/2",
         "bytes_per_second": 0.0,
         "canary": {"state": "Pending", "bytes": 0, "message": ""},
@@ -53,8 +53,8 @@ def test_established_only_when_every_worker_is():
     links.add(RankReport((0, 0), (1, 2), (link(UP, bytes_per_second=5e9),)), 0.0)
     (row,) = links.rows(1.0)
     assert (row.state, row.shards) == (WAIT, "1/2")
-    assert "0,1" in row.message
-    assert "0,0" not in row.message
+    assert "0,0,1" in row.message
+    assert "0,0,0" not in row.message
     links.add(RankReport((0, 1), (1, 2), (link(UP, bytes_per_second=3e9),)), 1.0)
     (row,) = links.rows(1.0)
     assert (row.state, row.shards, row.message) == (UP, "2/2", "")
@@ -75,6 +75,85 @@ def test_state_of_all_mixtures(states):
         assert row.reason == str(places[states.index(DOWN)])
     else:
         assert row.state is (UP if states == [UP] * 4 else WAIT)
+
+
+# Data-parallel engines: P2 is one of two ranks, each with a side channel.
+
+P2 = PeerEntry(P0.engine, "10.0.0.1:5600", P0.engine_id, data_parallel_size=2)
+
+
+def told(links: LinkTable, own: int, states: dict[int, LinkState], now: float = 0.0, **more) -> str:
+    """Report, as data-parallel rank ``own``, a state for each of the peer's ranks."""
+    found = tuple(link(state, P2, data_rank=rank, **more) for rank, state in states.items())
+    return links.add(RankReport((0, 0), (1, 1), found, own), now) or ""
+
+
+def ranks(own: int) -> LinkTable:
+    links = LinkTable((1, 1), own)
+    links.set_peers(PeersDocument(1, (P2,), "llama", 60))
+    return links
+
+
+@given(st.lists(st.sampled_from([UP, DOWN, WAIT, None]), min_size=4, max_size=4))
+def test_every_pair_of_data_parallel_ranks_counts(states):
+    links = ranks(2)
+    pairs = dict(zip(itertools.product(range(2), range(2)), states, strict=True))
+    for own in range(2):
+        known = {n: pairs[own, n] for n in range(2) if pairs[own, n] is not None}
+        assert not told(links, own, known, message="it broke")
+    (row,) = links.rows(0.0)
+    assert row.shards == f"{states.count(UP)}/4"
+    if DOWN in states:
+        own, theirs = next(pair for pair, state in pairs.items() if state is DOWN)
+        assert row.state is DOWN
+        where = f"prefill's data-parallel rank {theirs}, decode's data-parallel rank {own}"
+        assert row.message == f"{where}: it broke"
+    else:
+        assert row.state is (UP if states == [UP] * 4 else WAIT)
+        for own in range(2):
+            silent = None in (pairs[own, 0], pairs[own, 1])
+            assert (f"{own},0,0" in row.message) == silent
+
+
+def test_the_failure_of_one_of_several_ranks_names_it_and_only_the_end_that_has_ranks():
+    links = ranks(1)
+    told(links, 0, {0: UP, 1: DOWN}, message="connection refused", reason="SideChannelUnreachable")
+    (row,) = links.rows(0.0)
+    assert row.message == "prefill's data-parallel rank 1: connection refused"
+    assert (row.reason, row.shards) == ("SideChannelUnreachable", "1/2")
+
+
+def test_ranks_of_two_incarnations_are_not_established():
+    links = ranks(1)
+    old, new = link(UP, P2), link(UP, P2, f"{P2.engine}/cccc", data_rank=1)
+    links.add(RankReport((0, 0), (1, 1), (old, new)), 0.0)
+    (row,) = links.rows(0.0)
+    assert row.state is WAIT
+    assert "several incarnations" in row.message
+
+
+def test_a_rank_that_stands_again_needs_another_canary():
+    links = ranks(1)
+    told(links, 0, {0: UP, 1: UP})
+    before = links.rows(0.0)[0]
+    assert before.establishment == (1, 1)
+    links.set_canary(before, CanaryResult("Passed", 8192))
+    assert links.rows(0.0)[0].canary.bytes == 8192
+    again = link(UP, P2), link(UP, P2, data_rank=1, establishment=2)
+    links.add(RankReport((0, 0), (1, 1), again), 1.0)
+    assert links.rows(1.0)[0].canary == CanaryResult()
+
+
+def test_a_data_parallel_rank_that_this_engine_has_not_is_refused():
+    assert told(ranks(2), 2, {0: UP}) == "data_rank is 2, but data_parallel_size is 2"
+    assert told(ranks(1), 1, {0: UP})
+
+
+def test_ranks_that_the_peer_has_not_are_not_counted():
+    links = table(P0, shards=(1, 1))
+    told(links, 0, {0: UP, 1: DOWN, 5: UP})
+    (row,) = links.rows(0.0)
+    assert (row.state, row.shards) == (UP, "1/1")
 
 
 def test_an_old_report_is_not_believed():

@@ -39,6 +39,11 @@ def test_documents_as_operator_and_worker_write_them() -> None:
     assert links.decode_peers(json.dumps(peers).encode()) == DOCUMENT
     assert links.decode_peers(links.encode_json(DOCUMENT)) == DOCUMENT
     assert links.decode_report(links.encode_json(REPORT)) == REPORT
+    peers["peers"][0]["data_parallel_size"] = 4
+    ranks = links.decode_peers(json.dumps(peers).encode())
+    assert isinstance(ranks, links.PeersDocument)
+    assert list(ranks.peers[0].data_ranks) == [0, 1, 2, 3]
+    assert list(ENTRY.data_ranks) == [0]
     assert json.loads(links.encode_json(REPORT))["links"][0]["state"] == "Established"
 
 
@@ -67,6 +72,48 @@ def test_an_engine_named_twice_and_a_wrong_address() -> None:
     outcome = links.decode_peers(links.encode_json(wrong))
     assert isinstance(outcome, Malformed)
     assert "nowhere" in outcome.message
+
+
+@pytest.mark.parametrize("size", [0, -1, 4097, "2", None, 1.5])
+def test_data_parallel_sizes_are_bounded(size: object) -> None:
+    entry = {"engine": "e", "side_channel": "h:1", "data_parallel_size": size}
+    raw = json.dumps({"generation": 1, "peers": [entry]}).encode()
+    assert isinstance(links.decode_peers(raw), Malformed)
+
+
+def test_each_rank_has_a_port_and_their_number_is_bounded() -> None:
+    def of(port: int, size: int, count: int = 1) -> links.PeersDocument | Malformed:
+        entries = tuple(
+            links.PeerEntry(f"e{n}", f"h:{port}", data_parallel_size=size) for n in range(count)
+        )
+        return links.decode_peers(links.encode_json(links.PeersDocument(1, entries)))
+
+    assert isinstance(of(65534, 2), links.PeersDocument)
+    assert of(65535, 2) == Malformed(
+        "side_channel 'h:65535': data-parallel rank 1 would be on port 65536"
+    )
+    assert isinstance(of(1, 2048, 2), links.PeersDocument)
+    assert of(1, 2048, 3) == Malformed(
+        "6144 data-parallel ranks of 3 peers, more than the 4096 allowed"
+    )
+
+
+def test_ranks_on_several_nodes_are_where_their_node_is() -> None:
+    entry = links.PeerEntry("e", "[::1]:5600", data_parallel_size=4, follower_hosts=("h1",))
+    document = links.decode_peers(links.encode_json(links.PeersDocument(1, (entry,))))
+    assert isinstance(document, links.PeersDocument)
+    (read,) = document.peers
+    assert [read.address(rank) for rank in read.data_ranks] == [
+        ("::1", 5600), ("::1", 5601), ("h1", 5602), ("h1", 5603),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(1, 1), (3, 1), (4, 2), (255, 255), (512, 256)])
+def test_every_node_has_as_many_whole_ranks(size: int, hosts: int) -> None:
+    names = tuple(f"h{n}" for n in range(hosts))
+    entry = links.PeerEntry("e", "h:1", data_parallel_size=size, follower_hosts=names)
+    raw = links.encode_json(links.PeersDocument(1, (entry,)))
+    assert isinstance(links.decode_peers(raw), Malformed)
 
 
 @pytest.mark.parametrize(

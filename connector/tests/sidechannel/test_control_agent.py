@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 from aiohttp import web
 from loopback_engines import until
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import links
@@ -22,7 +23,7 @@ from pdcluster_connector.runtime import link_keeper
 from pdcluster_connector.runtime.control import ControlAgent
 from pdcluster_connector.runtime.loop_thread import LoopThread
 from pdcluster_connector.runtime.peers import PeerBook
-from pdcluster_connector.runtime.side_channel import SideChannelServer
+from pdcluster_connector.runtime.side_channel import SideChannelError, SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
 ENGINE = "ns.c.prefill.r.0"
@@ -146,7 +147,7 @@ def agent(
         "PDCLUSTER_CONTROL_TOKEN": "secret",
     }
     agent = ControlAgent.from_environment(
-        environment, rank=(0, 1), of=(1, 2), peers=books(), probe=probe
+        environment, rank=(0, 1), of=(1, 2), data_rank=3, peers=books(), probe=probe
     )
     assert agent is not None
     agent.start()
@@ -168,7 +169,8 @@ def test_a_link_comes_up_and_is_reported(launcher: Launcher, probe: Probe, serve
     assert (link.bytes_per_second, link.probe_bytes) == (2.5e9, 65536)
     assert probe.asked == [FIRST]
     assert launcher.tokens == {"Bearer secret"}
-    assert (launcher.reports[-1][1].rank, launcher.reports[-1][1].of) == ((0, 1), (1, 2))
+    report = launcher.reports[-1][1]
+    assert (report.rank, report.of, report.data_rank) == ((0, 1), (1, 2), 3)
 
 
 @pytest.mark.usefixtures("agent")
@@ -336,8 +338,108 @@ def test_a_launcher_that_talks_nonsense_for_a_while(launcher: Launcher, serve: S
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
 
 
+# Data-parallel peers.
+
+
+def serve_ranks(serve: Serve, incarnation: str, count: int = 2) -> list[SideChannelServer]:
+    """Side channels of one engine's data-parallel ranks, on ports in a row."""
+    while True:
+        servers = [serve(f"{incarnation}_dp0")]
+        try:
+            for rank in range(1, count):
+                servers.append(serve(f"{incarnation}_dp{rank}", port=servers[0].port + rank))
+        except SideChannelError:  # somebody else has that port
+            servers[0].stop()
+            continue
+        return servers
+
+
+def of_ranks(server: SideChannelServer, size: int = 2) -> links.PeerEntry:
+    return links.PeerEntry(ENGINE, f"127.0.0.1:{server.port}", FIRST, data_parallel_size=size)
+
+
+def states(launcher: Launcher) -> dict[int, tuple[str, str]]:
+    found = launcher.reports[-1][1].links if launcher.reports else ()
+    return {link.data_rank: (link.state.value, link.reason) for link in found}
+
+
+UP = ("Established", "")
+
+
+@pytest.mark.usefixtures("agent")
+def test_each_data_parallel_rank_of_a_peer_has_a_link(
+    launcher: Launcher, probe: Probe, serve: Serve
+) -> None:
+    first, second = serve_ranks(serve, FIRST)
+    launcher.put(of_ranks(first))
+    until(lambda: states(launcher) == {0: UP, 1: UP})
+    assert sorted(probe.asked) == [f"{FIRST}_dp0", f"{FIRST}_dp1"]
+    assert {link.engine_id for link in launcher.reports[-1][1].links} == {FIRST}
+    second.stop()
+    until(lambda: states(launcher) == {0: UP, 1: ("Failed", "SideChannelUnreachable")})
+    failed = launcher.reports[-1][1].links[1]
+    assert f"127.0.0.1:{second.port}" in failed.message
+    serve(f"{FIRST}_dp1", port=second.port)
+    until(lambda: states(launcher) == {0: UP, 1: UP})
+    assert probe.asked.count(f"{FIRST}_dp0") == 1
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_rank_on_another_node_is_looked_for_there(
+    launcher: Launcher, probe: Probe, serve: Serve
+) -> None:
+    first, second = serve_ranks(serve, FIRST)
+    entry = links.PeerEntry(
+        ENGINE, f"127.0.0.1:{first.port}", data_parallel_size=2, follower_hosts=("127.0.0.2",)
+    )
+    launcher.put(entry)
+    until(lambda: states(launcher) == {0: UP, 1: ("Failed", "SideChannelUnreachable")})
+    assert f"127.0.0.2:{second.port}" in launcher.reports[-1][1].links[1].message
+    launcher.put(replace(entry, follower_hosts=("localhost",)))
+    until(lambda: states(launcher) == {0: UP, 1: UP})
+    assert probe.asked.count(f"{FIRST}_dp0") == 1, "the other rank's link went on"
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_rank_in_the_place_of_another_is_no_peer(
+    launcher: Launcher, probe: Probe, serve: Serve
+) -> None:
+    server = serve(f"{FIRST}_dp1")
+    launcher.put(of_ranks(server))
+    until(lambda: states(launcher).get(0) == ("Failed", "EngineIdInconsistent"))
+    message = launcher.reports[-1][1].links[0].message
+    assert "is data-parallel rank 1 of ns.c.prefill.r.0, not data-parallel rank 0" in message
+    assert probe.asked == []
+
+
+@pytest.mark.parametrize(("runs", "size"), [("_dp0", 1), ("", 2)])
+@pytest.mark.usefixtures("agent")
+def test_an_engine_of_another_data_parallel_size_is_no_peer(
+    launcher: Launcher, serve: Serve, runs: str, size: int
+) -> None:
+    launcher.put(of_ranks(serve(f"{FIRST}{runs}"), size))
+    until(lambda: states(launcher).get(0) == ("Failed", "EngineIdInconsistent"))
+    message = launcher.reports[-1][1].links[0].message
+    assert "the only rank" in message
+    assert f"not {size}" in message
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_peer_that_gets_and_loses_ranks(launcher: Launcher, serve: Serve) -> None:
+    only = serve(FIRST)
+    launcher.put(entry(only))
+    until(lambda: states(launcher) == {0: UP})
+    first, _ = serve_ranks(serve, SECOND)
+    launcher.put(of_ranks(first))
+    until(lambda: states(launcher) == {0: UP, 1: UP})
+    launcher.put(entry(only))
+    until(lambda: states(launcher) == {0: UP})
+
+
 def test_without_a_launcher_there_is_no_agent(books: Callable[..., PeerBook]) -> None:
     assert (
-        ControlAgent.from_environment({}, rank=(0, 0), of=(1, 1), peers=books(), probe=Probe())
+        ControlAgent.from_environment(
+            {}, rank=(0, 0), of=(1, 1), data_rank=0, peers=books(), probe=Probe()
+        )
         is None
     )

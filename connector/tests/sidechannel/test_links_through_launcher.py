@@ -83,6 +83,7 @@ def workers(launcher: int, books: Callable[..., PeerBook]) -> Iterator[None]:
             "secret",
             rank=(0, tensor),
             of=(1, 2),
+            data_rank=0,
             peers=books(),
             probe=probe,
         )

@@ -314,6 +314,17 @@ def test_a_new_incarnation_retires_the_old_one(rig: Rig) -> None:
     assert "late" in rig.decode.wait("late").finished
 
 
+def test_data_parallel_ranks_live_side_by_side_and_are_retired_together(rig: Rig) -> None:
+    first, second = (rig.add_prefill(f"prefill/2_dp{rank}") for rank in range(2))
+    lists = rig.fabric.open_dlists()
+    for seed, rank in enumerate((first, second, first, second), start=1):
+        rig.works(f"r{seed}", rank, seed=seed)
+    grown = rig.fabric.open_dlists() - lists
+    assert rig.peers.asked == [first.engine_id, second.engine_id], "no link was made anew"
+    rig.works("after", rig.add_prefill("prefill/3_dp1"), seed=5)
+    assert rig.fabric.open_dlists() == lists + grown // 2
+
+
 @pytest.mark.parametrize("broken", [PortErrorKind.LOST, RuntimeError("x"), SystemExit("x")])
 def test_an_unseen_transfer_costs_the_agent_but_not_the_healthy(
     rig: Rig, broken: PortErrorKind | BaseException

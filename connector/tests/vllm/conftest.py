@@ -1,57 +1,15 @@
-"""The fork host, and pairs of real engines."""
+"""The fork host, and engines that end with their module."""
 
 from __future__ import annotations
 
-import itertools
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_host import Answer, Engine, ForkHost
-
-_incarnations = itertools.count(1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def connector_config(role: str, policy: str = "fail", **extra: Any) -> dict[str, Any]:
-    """A kv-transfer-config as an operator writes it."""
-    extra.setdefault("side_channel_port", free_port())
-    return {
-        "kv_connector": "PDClusterConnector",
-        "kv_connector_module_path": "pdcluster_connector.vllm.connector",
-        "kv_role": role,
-        "engine_id": f"test.c.{role}.r.0/{next(_incarnations):016x}",
-        "kv_buffer_device": "cpu",
-        "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": extra,
-    }
-
-
-class Pair:
-    """A prefill and a decode engine, and what a router does with them."""
-
-    def __init__(self, prefill: Engine, decode: Engine) -> None:
-        self.prefill = prefill
-        self.decode = decode
-
-    def ticket(self, prompt: list[int], salt: str | None = None) -> dict[str, Any]:
-        """Run the prefill; returns the parameters for decode."""
-        answer = self.prefill.generate(prompt, 1, {"do_remote_decode": True}, salt)
-        assert answer.params is not None
-        return answer.params
-
-    def generate(self, prompt: list[int], max_tokens: int = 16, salt: str | None = None) -> Answer:
-        """Prefill on one engine, decode on the other."""
-        return self.decode.generate(prompt, max_tokens, self.ticket(prompt, salt), salt)
+from fork_host import Engine, ForkHost
 
 
 @pytest.fixture(scope="session")

@@ -67,12 +67,15 @@ class ContractEngine:
         self, role: str, *, ranks: int = 2, blocks: int = 64, policy: str = "fail",
         max_tokens_per_step: int = 1024, asynchronous: bool = False, publish: bool = True,
         others: list[dict[str, Any]] | None = None, specs: Sequence[Any] = (FULL,),
-        prefixes: bool = True, block: int = BLOCK, **extra: Any,
+        prefixes: bool = True, block: int = BLOCK, port: int = 0, data_rank: int | None = None,
+        **extra: Any,
     ) -> None:  # fmt: skip
         init_none_hash(sha256)
         model = str(model_path("llama"))
-        self.port = free_port()
+        self.port = port or free_port()
         self.engine_id = f"ns.c.{role}.r.0/{self.port:016x}"
+        if data_rank is not None:  # as vLLM's engine core of a data-parallel rank does
+            self.engine_id += f"_dp{data_rank}"
         transfer: dict[str, Any] = {
             "kv_connector": "PDClusterConnector",
             "kv_connector_module_path": "pdcluster_connector.vllm.connector",
@@ -100,6 +103,7 @@ class ContractEngine:
             ),
         )  # fmt: skip
         self.config.parallel_config.tensor_parallel_size = ranks
+        self.config.parallel_config.data_parallel_index = data_rank or 0
         self.config.parallel_config.world_size = ranks
         self.config.cache_config.num_gpu_blocks = blocks
         # vLLM turns it off on CPU.

@@ -54,7 +54,7 @@ def vllm_config(
 ) -> Any:  # fmt: skip
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=tensor, pipeline_parallel_size=1, data_parallel_size=1,
+            tensor_parallel_size=tensor, pipeline_parallel_size=1, data_parallel_size=1, nnodes=1,
             decode_context_parallel_size=1, prefill_context_parallel_size=1,
         ),
         model_config=SimpleNamespace(

@@ -11,7 +11,7 @@ from fork_host import Engine
 
 pytest.importorskip("vllm")
 
-from conftest import Pair, connector_config
+from engine_pair import Pair, connector_config
 
 from models.tiny import model_path
 

@@ -10,7 +10,7 @@ from fork_host import Engine
 
 pytest.importorskip("vllm")
 
-from conftest import Pair, connector_config, free_port
+from engine_pair import Pair, connector_config, free_port
 from test_engine_layouts import FULL, HIT, WARM, Case, check_kv, prompt
 
 pytestmark = pytest.mark.engine

@@ -115,6 +115,21 @@ def test_metadata_of_another_connector_is_no_order(connector: PDClusterConnector
     assert report is None
 
 
+def test_a_dummy_step_of_a_data_parallel_rank_needs_no_orders(
+    connector: PDClusterConnector,
+) -> None:
+    """Ranks that have nothing to do step along with those that have, and bind no metadata."""
+    assert not connector.has_connector_metadata()
+    connector.start_load_kv(None)
+    connector.wait_for_layer_load("model.layers.0.self_attn.attn")
+    connector.wait_for_save()
+    assert not connector.get_transfer_results(set()).finished_recving
+    assert connector.build_connector_worker_meta() is None
+    assert connector.get_kv_connector_stats() is None, "no fault was counted"
+    results, _ = step(connector, StepOrders(sent=["p1"]))
+    assert results.finished_sending == {"p1"}
+
+
 def test_reports_of_ranks_add_up() -> None:
     first = StepReport({"a": Receipt(10, 1.0), "b": Receipt(5, 2.0)})
     second = StepReport({"a": Receipt(10, 3.0, "BackendError", "x"), "c": Receipt(1, 1.0)})

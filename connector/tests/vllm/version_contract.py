@@ -89,7 +89,7 @@ READS = {
     ("vllm.config.parallel", "ParallelConfig"): (
         "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
         "data_parallel_index", "decode_context_parallel_size", "prefill_context_parallel_size",
-        "distributed_executor_backend",
+        "distributed_executor_backend", "nnodes",
     ),
     ("vllm.config.cache", "CacheConfig"): ("block_size", "cache_dtype", "enable_prefix_caching"),
     ("vllm.config.model", "ModelConfig"): (

@@ -111,6 +111,12 @@ def test_another_model_on_one_role_is_refused_naming_both(prefill, decode, value
     assert "extraArgs" in refused.path
 
 
+def test_data_parallel_sizes_may_differ():
+    wide = {"parallelism": {"data": 4, "nodes": 2}}
+    for spec in ({"prefill": wide}, {"decode": wide}, {"prefill": wide, "decode": wide}):
+        assert findings(**spec).ok
+
+
 def test_equal_model_flags_on_both_roles_are_fine():
     both = args("--hf-overrides", '{"a": 1}')
     assert findings(prefill=both, decode=both).ok
@@ -119,7 +125,7 @@ def test_equal_model_flags_on_both_roles_are_fine():
 @pytest.mark.parametrize(
     ("spec", "rule"),
     [
-        ({"decode": {"parallelism": {"data": 2}}}, "LayoutUnsupported"),
+        ({"decode": {"parallelism": {"data": 2, "tensor": 2, "nodes": 4}}}, "LayoutUnsupported"),
         ({"prefill": args("-dcp", "2")}, "ContextParallelUnsupported"),
         ({"engine": {"kvCacheDtype": "fp8"}}, "LayoutUnsupported"),
         ({"decode": args("--kv-cache-dtype", "float16"), "prefill": args("--dtype", "float32")},
@@ -224,6 +230,10 @@ def test_workers_spread_evenly_and_links_are_bounded():
     assert error("spec.decode.parallelism.nodes", decode=role).rule == "NodesDivideWorkers"
     found = error("spec.decode.replicas", prefill={"replicas": 100}, decode={"replicas": 41})
     assert found.rule == "TooManyLinks"
+    wide = {"replicas": 2, "parallelism": {"data": 513}}
+    found = error("spec.prefill.parallelism.data", prefill=wide)
+    assert (found.rule, found.value) == ("TooManyLinks", "513")
+    assert "1026 side channels" in found.message
     huge = {"parallelism": {"tensor": 1024, "pipeline": 256}}
     assert error("spec.decode.parallelism", decode=huge).rule == "OutOfRange"
 

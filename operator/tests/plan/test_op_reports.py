@@ -59,6 +59,17 @@ def test_what_is_no_report(document):
     assert parse_links_report(document) is None
 
 
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [(4, 4), (1, 1), (1024, 1024), (0, None), (1025, None), (-1, None), ("2", None),
+     (True, None), (2.0, None), (None, None), (10**30, None)],
+)  # fmt: skip
+def test_a_data_parallel_size(value, size):
+    report = parse_engine_report({"engine": "e", "data_parallel_size": value})
+    assert report is not None
+    assert report.data_parallel_size == size
+
+
 def test_both_ends_of_the_peers_document_and_of_the_link_table():
     """Operator -> launcher -> operator, through the real types of both halves."""
     world = SimulatedCluster(manifest())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from dataclasses import replace
 
 from simulated_cluster import SimulatedCluster, manifest
 
+from pdcluster_connector.protocol.links import PeersDocument, decode_peers
 from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, RestartPod
 
 
@@ -33,6 +36,62 @@ def test_every_child_is_owned_by_the_cluster():
     for step in SimulatedCluster(manifest()).plan().steps:
         (owner,) = step.manifest["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"], owner["kind"]) == ("uid-0", True, "PDCluster")
+
+
+def test_every_data_parallel_rank_has_a_port_with_a_name_that_kubernetes_takes():
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"data": 1024}}))
+    world.step()
+    (pod,) = [
+        child["spec"]["template"]["spec"]
+        for (kind, name), child in world.children.items()
+        if kind == "StatefulSet" and "-prefill-" in name
+    ]
+    ports = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
+    assert len(ports) == 2 + 1024
+    assert sorted(ports.values())[1:] == [*range(5600, 5600 + 1024), 8000]
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]{0,13}[a-z0-9])?", name) for name in ports)
+
+
+def test_decode_learns_how_many_ranks_its_peers_have():
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"data": 2}}))
+    world.step()
+    world.run_pods()
+    world.speak()
+
+    def told() -> int:
+        (assignment,) = world.plan().peers
+        (peer,) = assignment.body["peers"]
+        return peer["data_parallel_size"]
+
+    # A launcher that does not say it is believed to run what is asked for; what it says counts.
+    assert told() == 2
+    (name,) = world.leaders("prefill")
+    world.engines[name.logical] = replace(world.engines[name.logical], data_parallel_size=4)
+    assert told() == 4
+
+
+def test_ranks_of_follower_pods_are_named_by_their_addresses():
+    wide = {"parallelism": {"data": 4, "nodes": 2}}
+    world = SimulatedCluster(manifest(prefill=wide))
+    world.step()
+    world.run_pods()
+    world.speak()
+    (name,) = world.leaders("prefill")
+    follower = next(p for p in world.pods.values() if p["metadata"]["name"] == name.pod(1))
+    (peer,) = world.plan().peers[0].body["peers"]
+    assert (peer["data_parallel_size"], peer["follower_hosts"]) == (
+        4, [follower["status"]["podIP"]],
+    )  # fmt: skip
+    assert isinstance(decode_peers(json.dumps(world.plan().peers[0].body).encode()), PeersDocument)
+    # A pod without an address has no side channels yet: the engine is no peer.
+    del follower["status"]["podIP"]
+    assert world.plan().peers[0].body["peers"] == []
+    # One rank over both pods has its side channel in the leader's.
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 4, "nodes": 2}}))
+    world.step()
+    world.run_pods()
+    world.speak()
+    assert world.plan().peers[0].body["peers"][0]["follower_hosts"] == []
 
 
 def test_a_ready_cluster_at_rest_needs_nothing():

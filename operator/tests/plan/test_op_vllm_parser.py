@@ -32,6 +32,7 @@ for words in json.load(sys.stdin):
     args = parser.parse_args(words)
     answer["read"].append({name: getattr(args, name, None) for name in (
         "model_tag", "tensor_parallel_size", "block_size", "enable_prefix_caching", "nnodes",
+        "data_parallel_size", "api_server_count",
         "node_rank", "max_model_len", "kv_cache_dtype", "revision", "host", "port",
         "served_model_name", "max_num_seqs", "seed", "distributed_executor_backend")})
     answer["read"][-1]["kv"] = args.kv_transfer_config.kv_connector_module_path
@@ -88,6 +89,9 @@ def test_vllm_reads_what_the_scenarios_mean(vllm):
     assert (big["tensor_parallel_size"], big["nnodes"], big["node_rank"]) == (16, 2, 1)
     assert big["distributed_executor_backend"] == "mp"
     assert big["served_model_name"] == ["big-model"]
+    wide = read["data-parallel/wide-prefill"]
+    assert (wide["tensor_parallel_size"], wide["data_parallel_size"]) == (2, 4)
+    assert (wide["nnodes"], wide["node_rank"], wide["api_server_count"]) == (2, 1, 1)
     hub = read["hugging-face/hub-prefill"]
     assert (hub["model_tag"], hub["kv_cache_dtype"]) == ("example/llama-8b", "bfloat16")
     assert hub["revision"].startswith("0123")

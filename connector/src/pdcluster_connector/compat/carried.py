@@ -16,7 +16,7 @@ from enum import StrEnum
 class Layout(StrEnum):
     """What may be switched on, and the id of the rule that refuses it until then."""
 
-    DATA = "LayoutUnsupported/data"
+    DATA_NODES = "LayoutUnsupported/data-nodes"
     QUANTIZED = "LayoutUnsupported/quantized"
     BLOCK_SIZES = "BlockSizeMismatch"
     OTHER_BLOCK_SIZES = "BlockSizeMismatch/other"

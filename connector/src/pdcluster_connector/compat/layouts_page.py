@@ -36,6 +36,7 @@ MATRIX = "test_engine_matrix"
 LAYOUTS = "test_engine_layouts"
 NODES = "test_engine_nodes"
 GRIDS = "test_process_grids"
+DATA_PARALLEL = "test_local_data_parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,25 @@ ROWS = (
         note="layers are matched by name; a rank reads only the ranks that hold its layers",
     ),
     Row(
-        "data parallel engines",
-        (Layout.DATA,),
+        "data-parallel engines, of different numbers of ranks on both sides",
+        (),
         ATTENTION,
-        note="use replicas instead",
+        (DATA_PARALLEL, "llama"),
+        note="each rank is a peer of its own (`_dpN` in its engine id); unproven for "
+        "mixture-of-experts models, whose ranks step together",
+    ),
+    Row(
+        "data-parallel engines over several nodes, whole ranks on each",
+        (),
+        ATTENTION,
+        (DATA_PARALLEL, "llama"),
+        note="a rank's side channel is in the pod that it runs in",
+    ),
+    Row(
+        "data-parallel ranks that span nodes",
+        (Layout.DATA_NODES,),
+        ATTENTION,
+        note="use smaller ranks, larger nodes, or replicas instead",
     ),
     Row(
         "sliding window in all layers",

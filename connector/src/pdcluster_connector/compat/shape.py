@@ -121,7 +121,9 @@ class EngineShape:
         kernel_blocks_per_block: kernel blocks that one logical block is expanded to, the same
             in all attention groups; None where they differ (then ``groups`` decides).
         prefix_caching: whether automatic prefix caching is on.
-        tensor, pipeline, data, context: parallel sizes.
+        tensor, pipeline, context: parallel sizes.
+        data: data-parallel size; each rank holds KV of its own requests, for itself.
+        nodes: machines (pods) that the engine spans.
         memory: where KV lives.
         token_sliceable: whether a block's interior can be cut by token, in all layers.
         packing: identifies an opaque interior's byte order (host instruction set, backend).
@@ -141,6 +143,7 @@ class EngineShape:
     pipeline: int = 1
     data: int = 1
     context: int = 1
+    nodes: int = 1
     memory: Memory | None = None
     token_sliceable: bool | None = None
     packing: str | None = None

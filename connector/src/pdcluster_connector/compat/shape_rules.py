@@ -64,8 +64,10 @@ def _context(shape: EngineShape) -> str | None:
     return f"context parallel size {shape.context}" if shape.context != 1 else None
 
 
-def _data(shape: EngineShape) -> str | None:
-    return f"data parallel size {shape.data}" if shape.data != 1 else None
+def _data_nodes(shape: EngineShape) -> str | None:
+    if shape.data == 1 or shape.data % shape.nodes == 0:
+        return None
+    return f"data parallel size {shape.data} over {shape.nodes} nodes"
 
 
 def _quantized(shape: EngineShape) -> str | None:
@@ -122,21 +124,22 @@ SHAPE_RULES: tuple[Rule, ...] = (
         alone=True,
     ),
     Rule(
-        id="LayoutUnsupported/data",
+        id="LayoutUnsupported/data-nodes",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "Data parallelism inside one engine (each rank with its own scheduler, side channel "
-            "and leases) is not carried by this version."
+            "A data-parallel rank that spans several nodes is not carried by this version: each "
+            "node of a data-parallel engine has the same number of whole ranks, with their "
+            "schedulers and side channels."
         ),
-        remedy="Set parallelism.data to 1 on both roles and use replicas instead.",
-        source="scope of this version",
+        remedy="Choose parallelism.data as a multiple of parallelism.nodes, or use replicas.",
+        source="vLLM 0.32 engine/arg_utils.py (ranks of a node follow from its number)",
         test=alone(
             "data",
-            _data,
-            "this version carries data parallel size 1 only; more replicas do the same work",
+            _data_nodes,
+            "this version carries whole data-parallel ranks on each node only",
         ),
         alone=True,
-        until=Layout.DATA,
+        until=Layout.DATA_NODES,
     ),
     Rule(
         id="LayoutUnsupported/quantized",

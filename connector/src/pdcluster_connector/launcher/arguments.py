@@ -21,6 +21,7 @@ _SHORT: Final = {
     "-n": "--nnodes",
     "-r": "--node-rank",
 }
+_MOST_DATA_RANKS: Final = 4096  # the most that a peer's table of links takes
 
 
 class ArgumentError(ValueError):
@@ -68,6 +69,12 @@ class EngineCommand:
     load_format: str
 
     @property
+    def data_ranks(self) -> tuple[int, ...]:
+        """The data-parallel ranks whose schedulers run in this pod: vLLM spreads them evenly."""
+        nodes = ((rank, rank * self.nodes // self.data) for rank in range(self.data))
+        return tuple(rank for rank, node in nodes if node == self.node_rank)
+
+    @property
     def is_leader(self) -> bool:
         """Whether this pod holds the API, the scheduler and the engine's identity."""
         return self.node_rank == 0
@@ -91,7 +98,9 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     _check_role(config, role)
     config["engine_id"] = engine_id
     if flags.get("--node-rank", "0") != "0" and "--headless" not in flags:
-        words.append("--headless")  # after everything: no index moves
+        # After everything: no index moves. No server runs there, and vLLM takes the last word.
+        servers = ["--api-server-count", "0"] if "--api-server-count" in flags else []
+        words += [*servers, "--headless"]
     text = json.dumps(config, separators=(",", ":"), ensure_ascii=False)
     index, inline = where
     words[index] = f"{CONNECTOR_FLAG}={text}" if inline else text
@@ -100,6 +109,7 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     if not isinstance(extra, dict):
         raise ArgumentError(f"{CONNECTOR_FLAG}: kv_connector_extra_config must be a JSON object")
     length = flags.get("--max-model-len", "")
+    data = _number(flags, "--data-parallel-size", 1, high=_MOST_DATA_RANKS)
     return EngineCommand(
         arguments=tuple(words),
         model=model,
@@ -107,10 +117,10 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
         host=flags.get("--host", ""),
         port=_number(flags, "--port", 8000, high=65535),
         side_channel_host=str(extra.get("side_channel_host", "127.0.0.1")),
-        side_channel_port=_port(extra.get("side_channel_port", 5600)),
+        side_channel_port=_port(extra.get("side_channel_port", 5600), data),
         tensor=_number(flags, "--tensor-parallel-size", 1),
         pipeline=_number(flags, "--pipeline-parallel-size", 1),
-        data=_number(flags, "--data-parallel-size", 1),
+        data=data,
         nodes=_number(flags, "--nnodes", 1),
         node_rank=_number(flags, "--node-rank", 0, low=0),
         leader=flags.get("--master-addr", "127.0.0.1"),
@@ -195,7 +205,11 @@ def _number(
     return int(text)
 
 
-def _port(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
-        raise ArgumentError(f"{CONNECTOR_FLAG}: side_channel_port is {value!r}; use 1 to 65535")
+def _port(value: object, data: int) -> int:
+    last = 65536 - data  # rank N listens on this port + N
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= last:
+        ranks = f" with {data} data-parallel ranks" if data > 1 else ""
+        raise ArgumentError(
+            f"{CONNECTOR_FLAG}: side_channel_port is {value!r}; use 1 to {last}{ranks}"
+        )
     return value

@@ -2,7 +2,7 @@
 
 A link is believed only when a real request's KV went through it: prefill's API is asked for one
 token, decode's API for the next with the parameters that prefill returned, and decode tells what
-its KV path did for that very request.
+its KV path did for that very request. Each data-parallel rank of either engine gets one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import aiohttp
 
 from pdcluster_connector.launcher.engine_api import ApiError, ApiUnreachableError, EngineApi
 from pdcluster_connector.launcher.links import CanaryResult, LinkRow, LinkTable
+from pdcluster_connector.protocol.engine_id import id_of_rank
 from pdcluster_connector.protocol.links import LinkState
 
 TIMEOUT_SECONDS: Final = 120.0
@@ -49,9 +51,12 @@ async def run(
     decode_engine_id: str,
     model: str,
     tokens: list[int],
+    ranks: tuple[int, int] = (0, 0),
     seconds: float = TIMEOUT_SECONDS,
 ) -> CanaryResult:
     """Send one request through both engines and judge what the KV path did.
+
+    The engine ids are those of the data-parallel ``ranks`` (prefill's, decode's) that it is for.
 
     Pending: an API does not answer, so nothing is known. Failed: everything else but KV that
     moved between these two engines. Never raises.
@@ -59,9 +64,8 @@ async def run(
     request = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
     try:
         async with asyncio.timeout(seconds):
-            first = await prefill.complete(
-                {**request, "kv_transfer_params": {"do_remote_decode": True}}, seconds
-            )
+            asked = {**request, "kv_transfer_params": {"do_remote_decode": True}}
+            first = await prefill.complete(asked, seconds, ranks[0])
             parameters = first.get("kv_transfer_params")
             if not isinstance(parameters, dict) or not parameters.get("do_remote_prefill"):
                 return CanaryResult(
@@ -69,7 +73,8 @@ async def run(
                     message=f"prefill at {prefill.address} handed over no KV: its answer holds no "
                     "kv_transfer_params",
                 )
-            second = await decode.complete({**request, "kv_transfer_params": parameters}, seconds)
+            asked = {**request, "kv_transfer_params": parameters}
+            second = await decode.complete(asked, seconds, ranks[1])
     except ApiUnreachableError as error:
         return CanaryResult("Pending", message=str(error))
     except ApiError as error:
@@ -77,6 +82,45 @@ async def run(
     except TimeoutError:
         return CanaryResult("Failed", message=f"no answer within {seconds:g} s")
     return judge(second.get("kv_transfer_params"), prefill_engine_id, decode_engine_id)
+
+
+async def run_ranks(
+    prefill: EngineApi,
+    decode: EngineApi,
+    *,
+    prefill_engine_id: str,
+    decode_engine_id: str,
+    sizes: tuple[int, int],
+    model: str,
+    make_prompt: Callable[[], list[int]],
+) -> CanaryResult:
+    """Send requests until each data-parallel rank of both engines has had one.
+
+    Args:
+        sizes: prefill's and decode's number of ranks; the fewer ones are gone through again.
+
+    Returns:
+        Passed with the bytes of all requests, or the first result that is something else.
+    """
+    moved = 0
+    for number in range(max(sizes)):
+        ranks = number % sizes[0], number % sizes[1]
+        result = await run(
+            prefill,
+            decode,
+            prefill_engine_id=id_of_rank(prefill_engine_id, ranks[0], sizes[0]),
+            decode_engine_id=id_of_rank(decode_engine_id, ranks[1], sizes[1]),
+            model=model,
+            tokens=make_prompt(),
+            ranks=ranks,
+        )
+        if result.state != "Passed":
+            if sizes == (1, 1):
+                return result
+            pair = f"data-parallel rank {ranks[0]} of prefill with rank {ranks[1]} of decode"
+            return replace(result, message=f"{pair}: {result.message}")
+        moved += result.bytes
+    return CanaryResult("Passed", moved)
 
 
 def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> CanaryResult:
@@ -153,6 +197,7 @@ async def keep_running(
     decode: EngineApi,
     *,
     decode_engine_id: str,
+    decode_ranks: int,
     ready: Callable[[], bool],
     make_prompt: Callable[[], list[int]],
 ) -> None:
@@ -165,14 +210,14 @@ async def keep_running(
             await asyncio.sleep(_LOOK_EVERY)
             continue
         prefill = EngineApi(session, row.peer.api.rstrip("/"))
-        model, tokens = links.peers.model, make_prompt()
-        result = await run(
+        result = await run_ranks(
             prefill,
             decode,
             prefill_engine_id=row.engine_id,
             decode_engine_id=decode_engine_id,
-            model=model,
-            tokens=tokens,
+            sizes=(row.peer.data_parallel_size, decode_ranks),
+            model=links.peers.model,
+            make_prompt=make_prompt,
         )
         links.set_canary(row, result)
         interval = links.peers.canary_interval_seconds

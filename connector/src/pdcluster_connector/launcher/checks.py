@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from pdcluster_connector.compat import rules
+from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.launcher import versions
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.memory import GIB, MIB, available_bytes
@@ -22,6 +24,7 @@ _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CONFIGS: Final = ("config.json", "params.json")
 # vLLM's message rings between its processes are sparse files of up to 240 MiB; this much of them
 # is in use once an engine serves.
+_WILDCARDS: Final = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound to
 _SHM_PER_PROCESS: Final = 24 * MIB
 
 
@@ -53,7 +56,10 @@ def problems(
     """
     told = versions.problems(found, environment)
     told += model_problems(command.model, command.load_format)
-    for port in (launcher, *_engine_ports(command)):
+    told += layout_problems(command)
+    ports = (launcher, *_engine_ports(command))
+    told += clash_problems(ports)
+    for port in ports:
         told += port_problems(port)
     workers = command.tensor * command.pipeline * command.data // command.nodes or 1
     told += shm_problems(shm, workers)
@@ -61,6 +67,30 @@ def problems(
         told += pipeline_problems(command)
         told += memory_problems(command, environment, workers, available_bytes())
     return told
+
+
+def layout_problems(command: EngineCommand) -> Iterator[str]:
+    """Tell which rules the engine's sizes break, whoever its peers are."""
+    shape = EngineShape(
+        tensor=command.tensor, pipeline=command.pipeline, data=command.data, nodes=command.nodes
+    )
+    for finding in rules.check_engine(shape):
+        if finding.verdict is rules.Verdict.REFUSED:
+            yield (
+                f"rule {finding.rule} refuses an engine of tensor {command.tensor} x pipeline "
+                f"{command.pipeline} x data {command.data} on {command.nodes} node(s); "
+                f"{finding.remedy[:1].lower()}{finding.remedy[1:]}"
+            )
+
+
+def clash_problems(ports: Sequence[Port]) -> Iterator[str]:
+    """Tell which of an engine's own addresses are the same: each could be bound by itself."""
+    taken: dict[int, Port] = {}
+    for port in ports:
+        other = taken.setdefault(port.port, port)
+        same = port.host == other.host or not {port.host, other.host}.isdisjoint(_WILDCARDS)
+        if other is not port and same:
+            yield f"port {port.port} is {other.use}'s and {port.use}'s at once; {port.remedy}"
 
 
 def model_problems(model: str, load_format: str = "auto") -> Iterator[str]:
@@ -181,19 +211,17 @@ def memory_problems(
 
 
 def _engine_ports(command: EngineCommand) -> Sequence[Port]:
-    if not command.is_leader:
-        return ()
     api = Port(command.host, command.port, "the engine's API", "pass another --port")
     side = [
         Port(
             command.side_channel_host,
             command.side_channel_port + rank,
-            "the connector's side channel",
+            "the connector's side channel" + (f" of data-parallel rank {rank}" if rank else ""),
             "set another side_channel_port in --kv-transfer-config",
         )
-        for rank in range(min(command.data, 64))
+        for rank in command.data_ranks
     ]
-    return [api, *side]
+    return [api, *side] if command.is_leader else side
 
 
 def _weights(folder: Path) -> list[Path]:

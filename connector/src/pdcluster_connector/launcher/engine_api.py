@@ -11,6 +11,8 @@ import msgspec
 from pdcluster_connector.launcher.drain import Work, work
 
 MAX_ANSWER: Final = 4 << 20
+# vLLM has this rank compute the request, whatever its load.
+DATA_RANK_HEADER: Final = "X-data-parallel-rank"
 
 
 class ApiError(Exception):
@@ -39,22 +41,38 @@ class EngineApi:
         """Ask what the engine still has to do; raises ApiError or ApiUnreachableError."""
         return work((await self._call("GET", "/metrics", None, seconds)).decode(errors="replace"))
 
-    async def complete(self, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """POST ``/v1/completions``; raises ApiError, ApiUnreachableError or TimeoutError."""
-        data = await self._call("POST", "/v1/completions", body, seconds)
+    async def complete(
+        self, body: Mapping[str, Any], seconds: float, data_rank: int = 0
+    ) -> dict[str, Any]:
+        """POST ``/v1/completions``, for one data-parallel rank.
+
+        Raises ApiError, ApiUnreachableError or TimeoutError.
+        """
+        headers = {DATA_RANK_HEADER: str(data_rank)}
+        data = await self._call("POST", "/v1/completions", body, seconds, headers)
         try:
             return msgspec.json.decode(data, type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise ApiError(f"{self.address} answered no JSON object: {error}") from None
 
     async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        seconds: float,
+        headers: Mapping[str, str] | None = None,
     ) -> bytes:
         timeout = aiohttp.ClientTimeout(total=seconds, connect=min(seconds, 5.0))
         address = f"{self.address}{path}"
         try:
             async with self._session.request(
-                method, address, json=body, timeout=timeout, allow_redirects=False
+                method,
+                address,
+                json=body,
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
             ) as answer:
                 data = await answer.content.read(MAX_ANSWER)
                 while chunk := await answer.content.read(MAX_ANSWER - len(data) + 1):

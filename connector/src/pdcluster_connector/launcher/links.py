@@ -5,6 +5,7 @@ Time comes in as an argument, in seconds of any monotonic clock.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -22,7 +23,8 @@ REPORT_LIFETIME: Final = 15.0
 MAX_MESSAGE: Final = 1000
 
 CanaryState = Literal["Pending", "Passed", "Failed"]
-Place = tuple[int, int]
+Place = tuple[int, int]  # (pipeline, tensor)
+Worker = tuple[int, int, int]  # (data, pipeline, tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +38,20 @@ class CanaryResult:
 
 @dataclass(frozen=True, slots=True)
 class LinkRow:
-    """One link (prefill engine, this decode engine), over all of this engine's workers.
+    """One link (prefill engine, this decode engine).
+
+    It is made of pairs: each of this engine's workers with each of the peer's data-parallel ranks.
 
     Attributes:
         peer: the prefill engine as the operator named it.
         engine_id: its incarnation as the workers see it, else the operator's.
-        state: Established only when every worker said so of one incarnation; Failed when any did.
-        reason: of the lowest rank that failed.
+        state: Established only when every pair is, with one incarnation; Failed when any is.
+        reason: of the first pair that failed.
         message: its message, or what the link waits for.
-        shards: ``2/4``: workers that are established, of all.
-        bytes_per_second: the slowest worker's, since a request waits for the slowest.
+        shards: ``2/4``: pairs that are established, of all.
+        bytes_per_second: the slowest pair's, since a request waits for the slowest.
         canary: the latest canary's result since the link was established.
-        establishment: the workers' numbers of it, another each time; empty while it is not.
+        establishment: the pairs' numbers of it, another each time; empty while it is not.
     """
 
     peer: PeerEntry
@@ -81,7 +85,7 @@ class LinkRow:
 @dataclass(frozen=True, slots=True)
 class _Kept:
     at: float
-    links: dict[str, LinkReport]
+    links: dict[tuple[str, int], LinkReport]  # by engine and data-parallel rank of the peer
 
 
 @dataclass(slots=True)
@@ -90,12 +94,14 @@ class LinkTable:
 
     Attributes:
         shards: (pipeline, tensor) sizes of this engine; a report of other sizes is refused.
+        data: its data-parallel size; a report of a rank beyond is refused.
         peers: the operator's latest document.
     """
 
     shards: Place
+    data: int = 1
     peers: PeersDocument = field(default_factory=lambda: PeersDocument(0, ()))
-    _reports: dict[Place, _Kept] = field(default_factory=dict)
+    _reports: dict[Worker, _Kept] = field(default_factory=dict)
     _canaries: dict[str, tuple[str, tuple[int, ...], CanaryResult]] = field(default_factory=dict)
 
     def set_peers(self, document: PeersDocument) -> bool:
@@ -119,7 +125,10 @@ class LinkTable:
             return f"of is {list(of)}, but this engine has {list(self.shards)} workers"
         if any(not 0 <= place < size for place, size in zip(rank, of, strict=True)):
             return f"rank {list(rank)} is outside of {list(of)}"
-        self._reports[rank] = _Kept(now, {link.engine: link for link in report.links})
+        if report.data_rank >= self.data:
+            return f"data_rank is {report.data_rank}, but data_parallel_size is {self.data}"
+        links = {(link.engine, link.data_rank): link for link in report.links}
+        self._reports[report.data_rank, *rank] = _Kept(now, links)
         return None
 
     def set_canary(self, row: LinkRow, result: CanaryResult) -> None:
@@ -137,31 +146,35 @@ class LinkTable:
         return [self._row(peer, now) for peer in self.peers.peers]
 
     def _row(self, peer: PeerEntry, now: float) -> LinkRow:
-        pipeline, tensor = self.shards
-        places = [(p, t) for p in range(pipeline) for t in range(tensor)]
-        fresh: dict[Place, LinkReport] = {}
-        for place in places:
-            kept = self._reports.get(place)
-            if kept is not None and now - kept.at <= REPORT_LIFETIME and peer.engine in kept.links:
-                fresh[place] = kept.links[peer.engine]
+        pairs = [(worker, theirs) for worker in self._workers() for theirs in peer.data_ranks]
+        fresh: dict[tuple[Worker, int], LinkReport] = {}
+        for worker, theirs in pairs:
+            kept = self._reports.get(worker)
+            if kept is not None and now - kept.at <= REPORT_LIFETIME:
+                link = kept.links.get((peer.engine, theirs))
+                if link is not None:
+                    fresh[worker, theirs] = link
         established = [link for link in fresh.values() if link.state is LinkState.ESTABLISHED]
-        failed = [link for link in fresh.values() if link.state is LinkState.FAILED]
-        seen = {link.engine_id for link in established} or {link.engine_id for link in failed}
+        failed = [pair for pair, link in fresh.items() if link.state is LinkState.FAILED]
+        seen = {link.engine_id for link in established} or {fresh[p].engine_id for p in failed}
         state, reason, message = LinkState.PENDING, "", ""
         if failed:
-            state, reason, message = LinkState.FAILED, failed[0].reason, failed[0].message
-        elif len(established) == len(places) and len(seen) == 1:
+            first = fresh[failed[0]]
+            state, reason = LinkState.FAILED, first.reason
+            message = self._ranks_named(peer, failed[0]) + first.message
+        elif len(established) == len(pairs) and len(seen) == 1:
             state = LinkState.ESTABLISHED
         elif len(seen) > 1:
             message = f"the workers see several incarnations: {', '.join(sorted(seen))}"
         else:
             pending = [link for link in fresh.values() if link.state is LinkState.PENDING]
             reason = pending[0].reason if pending else ""
-            message = _waits_for([place for place in places if place not in fresh], pending)
+            silent = dict.fromkeys(worker for worker, n in pairs if (worker, n) not in fresh)
+            message = _waits_for(list(silent), pending)
         engine_id = seen.pop() if len(seen) == 1 else peer.engine_id
         establishment: tuple[int, ...] = ()
         if state is LinkState.ESTABLISHED:
-            establishment = tuple(fresh[place].establishment for place in places)
+            establishment = tuple(fresh[pair].establishment for pair in pairs)
         *tried, canary = self._canaries.get(peer.engine, ("", (), CanaryResult()))
         return LinkRow(
             peer,
@@ -169,19 +182,34 @@ class LinkTable:
             state,
             reason,
             message,
-            f"{len(established)}/{len(places)}",
+            f"{len(established)}/{len(pairs)}",
             min((link.bytes_per_second for link in established), default=0.0),
             canary if tried == [engine_id, establishment] else CanaryResult(),
             establishment,
         )
 
+    def _workers(self) -> list[Worker]:
+        pipeline, tensor = self.shards
+        return list(itertools.product(range(self.data), range(pipeline), range(tensor)))
 
-def _waits_for(silent: list[Place], pending: list[LinkReport]) -> str:
+    def _ranks_named(self, peer: PeerEntry, pair: tuple[Worker, int]) -> str:
+        """Say which data-parallel ranks a message is about; nothing where there is only one."""
+        (own, _, _), theirs = pair
+        ends = []
+        if peer.data_parallel_size > 1:
+            ends.append(f"prefill's data-parallel rank {theirs}")
+        if self.data > 1:
+            ends.append(f"decode's data-parallel rank {own}")
+        return f"{', '.join(ends)}: " if ends else ""
+
+
+def _waits_for(silent: list[Worker], pending: list[LinkReport]) -> str:
     if not silent:
         messages = (link.message for link in pending if link.message)
         return next(messages, "the handshake is under way")
-    named = ", ".join(f"{p},{t}" for p, t in silent[:8])
+    named = ", ".join(",".join(map(str, worker)) for worker in silent[:8])
     more = f" and {len(silent) - 8} more" if len(silent) > 8 else ""
     return (
-        f"no report in the last {REPORT_LIFETIME:.0f} s from worker (pipeline,tensor) {named}{more}"
+        f"no report in the last {REPORT_LIFETIME:.0f} s from worker (data,pipeline,tensor) "
+        f"{named}{more}"
     )

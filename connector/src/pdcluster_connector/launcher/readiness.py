@@ -32,6 +32,7 @@ class Readiness:
         self.identity = identity
         self.role = role
         self.versions = dict(versions)
+        self.data_parallel_size = command.data
         # Both the API's and the side channel's clients are other pods: where the API binds every
         # address, the side channel's own says which one is known outside.
         self.api = url(reachable(command.host, command.side_channel_host), command.port)
@@ -102,6 +103,7 @@ class Readiness:
             "message": progress.message,
             "versions": self.versions,
             "side_channel": self.side_channel,
+            "data_parallel_size": self.data_parallel_size,
             "api": self.api,
         }
 

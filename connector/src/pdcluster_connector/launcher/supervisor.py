@@ -59,7 +59,7 @@ class Supervisor:
         self._command = command
         self._package = package
         self._readiness = Readiness(identity, options.role, command, versions)
-        self._links = LinkTable((command.pipeline, command.tensor))
+        self._links = LinkTable((command.pipeline, command.tensor), command.data)
         self._token = secrets.token_urlsafe(24)
         self._followers = Followers(command.nodes)
         self._lines = LastLines()
@@ -234,6 +234,7 @@ class Supervisor:
             session,
             self._api,
             decode_engine_id=self._readiness.identity.engine_id,
+            decode_ranks=self._command.data,
             ready=lambda: self._readiness.ready,
             make_prompt=lambda: canary.prompt(block, size, limit),
         )

@@ -13,11 +13,21 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from pdcluster_connector.protocol.messages import Identifier, Malformed, Rank, Text, bounded
+from pdcluster_connector.protocol.messages import (
+    Identifier,
+    Malformed,
+    ParallelSize,
+    Rank,
+    RankNumber,
+    Text,
+    bounded,
+)
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
+MAX_SIDE_CHANNELS = 4096  # of all peers together: each data-parallel rank has one
 
 Address = Annotated[str, Meta(min_length=1, max_length=512)]
+Host = Annotated[str, Meta(min_length=1, max_length=255)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -34,13 +44,28 @@ class PeerEntry(Struct, frozen=True):
     """One prefill engine that a decode engine shall keep a link to.
 
     ``engine`` is its logical id; ``engine_id`` the incarnation that the operator saw last
-    (the peer itself knows better); ``side_channel`` is ``host:port``; ``api`` a base URL.
+    (the peer itself knows better); ``side_channel`` is ``host:port`` of its first data-parallel
+    rank, rank N listens on that port + N; ``api`` a base URL; ``follower_hosts`` are the hosts of
+    its further nodes that have ranks of their own: each node has as many.
     """
 
     engine: Identifier
     side_channel: Address
     engine_id: Annotated[str, Meta(max_length=512)] = ""
     api: Annotated[str, Meta(max_length=512)] = ""
+    data_parallel_size: ParallelSize = 1
+    follower_hosts: Annotated[tuple[Host, ...], Meta(max_length=255)] = ()
+
+    @property
+    def data_ranks(self) -> range:
+        """The peer's data-parallel ranks."""
+        return range(self.data_parallel_size)
+
+    def address(self, data_rank: int) -> tuple[str, int]:
+        """Return (host, port) of one rank's side channel, of an entry that was decoded."""
+        host, port = split_address(self.side_channel) or ("", 0)
+        hosts = (host, *self.follower_hosts)
+        return hosts[data_rank * len(hosts) // self.data_parallel_size], port + data_rank
 
 
 class PeersDocument(Struct, frozen=True):
@@ -53,10 +78,11 @@ class PeersDocument(Struct, frozen=True):
 
 
 class LinkReport(Struct, frozen=True):
-    """One worker's view of one link.
+    """One worker's view of its link to one data-parallel rank of a peer.
 
-    ``reason`` is a :class:`Reason` value or empty; ``establishment`` is another number each
-    time that the link is established, 0 while it is not.
+    ``engine_id`` is the incarnation, without the ``_dpN`` that ``data_rank`` stands for;
+    ``reason`` is a :class:`Reason` value or empty; ``establishment`` is another number each time
+    that the link is established, 0 while it is not.
     """
 
     engine: Identifier
@@ -67,14 +93,20 @@ class LinkReport(Struct, frozen=True):
     bytes_per_second: Amount = 0.0
     probe_bytes: Whole = 0
     establishment: Whole = 0
+    data_rank: RankNumber = 0
 
 
 class RankReport(Struct, frozen=True):
-    """``POST /v1/reports``: all links of one worker; ``of`` is (pipeline, tensor) sizes."""
+    """``POST /v1/reports``: all links of one worker; ``of`` is (pipeline, tensor) sizes.
+
+    ``data_rank`` is the worker's own. The data-parallel size is not said: vLLM hides it from the
+    workers of models whose data-parallel ranks are independent of each other.
+    """
 
     rank: Rank
     of: Rank
-    links: Annotated[tuple[LinkReport, ...], Meta(max_length=4096)]
+    links: Annotated[tuple[LinkReport, ...], Meta(max_length=MAX_SIDE_CHANNELS)]
+    data_rank: RankNumber = 0
 
 
 _PEERS = msgspec.json.Decoder(PeersDocument)
@@ -87,17 +119,40 @@ def encode_json(message: PeersDocument | RankReport) -> bytes:
 
 
 def decode_peers(raw: bytes) -> PeersDocument | Malformed:
-    """Decode ``/v1/peers``; two entries for one engine are an error."""
+    """Decode ``/v1/peers``; an engine named twice is an error, and an address that is none."""
     document = bounded(raw, MAX_DOCUMENT_BYTES, _PEERS.decode)
     if isinstance(document, Malformed):
         return document
     names = [entry.engine for entry in document.peers]
     if len(set(names)) != len(names):
         return Malformed("an engine is named twice")
-    for entry in document.peers:
-        if split_address(entry.side_channel) is None:
-            return Malformed(f"side_channel {entry.side_channel!r} is not host:port")
+    wrong = next(filter(None, map(_wrong, document.peers)), "")
+    if wrong:
+        return Malformed(wrong)
+    count = sum(entry.data_parallel_size for entry in document.peers)
+    if count > MAX_SIDE_CHANNELS:
+        return Malformed(
+            f"{count} data-parallel ranks of {len(document.peers)} peers, more than the "
+            f"{MAX_SIDE_CHANNELS} allowed"
+        )
     return document
+
+
+def _wrong(entry: PeerEntry) -> str:
+    """Say why not each of a peer's data-parallel ranks has an address; empty if each has."""
+    address = split_address(entry.side_channel)
+    if address is None:
+        return f"side_channel {entry.side_channel!r} is not host:port"
+    size, nodes = entry.data_parallel_size, 1 + len(entry.follower_hosts)
+    last = address[1] + size - 1
+    if last > 65535:
+        return (
+            f"side_channel {entry.side_channel!r}: data-parallel rank {size - 1} would be on port "
+            f"{last}"
+        )
+    if size % nodes:
+        return f"{size} data-parallel ranks are not spread evenly over {nodes} nodes"
+    return ""
 
 
 def decode_report(raw: bytes) -> RankReport | Malformed:

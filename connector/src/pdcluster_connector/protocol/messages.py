@@ -120,6 +120,7 @@ class ShapeMessage(Struct, frozen=True):
     pipeline: ParallelSize = 1
     data: ParallelSize = 1
     context: ParallelSize = 1
+    nodes: ParallelSize = 1
     memory: Memory | None = None
     token_sliceable: bool | None = None
     packing: Identifier | None = None

@@ -15,6 +15,7 @@ import aiohttp
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.links import (
     MAX_DOCUMENT_BYTES,
+    PeerEntry,
     PeersDocument,
     RankReport,
     decode_peers,
@@ -48,6 +49,7 @@ class ControlAgent:
     Args:
         address, token: the launcher's base URL, and the bearer token of this engine.
         rank, of: this worker's (pipeline, tensor) rank, and both sizes.
+        data_rank: its data-parallel rank.
         peers: where handshakes are made.
         probe: reads and checks a peer's probe memory.
     """
@@ -59,6 +61,7 @@ class ControlAgent:
         *,
         rank: tuple[int, int],
         of: tuple[int, int],
+        data_rank: int,
         peers: PeerBook,
         probe: Probe,
     ) -> None:
@@ -66,10 +69,11 @@ class ControlAgent:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._rank = rank
         self._of = of
+        self._data_rank = data_rank
         self._peers = peers
         self._probe = probe
         self._thread = LoopThread("pdcluster-control")
-        self._keepers: dict[str, tuple[LinkKeeper, asyncio.Task[None]]] = {}
+        self._keepers: dict[tuple[str, int], tuple[LinkKeeper, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._complaint = ""
 
@@ -80,6 +84,7 @@ class ControlAgent:
         *,
         rank: tuple[int, int],
         of: tuple[int, int],
+        data_rank: int,
         peers: PeerBook,
         probe: Probe,
     ) -> ControlAgent | None:
@@ -88,7 +93,7 @@ class ControlAgent:
         if not address:
             return None
         token = environment.get(TOKEN_VARIABLE, "")
-        return cls(address, token, rank=rank, of=of, peers=peers, probe=probe)
+        return cls(address, token, rank=rank, of=of, data_rank=data_rank, peers=peers, probe=probe)
 
     def start(self) -> None:
         """Start the agent's thread."""
@@ -146,20 +151,20 @@ class ControlAgent:
         return document
 
     async def _apply(self, document: PeersDocument, session: aiohttp.ClientSession) -> None:
-        wanted = {entry.engine: entry for entry in document.peers}
-        for engine, (keeper, task) in list(self._keepers.items()):
-            entry = wanted.get(engine)
-            if entry is not None and entry.side_channel == keeper.entry.side_channel:
+        wanted = {(entry.engine, n): entry for entry in document.peers for n in entry.data_ranks}
+        for key, (keeper, task) in list(self._keepers.items()):
+            entry = wanted.get(key)
+            if entry is not None and _same_place(entry, keeper.entry, key[1]):
                 keeper.rename(entry)
                 continue
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            del self._keepers[engine]
-        for engine, entry in wanted.items():
-            if engine not in self._keepers:
-                keeper = LinkKeeper(entry, self._peers, self._probe, self._changed.set)
-                self._keepers[engine] = keeper, asyncio.create_task(keeper.keep(session))
+            del self._keepers[key]
+        for key, entry in wanted.items():
+            if key not in self._keepers:
+                keeper = LinkKeeper(entry, key[1], self._peers, self._probe, self._changed.set)
+                self._keepers[key] = keeper, asyncio.create_task(keeper.keep(session))
         self._changed.set()
 
     async def _report(self, session: aiohttp.ClientSession) -> None:
@@ -178,7 +183,7 @@ class ControlAgent:
         try:
             async with session.post(
                 f"{self._address}/v1/reports",
-                data=encode_json(RankReport(self._rank, self._of, links)),
+                data=encode_json(RankReport(self._rank, self._of, links, self._data_rank)),
                 headers={**self._headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=5.0),
             ) as response:
@@ -196,3 +201,9 @@ class ControlAgent:
         if message != self._complaint:
             self._complaint = message
             logger.warning("%s", message)
+
+
+def _same_place(one: PeerEntry, other: PeerEntry, data_rank: int) -> bool:
+    """Whether a rank is where it was; its name also says whether there are others."""
+    sizes = one.data_parallel_size, other.data_parallel_size
+    return sizes[0] == sizes[1] and one.address(data_rank) == other.address(data_rank)

@@ -1,6 +1,7 @@
 """One link of one decode worker: found, shaken hands with, probed, watched, and found anew.
 
-A keeper does not wait for the operator to notice a restart: it asks the peer itself which
+Its other end is one data-parallel rank of a prefill engine, with a side channel of its own. A
+keeper does not wait for the operator to notice a restart: it asks the peer itself which
 incarnation listens, so a prefill engine that comes back is linked again at once.
 """
 
@@ -19,8 +20,9 @@ import aiohttp
 from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.links import LinkReport, LinkState, PeerEntry, split_address
+from pdcluster_connector.protocol.links import LinkReport, LinkState, PeerEntry
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.runtime.handshake import TryAgain, ask_health, unreachable
 from pdcluster_connector.runtime.ports import PeerSource
@@ -68,20 +70,32 @@ class Probe(Protocol):
 
 
 class LinkKeeper:
-    """Keeps one link; :attr:`report` is its present state.
+    """Keeps the link to one data-parallel rank of a peer; :attr:`report` is its present state.
 
     Args:
         entry: the peer.
+        data_rank: which of its data-parallel ranks.
         peers: where handshakes are made; its news of gone peers comes in by :meth:`gone`.
         probe: reads the peer's probe memory, at first and, as a check, from time to time.
         changed: called, without arguments, after :attr:`report` has changed.
     """
 
     def __init__(
-        self, entry: PeerEntry, peers: PeerSource, probe: Probe, changed: Callable[[], None]
+        self,
+        entry: PeerEntry,
+        data_rank: int,
+        peers: PeerSource,
+        probe: Probe,
+        changed: Callable[[], None],
     ) -> None:
         self.entry = entry
-        self.report = LinkReport(entry.engine, entry.engine_id or entry.engine, LinkState.PENDING)
+        self.report = LinkReport(
+            entry.engine,
+            entry.engine_id or entry.engine,
+            LinkState.PENDING,
+            data_rank=data_rank,
+        )
+        self._data_rank = data_rank
         self._peers = peers
         self._probe = probe
         self._changed = changed
@@ -109,17 +123,13 @@ class LinkKeeper:
 
     async def _once(self, session: aiohttp.ClientSession) -> Failure:
         """Establish the link and hold it; return why it could not be, or was lost."""
-        address = split_address(self.entry.side_channel)
-        if address is None:
-            message = f"{self.entry.side_channel!r} is not host:port"
-            return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
+        address = self.entry.address(self._data_rank)
         health = await ask_health(session, *address, HEALTH_SECONDS)
         if isinstance(health, TryAgain):
             return unreachable(health)
-        logical = health.engine_id.partition("/")[0]
-        if logical != self.entry.engine:
-            message = f"{self.entry.side_channel} is {logical}, not {self.entry.engine}"
-            return Failure(Reason.ENGINE_ID_INCONSISTENT, message)
+        if wrong := self._mistaken(health.engine_id):
+            where = f"{address[0]}:{address[1]}"
+            return Failure(Reason.ENGINE_ID_INCONSISTENT, f"{where} is {wrong}")
         self._engine_id = health.engine_id
         self._lost = asyncio.get_running_loop().create_future()
         metadata = await self._connect(*address)
@@ -135,6 +145,19 @@ class LinkKeeper:
             establishment=next(_ESTABLISHMENTS),
         )
         return await self._hold(metadata)
+
+    def _mistaken(self, engine_id: str) -> str:
+        """Return who answers instead of this link's peer; empty if it is the peer."""
+        found, size = parse_engine_id(engine_id), self.entry.data_parallel_size
+        if found.logical != self.entry.engine:
+            return f"{found.logical}, not {self.entry.engine}"
+        wanted = self._data_rank if size > 1 else None
+        if found.data_rank == wanted:
+            return ""
+        return (
+            f"{_named(found.data_rank)} of {found.logical}, not {_named(wanted)}; state the"
+            f" data-parallel size that it runs with, not {size}, and one side channel port for it"
+        )
 
     async def _hold(self, metadata: EngineMetadata) -> Failure:
         """Return why an established link was lost, once it is."""
@@ -188,13 +211,14 @@ class LinkKeeper:
     ) -> None:
         report = LinkReport(
             engine=self.entry.engine,
-            engine_id=self._engine_id or self.report.engine_id,
+            engine_id=parse_engine_id(self._engine_id).engine or self.report.engine_id,
             state=state,
             reason=reason,
             message=message,
             bytes_per_second=bytes_per_second,
             probe_bytes=probe_bytes,
             establishment=establishment,
+            data_rank=self._data_rank,
         )
         if report != self.report:
             self.report = report
@@ -205,6 +229,10 @@ class LinkKeeper:
         self.entry = entry
         if not self._engine_id and entry.engine_id:
             self.report = replace(self.report, engine_id=entry.engine_id)
+
+
+def _named(data_rank: int | None) -> str:
+    return "the only rank" if data_rank is None else f"data-parallel rank {data_rank}"
 
 
 def _settle(

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.transfer import PeerPlan, plan_peer
+from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata, to_shard
 from pdcluster_connector.runtime.nixl_port import AgentSurvivedError, MemoryRange, NixlPort
@@ -233,9 +234,9 @@ class Links:
 
     def _retire_predecessors(self, engine_id: str) -> None:
         """Break links to earlier incarnations of the engine that has just answered."""
-        logical, slash, _ = engine_id.rpartition("/")
+        answered = parse_engine_id(engine_id)
         for link in list(self._links.values()):
-            if slash and link.engine_id.rpartition("/")[0] == logical:
+            if answered.succeeds(parse_engine_id(link.engine_id)):
                 message = f"{engine_id} has taken the place of {link.engine_id}"
                 self.break_link(link, Failure(Reason.PEER_RESTARTED, message))
 

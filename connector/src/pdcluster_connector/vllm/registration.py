@@ -129,6 +129,7 @@ def register(
             parallel.decode_context_parallel_size,
             getattr(parallel, "prefill_context_parallel_size", 1),
         ),
+        nodes=parallel.nnodes,
         memory=_only({region.memory for region in regions}),
         token_sliceable=(packings == {None}) if packings else None,
         packing="+".join(sorted(p for p in packings if p is not None)) or None,

@@ -111,6 +111,7 @@ class WorkerRole:
             os.environ,
             rank=self._rank,
             of=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
+            data_rank=parallel.data_parallel_index,
             peers=self._peers,
             probe=self._receiver.probe,
         )

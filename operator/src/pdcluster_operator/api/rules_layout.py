@@ -12,6 +12,8 @@ from .types import Cluster
 
 LARGEST_ENGINE = 4096
 MOST_LINKS = 4096
+# Links that one decode worker keeps open: one to each data-parallel rank of prefill.
+MOST_SIDE_CHANNELS = 1024
 
 
 def layout_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -27,6 +29,17 @@ def layout_errors(cluster: Cluster) -> Iterator[FieldError]:
             f"{prefill} prefill x {decode} decode engines are {prefill * decode} links; "
             f"{MOST_LINKS} are allowed",
             "Use fewer, larger engines, or several clusters.",
+            ("spec.prefill.replicas",),
+        )
+    ranks = cluster.spec.prefill.parallelism.data
+    if prefill * ranks > MOST_SIDE_CHANNELS:
+        yield FieldError(
+            "spec.prefill.parallelism.data",
+            str(ranks),
+            Rule.TOO_MANY_LINKS,
+            f"{prefill} prefill engines x {ranks} data-parallel ranks are {prefill * ranks} side "
+            f"channels that each decode worker keeps a link to; {MOST_SIDE_CHANNELS} are allowed",
+            "Use fewer data-parallel ranks or replicas, or several clusters.",
             ("spec.prefill.replicas",),
         )
 

@@ -42,6 +42,7 @@ def engine_shape(cluster: Cluster, engine: Engine) -> EngineShape:
         pipeline=parallel.pipeline,
         data=parallel.data,
         context=_context(engine),
+        nodes=parallel.nodes,
         memory=Memory.DRAM if on_cpu else Memory.VRAM,
         token_sliceable=token_sliceable(engine.attention_backend),
         hybrid=True if _names_mamba(engine) else None,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.engine_types import Parallelism
 from pdcluster_operator.api.enums import Role
 from pdcluster_operator.api.labels import ENGINE_LABEL, EngineName
 
@@ -45,6 +46,8 @@ class EngineView:
         message: the reason in a sentence, with the engine's last words where it died.
         engine_id: of the running incarnation, or the last one known; empty if none was.
         address: IP of the leader's pod; empty if it has none.
+        data_parallel_size: its data-parallel ranks: what it says, or what is asked for.
+        follower_addresses: IPs of its other pods in their order; empty ones for those without.
     """
 
     name: EngineName
@@ -53,12 +56,14 @@ class EngineView:
     message: str
     engine_id: str
     address: str
+    data_parallel_size: int
+    follower_addresses: tuple[str, ...] = ()
 
 
 def observe_engines(
-    observed: Observed, names: Iterable[EngineName], nodes: Mapping[Role, int]
+    observed: Observed, names: Iterable[EngineName], parallelism: Mapping[Role, Parallelism]
 ) -> tuple[EngineView, ...]:
-    """Return a view of each engine. ``nodes`` is the number of pods an engine has, by role."""
+    """Return a view of each engine; ``parallelism`` is that of each role's engines."""
     pods: dict[str, list[Manifest]] = {}
     for pod in observed.pods:
         engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
@@ -68,9 +73,10 @@ def observe_engines(
     views = []
     for name in names:
         own = sorted(pods.get(name.stateful_set, ()), key=_name)
-        leader = next((pod for pod in own if _name(pod) == name.pod()), {})
+        addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
         report = observed.engines.get(name.logical)
-        ready, why = _judge(name, nodes[name.role], own, report)
+        asked = parallelism[name.role]
+        ready, why = _judge(name, asked.nodes, own, report)
         views.append(
             EngineView(
                 name,
@@ -78,7 +84,9 @@ def observe_engines(
                 why.reason,
                 why.message,
                 (report.engine_id if report else "") or known.get(name.stateful_set, ""),
-                text_of(status_of(leader).get("podIP")),
+                addresses.get(name.pod(), ""),
+                (report.data_parallel_size if report else None) or asked.data,
+                tuple(addresses.get(name.pod(node), "") for node in range(1, asked.nodes)),
             )
         )
     return tuple(views)

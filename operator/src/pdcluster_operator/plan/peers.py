@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
 from pdcluster_operator.api.types import Cluster
@@ -37,6 +38,7 @@ def assign_peers(
         for engine in prefill
         if engine.address
         and engine.engine_id
+        and all(_rank_hosts(engine))
         and (engine.ready is not False or engine.name.logical in linked)
     ]
     document = {
@@ -59,14 +61,21 @@ def launcher_url(engine: EngineView) -> str:
     return f"http://{_host(engine.address)}:{LAUNCHER_PORT}"
 
 
-def _peer(engine: EngineView) -> dict[str, str]:
+def _peer(engine: EngineView) -> dict[str, Any]:
     host = _host(engine.address)
     return {
         "engine": engine.name.logical,
         "engine_id": engine.engine_id,
         "side_channel": f"{host}:{SIDE_CHANNEL_PORT}",
         "api": f"http://{host}:{HTTP_PORT}",
+        "data_parallel_size": engine.data_parallel_size,
+        "follower_hosts": _rank_hosts(engine),
     }
+
+
+def _rank_hosts(engine: EngineView) -> list[str]:
+    """Return the further pods that have data-parallel ranks, and side channels, of their own."""
+    return list(engine.follower_addresses) if engine.data_parallel_size > 1 else []
 
 
 def _host(address: str) -> str:

@@ -180,8 +180,8 @@ def _current_sets(
 
 
 def _view(observed: Observed, cluster: Cluster, desired: Desired) -> View:
-    nodes = {role: cluster.spec.role(role).parallelism.nodes for role in Role}
-    engines = {role: observe_engines(observed, desired.names[role], nodes) for role in Role}
+    parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
+    engines = {role: observe_engines(observed, desired.names[role], parallelism) for role in Role}
     pairs = observe_pairs(engines[Role.PREFILL], engines[Role.DECODE], observed.links)
     wanted = {name.stateful_set for names in desired.names.values() for name in names}
     created = [

@@ -14,6 +14,7 @@ from typing import Any
 MAX_LINKS = 4096
 MAX_TEXT = 1024
 LARGEST_NUMBER = 1e18
+LARGEST_SIZE = 1024
 
 
 class LinkState(StrEnum):
@@ -35,6 +36,8 @@ class EngineReport:
         state: Starting, LoadingWeights, WarmingUp, Ready, Draining or Failed.
         side_channel: host:port of the KV handshake.
         api: base URL of the OpenAI API.
+        data_parallel_size: its data-parallel ranks, each with a side channel of its own; None if
+            it does not say.
     """
 
     ready: bool
@@ -46,6 +49,7 @@ class EngineReport:
     versions: Mapping[str, str] = field(default_factory=dict)
     side_channel: str = ""
     api: str = ""
+    data_parallel_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ def parse_engine_report(document: object) -> EngineReport | None:
         versions={str(key)[:64]: str(value)[:64] for key, value in list(known.items())[:16]},
         side_channel=_text(document, "side_channel"),
         api=_text(document, "api"),
+        data_parallel_size=_size(document, "data_parallel_size"),
     )
 
 
@@ -142,6 +147,13 @@ def _state(entry: Mapping[str, Any]) -> LinkState:
 def _text(entry: Mapping[str, Any], key: str) -> str:
     value = entry.get(key)
     return value[:MAX_TEXT] if isinstance(value, str) else ""
+
+
+def _size(entry: Mapping[str, Any], key: str) -> int | None:
+    value = entry.get(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 1 <= value <= LARGEST_SIZE else None
 
 
 def _number(entry: Mapping[str, Any], key: str) -> float:

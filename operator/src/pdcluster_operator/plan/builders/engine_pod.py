@@ -149,9 +149,10 @@ def _env(cluster: Cluster, engine: Engine) -> list[dict[str, Any]]:
 
 
 def _ports(engine: Engine) -> list[dict[str, Any]]:
-    # A data parallel rank listens on the side channel's port plus its rank.
+    # A data-parallel rank listens on the side channel's port plus its rank. Kubernetes takes
+    # names of 15 characters.
     side_channels = {
-        "side-channel" if rank == 0 else f"side-channel-{rank}": SIDE_CHANNEL_PORT + rank
+        "side-channel" if rank == 0 else f"side-ch-{rank}": SIDE_CHANNEL_PORT + rank
         for rank in range(engine.parallelism.data)
     }
     ports = {"http": HTTP_PORT, "launcher": LAUNCHER_PORT} | side_channels
