@@ -17,7 +17,6 @@ class Layout(StrEnum):
     """What may be switched on, and the id of the rule that refuses it until then."""
 
     DATA = "LayoutUnsupported/data"
-    QUANTIZED = "LayoutUnsupported/quantized"
     BLOCK_SIZES = "BlockSizeMismatch"
 
 
