@@ -139,7 +139,8 @@ ROWS = (
         "different order of heads and tokens (HND, NHD, layers or blocks outermost)",
         (),
         ATTENTION,
-        note="one descriptor a token and head where the order inside of a block differs",
+        note="one descriptor a token and head where the order inside of a block differs; vLLM's "
+        "own tensors in each order to each other: `test_registered_pairs`",
     ),
     Row(
         "fp8 KV (e4m3, e5m2) with one constant scale a layer, the checkpoint's or 1.0",
