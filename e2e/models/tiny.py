@@ -23,11 +23,15 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """One model: a transformers configuration class, what differs from BASE, and a seed."""
+    """One model: a transformers configuration class, what differs from BASE, and a seed.
+
+    ``kv_scale``: keep KV in fp8, with scales in the checkpoint that grow from this one.
+    """
 
     config: str
     seed: int = 0
     overrides: dict[str, Any] = field(default_factory=dict)
+    kv_scale: float | None = None
 
 
 BASE: dict[str, Any] = {
@@ -42,6 +46,18 @@ BASE: dict[str, Any] = {
 }
 
 GAINS = {"q_proj": 3.0, "k_proj": 3.0, "down_proj": 0.5}
+
+# As llm-compressor writes it; the weights themselves are not quantised.
+FP8_KV = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "config_groups": {},
+    "ignore": [],
+    "quantization_status": "compressed",
+    "kv_cache_scheme": {
+        "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True,
+    },
+}  # fmt: skip
 
 GRANITE: dict[str, Any] = {
     "layer_types": ["mamba", "mamba", "attention", "mamba"],
@@ -61,6 +77,9 @@ RECIPES = {
     "llama": Recipe("LlamaConfig"),
     # The same architecture with other weights: a fine-tune, as far as a connector can tell.
     "llama-finetuned": Recipe("LlamaConfig", seed=1),
+    # The same weights with KV scales of their own, and with others.
+    "llama-fp8-kv": Recipe("LlamaConfig", kv_scale=0.3),
+    "llama-fp8-kv-rescaled": Recipe("LlamaConfig", kv_scale=0.7),
     # Fewer KV heads than tensor ranks: heads are replicated.
     "llama-mqa": Recipe("LlamaConfig", overrides={"num_key_value_heads": 1}),
     # One KV cache group whose early blocks are given back.
@@ -174,6 +193,12 @@ def _write(recipe: Recipe, folder: Path) -> None:
             text = tokenizer.decode([token])
             if len(text) != 1 or ord(text) not in printable:
                 model.get_output_embeddings().weight[token] = 0
+    if recipe.kv_scale is not None:
+        model.config.quantization_config = FP8_KV
+        for i, layer in enumerate(model.model.layers):
+            for name, scale in (("k_scale", i + 1), ("v_scale", 1 / (i + 1))):
+                value = torch.tensor([recipe.kv_scale * scale])
+                layer.self_attn.register_parameter(name, torch.nn.Parameter(value))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

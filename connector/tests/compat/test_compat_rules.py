@@ -108,11 +108,15 @@ PAIRS = {
         replace(KNOWN, data=2, nodes=4),
         replace(KNOWN, data=4, nodes=2),
     ),
-    "LayoutUnsupported/quantized": (FP8, FP8, replace(FP8, kv_dtype="float16")),
+    "LayoutUnsupported/quantized": (
+        replace(FP8, kv_dtype="fp8_per_token_head"),
+        replace(FP8, kv_dtype="fp8_per_token_head"),
+        FP8,
+    ),
     "LayoutUnsupported/scales": (
         replace(FP8, layers=layers(scales=None)),
         replace(FP8, layers=layers(scales=None)),
-        replace(FP8, layers=layers(scales="inline")),
+        FP8,
     ),
     "LayoutUnsupported/layers": (
         replace(KNOWN, layers=layers(kind=LayerKind.OTHER)),
@@ -412,19 +416,51 @@ def test_states_in_another_cut_are_another_layer() -> None:
 
 
 def test_a_refusal_of_one_engine_s_own_layout_names_both_sides() -> None:
-    first = refused(check_with("LayoutUnsupported/quantized", FP8, FP8))
+    first = refused(check(*[replace(FP8, kv_dtype="nvfp4")] * 2))
     assert first is not None
-    assert "prefill has" in first.message
-    assert "decode has" in first.message
+    assert "prefill has KV dtype nvfp4 and decode has KV dtype nvfp4" in first.message
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "nvfp4", "fp8_ds_mla",
+     "turboquant_k8v4", "uint8", "float13"],
+)  # fmt: skip
+@pytest.mark.parametrize("scales", ["", "k=1.0,v=1.0", None])
+def test_a_type_whose_pages_are_not_known_is_refused_by_its_name(dtype: str, scales) -> None:
+    """Also where only one layer has it, as an indexer's cache."""
+    one = (layers()[0], replace(layers()[1], dtype=dtype, scales=scales))
+    for engine in (
+        replace(KNOWN, kv_dtype=dtype, layers=layers(scales=scales)),
+        replace(KNOWN, layers=one),
+    ):
+        (first, *_) = check(engine, engine)
+        assert first.rule == "LayoutUnsupported/quantized"
+        assert dtype in first.message
+        assert [f.rule for f in check_engine(engine)][:1] == [first.rule]
+
+
+def test_a_layer_that_one_side_leaves_out_of_the_quantisation_is_named() -> None:
+    skipped = (FP8.layers[0], replace(FP8.layers[1], dtype="float32", scales=""))
+    ours = replace(FP8, layers=skipped)
+    assert check(ours, ours) == ()
+    first = refused(check(ours, FP8))
+    assert first is not None
+    assert first.rule == "KVDtypeMismatch/layer"
+    assert (first.prefill_value, first.decode_value) == ("float32", "fp8_e4m3")
+    assert "model.layers.1.attn" in first.message
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_quantized_kv_needs_scales_that_are_known_and_equal(dtype: str) -> None:
     def engine(scales):
         return replace(KNOWN, kv_dtype=dtype, layers=layers(scales=scales))
 
     assert check_with("", engine("k=1.0,v=1.0"), engine("k=1.0,v=1.0")) == ()
-    assert check_with("", engine("inline"), engine("inline")) == ()
+    first = refused(check(engine("k=1.0,v=1.0"), engine("k=1.0,v=0.5")))
+    assert first is not None
+    assert first.rule == "KVScalesMismatch"
+    assert (first.prefill_value, first.decode_value) == ("k=1.0,v=1.0", "k=1.0,v=0.5")
     for scales in ("", None):
         first = refused(check_with("", engine(scales), engine(scales)))
         assert first is not None

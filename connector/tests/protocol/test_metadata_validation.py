@@ -171,8 +171,6 @@ def two_stages_with_one_layer() -> m.EngineMetadata:
         (with_region(1, part="ssm"), "regions", ("2 regions", "ssm")),
         (with_region(2, token_bytes=256), "token_bytes", ("512", "256")),
         (with_region(1, head_start=0, head_stop=1), "heads", ("[0, 2]", "[0, 1]")),
-        (with_shape(kv_dtype="float13"), "dtype", ("float13", "bfloat16")),
-        (with_layer(1, parts=(replace(STATES[0], dtype="int9"), STATES[1])), "dtype", ("int9",)),
         (with_layer(1, token_bytes=9), "layers", ("9 bytes", "1408 bytes")),
         (with_layer(1, group=2), "layers", ("group 2", "2 groups")),
         (with_shape(groups=UNEVEN), "groups", ("33", "2 kernel blocks")),

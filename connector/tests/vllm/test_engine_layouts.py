@@ -51,6 +51,7 @@ class Kind:
 
 FULL = Kind(4, 2 * 32 * FLOAT)
 LATENT = Kind(1, (512 + 64) * FLOAT)
+FP8 = Kind(4, 2 * 32)
 CONV = Kind(8, 64 * 3 * FLOAT, state=True)
 SSM = Kind(8, 64 * 64 * FLOAT, state=True)
 
@@ -83,7 +84,8 @@ class Case:
 
     def __str__(self) -> str:
         sizes = ["x".join(map(str, shape)) for shape in (self.prefill, self.decode)]
-        return f"{self.model}-{sizes[0]}to{sizes[1]}"
+        words = [self.model, f"{sizes[0]}to{sizes[1]}", self.options.get("kv_cache_dtype", "")]
+        return "-".join(filter(None, words))
 
     def engine(self, shape: tuple[int, int]) -> dict[str, Any]:
         return {
@@ -108,6 +110,8 @@ class Case:
 NO_PREFIXES = {"enable_prefix_caching": False}  # vLLM's CPU Mamba2 dies with it
 MLA = {"attention_backend": "CPU_MLA"}
 HYBRID = {"block": 160, "leaves_last": True, "prefixes": False, "options": NO_PREFIXES}
+E5M2 = {"kv_cache_dtype": "fp8_e5m2"}
+SKIPS_ONE = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]}
 
 CASES = [
     Case("llama", (2, 1), (1, 1), [FULL] * 4),
@@ -122,6 +126,12 @@ CASES = [
     Case("granite-hybrid", (1, 2), (1, 1), [FULL, *mamba(2) * 3], groups=2, **HYBRID),
     Case("granite-one-group", (1, 2), (1, 1), [FULL, *mamba(1) * 3], **HYBRID),
     Case("granite-one-group", (1, 1), (1, 2), [FULL, *mamba(1) * 3], **HYBRID),
+    # fp8, with scales of 1.0 and with the checkpoint's.
+    Case("llama", (1, 1), (1, 1), [FP8, FULL, FP8, FP8], options=SKIPS_ONE),
+    Case("llama", (1, 2), (1, 1), [FP8] * 4, options=E5M2),
+    Case("llama-fp8-kv", (1, 1), (1, 1), [FP8] * 4),
+    Case("llama-fp8-kv", (1, 2), (1, 1), [FP8] * 4),
+    Case("llama-fp8-kv", (1, 1), (1, 2), [FP8] * 4),
 ]  # fmt: skip
 
 

@@ -63,6 +63,30 @@ def test_config_shape_and_variant_count(tmp_path: Path) -> None:
     assert model_digest(nested, None) == model_digest(other, None)
 
 
+def write_scales(folder: Path, scales: list[float]) -> Path:
+    """A checkpoint of small tensors: one KV scale after each weight."""
+    folder.mkdir()
+    tensors = [(f"layers.{i}.w", bytes(100_000)) for i in range(len(scales))]
+    tensors += [(f"layers.{i}.k_scale", struct.pack("<f", s)) for i, s in enumerate(scales)]
+    header, data = {}, b""
+    for name, raw in sorted(tensors):
+        end = len(data) + len(raw)
+        header[name] = {"dtype": "F32", "shape": [len(raw) // 4], "data_offsets": [len(data), end]}
+        data += raw
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return folder
+
+
+@pytest.mark.parametrize("changed", [0, 7, 15])
+def test_kv_scales_of_the_checkpoint_are_weights(tmp_path: Path, changed: int) -> None:
+    scales = [0.25] * 16
+    one = model_digest(CONFIG, write_scales(tmp_path / "a", scales))
+    assert model_digest(CONFIG, write_scales(tmp_path / "b", scales)) == one
+    scales[changed] = 0.5
+    assert model_digest(CONFIG, write_scales(tmp_path / "c", scales)) != one
+
+
 def test_other_formats_are_sampled(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"a" * 1_000_000)
     first = model_digest(CONFIG, tmp_path)

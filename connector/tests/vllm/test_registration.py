@@ -80,14 +80,6 @@ def test_cpu_attention_is_opaque_and_names_its_packing() -> None:
     assert unknown.shape.token_sliceable is False, "what is not known to be sliceable is opaque"
 
 
-def test_a_quantized_cache_is_named_by_its_dtype() -> None:
-    views, config = caches(KVCacheLayout.LBHNC)
-    made = register(views, config, vllm_config(cache_dtype="fp8"), (0, 0), "digest")
-    assert made.shape.kv_dtype == "fp8_e4m3", "a rule refuses it; its layers are ordinary ones"
-    assert made.shape.layers is not None
-    assert made.shape.layers[0].kind is LayerKind.FULL_ATTENTION
-
-
 def test_kernel_blocks_are_counted() -> None:
     views, config = caches(KVCacheLayout.LBHNC, kernel_block=16)
     made = register(views, config, vllm_config(), (0, 0), "digest")

@@ -94,12 +94,22 @@ READS = {
     ("vllm.config.cache", "CacheConfig"): ("block_size", "cache_dtype", "enable_prefix_caching"),
     ("vllm.config.model", "ModelConfig"): (
         "model", "revision", "quantization", "hf_config", "hf_overrides", "enable_sleep_mode",
-        "get_total_num_kv_heads",
+        "get_total_num_kv_heads", "dtype",
     ),
+    ("vllm.model_executor.layers.attention.attention", "Attention"): ("kv_cache_dtype", "dtype"),
+    ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention"): ("kv_cache_dtype",),
     ("vllm.model_executor.layers.mamba.mamba_mixer2", "MambaMixer2"): ("norm",),
     ("vllm.model_executor.layers.mamba.mamba_mixer2", "Mixer2RMSNormGated"): ("n_groups",),
+    ("vllm.platforms.interface", "Platform"): ("is_fp8_fnuz",),
     ("vllm.config.compilation", "CompilationConfig"): ("static_forward_context",),
 }  # fmt: skip
+
+# What must not be there, and what it would break.
+ABSENT = {
+    ("vllm.config.cache", "CacheConfig"): {
+        "calculate_kv_scales": "each engine would find KV scales of its own while it runs",
+    },
+}
 
 
 def findings(sources: Sources) -> list[str]:
@@ -239,6 +249,9 @@ def _reads(sources: Sources) -> Iterator[str]:
         for attribute in attributes:
             if attribute not in has:
                 yield f"{module}.{name} has no {attribute}"
+    for (module, name), unwanted in ABSENT.items():
+        for attribute in unwanted.keys() & _attributes(sources, module, name):
+            yield f"{module}.{name} has {attribute}: {unwanted[attribute]}"
 
 
 def _attributes(sources: Sources, module: str, name: str) -> set[str]:

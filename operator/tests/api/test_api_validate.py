@@ -127,13 +127,27 @@ def test_equal_model_flags_on_both_roles_are_fine():
     [
         ({"decode": {"parallelism": {"data": 2, "tensor": 2, "nodes": 4}}}, "LayoutUnsupported"),
         ({"prefill": args("-dcp", "2")}, "ContextParallelUnsupported"),
-        ({"engine": {"kvCacheDtype": "fp8"}}, "LayoutUnsupported"),
+        ({"engine": {"kvCacheDtype": "fp8_per_token_head"}}, "LayoutUnsupported"),
+        ({"decode": args("--kv-cache-dtype", "nvfp4")}, "LayoutUnsupported"),
+        ({"engine": {"kvCacheDtype": "fp8"}, "decode": {"engine": {"kvCacheDtype": "fp8_e5m2"}}},
+         "KVDtypeMismatch"),
         ({"decode": args("--kv-cache-dtype", "float16"), "prefill": args("--dtype", "float32")},
          "KVDtypeMismatch"),
     ],
 )  # fmt: skip
 def test_what_the_connector_does_not_carry_is_refused_by_name(spec, rule):
     assert rule in {e.rule for e in findings(**spec).errors}
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16"])
+def test_a_kv_cache_type_that_is_carried_waits_for_the_handshake(dtype):
+    """Its scales are in the checkpoint, of which a spec says nothing."""
+    assert findings(engine={"kvCacheDtype": dtype}).ok
+
+
+def test_two_names_of_one_kv_cache_type_are_one():
+    roles = {"prefill": "fp8", "decode": "fp8_e4m3"}
+    assert findings(**{role: {"engine": {"kvCacheDtype": name}} for role, name in roles.items()}).ok
 
 
 @pytest.mark.parametrize(

@@ -171,14 +171,26 @@ ROWS = (
         (),
         ATTENTION,
         processes=("sizes", "quantized"),
-        note="one descriptor a token and head where the order inside of a block differs",
+        note="one descriptor a token and head where the order inside of a block differs; vLLM's "
+        "own tensors in each order to each other: `test_registered_pairs`",
     ),
     Row(
-        "quantized KV, scales equal and constant or inside of each token's bytes",
-        (Layout.QUANTIZED,),
+        "fp8 KV (e4m3, e5m2) with one constant scale a layer, the checkpoint's or 1.0",
+        (),
         ATTENTION,
-        processes=("quantized",),
-        note="by `KVScalesMismatch` where scales differ",
+        (LAYOUTS, "llama", "llama-fp8-kv"),
+        ("quantized",),
+        note="other scales on the other side: `KVScalesMismatch`; layers that are left out of it "
+        "(`--kv-cache-dtype-skip-layers`) have the model's dtype",
+    ),
+    Row(
+        "fp8 KV with a scale for each head",
+        rule="LayoutUnsupported/scales",
+    ),
+    Row(
+        "other quantized KV: int8, int4 and fp8 with a scale for each token and head, nvfp4, "
+        "fp8_ds_mla, turboquant",
+        rule="LayoutUnsupported/quantized",
     ),
     Row("different dtypes", rule="KVDtypeMismatch"),
     Row("prefill in VRAM, decode in DRAM, or the other way round", rule="MemoryTypeUnsupported"),

@@ -139,8 +139,8 @@ IDENTITY_RULES: tuple[Rule, ...] = (
             "Both engines must read quantized KV with the same scales: the bytes are moved as "
             "they are, and other scales make other numbers of them."
         ),
-        remedy="Serve the same checkpoint, with the same way to find KV scales, on both engines.",
-        source="vLLM 0.32 model_executor/layers/attention (k_scale, v_scale beside the cache)",
+        remedy="Serve the same checkpoint, with the same --quantization, on both engines.",
+        source="vLLM 0.32 model_executor/layers/quantization/kv_cache.py (_k_scale, _v_scale)",
         test=_layer_scales,
     ),
 )

@@ -68,9 +68,9 @@ class LayerShape:
             one state over all parts.
         window: sliding window in tokens; None for full attention.
         dtype: element type of this layer's cache; empty: the engine's ``kv_dtype``.
-        scales: where a quantised layer's scales are: empty for a layer that has none,
-            ``inline`` when they lie inside of each token's bytes, otherwise a text that is
-            equal exactly if the constant scales are (e.g. ``k=0.25,v=0.5``); None: unknown.
+        scales: of a quantised layer, a text that is equal exactly if its constant scales are
+            (e.g. ``k=0.25,v=0.5``); empty for a layer that has none; None: there is no one
+            scale, or it is not known.
         parts: a Mamba layer's states, in a fixed order; empty for one array.
     """
 

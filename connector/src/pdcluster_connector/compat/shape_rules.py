@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdcluster_connector.compat.carried import Layout
+from pdcluster_connector.compat.dtypes import CARRIED_DTYPES, PLAIN
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, LayerKind
-
-UNQUANTIZED = frozenset({"float32", "float16", "bfloat16"})
 
 # Looks at one shape: what is wrong with it, as a noun phrase, or None.
 Look = Callable[[EngineShape], str | None]
@@ -71,15 +70,20 @@ def _data_nodes(shape: EngineShape) -> str | None:
 
 
 def _quantized(shape: EngineShape) -> str | None:
-    return None if shape.kv_dtype in UNQUANTIZED else f"KV dtype {shape.kv_dtype}"
+    if shape.kv_dtype is not None and shape.kv_dtype not in CARRIED_DTYPES:
+        return f"KV dtype {shape.kv_dtype}"
+    for layer in shape.layers or ():
+        if layer.dtype and layer.kind is not LayerKind.MAMBA and layer.dtype not in CARRIED_DTYPES:
+            return f"KV dtype {layer.dtype} ({layer.name})"
+    return None
 
 
 def _scales(shape: EngineShape) -> str | None:
     for layer in shape.layers or ():
         dtype = layer.dtype or shape.kv_dtype
-        plain = layer.kind is LayerKind.MAMBA or dtype in UNQUANTIZED
+        plain = layer.kind is LayerKind.MAMBA or dtype in PLAIN
         if dtype is not None and not plain and not layer.scales:
-            return f"{dtype} KV without known scales ({layer.name})"
+            return f"{dtype} KV without one known scale for a layer ({layer.name})"
     return None
 
 
@@ -145,30 +149,36 @@ SHAPE_RULES: tuple[Rule, ...] = (
         id="LayoutUnsupported/quantized",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "A quantized KV cache has scales beside it; this version carries float32, float16 "
-            "and bfloat16 only."
+            "KV is carried in float32, float16, bfloat16 and in fp8 (e4m3, e5m2) with constant "
+            "scales. Other quantized caches (scales for each token and head, packed 4-bit "
+            "elements, DeepSeek's and NVIDIA's own mixtures) have pages of their own, which this "
+            "connector does not know."
         ),
-        remedy="Set engine.kvCacheDtype to the model's own dtype.",
-        source="scope of this version",
+        remedy=(
+            "Set engine.kvCacheDtype to auto, fp8_e4m3 or fp8_e5m2 on both roles, or to bfloat16 "
+            "where auto chooses what is refused."
+        ),
+        source="vLLM 0.32 v1/kv_cache_interface.py (KVQuantMode), config/cache.py (CacheDType)",
         test=alone(
             "kv_dtype",
             _quantized,
-            "this version carries KV in float32, float16 and bfloat16 only",
-            "kv_dtype",
+            f"only {', '.join(sorted(CARRIED_DTYPES))} are carried",
         ),
         alone=True,
-        until=Layout.QUANTIZED,
     ),
     Rule(
         id="LayoutUnsupported/scales",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "A quantized KV cache means something only together with its scales. They must lie "
-            "in each token's bytes, or be constants that the engine states; scales that change "
-            "while the engine runs, or that are not known, are refused."
+            "A quantized KV cache means something only together with its scales: one constant "
+            "for K and one for V in each layer, the checkpoint's or 1.0. A scale for each head, "
+            "of which each tensor rank has others, is refused."
         ),
-        remedy="Use a checkpoint with KV scales, or set engine.kvCacheDtype to the model's dtype.",
-        source="vLLM 0.32 model_executor/layers/attention (k_scale, v_scale beside the cache)",
+        remedy=(
+            "Use a checkpoint with one KV scale a layer, or set engine.kvCacheDtype to the model's "
+            "own dtype, e.g. bfloat16."
+        ),
+        source="vLLM 0.32 model_executor/layers/quantization/kv_cache.py, compressed_tensors",
         test=alone("layers", _scales, "their KV cannot be compared", "layers"),
         alone=True,
     ),

@@ -21,20 +21,6 @@ from pdcluster_connector.protocol.messages import (
 )
 
 MOST_FINDINGS = 8
-ITEM_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-    "fp8_inc": 1,
-    "fp8_ds_mla": 1,
-    "int8": 1,
-    "uint8": 1,
-    "int8_per_token_head": 1,
-    "fp8_per_token_head": 1,
-    "nvfp4": 1,
-}
 REPORT = "Report it: the engine's ranks describe its KV cache in contradicting ways."
 
 
@@ -47,13 +33,6 @@ def claims(metadata: EngineMetadata) -> Iterator[Finding]:
 
 def _stated(shape: EngineShape) -> Iterator[Finding]:
     """Yield what contradicts itself in the shape alone."""
-    dtypes = {layer.dtype: layer.name for layer in shape.layers or () if layer.dtype}
-    dtypes |= {p.dtype: layer.name for layer in shape.layers or () for p in layer.parts}
-    if shape.kv_dtype is not None:
-        dtypes[shape.kv_dtype] = "kv_dtype"
-    for dtype, where in dtypes.items():
-        if dtype not in ITEM_BYTES:
-            yield _differs("dtype", where, dtype, f"one of {', '.join(ITEM_BYTES)}")
     for number, group in enumerate(shape.groups or ()):
         if group.block_size % group.kernel_blocks_per_block:
             ratio = f"{group.kernel_blocks_per_block} kernel blocks in a block"
@@ -133,8 +112,7 @@ def _group(shape: EngineShape, layer: LayerShape) -> GroupShape | None:
 
 def _differs(field: str, where: str, stated: str, found: str) -> Finding:
     message = f"{field} of {where}: {stated} is stated, and {found}"
-    reason = Reason.KV_DTYPE_MISMATCH if field == "dtype" else Reason.LAYOUT_UNSUPPORTED
-    return contradiction(reason, field, stated, message, REPORT)
+    return contradiction(Reason.LAYOUT_UNSUPPORTED, field, stated, message, REPORT)
 
 
 def contradiction(reason: Reason, field: str, value: str, message: str, remedy: str) -> Finding:

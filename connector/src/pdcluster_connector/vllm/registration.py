@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pdcluster_connector.compat.backends import token_sliceable
+from pdcluster_connector.compat.dtypes import SCALED
 from pdcluster_connector.compat.shape import (
     EngineShape,
     GroupShape,
@@ -39,10 +40,9 @@ from pdcluster_connector.compat.shape import (
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.topology import head_interval
 from pdcluster_connector.runtime.nixl_port import MemoryRange
+from pdcluster_connector.vllm.elements import engine_dtype, layer_dtype, layer_scales
 from pdcluster_connector.vllm.groups import cache_groups
 from pdcluster_connector.vllm.states import describe_states
-
-_PLAIN: Final = frozenset({"auto", "", None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ def register(
     storages: dict[tuple[int, int], MemoryRange] = {}
     packings: set[str | None] = set()
     ratios: dict[int, set[int]] = {}
-    dtypes: set[str] = set()
+    dtype: str | None = None
+    modules = vllm_config.compilation_config.static_forward_context
 
     for name, (group, spec) in _specs(kv_cache_config).items():
         cache = kv_caches.get(name)
@@ -83,18 +84,22 @@ def register(
         heads = _heads(spec, kind, vllm_config, rank[1])
         parts: tuple[PartShape, ...] = ()
         held: list[Region] = []
+        own_dtype, scales = "", ""
+        module = modules.get(name)
+        if kind is not LayerKind.MAMBA and hasattr(spec, "dtype"):
+            dtype = engine_dtype(vllm_config)
+            own_dtype = layer_dtype(module, spec)
+            scales = layer_scales(module, own_dtype)
         if kind is LayerKind.MAMBA:
-            mixer = vllm_config.compilation_config.static_forward_context.get(name)
             ranks = rank[1], parallel.tensor_parallel_size
-            parts, held = describe_states(name, cache, spec, group, mixer, ranks)
+            parts, held = describe_states(name, cache, spec, group, module, ranks)
         elif cache.dim() != 4 or heads is None:
             kind = LayerKind.OTHER
         elif kind is not LayerKind.OTHER:
-            packing = _packing(name, vllm_config)
+            packing = _packing(module, own_dtype)
             packings.add(packing)
             ratio = max(1, cache.shape[0] // max(1, kv_cache_config.num_blocks))
             ratios.setdefault(group, set()).add(ratio)
-            dtypes.add(_dtype(cache_config.cache_dtype, spec.dtype))
             held = [_region(name, cache, (heads[1], heads[2]), packing is None, group)]
         layers.append(
             LayerShape(
@@ -104,7 +109,8 @@ def register(
                 kv_heads=1 if kind is LayerKind.MAMBA or heads is None else heads[0],
                 token_bytes=_token_bytes(spec, parts),
                 window=getattr(spec, "sliding_window", None) or None,
-                scales="" if cache_config.cache_dtype in _PLAIN or parts else None,
+                dtype="" if own_dtype == dtype else own_dtype,
+                scales=scales,
                 parts=parts,
             )
         )
@@ -118,7 +124,7 @@ def register(
 
     shape = EngineShape(
         model=model,
-        kv_dtype=_only(dtypes),
+        kv_dtype=dtype,
         block_size=cache_config.block_size,
         kernel_blocks_per_block=_only(set().union(*ratios.values())),
         prefix_caching=bool(cache_config.enable_prefix_caching),
@@ -144,12 +150,7 @@ def register(
 def _groups(config: KVCacheConfig, ratios: Mapping[int, set[int]]) -> tuple[GroupShape, ...]:
     """Every group of the engine; its ratio is 1 where this rank has none of its layers."""
     return tuple(
-        GroupShape(
-            _kind(group.spec),
-            group.block_size,
-            max(ratios.get(number, {1})),
-            group.window,
-        )
+        GroupShape(_kind(group.spec), group.block_size, max(ratios.get(number, {1})), group.window)
         for number, group in enumerate(cache_groups(config))
     )
 
@@ -209,16 +210,17 @@ def _token_bytes(spec: Any, parts: tuple[PartShape, ...]) -> int:
     return int(getattr(spec, "state_content_size_bytes", 0))
 
 
-def _packing(layer: str, vllm_config: Any) -> str | None:
+def _packing(attention: Any, dtype: str) -> str | None:
     """Id of an opaque block interior; None if the interior is sliceable by token."""
-    attention = vllm_config.compilation_config.static_forward_context.get(layer)
     if attention is None:
         return "unknown"
     backend = attention.get_attn_backend().get_name()
     if token_sliceable(backend):
         return None
-    isa = getattr(attention, "isa", None)
-    return f"{backend}/{isa}" if isa else backend
+    words = [backend, getattr(attention, "isa", None)]
+    if dtype in SCALED:  # the kernels are made for the type that they compute with
+        words.append(str(getattr(attention, "dtype", "")).removeprefix("torch."))
+    return "/".join(filter(None, words))
 
 
 def _region(
@@ -241,12 +243,6 @@ def _region(
         memory=Memory.DRAM if cache.device.type == "cpu" else Memory.VRAM,
         group=group,
     )
-
-
-def _dtype(cache_dtype: str, spec_dtype: torch.dtype) -> str:
-    if cache_dtype in _PLAIN:
-        return str(spec_dtype).removeprefix("torch.")
-    return {"fp8": "fp8_e4m3"}.get(cache_dtype, cache_dtype)
 
 
 def _only(values: set[Any]) -> Any:

@@ -29,7 +29,7 @@ from pdcluster_connector.vllm.decode import DecodeRole
 from pdcluster_connector.vllm.groups import cache_groups
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.prefill import PrefillRole
-from pdcluster_connector.vllm.shape import decode_shape
+from pdcluster_connector.vllm.shape import decode_shape, join_layers
 from pdcluster_connector.vllm.step import StepOrders, StepReport, WorkerHandshake
 
 logger = logging.getLogger(__name__)
@@ -247,8 +247,8 @@ def _merge(shapes: Mapping[tuple[int, int], EngineShape]) -> EngineShape:
                     f"rank {rank} has {field.name} {theirs}, rank {other} has {ours}; give every "
                     "rank of an engine the same model files, settings and kind of machine"
                 )
-    layers = {layer.name: layer for shape in shapes.values() for layer in shape.layers or ()}
-    return dataclasses.replace(next(iter(shapes.values())), layers=tuple(layers.values()))
+    layers = join_layers(shapes.values())
+    return dataclasses.replace(next(iter(shapes.values())), layers=layers)
 
 
 def _versions() -> dict[str, str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from pdcluster_connector.compat.shape import EngineShape, GroupShape
+from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerShape
 from pdcluster_connector.protocol.messages import ShapeMessage, encode, from_shape, to_shape
 
 _ALIKE = ("model", "kv_dtype", "block_size", "prefix_caching", "memory", "layout")
@@ -30,7 +30,6 @@ def join_shapes(shapes: Sequence[EngineShape]) -> EngineShape:
     Raises:
         ValueError: two ranks contradict each other; names the field and both values.
     """
-    layers = {layer.name: layer for shape in shapes for layer in shape.layers or ()}
     packings = {name for shape in shapes for name in (shape.packing or "").split("+") if name}
     sliceable = {shape.token_sliceable for shape in shapes} - {None}
     groups = _groups(shapes)
@@ -47,9 +46,22 @@ def join_shapes(shapes: Sequence[EngineShape]) -> EngineShape:
         ),
         token_sliceable=all(sliceable) if sliceable else None,
         packing="+".join(sorted(packings)) or None,
-        layers=tuple(layers.values()),
+        layers=join_layers(shapes),
         groups=groups,
     )
+
+
+def join_layers(shapes: Iterable[EngineShape]) -> tuple[LayerShape, ...]:
+    """All layers of an engine's ranks. Where tensor ranks read a layer with different scales
+    (one for each head), there is no one scale of the layer: None.
+    """
+    layers: dict[str, LayerShape] = {}
+    for shape in shapes:
+        for layer in shape.layers or ():
+            known = layers.setdefault(layer.name, layer)
+            if known.scales != layer.scales:
+                layers[layer.name] = replace(known, scales=None)
+    return tuple(layers.values())
 
 
 def _groups(shapes: Sequence[EngineShape]) -> tuple[GroupShape, ...] | None:

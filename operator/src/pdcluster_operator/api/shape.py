@@ -7,6 +7,7 @@ ones; what the spec leaves open stays None there.
 from __future__ import annotations
 
 from pdcluster_connector.compat.backends import token_sliceable
+from pdcluster_connector.compat.dtypes import PLAIN, dtype_name
 from pdcluster_connector.compat.shape import EngineShape, Memory
 
 from .enums import Device, Switch
@@ -20,13 +21,6 @@ MODEL_FLAGS = (
 )  # fmt: skip
 # Flags that only a model with Mamba layers has a use for.
 HYBRID_FLAGS = ("--mamba-", "--enable-mamba-")
-_DTYPES = {
-    "float": "float32",
-    "float32": "float32",
-    "half": "float16",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-}
 
 
 def engine_shape(cluster: Cluster, engine: Engine) -> EngineShape:
@@ -72,9 +66,10 @@ def _kv_dtype(engine: Engine) -> str | None:
     flag = engine.last("--kv-cache-dtype")
     named = flag.value if flag else engine.kv_cache_dtype
     if named and named != "auto":
-        return named
-    dtype = engine.last("--dtype")
-    return _DTYPES.get(dtype.value) if dtype else None
+        return dtype_name(named)
+    flag = engine.last("--dtype")
+    dtype = dtype_name(flag.value) if flag else None
+    return dtype if dtype in PLAIN else None
 
 
 def _block_size(engine: Engine) -> int | None:
