@@ -42,7 +42,7 @@ local-e2e: ## local mode with real engines: tokens, kills, restarts
 	$(PY) -m pytest -m local
 
 cluster-e2e: cluster-programs ## a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
-	$(PY) -m pytest e2e/cluster e2e/tests operator charts e2e/chart -m "cluster or helm"
+	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "cluster or helm"
 
 fast: ## the tests that take seconds
 	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)" -q
