@@ -47,6 +47,9 @@ RECIPES = {
     "llama": Recipe("LlamaConfig"),
     # The same architecture with other weights: a fine-tune, as far as a connector can tell.
     "llama-finetuned": Recipe("LlamaConfig", seed=1),
+    # Dense layers, and a config that speaks of experts: vLLM then runs data-parallel ranks in
+    # lockstep, as for every mixture of experts, whose layers its CPU backend cannot spread.
+    "llama-lockstep": Recipe("LlamaConfig", overrides={"num_experts": 4}),
     # Fewer KV heads than tensor ranks: heads are replicated.
     "llama-mqa": Recipe("LlamaConfig", overrides={"num_key_value_heads": 1}),
     # One KV cache group whose early blocks are given back.
