@@ -80,6 +80,9 @@ RECIPES = {
     # The same weights with KV scales of their own, and with others.
     "llama-fp8-kv": Recipe("LlamaConfig", kv_scale=0.3),
     "llama-fp8-kv-rescaled": Recipe("LlamaConfig", kv_scale=0.7),
+    # Dense layers, and a config that speaks of experts: vLLM then runs data-parallel ranks in
+    # lockstep, as for every mixture of experts, whose layers its CPU backend cannot spread.
+    "llama-lockstep": Recipe("LlamaConfig", overrides={"num_experts": 4}),
     # Fewer KV heads than tensor ranks: heads are replicated.
     "llama-mqa": Recipe("LlamaConfig", overrides={"num_key_value_heads": 1}),
     # One KV cache group whose early blocks are given back.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, Reply, manifest
 
+from models.tiny import model_path
 from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
@@ -37,10 +38,14 @@ class Case:
         return [every[n % len(every)] for n in range(PROMPTS)]
 
 
-CASES = (Case("llama", prefill=2, decode=1), Case("llama", prefill=2, decode=2, pods=2))
+# Ranks that are independent of each other, and ranks that step together (see the recipe).
+CASES = (
+    Case("llama", prefill=2, decode=1, pods=2),
+    Case("llama-lockstep", prefill=2, decode=2),
+)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.prefill}-to-{case.decode}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.model)
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
@@ -48,6 +53,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def run(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
     document = manifest(
+        model={"source": {"hostPath": {"path": str(model_path(case.model))}}},
         prefill={"parallelism": {"data": case.prefill, "nodes": case.pods}},
         decode={"parallelism": {"data": case.decode}},
     )

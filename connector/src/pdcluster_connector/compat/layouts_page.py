@@ -87,8 +87,15 @@ ROWS = (
         (),
         ATTENTION,
         (DATA_PARALLEL, "llama"),
-        note="each rank is a peer of its own (`_dpN` in its engine id); unproven for "
-        "mixture-of-experts models, whose ranks step together",
+        note="each rank is a peer of its own (`_dpN` in its engine id)",
+    ),
+    Row(
+        "data-parallel ranks that step together, as those of a mixture of experts do",
+        (),
+        ATTENTION,
+        (DATA_PARALLEL, "llama-lockstep"),
+        note="shown with dense layers under vLLM's lockstep; layers of experts are unproven: "
+        "vLLM's CPU backend cannot spread them over data-parallel ranks",
     ),
     Row(
         "data-parallel engines over several nodes, whole ranks on each",
