@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import ssl
 import time
 
 import pytest
@@ -197,15 +199,33 @@ async def test_the_certificate_is_renewed_while_reviews_go_on(real, namespace, k
     assert len(authorities) == 2
     # The webhook still shows the first certificate, and takes up the second within 10 s.
     serial = read_certificates(second["tls.crt"])[0].serial_number
+    open_one = _connection(webhook_port(real, namespace))
+    assert _asked(open_one) == 400
     deadline = time.monotonic() + 40
     asked = 0
     while _served(webhook_port(real, namespace)) != serial:
         status, answer = tried(real, namespace, cluster(**BAD))
-        assert (status, RULE in answer["message"]) == (422, True), answer
+        assert (status, RULE in answer["message"]) == (422, True), answer["message"]
         asked += 1
         assert time.monotonic() < deadline, webhook.said()
         await asyncio.sleep(0.2)
     assert asked > 3
+    assert _asked(open_one) == 400, "a connection that is open is not cut"
+    open_one.close()
+
+
+def _connection(port: int) -> http.client.HTTPSConnection:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+
+
+def _asked(connection: http.client.HTTPSConnection) -> int:
+    """The answer to what is no review."""
+    connection.request("POST", "/validate", body=b"no review")
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status
 
 
 def webhook_port(real, namespace) -> int:
@@ -214,8 +234,6 @@ def webhook_port(real, namespace) -> int:
 
 
 def _served(port: int) -> int:
-    import ssl
-
     try:
         pem = ssl.get_server_certificate(("127.0.0.1", port), timeout=5)
     except OSError:

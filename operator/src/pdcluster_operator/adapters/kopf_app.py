@@ -18,6 +18,7 @@ from typing import Any
 import kopf
 
 from pdcluster_operator.adapters.kinds import PDCLUSTER, WATCHED, Kind, slim
+from pdcluster_operator.adapters.live_certificate import keep_loaded
 from pdcluster_operator.adapters.webhook import Review
 from pdcluster_operator.api.labels import GROUP
 
@@ -30,6 +31,7 @@ Judge = Callable[[Mapping[str, Any] | None, Mapping[str, Any] | None, str], Revi
 IDENTITY: Any = "pdcluster-operator"
 REFUSED = 422
 LEAVE_SECONDS = 0.5
+NEVER = 10 * 365 * 86_400.0  # seconds; an event loop sleeps no infinity
 WEBHOOK_ID = "validate"
 """The last part of the URL that the API server calls."""
 
@@ -66,15 +68,17 @@ async def serve_webhook(
     Args:
         folder: holds ``tls.crt`` and ``tls.key``, read again every ``check_seconds``.
     """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     registry = kopf.OperatorRegistry()
     _login(registry)
     settings = _settings()
     settings.admission.server = kopf.WebhookServer(
         addr=host,
         port=port,
+        context=context,
         certfile=folder / "tls.crt",
         pkeyfile=folder / "tls.key",
-        file_check_interval=check_seconds,
+        file_check_interval=NEVER,
     )
 
     @kopf.on.validate(GROUP, PDCLUSTER.version, PDCLUSTER.plural, id=WEBHOOK_ID, registry=registry)
@@ -90,18 +94,11 @@ async def serve_webhook(
         if answer.errors:
             raise kopf.AdmissionError(answer.message, code=REFUSED)
 
-    await _run(registry, settings, (), stop)
-
-
-def tls_problem(folder: Path) -> str | None:
-    """Return why the folder's certificate cannot serve; None if it can."""
+    following = asyncio.create_task(keep_loaded(context, folder, check_seconds))
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-            folder / "tls.crt", folder / "tls.key"
-        )
-    except (OSError, ssl.SSLError) as error:
-        return f"{folder} holds no usable tls.crt and tls.key: {error}"
-    return None
+        await _run(registry, settings, (), stop)
+    finally:
+        following.cancel()
 
 
 def _watch_kind(

@@ -14,6 +14,7 @@ import aiohttp
 
 from pdcluster_operator.adapters import kopf_app
 from pdcluster_operator.adapters.kinds import PDCLUSTER
+from pdcluster_operator.adapters.live_certificate import tls_problem
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
 from pdcluster_operator.adapters.webhook import Review, review
@@ -142,7 +143,7 @@ async def ask_review(port: int) -> str | None:
 async def _certificate(folder: Path, stop: asyncio.Event) -> bool:
     """Wait for a certificate that can serve; False when ``stop`` came first."""
     said = ""
-    while (problem := kopf_app.tls_problem(folder)) is not None:
+    while (problem := tls_problem(folder)) is not None:
         if problem != said:
             log.warning("%s; waiting", problem)
             said = problem
