@@ -14,7 +14,8 @@ from fork_host import Engine
 
 pytest.importorskip("vllm")
 
-from conftest import Pair, connector_config
+from engine_pair import Pair, connector_config
+
 from models.tiny import model_path
 
 pytestmark = pytest.mark.engine

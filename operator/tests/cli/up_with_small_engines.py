@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -16,8 +17,8 @@ def run() -> int:
     return main(["up", *sys.argv[1:]])
 
 
+# As the command does before its own imports.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+print("begins", flush=True)
 sys.path.insert(0, str(Path(__file__).parents[1] / "local"))
-try:
-    sys.exit(run())
-except KeyboardInterrupt:  # while Python still imports, before the command runs
-    sys.exit(130)
+sys.exit(run())

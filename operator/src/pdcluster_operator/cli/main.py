@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -98,9 +100,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    # Until a command runs nothing needs an orderly end, and an import can swallow the exception
+    # that Python makes of a Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     options = parser().parse_args(arguments)
     try:
-        return int(_run(options))
+        command = _command(options)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return int(command())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit)
@@ -111,19 +118,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(Exit.DONE)
 
 
-def _run(options: argparse.Namespace) -> Exit:
+def _command(options: argparse.Namespace) -> Callable[[], Exit]:
     # Each command imports only what it needs: lint starts in a tenth of a second.
     if options.command == "lint":
         from pdcluster_operator.cli.lint import lint
 
-        return lint(options.files)
+        return partial(lint, options.files)
     if options.command == "plan":
         from pdcluster_operator.cli.plan import show_plan
 
-        return show_plan(options.file, options.output)
+        return partial(show_plan, options.file, options.output)
     from pdcluster_operator.cli.up import UpOptions, up
 
-    return up(
+    return partial(
+        up,
         UpOptions(
             file=options.file,
             once=options.once,
@@ -131,7 +139,7 @@ def _run(options: argparse.Namespace) -> Exit:
             timeout=options.timeout,
             model_dir=options.model_dir,
             plain=options.plain,
-        )
+        ),
     )
 
 
