@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launched import CONFIG, HERE, Launched, free_port
+from launched import CONFIG, HERE, Launched
 
+from loopback import free_port
 from pdcluster_connector.launcher import bundle
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,12 +17,6 @@ CONFIG = {
     "kv_connector_module_path": "pdcluster_connector.vllm.connector",
     "kv_buffer_device": "cpu",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def http(url: str, body: Any = None, method: str = "GET") -> tuple[int, Any]:

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import Launched, free_port, http, wait_for
+from launched import Launched, http, wait_for
 
+from loopback import free_port
 from models.tiny import model_path
 
 pytestmark = pytest.mark.engine

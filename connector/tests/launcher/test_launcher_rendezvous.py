@@ -8,8 +8,9 @@ import signal
 import time
 
 import pytest
-from launched import Launched, free_port, http, wait_for
+from launched import Launched, http, wait_for
 
+from loopback import free_port
 from pdcluster_connector.launcher.rendezvous import SILENCE, Followers
 
 LEADER, FOLLOWER = "127.0.0.1", "127.0.0.2"

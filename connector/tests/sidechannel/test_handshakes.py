@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from loopback_engines import PREFILL, SHAPE, Answer, connect, shards_of, until
 
+from loopback import free_port
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
@@ -18,11 +19,6 @@ from pdcluster_connector.runtime.side_channel import SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
 Books = Callable[..., PeerBook]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def test_a_handshake_brings_shape_and_shards(serve: Serve, books: Books) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import itertools
 import pickle
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -43,6 +42,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from loopback import free_port
 from models.tiny import model_path
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata, encode
@@ -52,12 +52,6 @@ from pdcluster_connector.vllm.step import Receipt, WorkerHandshake
 BLOCK = 16
 LAYER = "model.layers.0.self_attn.attn"
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class ContractEngine:

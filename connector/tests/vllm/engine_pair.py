@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import socket
 from typing import Any
 
 from fork_host import Answer, Engine
 
+from loopback import free_port
+
 _incarnations = itertools.count(1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def connector_config(role: str, policy: str = "fail", **extra: Any) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from fork_host import Engine
 
 pytest.importorskip("vllm")
 
-from engine_pair import Pair, connector_config, free_port
+from engine_pair import Pair, connector_config
 from test_engine_layouts import FULL, HIT, WARM, Case, check_kv, prompt
+
+from loopback import free_port
 
 pytestmark = pytest.mark.engine
 

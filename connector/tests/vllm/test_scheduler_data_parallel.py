@@ -12,7 +12,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from contract import ContractEngine, closing_engines, free_port, prompt
+from contract import ContractEngine, closing_engines, prompt
+
+from loopback import free_port
 
 pytestmark = pytest.mark.vllm
 

@@ -12,7 +12,9 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from real_api import RealApi, die_with_us, free_ports
+from real_api import RealApi, die_with_us
+
+from loopback import free_ports
 
 GROUP = "/apis/pdcluster.dev/v1alpha1"
 CHILDREN = {

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 from cluster import binaries
 from cluster.certificates import make_certificates
 from cluster.places import Places
+from loopback import free_ports
 
 TOKEN = "the-token-of-the-tests"
 CONTROLLERS = "garbagecollector,statefulset,deployment,replicaset,disruption,namespace"
@@ -199,14 +199,6 @@ class RealApi:
 def die_with_us() -> None:
     """In a child before it starts: killed tests leave no process behind."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _programs() -> dict[str, Path]:

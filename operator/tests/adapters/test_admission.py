@@ -21,9 +21,9 @@ from operator_runs import (
     owned,
     until,
 )
-from real_api import free_ports
 from rights import CERTIFICATE_RULES, RBAC, SUBJECT
 
+from loopback import free_ports
 from pdcluster_operator.adapters.certificate_keeper import CertificateKeeper, WebhookPlace
 from pdcluster_operator.adapters.certificates import LIFETIME, read_certificates
 from pdcluster_operator.adapters.kube_client import KubeClient, find_configuration

@@ -1,0 +1,34 @@
+"""Ports of this machine for tests that name a port before anybody listens on it."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+# Below what the kernel gives to outgoing connections, and away from Kubernetes' own.
+PORTS = range(12_000, 30_000)
+_given: set[int] = set()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free, and that no earlier call has given out.
+
+    Asking the kernel (port 0) is not enough: it may give a port again as long as nobody listens
+    there, to another caller or to an outgoing connection.
+    """
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        if port in _given:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _given.add(port)
+        return port
+
+
+def free_ports(count: int) -> list[int]:
+    """Several such ports."""
+    return [free_port() for _ in range(count)]
