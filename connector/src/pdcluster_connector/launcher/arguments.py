@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdcluster_connector.plan.topology import node_of_data_rank
+from pdcluster_connector.protocol.links import MAX_SIDE_CHANNELS
+
 CONNECTOR_FLAG: Final = "--kv-transfer-config"
 KV_ROLE: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -21,7 +24,6 @@ _SHORT: Final = {
     "-n": "--nnodes",
     "-r": "--node-rank",
 }
-_MOST_DATA_RANKS: Final = 4096  # the most that a peer's table of links takes
 
 
 class ArgumentError(ValueError):
@@ -70,9 +72,12 @@ class EngineCommand:
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """The data-parallel ranks whose schedulers run in this pod: vLLM spreads them evenly."""
-        nodes = ((rank, rank * self.nodes // self.data) for rank in range(self.data))
-        return tuple(rank for rank, node in nodes if node == self.node_rank)
+        """The data-parallel ranks whose schedulers run in this pod."""
+        return tuple(
+            rank
+            for rank in range(self.data)
+            if node_of_data_rank(rank, self.data, self.nodes) == self.node_rank
+        )
 
     @property
     def is_leader(self) -> bool:
@@ -109,7 +114,7 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     if not isinstance(extra, dict):
         raise ArgumentError(f"{CONNECTOR_FLAG}: kv_connector_extra_config must be a JSON object")
     length = flags.get("--max-model-len", "")
-    data = _number(flags, "--data-parallel-size", 1, high=_MOST_DATA_RANKS)
+    data = _number(flags, "--data-parallel-size", 1, high=MAX_SIDE_CHANNELS)
     return EngineCommand(
         arguments=tuple(words),
         model=model,

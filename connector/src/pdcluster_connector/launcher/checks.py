@@ -19,12 +19,12 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.launcher import versions
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.memory import GIB, MIB, available_bytes
+from pdcluster_connector.launcher.readiness import WILDCARDS
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CONFIGS: Final = ("config.json", "params.json")
 # vLLM's message rings between its processes are sparse files of up to 240 MiB; this much of them
 # is in use once an engine serves.
-_WILDCARDS: Final = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound to
 _SHM_PER_PROCESS: Final = 24 * MIB
 
 
@@ -88,7 +88,7 @@ def clash_problems(ports: Sequence[Port]) -> Iterator[str]:
     taken: dict[int, Port] = {}
     for port in ports:
         other = taken.setdefault(port.port, port)
-        same = port.host == other.host or not {port.host, other.host}.isdisjoint(_WILDCARDS)
+        same = port.host == other.host or not {port.host, other.host}.isdisjoint(WILDCARDS)
         if other is not port and same:
             yield f"port {port.port} is {other.use}'s and {port.use}'s at once; {port.remedy}"
 

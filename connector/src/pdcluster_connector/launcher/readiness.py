@@ -10,7 +10,7 @@ from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.progress import EngineState, Progress, advance
 
-_WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
+WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
 
 
 def url(host: str, port: int) -> str:
@@ -20,7 +20,7 @@ def url(host: str, port: int) -> str:
 
 def reachable(host: str, otherwise: str) -> str:
     """Choose an address to connect to where ``host`` may be the wildcard."""
-    return otherwise if host in _WILDCARDS else host
+    return otherwise if host in WILDCARDS else host
 
 
 class Readiness:

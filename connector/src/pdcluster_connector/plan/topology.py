@@ -42,6 +42,11 @@ def head_interval(kv_heads: int, tensor: int, rank: int) -> tuple[int, int]:
     return start, start + max(1, kv_heads // tensor)
 
 
+def node_of_data_rank(data_rank: int, data: int, nodes: int) -> int:
+    """Return the node that a data-parallel rank of ``data`` runs on: vLLM spreads them evenly."""
+    return data_rank * nodes // data
+
+
 def assign_sources(decode: Shard, prefill: Sequence[Shard]) -> list[Assignment]:
     """Find one source for every head of every layer of a decode shard.
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.messages import (
     Identifier,
     Malformed,
@@ -65,7 +66,8 @@ class PeerEntry(Struct, frozen=True):
         """Return (host, port) of one rank's side channel, of an entry that was decoded."""
         host, port = split_address(self.side_channel) or ("", 0)
         hosts = (host, *self.follower_hosts)
-        return hosts[data_rank * len(hosts) // self.data_parallel_size], port + data_rank
+        node = node_of_data_rank(data_rank, self.data_parallel_size, len(hosts))
+        return hosts[node], port + data_rank
 
 
 class PeersDocument(Struct, frozen=True):
