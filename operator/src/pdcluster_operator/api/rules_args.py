@@ -28,6 +28,13 @@ def engine_places(cluster: Cluster) -> Iterator[tuple[str, EngineOverride]]:
         yield f"spec.{role}.engine", cluster.spec.role(role).engine
 
 
+def flag_path(cluster: Cluster, role: Role, name: str) -> str:
+    """Return the path of the extraArgs that give a role's engines the flag ``name``."""
+    own = parse_flags(cluster.spec.role(role).engine.extra_args)[0]
+    place = f"spec.{role}.engine" if name in {flag.name for flag in own} else "spec.engine"
+    return f"{place}.extraArgs"
+
+
 def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield flags and variables that cannot stand where they stand."""
     owned = owned_variables(cluster)
@@ -96,11 +103,8 @@ def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:
     for name, (attribute, field) in TYPED_FLAGS.items():
         flag, typed = engine.last(name), getattr(engine, attribute)
         if flag is not None and typed is not None and flag.value != str(typed):
-            own = cluster.spec.role(role).engine
-            own_flags = {own_flag.name for own_flag in parse_flags(own.extra_args)[0]}
-            path = f"spec.{role}.engine" if name in own_flags else "spec.engine"
             yield FieldError(
-                f"{path}.extraArgs",
+                flag_path(cluster, role, name),
                 shown(" ".join(flag.words)),
                 Rule.CONFLICTING_SETTINGS,
                 f"contradicts {field} {typed} of the {role} engines",

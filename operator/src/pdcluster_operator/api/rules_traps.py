@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .arguments import parse_flags
 from .enums import Device, Role
 from .fields import Free
 from .findings import FieldError, Rule, shown
 from .resolve import resolve_engine
-from .rules_args import engine_places
+from .rules_args import engine_places, flag_path
 from .types import Cluster
 
 CUDA_TRANSPORTS = {"cuda", "cuda_copy", "cuda_ipc", "all"}
@@ -40,10 +39,8 @@ def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
         eager = engine.last("--enforce-eager")
         if engine.parallelism.pipeline == 1 or eager is None or eager.negated:
             continue
-        own = parse_flags(cluster.spec.role(role).engine.extra_args)[0]
-        path = f"spec.{role}.engine" if eager.name in {flag.name for flag in own} else "spec.engine"
         yield FieldError(
-            f"{path}.extraArgs",
+            flag_path(cluster, role, eager.name),
             shown(" ".join(eager.words)),
             Rule.EAGER_PIPELINE,
             f"the {role} engines have pipeline stages, and this flag leaves out the profile run "
