@@ -59,6 +59,10 @@ FP8_KV = {
     },
 }  # fmt: skip
 
+EVERY_OTHER_WINDOW: dict[str, Any] = {
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 GRANITE: dict[str, Any] = {
     "layer_types": ["mamba", "mamba", "attention", "mamba"],
     "num_local_experts": 0,
@@ -91,16 +95,14 @@ RECIPES = {
     "gemma3-hybrid": Recipe(
         "Gemma3TextConfig",
         overrides={
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            **EVERY_OTHER_WINDOW,
             "query_pre_attn_scalar": 32,
         },
     ),
     "gpt-oss": Recipe(
         "GptOssConfig",
         overrides={
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            **EVERY_OTHER_WINDOW,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
         },
