@@ -36,10 +36,12 @@ test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's sche
 	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)"
 	$(PY) -m pytest -m "nixl or engine or vllm"
 
-e2e: ## what a user does, end to end, without Kubernetes: tokens, layouts, kills, restarts
+e2e: local-e2e cluster-e2e ## what a user does, end to end: on this machine, then on a real Kubernetes (as root)
+
+local-e2e: ## without Kubernetes: tokens, layouts, kills, restarts
 	$(PY) -m pytest -m local
 
-cluster-e2e: cluster-programs ## the same on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
+cluster-e2e: cluster-programs ## on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
 	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "cluster or helm"
 
 fast: ## the tests that take seconds
@@ -71,5 +73,5 @@ generate: ## write crds/, docs/rules.md and docs/layouts.md again from the code
 lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
-.PHONY: help env model demo check test e2e cluster-e2e fast charts cluster-programs \
+.PHONY: help env model demo check test e2e local-e2e cluster-e2e fast charts cluster-programs \
 	cluster-demo cluster-up cluster-down format generate lock

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import tarfile
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,10 +68,14 @@ def write_archive(
         "history": [{}],
     }
     manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
-    with tarfile.open(archive, "w") as tar:
+    # Another process may read the archive of the same name meanwhile, or write it.
+    with tempfile.NamedTemporaryFile(dir=archive.parent, delete=False) as file:
+        partial = Path(file.name)
+    with tarfile.open(partial, "w") as tar:
         _add(tar, "layer.tar", layer)
         _add(tar, "config.json", json.dumps(configuration).encode())
         _add(tar, "manifest.json", json.dumps(manifest).encode())
+    partial.replace(archive)
 
 
 def _layer(content: Mapping[str, Content]) -> bytes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.commands import output
+from cluster.locks import alone
 from cluster.places import cache_folder
 from images import base
 from images.buildah import Buildah, ensure_packages
@@ -51,14 +52,18 @@ def operator_image(home: Path | None = None) -> Image:
         ClusterError: it could not be built; the text says why.
     """
     home = home or images_folder()
-    home.mkdir(parents=True, exist_ok=True)
     tag = source_digest()
     image = Image("docker.io/local/pdcluster-operator", tag, home / f"operator-{tag}.tar")
-    if image.archive.exists():
-        return image
+    with alone(home / "operator.lock", "builds the operator's image"):
+        if not image.archive.exists():
+            _build(image, home)
+    return image
+
+
+def _build(image: Image, home: Path) -> None:
     ensure_packages()
     buildah = Buildah(home)
-    name = f"operator:{tag}"
+    name = f"operator:{image.tag}"
     options = ["--ignorefile", str(DOCKERFILE.with_name("Dockerfile.dockerignore"))]
     with tempfile.TemporaryDirectory(prefix="pip-", dir=home) as folder:
         settings = pip_settings()
@@ -74,7 +79,6 @@ def operator_image(home: Path | None = None) -> Image:
         old.unlink()
     buildah.export(name, image.name, image.archive)
     buildah.prune()
-    return image
 
 
 def source_digest(root: Path = REPOSITORY) -> str:
