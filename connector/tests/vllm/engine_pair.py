@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 from fork_host import Answer, Engine
@@ -26,6 +27,11 @@ def connector_config(role: str, policy: str = "fail", **extra: Any) -> dict[str,
     }
 
 
+def prompt(length: int, seed: int) -> list[int]:
+    """Token ids that differ from block to block and from seed to seed."""
+    return [3 + (seed * 131 + i * (7 + seed) + i * i // 5) % 250 for i in range(length)]
+
+
 class Pair:
     """A prefill and a decode engine, and what a router does with them."""
 
@@ -42,3 +48,12 @@ class Pair:
     def generate(self, prompt: list[int], max_tokens: int = 16, salt: str | None = None) -> Answer:
         """Prefill on one engine, decode on the other."""
         return self.decode.generate(prompt, max_tokens, self.ticket(prompt, salt), salt)
+
+    def check_nothing_held(self) -> None:
+        """No request and no block is left in either engine; releases travel by themselves."""
+        for engine in (self.prefill, self.decode):
+            deadline = time.monotonic() + 20
+            while engine.held() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert engine.held() == 0
+            assert engine.free_blocks() == 255, "256 less the null block"

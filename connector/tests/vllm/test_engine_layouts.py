@@ -7,7 +7,6 @@ with (``cache_hook``), before decode computes anything on it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from fork_host import Engine
 
 pytest.importorskip("vllm")
 
-from engine_pair import Pair, connector_config
+from engine_pair import Pair, connector_config, prompt
 
 from models.tiny import model_path
 
@@ -135,10 +134,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    return [3 + (seed * 131 + i * (7 + seed) + i * i // 5) % 250 for i in range(length)]
-
-
 WARM = prompt(320, 55)
 
 
@@ -223,6 +218,22 @@ def check_kv(case: Case, held: list[Any], received: list[Any], start: int, stop:
     return compared
 
 
+def handed_over(
+    case: Case, pair: Pair, tokens: list[int], start: int, stop: int, name: str
+) -> tuple[list[int], list[Any]]:
+    """Send one prompt through both; returns decode's tokens, and what prefill's ranks held."""
+    params = pair.ticket(tokens)
+    held = pair.prefill.ask("held_kv", params["remote_block_ids"])
+    request_id = pair.decode.submit(tokens, TOKENS, params)
+    answer = pair.decode.answer(request_id)
+    assert answer.path["outcome"] == "transferred", (name, answer.path)
+    assert answer.path["tokens"] == stop - start, name
+    received = pair.decode.ask("received_kv", request_id)
+    compared = check_kv(case, held, received, start, stop)
+    assert answer.path["bytes"] == case.expected(start, stop) == compared, name
+    return answer.tokens, held
+
+
 def test_tokens_bytes_and_the_kv_itself(
     running: tuple[Case, Pair, Expected],
 ) -> None:
@@ -235,24 +246,12 @@ def test_tokens_bytes_and_the_kv_itself(
             assert pair.decode.generate(tokens, TOKENS).tokens == greedy
             continue
         start = HIT if name == "a prefix hit" else 0
-        params = pair.ticket(tokens)
-        held = pair.prefill.ask("held_kv", params["remote_block_ids"])
-        request_id = pair.decode.submit(tokens, TOKENS, params)
-        answer = pair.decode.answer(request_id)
-        assert answer.path["outcome"] == "transferred", (name, answer.path)
-        assert answer.path["tokens"] == stop - start, name
-        received = pair.decode.ask("received_kv", request_id)
-        compared = check_kv(case, held, received, start, stop)
-        assert answer.path["bytes"] == case.expected(start, stop) == compared, name
-        assert greedy is None or answer.tokens == greedy, name
+        made, _ = handed_over(case, pair, tokens, start, stop, name)
+        assert greedy is None or made == greedy, name
 
 
 def test_afterwards_nothing_is_held(running: tuple[Case, Pair, Expected]) -> None:
     _, pair, _ = running
+    pair.check_nothing_held()
     for engine in (pair.prefill, pair.decode):
-        deadline = time.monotonic() + 20  # releases travel by themselves
-        while engine.held() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert engine.held() == 0
-        assert engine.free_blocks() == 255, "256 less the null block"
         assert not [name for name in engine.metrics() if "failures" in name or "faults" in name]

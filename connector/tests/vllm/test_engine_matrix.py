@@ -7,7 +7,6 @@ its heads, also those that it shares with another rank.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from fork_host import Engine
 
 pytest.importorskip("vllm")
 
-from engine_pair import Pair, connector_config
+from engine_pair import Pair, connector_config, prompt
 
 from models.tiny import model_path
 
@@ -40,10 +39,6 @@ LENGTHS = {
     "10 blocks less one": 10 * BLOCK - 1,
     "40 blocks, prefilled in chunks": 40 * BLOCK,
 }
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return [3 + (seed * 131 + i * (7 + seed) + i * i // 5) % 250 for i in range(length)]
 
 
 PROMPTS = {name: prompt(length, i + 1) for i, (name, length) in enumerate(LENGTHS.items())}
@@ -171,11 +166,6 @@ def test_many_requests_in_flight(
 
 def test_afterwards_nothing_is_held(running: tuple[Case, Pair]) -> None:
     _, pair = running
-    for engine in (pair.prefill, pair.decode):
-        deadline = time.monotonic() + 20  # releases travel by themselves
-        while engine.held() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert engine.held() == 0
-        assert engine.free_blocks() == 255, "256 less the null block"
+    pair.check_nothing_held()
     assert pair.prefill.metrics()["pdcluster_kv_leases_held"] == 0
     assert pair.prefill.metrics()["pdcluster_kv_leases_expired_total"] == 0

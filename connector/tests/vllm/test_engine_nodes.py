@@ -10,8 +10,8 @@ from fork_host import Engine
 
 pytest.importorskip("vllm")
 
-from engine_pair import Pair, connector_config
-from test_engine_layouts import FULL, HIT, WARM, Case, check_kv, prompt
+from engine_pair import Pair, connector_config, prompt
+from test_engine_layouts import FULL, HIT, WARM, Case, handed_over
 
 from loopback import free_port
 
@@ -35,19 +35,12 @@ def test_the_kv_of_a_prefill_engine_on_two_nodes(engines: Callable[..., Engine])
     pair = Pair(leader.wait_ready(), decode.wait_ready())
     assert leader.ask("sessions") == [leader.pid, follower.pid]
     decode.generate(WARM, 1)
-    for tokens, start in (
-        (prompt(33, 1), 0),
-        (prompt(700, 2), 0),
-        (WARM[:HIT] + prompt(97, 3), HIT),
+    for name, tokens, start in (
+        ("a block and one", prompt(33, 1), 0),
+        ("in chunks", prompt(700, 2), 0),
+        ("a prefix hit", WARM[:HIT] + prompt(97, 3), HIT),
     ):
-        params = pair.ticket(tokens)
-        held = leader.ask("held_kv", params["remote_block_ids"])
+        _, held = handed_over(case, pair, tokens, start, len(tokens), name)
         assert [rank for rank, _ in held] == [(0, 0), (0, 1)]
-        request_id = decode.submit(tokens, 8, params)
-        answer = decode.answer(request_id)
-        assert answer.path["outcome"] == "transferred", answer.path
-        assert answer.path["tokens"] == len(tokens) - start
-        compared = check_kv(case, held, decode.ask("received_kv", request_id), start, len(tokens))
-        assert answer.path["bytes"] == case.expected(start, len(tokens)) == compared
     leader.stop()
     follower.kill()
