@@ -355,14 +355,13 @@ def wanted(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return, by byte: whether it is needed, whether it may be written, and a needed one's label.
 
-    The rest of the request's last kernel block (of a hybrid's last block) may hold anything, and
-    so may, before a window, what shares a kernel block with it; but nothing before ``start``,
-    which others may read. ``rank``: only what that rank needs.
+    The rest of the request's last kernel block may hold anything, and so may, before a window,
+    what shares a kernel block with it; but nothing before ``start``, which others may read.
+    ``rank``: only what that rank needs.
     """
     needed = np.zeros(decode.memory.size, bool)
     spare = np.zeros(decode.memory.size, bool)
     labels = np.zeros(decode.memory.size, np.int32)
-    hybrid = any(group.kind is MAMBA for group in case.model.groups)
     for cell in decode.cells if case.stop > case.start else ():
         if rank not in (None, cell.rank):
             continue
@@ -375,8 +374,7 @@ def wanted(
         tokens = decode.tokens(cell.group, blocks, first, case.stop)
         if group.kind is not MAMBA:
             assert len(tokens) == case.stop - first, "the case itself is wrong"
-            unit = grid.block_size if hybrid else grid.kernel
-            end = min(-(-case.stop // unit) * unit, len(blocks) * grid.block_size)
+            end = min(-(-case.stop // grid.kernel) * grid.kernel, len(blocks) * grid.block_size)
             around = decode.tokens(cell.group, blocks, low, end)
             spare[decode.positions(cell, blocks, around)] = True
         at = decode.positions(cell, blocks, tokens)

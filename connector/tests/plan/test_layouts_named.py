@@ -49,10 +49,7 @@ def test_packed_blocks_of_32_and_128_are_refused_and_nothing_is_planned() -> Non
 
 
 def test_kernel_blocks_of_34_and_66_in_a_logical_block() -> None:
-    """Each side's ids are expanded with its own ratio: P 544 = 34 x 16, D 1056 = 66 x 16.
-
-    What prefill's last block holds behind the prompt comes too: vLLM does not clear it on decode.
-    """
+    """Each side's ids are expanded with its own ratio: P 544 = 34 x 16, D 1056 = 66 x 16."""
     case = named(window=None, mamba=True)
     prefill = replace(case.prefill, grids=(Grid(544, 34), case.prefill.grids[1]))
     decode = replace(case.decode, grids=(Grid(1056, 66), case.decode.grids[1]))
@@ -67,10 +64,10 @@ def test_kernel_blocks_of_34_and_66_in_a_logical_block() -> None:
         decode_blocks=((3, 1), (4,)),
     )
     states = 2 * (4 * 6 + 2 * 3 + 4 * 32)
-    assert run(case) == 3 * 544 * 2 * 2 * 4 + states
+    assert run(case) == 1504 * 2 * 2 * 4 + states
     alike = replace(case.decode, grids=prefill.grids)
     case = replace(case, decode=alike, decode_blocks=((3, 1, 8), (4,)))
-    assert run(case) == 3 * 544 * 2 * 2 * 4 + states
+    assert run(case) == 1504 * 2 * 2 * 4 + states
 
 
 def test_mla_is_read_from_one_rank_by_each() -> None:

@@ -16,9 +16,9 @@ pytest.importorskip("vllm")
 
 import torch
 from contract import ContractEngine, closing_engines, prompt
-from layout_cases import FULL, WINDOW, paired, run
+from layout_cases import FULL, MAMBA, WINDOW, paired, run
 from modelled_engine import Array, Grid, Group
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from pdcluster_connector.protocol.ticket import Ticket, ticket_of
 
@@ -27,14 +27,18 @@ pytestmark = pytest.mark.vllm
 SIZE = 32  # sliding window in tokens
 
 
-def engine(make: Any, role: str, block: int, windows: bool = False) -> ContractEngine:
+def engine(
+    make: Any, role: str, block: int, windows: bool = False, states: bool = False
+) -> ContractEngine:
     plain: dict[str, Any] = {
         "block_size": block, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32,
     }  # fmt: skip
     specs = [FullAttentionSpec(**plain)]
     if windows:
         specs.append(SlidingWindowSpec(**plain, sliding_window=SIZE))
-    return make(role, block=block, specs=specs)
+    if states:
+        specs.append(MambaSpec(block_size=1024, shapes=((4, 4),), dtypes=(torch.float32,)))
+    return make(role, block=block, specs=specs, prefixes=not states)
 
 
 @pytest.fixture
@@ -56,14 +60,19 @@ def handed_over(prefill: ContractEngine, decode: ContractEngine, tokens: list[in
     return order
 
 
-def bytes_moved(order: Any, sizes: tuple[int, int], windows: bool = False) -> int:
+def bytes_moved(
+    order: Any, sizes: tuple[int, int], windows: bool = False, states: bool = False
+) -> int:
     """Carry an order out on two TP sizes in simulated memory; returns the bytes, 8 a cell."""
     groups = [Group(FULL, ("full.0",), (Array("", 2, 8),))]
     grids = [(Grid(sizes[0]), Grid(sizes[1], 1, "LBNHC"))]
     if windows:
         groups.append(Group(WINDOW, ("window.0",), (Array("", 2, 8),), SIZE))
         grids *= 2
-    case = paired(groups, grids, (1, 2), tokens=order.stop, start=order.start)
+    if states:
+        groups.append(Group(MAMBA, ("mamba.0",), (Array("ssm", 2, 16),)))
+        grids.append((Grid(1024), Grid(1024)))
+    case = paired(groups, grids, (1, 2), tokens=order.stop, start=order.start, prefixes=not states)
     ticket: Ticket = order.ticket
     assert (ticket.block_size, ticket.tokens) == (sizes[0], order.stop)
     case = replace(
@@ -113,3 +122,20 @@ def test_a_window_that_begins_at_any_token(engines: Any, sizes: tuple[int, int])
         assert (order.start, order.stop) == (0, stop), "decode computes the last token"
         least = (stop + min(stop, SIZE - 1)) * 2 * 8
         assert least <= bytes_moved(order, sizes, windows=True) <= least + 4 * 16 * 2 * 8
+
+
+@pytest.mark.parametrize("sizes", [(16, 64), (64, 16)])
+def test_a_state_beside_blocks_of_two_sizes(engines: Any, sizes: tuple[int, int]) -> None:
+    """The state is the one after all tokens but the last, wherever that lies in a block."""
+    prefill = engine(engines, "producer", sizes[0], states=True)
+    decode = engine(engines, "consumer", sizes[1], states=True)
+    free = prefill.free_blocks(), decode.free_blocks()
+    for length in (17, 64, 65, 66, 80, 81, 129, 333):
+        order = handed_over(prefill, decode, prompt(length, first=length))
+        stop = length - 1
+        assert (order.start, order.stop) == (0, stop)
+        assert [len(held.blocks) for held in order.blocks] == [-(-stop // sizes[1]), 1]
+        rounded = -(-stop // 16) * 16
+        assert bytes_moved(order, sizes, states=True) == rounded * 2 * 8 + 2 * 16
+    prefill.run(lambda: not prefill.scheduler.requests)
+    assert (prefill.free_blocks(), decode.free_blocks()) == free

@@ -47,14 +47,6 @@ def test_a_plain_spec_is_accepted_as_far_as_it_tells():
             {"prefill": {"engine": {"blockSize": 16}}, "decode": {"engine": {"blockSize": 32}}},
         ),
         (
-            "BlockSizeMismatch",
-            {
-                "engine": {"blockSize": 16, "prefixCaching": "Disabled",
-                           "extraArgs": ["--mamba-ssm-cache-dtype", "float32"]},
-                "decode": {"engine": {"blockSize": 32}},
-            },
-        ),
-        (
             "PrefixCachingHeterogeneousBlocks",
             {"engine": {"blockSize": 16}, "prefill": args("--no-enable-prefix-caching"),
              "decode": {"engine": {"extraArgs": ["--block_size=32"], "prefixCaching": "Enabled"}}},
@@ -90,6 +82,14 @@ def test_what_the_spec_says_of_the_blocks_inside_decides_about_different_sizes(r
     assert rules == ({rule} if rule else set())
     if rule is None:
         assert "layers" in found.unchecked
+
+
+def test_without_prefix_caching_the_blocks_of_a_hybrid_may_differ():
+    hybrid = {"blockSize": 16, "prefixCaching": "Disabled",
+              "extraArgs": ["--mamba-ssm-cache-dtype", "float32"]}  # fmt: skip
+    found = findings(engine=hybrid, decode={"engine": {"blockSize": 32}})
+    assert found.ok
+    assert "token_sliceable" in found.unchecked, "the handshake decides"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """Rules about the grid of blocks: sizes, kernel blocks, and what is inside of a block.
 
-At most one of the first four rules refuses a pair, the one that names the cause.
+At most one of the first two rules refuses a pair, the one that names the cause.
 """
 
 from __future__ import annotations
 
-from pdcluster_connector.compat.carried import Layout
 from pdcluster_connector.compat.findings import Clash, Rule, Verdict, show
 from pdcluster_connector.compat.pair_rules import equal
 from pdcluster_connector.compat.reasons import Reason
@@ -121,34 +120,6 @@ def _prefix_caching_heterogeneous(prefill: EngineShape, decode: EngineShape) -> 
     return Clash(clash.field, clash.prefill, clash.decode, message)
 
 
-def _remaining_difference(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    """Return the difference of the block grids that no earlier rule refuses."""
-    clash = _block_difference(prefill, decode)
-    if clash is None or _opaque_size(prefill, decode):
-        return None
-    earlier = _prefix_caching_heterogeneous(prefill, decode)
-    return None if earlier and earlier.verdict is Verdict.REFUSED else clash
-
-
-def _block_size(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    other = _other_block_size(prefill, decode)
-    return None if other else _remaining_difference(prefill, decode)
-
-
-def _other_block_size(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    clash = _remaining_difference(prefill, decode)
-    if clash is None:
-        return None
-    hybrid, sliceable = _hybrid(prefill, decode), {prefill.token_sliceable, decode.token_sliceable}
-    if hybrid or False in sliceable:
-        why = "the model has Mamba layers" if hybrid else "blocks cannot be cut by token"
-        return Clash(clash.field, clash.prefill, clash.decode, f"{clash.message} and {why}")
-    if hybrid is None or None in sliceable:
-        field = "layers" if hybrid is None else "token_sliceable"
-        return Clash(field, None, None, verdict=Verdict.UNKNOWN)
-    return None
-
-
 def _interior(prefill: EngineShape, decode: EngineShape) -> Clash | None:
     field = "token_sliceable"
     ours, theirs = prefill.token_sliceable, decode.token_sliceable
@@ -198,30 +169,6 @@ BLOCK_RULES: tuple[Rule, ...] = (
         ),
         source="vLLM PR #42097; reproduced with stock NIXL on CPU: block 32 to 128, 0 of 4 right",
         test=_prefix_caching_heterogeneous,
-    ),
-    Rule(
-        id="BlockSizeMismatch",
-        reason=Reason.BLOCK_SIZE_MISMATCH,
-        description="Different block sizes are not carried by this version.",
-        remedy="Set the same engine.blockSize on both roles.",
-        source="scope of this version; the plan itself pairs by token position",
-        test=_block_size,
-        until=Layout.BLOCK_SIZES,
-    ),
-    Rule(
-        id="BlockSizeMismatch/other",
-        reason=Reason.BLOCK_SIZE_MISMATCH,
-        description=(
-            "Different block sizes (or kernel blocks per logical block) are carried between "
-            "models without Mamba layers whose blocks can be cut by token on both sides, and not "
-            "otherwise. With Mamba layers, attention blocks were states before and must be cleared "
-            "where no token is written; vLLM does not clear blocks that are received, and only "
-            "prefill's blocks of the same size bring zeros for all of them."
-        ),
-        remedy="Set the same engine.blockSize on both roles.",
-        source="vLLM 0.32 v1/kv_cache_interface.py (needs_kv_cache_zeroing), nixl/base_worker.py",
-        test=_other_block_size,
-        until=Layout.OTHER_BLOCK_SIZES,
     ),
     Rule(
         id="BlockInteriorOpaque/interior",

@@ -17,8 +17,6 @@ class Layout(StrEnum):
     """What may be switched on, and the id of the rule that refuses it until then."""
 
     DATA_NODES = "LayoutUnsupported/data-nodes"
-    BLOCK_SIZES = "BlockSizeMismatch"
-    OTHER_BLOCK_SIZES = "BlockSizeMismatch/other"
 
 
-CARRIED: frozenset[Layout] = frozenset({Layout.BLOCK_SIZES})
+CARRIED: frozenset[Layout] = frozenset()

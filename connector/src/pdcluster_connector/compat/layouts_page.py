@@ -152,10 +152,10 @@ ROWS = (
     ),
     Row(
         "hybrid whose sides have different blocks or ratios (34 and 66), without prefix caching",
-        (Layout.BLOCK_SIZES, Layout.OTHER_BLOCK_SIZES),
+        (),
         HYBRID,
         processes=("hybrids",),
-        note="every byte arrives; but nothing clears the rest of decode's last block",
+        note="decode clears what of its last block no token fills (`test_cleared_tails`)",
     ),
     Row(
         "the same with prefix caching possible",
@@ -163,7 +163,7 @@ ROWS = (
     ),
     Row(
         "different block sizes, blocks ordered by token (GPU backends)",
-        (Layout.BLOCK_SIZES,),
+        (),
         ATTENTION,
         processes=("sizes", "coverage"),
         note="both directions, with prefix hits; what vLLM's own schedulers order is compared "

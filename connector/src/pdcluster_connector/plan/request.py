@@ -11,7 +11,7 @@ and decode's from its scheduler, one list a group in the order of ``groups``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,18 @@ class EngineBlocks:
     blocks: Sequence[GroupBlocks]
 
 
+@dataclass(frozen=True, slots=True)
+class Unfilled:
+    """Tokens in KV cache group ``group``: of kernel block ``block`` those from ``first`` on, and
+    all of the kernel blocks after it, before ``end``.
+    """
+
+    group: int
+    block: int
+    first: int
+    end: int
+
+
 def groups_of(shape: EngineShape) -> tuple[GroupShape, ...]:
     """Return an engine's groups; one that names none has one, of its engine-wide sizes."""
     if shape.groups is not None:
@@ -88,7 +100,6 @@ def plan_request(
         return []
     _check_count("prefill", prefill, Reason.TICKET_INVALID)
     _check_count("decode", decode, Reason.COVERAGE_INCOMPLETE)
-    hybrid = any(group.kind is LayerKind.MAMBA for group in decode.groups)
     slices: list[TransferSlice] = []
     for groups, grain in plan.grains.items():
         ours, theirs = _group(prefill, groups[0]), _group(decode, groups[1])
@@ -100,10 +111,20 @@ def plan_request(
         else:
             lists = _kernel_blocks(*ours), _kernel_blocks(*theirs)
             first = _first_needed(theirs[0].window, lists, start, stop, grain)
-            end = min(_block_end(side[0], stop) for side in (ours, theirs)) if hybrid else stop
-            pairs = pair_blocks(*lists, first, end)
+            pairs = pair_blocks(*lists, first, stop)
         slices += plan.indices(pairs, groups)
     return slices
+
+
+def unfilled(held: EngineBlocks, stop: int) -> Iterator[Unfilled]:
+    """Find what of a request's attention blocks no token before ``stop`` fills."""
+    for number, (group, blocks) in enumerate(zip(held.groups, held.blocks, strict=True)):
+        ratio, size = group.kernel_blocks_per_block, group.block_size
+        for index, block in enumerate(blocks.blocks if group.kind is not LayerKind.MAMBA else ()):
+            filled = max(0, stop - blocks.first_token - index * size)
+            if block > NULL_BLOCK and filled < size:
+                whole, first = divmod(filled, group.kernel_tokens)
+                yield Unfilled(number, block * ratio + whole, first, (block + 1) * ratio)
 
 
 def state_slot(blocks: Sequence[int], scratch: int = 0) -> int:
@@ -163,15 +184,6 @@ def _let_go_up_to(held: BlockList, token: int) -> bool:
     index, offset = divmod(token - held.first_token, held.block_tokens)
     gone = index < 0 or (index < len(held.blocks) and held.blocks[index] < 0)
     return gone and offset == held.block_tokens - 1
-
-
-def _block_end(group: GroupShape, stop: int) -> int:
-    """Return where the logical block ends that holds the last token before ``stop``.
-
-    A hybrid's attention blocks were states before: vLLM clears new ones, but not those that are
-    received, so what prefill's block holds behind the prompt (zeros) is received too.
-    """
-    return -(-stop // group.block_size) * group.block_size
 
 
 def _pair_slots(prefill: GroupBlocks, decode: GroupBlocks) -> Pairs:

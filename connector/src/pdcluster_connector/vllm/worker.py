@@ -44,6 +44,7 @@ from pdcluster_connector.vllm.step import (
     StepReport,
     WorkerHandshake,
 )
+from pdcluster_connector.vllm.tails import Tails
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class WorkerRole:
         self._rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._stats = StatsCollector()
         self._registration: Registration | None = None
+        self._tails: Tails | None = None
         self._device: torch.device | None = None
         self._serving: ServingAgent | None = None
         self._peers: PeerBook | None = None
@@ -90,6 +92,7 @@ class WorkerRole:
         )
         registration = replace(registration, shape=_of_all_stages(registration.shape))
         self._registration = registration
+        self._tails = Tails(self._kv_cache_config, kv_caches, registration.shard.regions)
         self._device = next((cache.device for cache in kv_caches.values()), None)
         if self._produces:
             self._serving = ServingAgent(partial(NixlAgent, self._agent_name), registration.memory)
@@ -149,7 +152,10 @@ class WorkerRole:
             self._receiver.abandon(orders.abandon)
         # Last, and all or nothing: what raises before has started no receive.
         if orders.receive:
-            self._receiver.receive([self._request(order) for order in orders.receive])
+            requests = [self._request(order) for order in orders.receive]
+            for request in requests if self._tails is not None else ():
+                self._tails.clear(request.decode_blocks, request.stop)
+            self._receiver.receive(requests)
 
     def fail_orders(self, orders: StepOrders, error: Exception) -> None:
         """Report every receive of these orders as failed: starting them went wrong."""
