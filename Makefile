@@ -41,7 +41,7 @@ e2e: local-e2e cluster-e2e ## what a user does, end to end: on this machine, the
 local-e2e: ## without Kubernetes: tokens, layouts, kills, restarts
 	$(PY) -m pytest -m local
 
-cluster-e2e: cluster-programs ## on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
+cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
 	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "cluster or helm"
 
 fast: ## the tests that take seconds

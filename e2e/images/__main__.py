@@ -15,6 +15,7 @@ from cluster.places import Places
 from cluster.report import ClusterError, say
 from images.engine_image import engine_image, for_this_machine
 from images.operator_image import Image, operator_image
+from images.standalone_engine import standalone_engine
 
 
 def build() -> list[Image]:
@@ -43,6 +44,10 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("build", help="build what changed; prints the images' names")
     commands.add_parser("load", help="build, and import into the cluster of this machine")
+    commands.add_parser(
+        "standalone",
+        help="build the engines' image for a cluster of your own; prints its name and archive",
+    )
     manifest = commands.add_parser(
         "manifest", help="print a PDCluster as it runs from these images with a model of here"
     )
@@ -53,6 +58,10 @@ def main() -> int:
         if options.command == "manifest":
             document = yaml.safe_load(options.file.read_text())
             print(yaml.safe_dump(for_this_machine(document, options.model), sort_keys=False))
+            return 0
+        if options.command == "standalone":
+            image = standalone_engine()
+            print(f"{image.name}\n{image.archive}")
             return 0
         for image in load() if options.command == "load" else build():
             print(image.name)

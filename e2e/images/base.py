@@ -21,15 +21,15 @@ LEFT_OUT = (
 DOCKERFILE = "FROM scratch\nADD base.tar /\n"
 
 
-def base_name() -> str:
+def base_name(included: tuple[str, ...] = INCLUDED) -> str:
     """NAME:TAG; the tag changes with what the image is made of."""
-    recipe = repr((SUITE, INCLUDED, LEFT_OUT, DOCKERFILE))
+    recipe = repr((SUITE, included, LEFT_OUT, DOCKERFILE))
     return f"base:{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
 
 
-def ensure_base(buildah: Buildah, home: Path) -> str:
-    """The name of the base image; made once, in one to three minutes."""
-    name = base_name()
+def ensure_base(buildah: Buildah, home: Path, included: tuple[str, ...] = INCLUDED) -> str:
+    """The name of a base image with these packages; made once, in one to three minutes."""
+    name = base_name(included)
     if buildah.has(name):
         return name
     with tempfile.TemporaryDirectory(prefix="base-", dir=home) as folder:
@@ -37,7 +37,7 @@ def ensure_base(buildah: Buildah, home: Path) -> str:
         context.mkdir()
         # Its own default where this machine is not a Debian of that release.
         mirror = _mirror()
-        words = ["debootstrap", "--variant=minbase", f"--include={','.join(INCLUDED)}", SUITE]
+        words = ["debootstrap", "--variant=minbase", f"--include={','.join(included)}", SUITE]
         buildah.watch(
             f"making a Debian {SUITE}", [*words, str(root), *([mirror] if mirror else [])]
         )

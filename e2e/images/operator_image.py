@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import configparser
 import hashlib
-import io
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.commands import output
 from cluster.locks import alone
 from cluster.places import cache_folder
 from images import base
 from images.buildah import Buildah, ensure_packages
+from images.pip_settings import pip_options
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 DOCKERFILE = REPOSITORY / "operator" / "Dockerfile"
@@ -23,8 +19,6 @@ SOURCES = (
     *("LICENSE", "README.md", "pyproject.toml", "requirements/operator.txt"),
     *("operator/Dockerfile", "operator/src", "connector/src"),
 )
-# Settings of pip that say where packages come from; the rest is this machine's taste.
-PIP_SETTINGS = ("index-url", "extra-index-url", "trusted-host", "proxy", "timeout", "cert")
 
 
 @dataclass(frozen=True)
@@ -64,15 +58,8 @@ def _build(image: Image, home: Path) -> None:
     ensure_packages()
     buildah = Buildah(home)
     name = f"operator:{image.tag}"
-    options = ["--ignorefile", str(DOCKERFILE.with_name("Dockerfile.dockerignore"))]
-    with tempfile.TemporaryDirectory(prefix="pip-", dir=home) as folder:
-        settings = pip_settings()
-        secret = Path(folder, "pip.conf")
-        secret.write_text(written(settings))
-        options += ["--secret", f"id=pip,src={secret}"]
-        if authority := settings.get("cert"):
-            # The certificate authority of a site's proxy; mounted, so that it stays out of layers.
-            options += ["--volume", f"{authority}:{authority}:ro"]
+    with pip_options(home) as options:
+        options += ["--ignorefile", str(DOCKERFILE.with_name("Dockerfile.dockerignore"))]
         arguments = {"BASE": f"localhost/{base.ensure_base(buildah, home)}"}
         buildah.build(name, DOCKERFILE, REPOSITORY, arguments=arguments, options=options)
     for old in home.glob("operator-*.tar"):
@@ -91,28 +78,3 @@ def source_digest(root: Path = REPOSITORY) -> str:
                 name = file.relative_to(root).as_posix().encode()
                 state.update(name + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return state.hexdigest()[:12]
-
-
-def pip_settings() -> dict[str, str]:
-    """Where this machine's pip gets packages from, whether files or variables say so."""
-    # The environment of the tests has no pip; the Python that it was made with has.
-    python = Path(sys.base_prefix, "bin", "python3")
-    listed = output(python, "-m", "pip", "config", "list") or output("pip3", "config", "list")
-    # A variable wins over a file, so it comes last.
-    lines = sorted(listed.splitlines(), key=lambda line: line.startswith(":env:"))
-    found = {}
-    for line in lines:
-        scope, _, value = line.partition("=")
-        key = scope.rpartition(".")[2]
-        if key in PIP_SETTINGS:
-            found[key] = value.strip("'\"")
-    return found
-
-
-def written(settings: dict[str, str]) -> str:
-    """A pip.conf; interpolation is off, because an address may hold a percent sign."""
-    parser = configparser.RawConfigParser()
-    parser["global"] = settings
-    text = io.StringIO()
-    parser.write(text)
-    return text.getvalue()

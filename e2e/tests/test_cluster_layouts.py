@@ -1,7 +1,9 @@
-"""Engines of other shapes: more ranks on one side, and an engine of two pods."""
+"""Engines of other shapes: more ranks on one side, and engines of two pods."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +70,26 @@ def test_an_engine_of_two_pods_serves_and_restarts_as_one(
         assert _engine_id(run, follower) == after
         assert run.restarts("decode") == decode, "the other engine lived on"
         moved(run, text(60, 8100))
+
+
+def test_data_parallel_ranks_in_two_pods(
+    cluster: Cluster, proxy: Proxy, operator: Installation
+) -> None:
+    document = manifest("data", prefill={"parallelism": {"data": 2, "nodes": 2}})
+    with running(cluster, proxy, document, "data") as run:
+        took = run.wait_ready(2 * START_SECONDS)
+        print(f"Ready after {took:.0f} s")
+        leader, follower = sorted(pod["metadata"]["name"] for pod in run.pods("prefill"))
+        engine_id = _engine_id(run, leader)
+        assert _engine_id(run, follower) == engine_id
+        links = run.at_pod(run.pod("decode"), LAUNCHER_PORT, "GET", "/v1/links").document
+        [link] = links["links"]
+        assert link["shards"] == "2/2", "one pair for each data-parallel rank"
+        prompts = [text(40 + 10 * seed, 9000 + seed) for seed in range(8)]
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            replies = list(threads.map(partial(moved, run), prompts))
+        ranks = {reply.kv_path["prefill"] for reply in replies}
+        assert ranks == {f"{engine_id}_dp0", f"{engine_id}_dp1"}, "both pods computed prompts"
 
 
 def _engine_id(run: ClusterRun, pod: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from images import base, engine_image, operator_image
+from images import base, engine_image, operator_image, pip_settings
 from images.operator_image import DOCKERFILE, REPOSITORY, SOURCES
 from pdcluster_operator.api.validate import check_manifest
 
@@ -60,7 +60,8 @@ def test_digest_covers_what_the_dockerfile_copies():
 
 def test_base_is_made_anew_for_another_recipe(monkeypatch):
     before = base.base_name()
-    monkeypatch.setattr(base, "INCLUDED", ("python3",))
+    assert base.base_name((*base.INCLUDED, "libnuma1")) != before
+    monkeypatch.setattr(base, "SUITE", "trixie")
     assert base.base_name() != before
 
 
@@ -71,10 +72,10 @@ def test_pip_settings_say_where_packages_come_from(monkeypatch):
         "global.index-url='https://file.example/simple'\n"
         "global.disable-pip-version-check='1'\n"
     )
-    monkeypatch.setattr(operator_image, "output", lambda *_: listed)
-    settings = operator_image.pip_settings()
+    monkeypatch.setattr(pip_settings, "output", lambda *_: listed)
+    settings = pip_settings.pip_settings()
     assert settings == {"cert": "/ca.pem", "index-url": "https://variable.example/%20simple"}
-    assert "index-url = https://variable.example/%20simple" in operator_image.written(settings)
+    assert "index-url = https://variable.example/%20simple" in pip_settings.written(settings)
 
 
 def test_engine_image_holds_links_alone(tmp_path):
