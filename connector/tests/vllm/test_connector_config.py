@@ -25,9 +25,10 @@ def test_every_option_is_taken() -> None:
             "lease_seconds": 5,
             "drain_deadline_seconds": 2.5,
             "allow_insecure": True,
+            "backends": ["UCX"],
         }
     )
-    assert options == ConnectorOptions("10.0.0.7", 7000, 5.0, 2.5, True)
+    assert options == ConnectorOptions("10.0.0.7", 7000, 5.0, 2.5, True, ("UCX",))
 
 
 def test_the_data_parallel_rank_moves_the_port() -> None:
@@ -55,6 +56,21 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert "lease_seconds: 0 is not between" in message
     assert "allow_insecure: 'yes'" in message
     assert "side_channel_host: ''" in message
+
+
+@pytest.mark.parametrize(
+    ("backends", "why"),
+    [
+        (["UCX", "GDS"], "names GDS, which moves data between memory and storage.*use UCX"),
+        (["LIBFABRIC"], "names LIBFABRIC, which is not known to carry KV"),
+        ([], "is no list of NIXL backends"),
+        ("UCX", "is no list of NIXL backends"),
+        ([1], "is no list of NIXL backends"),
+    ],
+)
+def test_a_backend_that_carries_no_kv_is_refused_with_the_reason(backends, why) -> None:
+    with pytest.raises(ConfigError, match=rf"backends: .*{why}"):
+        parse_options({"backends": backends})
 
 
 @pytest.mark.parametrize("key", ["tls", "ticket_key_file"])

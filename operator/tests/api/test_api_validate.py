@@ -295,6 +295,15 @@ def test_an_eager_pipeline_is_refused_where_it_would_end_the_engine():
     assert findings(engine=eager, prefill=undone, transfer=cpu).ok
 
 
+def test_a_backend_that_moves_nothing_between_engines_is_refused_with_the_reason():
+    found = error("spec.transfer.backends[1]", transfer={"backends": ["UCX", "GDS"]})
+    assert found.rule == "BackendCarriesNothing"
+    assert found.value == "GDS"
+    assert "storage" in found.message
+    assert "UCX" in found.remedy
+    assert findings(transfer={"backends": ["UCX"]}).ok
+
+
 @pytest.mark.parametrize("field", ["args", "command"])
 def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
     overlay = {"spec": {"containers": [{"name": "x"}, {"name": "engine", field: ["--foo"]}]}}

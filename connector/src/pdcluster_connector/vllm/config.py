@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.transports import why_not
 
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
@@ -39,6 +40,7 @@ class ConnectorOptions:
         lease_seconds: how long a prefill engine keeps a finished request's blocks unasked.
         drain_deadline_seconds: how long a failed receive may hold its blocks in quarantine.
         allow_insecure: permits a side channel without TLS on other than loopback addresses.
+        backends: NIXL's transport backends.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -46,6 +48,7 @@ class ConnectorOptions:
     lease_seconds: float = 60.0
     drain_deadline_seconds: float = 30.0
     allow_insecure: bool = False
+    backends: tuple[str, ...] = ("UCX",)
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -74,6 +77,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         lease_seconds=take("lease_seconds", _seconds),
         drain_deadline_seconds=take("drain_deadline_seconds", _seconds),
         allow_insecure=take("allow_insecure", _flag),
+        backends=take("backends", _backends),
     )
     if options.side_channel_port > 65535:
         problems.append(
@@ -145,3 +149,12 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("is neither true nor false")
     return value
+
+
+def _backends(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+        raise ValueError('is no list of NIXL backends, such as ["UCX"]')
+    for name in value:
+        if why := why_not(name):
+            raise ValueError(f"names {name[:64]}, which {why}; use UCX")
+    return tuple(value)

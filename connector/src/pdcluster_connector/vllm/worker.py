@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -95,14 +94,14 @@ class WorkerRole:
         self._tails = Tails(self._kv_cache_config, kv_caches, registration.shard.regions)
         self._device = next((cache.device for cache in kv_caches.values()), None)
         if self._produces:
-            self._serving = ServingAgent(partial(NixlAgent, self._agent_name), registration.memory)
+            self._serving = ServingAgent(self._new_agent, registration.memory)
         if not self._consumes:
             return
         self._peers = PeerBook(self._engine_id, registration.shape, self._rank)
         self._receiver = Receiver(
             shard=registration.shard,
             memory=registration.memory,
-            port_factory=partial(NixlAgent, self._agent_name),
+            port_factory=self._new_agent,
             peers=self._peers,
             options=ReceiverOptions(drain_deadline_seconds=self._options.drain_deadline_seconds),
             prepare_thread=self._select_device,
@@ -131,9 +130,9 @@ class WorkerRole:
             shard = encode(self._serving.metadata(self._engine_id, self._rank, regions))
         return WorkerHandshake(self._engine_id, encode_shape(self._registration.shape), shard)
 
-    @property
-    def _agent_name(self) -> str:
-        return f"{self._engine_id}/{self._rank[0]}/{self._rank[1]}"
+    def _new_agent(self) -> NixlAgent:
+        name = f"{self._engine_id}/{self._rank[0]}/{self._rank[1]}"
+        return NixlAgent(name, backends=self._options.backends)
 
     def _select_device(self) -> None:
         """On a GPU: without a current device on its thread, UCX turns cuda_ipc off."""

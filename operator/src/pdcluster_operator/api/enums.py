@@ -27,9 +27,10 @@ class Device(StrEnum):
 
 
 class Backend(StrEnum):
-    """NIXL transport backends."""
+    """NIXL transport backends: what the schema knows, not what carries KV."""
 
     UCX = "UCX"
+    GDS = "GDS"
 
 
 class LoadFailurePolicy(StrEnum):

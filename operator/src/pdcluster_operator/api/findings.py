@@ -28,6 +28,7 @@ class Rule(StrEnum):
     TOO_MANY_LINKS = "TooManyLinks"
     CONFLICTING_SETTINGS = "ConflictingSettings"
     TRANSPORT_WITHOUT_CUDA = "TransportWithoutCuda"
+    BACKEND_CARRIES_NOTHING = "BackendCarriesNothing"
     EXPANDABLE_SEGMENTS = "ExpandableSegments"
     EAGER_PIPELINE = "EagerPipeline"
     NODE_LOCAL_MODEL = "NodeLocalModel"

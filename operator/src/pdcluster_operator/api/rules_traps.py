@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pdcluster_connector.compat.transports import why_not
+
 from .enums import Device, Role
 from .fields import Free
 from .findings import FieldError, Rule, shown
@@ -16,6 +18,15 @@ CUDA_TRANSPORTS = {"cuda", "cuda_copy", "cuda_ipc", "all"}
 
 def trap_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield settings with which vLLM does not start, or does not live on."""
+    for place, backend in enumerate(cluster.spec.transfer.backends):
+        if why := why_not(backend):
+            yield FieldError(
+                f"spec.transfer.backends[{place}]",
+                shown(backend),
+                Rule.BACKEND_CARRIES_NOTHING,
+                f"NIXL's {backend} {why}",
+                "Use UCX, which carries RDMA, NVLink and TCP.",
+            )
     if cluster.spec.transfer.device is Device.CPU:
         yield from _eager_pipeline(cluster)
         return

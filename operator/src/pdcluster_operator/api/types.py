@@ -70,7 +70,11 @@ class Transfer:
         Device, Doc("is where KV lives: CUDA for GPU memory, CPU for host memory.")
     ] = Device.CUDA
     backends: Annotated[
-        tuple[Backend, ...], Doc("are NIXL's transport backends, best first."), Items(4, 1)
+        tuple[Backend, ...],
+        Doc(
+            "are NIXL's transport backends, best first. GDS is refused: it reads and writes files."
+        ),
+        Items(4, 1),
     ] = (Backend.UCX,)
     load_failure_policy: Annotated[
         LoadFailurePolicy,

@@ -84,6 +84,7 @@ def kv_transfer_config(cluster: Cluster, role: Role) -> str:
             "side_channel_port": SIDE_CHANNEL_PORT,
             "lease_seconds": transfer.lease_seconds,
             "drain_deadline_seconds": DRAIN_DEADLINE_SECONDS,
+            "backends": list(transfer.backends),
             # A pod's address is not loopback, and the side channel has no TLS yet.
             "allow_insecure": True,
         },
