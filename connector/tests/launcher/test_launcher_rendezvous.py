@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from launched import Launched, http, wait_for
@@ -20,12 +21,12 @@ LEADER, FOLLOWER = "127.0.0.1", "127.0.0.2"
 def node(launch, model):
     port, api = free_port(), free_port()
 
-    def start(rank: int, behaviour: str = "serve") -> Launched:
+    def start(rank: int, behaviour: str = "serve", drain: str = "1") -> Launched:
         host = FOLLOWER if rank else LEADER
         return launch(
             behaviour,
             "--drain-seconds",
-            "1",
+            drain,
             host=host,
             port=port,
             vllm=(
@@ -100,6 +101,48 @@ def test_a_follower_that_waits_can_be_stopped(node):
     assert time.monotonic() - began < 5
 
 
+def alive(engine: Launched) -> bool:
+    return Path(f"/proc/{engine.told()['pid']}").exists()
+
+
+def test_a_follower_lives_until_its_leader_has_drained(node):
+    """Pods of one engine are told to stop at the same time, and requests may be under way."""
+    leader, follower = node(0, "busy:600;serve", "4"), node(1, drain="60")
+    leader.ready()
+    follower.ready()
+    for launcher in (follower, leader):
+        launcher.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: (leader.state, follower.state) == ("Draining", "Draining"), 3)
+    time.sleep(2)
+    assert alive(follower), "the leader's requests need its ranks"
+    assert leader.end() == 0
+    assert follower.end(10) == 0
+
+
+def test_when_the_follower_is_told_to_stop_the_engine_drains(node):
+    leader, follower = node(0, "busy:600;serve", "3"), node(1, drain="60")
+    leader.ready()
+    follower.ready()
+    follower.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: leader.state == "Draining", 5)
+    assert alive(follower)
+    assert leader.end() == 1
+    assert leader.termination == (
+        "node 1 of this engine was told to stop; an engine lives and dies as one"
+    )
+    assert follower.end(10) == 0
+
+
+def test_a_second_stop_does_not_wait_for_the_leader(node):
+    leader, follower = node(0, "busy:600;serve", "60"), node(1, drain="60")
+    leader.ready()
+    follower.ready()
+    follower.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: follower.state == "Draining", 5)
+    follower.process.send_signal(signal.SIGTERM)
+    assert follower.end(5) == 137
+
+
 def test_the_rendezvous_is_for_this_engines_followers(node, launch):
     leader = node(0)
     leader.ready()
@@ -123,6 +166,9 @@ def test_losses():
     # What restarted once stays lost, whoever asks.
     followers.heard(2, "c", 11.0)
     assert followers.loss(11.0)
+    assert followers.leaving is None
+    followers.heard(1, "a", 12.0, leaving=True)
+    assert followers.leaving == 1
     assert followers.heard(3, "a", 0.0)
     assert followers.heard(1, "", 0.0)
     assert followers.heard(1, "x" * 65, 0.0)

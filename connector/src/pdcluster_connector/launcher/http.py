@@ -125,7 +125,8 @@ class LauncherServer:
         rank, start = int(_number(request, "rank", 0)), request.query.get("start", "")
         if self._followers is None:
             raise web.HTTPNotFound
-        if wrong := self._followers.heard(rank, start, time.monotonic()):
+        leaving = request.query.get("leaving") == "1"
+        if wrong := self._followers.heard(rank, start, time.monotonic(), leaving=leaving):
             return _error(400, wrong)
         engine_id = self._readiness.identity.engine_id
         return _json(Rendezvous(engine_id, self._token, self._readiness.ready))

@@ -1,8 +1,10 @@
 """How the pods of one multi-node engine live and die as one.
 
 A follower learns its engine's identity from the leader's launcher and keeps asking: so each side
-notices when the other has restarted or is gone, and ends its own part. The answer holds the token
-for reports and is not encrypted; only pods of the same cluster may reach the launcher.
+notices when the other has restarted or is gone, and ends its own part. A follower that is told to
+stop says so in its questions and lives on until the leader, which drains, has ended. The answer
+holds the token for reports and is not encrypted; only pods of the same cluster may reach the
+launcher.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _MAX_ANSWER: Final = 64 * 1024
 
 
 class Rendezvous(Struct, frozen=True):
-    """``GET /v1/rendezvous?rank=N&start=S``: what the leader tells a follower."""
+    """``GET /v1/rendezvous?rank=N&start=S[&leaving=1]``: what the leader tells a follower."""
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
     token: Annotated[str, Meta(max_length=200)]
@@ -42,11 +44,13 @@ class Followers:
     _starts: dict[int, str] = field(default_factory=dict)
     _heard: dict[int, float] = field(default_factory=dict)
     _restarted: set[int] = field(default_factory=set)
+    _leaving: set[int] = field(default_factory=set)
 
-    def heard(self, rank: int, start: str, now: float) -> str | None:
+    def heard(self, rank: int, start: str, now: float, *, leaving: bool = False) -> str | None:
         """Take note of a follower's question; returns what is wrong with it, or None.
 
-        ``start`` is random for every start of the follower's launcher.
+        ``start`` is random for every start of the follower's launcher; ``leaving``: it was told
+        to stop.
         """
         if not 0 < rank < self.nodes:
             return f"rank is {rank}, but this engine's followers are 1 to {self.nodes - 1}"
@@ -55,7 +59,14 @@ class Followers:
         if self._starts.setdefault(rank, start) != start:
             self._restarted.add(rank)
         self._heard[rank] = now
+        if leaving:
+            self._leaving.add(rank)
         return None
+
+    @property
+    def leaving(self) -> int | None:
+        """The first follower that was told to stop."""
+        return min(self._leaving, default=None)
 
     def loss(self, now: float) -> str | None:
         """Tell why this engine cannot go on with the followers that it has, or None."""
@@ -75,11 +86,15 @@ class Leader:
         address: ``http://host:port``.
         rank: this follower's node rank.
         start: random for every start of this launcher.
+
+    Attributes:
+        leaving: set once this follower was told to stop.
     """
 
     def __init__(self, session: aiohttp.ClientSession, address: str, rank: int, start: str) -> None:
         self._session = session
         self.address = address
+        self.leaving = False
         self._parameters = {"rank": str(rank), "start": start}
 
     async def meet(self, waiting: Callable[[str], None]) -> Rendezvous:
@@ -100,6 +115,8 @@ class Leader:
                 answer = await self._ask()
             except _NoAnswerError as error:
                 why = str(error)
+                if self.leaving:
+                    return why  # it has drained, and nobody waits for it to come back
                 continue
             if answer.engine_id != met.engine_id:
                 return f"the leader of this engine has restarted as {answer.engine_id}"
@@ -110,9 +127,10 @@ class Leader:
     async def _ask(self) -> Rendezvous:
         address = f"{self.address}/v1/rendezvous"
         timeout = aiohttp.ClientTimeout(total=5.0)
+        parameters = {**self._parameters, **({"leaving": "1"} if self.leaving else {})}
         try:
             async with self._session.get(
-                address, params=self._parameters, timeout=timeout, allow_redirects=False
+                address, params=parameters, timeout=timeout, allow_redirects=False
             ) as answer:
                 data = await answer.content.read(_MAX_ANSWER)
                 if answer.status != 200:

@@ -70,6 +70,7 @@ class Supervisor:
         self._loss = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining: asyncio.Task[None] | None = None
+        self._leader: tuple[Leader, asyncio.Task[None]] | None = None
 
     async def run(self) -> tuple[int, str]:
         """(exit code, reason); the reason is empty where the engine ended because it was told to.
@@ -137,7 +138,7 @@ class Supervisor:
         except ValueError as error:
             raise OSError(f"{address} names no engine: {error}") from None
         self._start_engine(command, address, met.token)
-        self._spawn(self._watch_leader(leader, met))
+        self._leader = leader, self._spawn(self._watch_leader(leader, met))
 
     async def _watch_leader(self, leader: Leader, met: Rendezvous) -> None:
         def heard(answer: Rendezvous) -> None:
@@ -146,12 +147,17 @@ class Supervisor:
             else:
                 self._readiness.unhealthy("the engine's leader is not ready")
 
-        self._lose(await leader.watch(met, heard))
+        why = await leader.watch(met, heard)
+        if not self._stops:
+            self._lose(why)
 
     async def _watch_followers(self) -> None:
         while True:
             if loss := self._followers.loss(time.monotonic()):
                 self._lose(loss)
+            elif (rank := self._followers.leaving) is not None and not self._stops:
+                await self._drain(time.monotonic() + self._options.drain_seconds)
+                self._lose(f"node {rank} of this engine was told to stop")
             await asyncio.sleep(_SERVING_POLL)
 
     def _lose(self, why: str) -> None:
@@ -183,6 +189,11 @@ class Supervisor:
             return
         if self._command.is_leader:
             await self._drain(time.monotonic() + self._options.drain_seconds)
+        elif self._leader is not None:
+            leader, watched = self._leader
+            leader.leaving = True
+            self._readiness.draining("the engine's leader drains")
+            await asyncio.wait({watched}, timeout=self._options.drain_seconds)
         self._readiness.draining("stopping the engine")
         self._engine.signal(signal.SIGTERM)
         await asyncio.sleep(self._options.stop_seconds)
