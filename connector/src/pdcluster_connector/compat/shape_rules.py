@@ -133,10 +133,14 @@ SHAPE_RULES: tuple[Rule, ...] = (
         description=(
             "A data-parallel rank that spans several nodes is not carried by this version: each "
             "node of a data-parallel engine has the same number of whole ranks, with their "
-            "schedulers and side channels."
+            "schedulers and side channels. By vLLM's code such ranks of a dense model cannot meet: "
+            "each becomes an engine of its own that still looks for the first node's address."
         ),
         remedy="Choose parallelism.data as a multiple of parallelism.nodes, or use replicas.",
-        source="vLLM 0.32 engine/arg_utils.py (ranks of a node follow from its number)",
+        source=(
+            "vLLM 0.32 engine/arg_utils.py (ranks of a node follow from its number), "
+            "config/parallel.py (reconfigure_for_independent_dp_rank)"
+        ),
         test=alone(
             "data",
             _data_nodes,
