@@ -34,15 +34,15 @@ check: ## format, lint, types, import layers, generated files
 
 test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's scheduler, real engines
 	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)"
-	$(PY) -m pytest -m "nixl or engine or vllm"
+	$(PY) -m pytest -m "nixl or engine or vllm" --durations=10
 
 e2e: local-e2e cluster-e2e ## what a user does, end to end: on this machine, then on a real Kubernetes (as root)
 
 local-e2e: ## without Kubernetes: tokens, layouts, kills, restarts
-	$(PY) -m pytest -m local
+	$(PY) -m pytest -m local --durations=10
 
 cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
-	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "cluster or helm"
+	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "cluster or helm" --durations=20
 
 fast: ## the tests that take seconds
 	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)" -q
