@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster.report import ClusterError
-from images.operator_image import operator_image
+from images.for_cluster import operator_values
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -146,10 +146,9 @@ def test_namespaced_mode_has_rights_in_its_namespaces_alone(release):
 
 def test_test_pod_tries_the_real_api_server(release):
     """Without the webhook, the CRD's own rules refuse the bad sample."""
-    image = operator_image()
-    release.cluster.load(image.archive)
+    image = operator_values(release.cluster)
     release.cluster.kubectl("delete", "quota", "no-pods", "-n", release.namespace)
-    named = (f"image.repository={image.repository}", f"image.tag={image.tag}")
+    named = (f"image.{key}={image[key]}" for key in ("repository", "tag"))
     release.install("--set", ",".join((*named, "webhook.enabled=false")))
     # Not --logs: helm 3 removes the pod that succeeded before it reads them.
     assert "Phase:          Succeeded" in release.helm("test", "chart")

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster_access import Proxy
-from cluster_images import operator_values
 
 from cluster import audit, cgroups
 from cluster.session import Cluster
+from images.for_cluster import load_engine_image, operator_values
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "pdcluster"
 NAMESPACE = "pdcluster-system"
@@ -36,6 +36,7 @@ class Installation:
 
     def install(self) -> str:
         """Build and import the images, then `helm upgrade --install`; what helm said."""
+        load_engine_image(self.cluster)
         values: dict[str, Any] = {
             "image": operator_values(self.cluster),
             "operator": {"allowHostPathModels": True},

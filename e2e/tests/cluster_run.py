@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from cluster_access import Proxy, ask
-from cluster_images import placed, template
 from local_run import START_SECONDS, Reply, condition, until
 from local_run import manifest as local_manifest
 
 from cluster.report import ClusterError
 from cluster.session import Cluster
 from images.engine_image import CONTAINERS
+from images.for_cluster import placed, template
 from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
 from pdcluster_operator.plan.merge import merge
 

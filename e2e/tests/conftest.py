@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from cluster_access import Proxy
-from cluster_images import missing_variables
 from cluster_install import Installation
 from cluster_run import ClusterRun, manifest, running
 
 from cluster.session import Cluster
+from images.for_cluster import missing_variables
 
 
 @pytest.fixture(scope="session")

@@ -30,14 +30,22 @@ def missing_variables() -> list[str]:
 
 
 def operator_values(cluster: Cluster) -> dict[str, Any]:
-    """The chart's ``image`` values; images of ours are in the node when this returns."""
+    """The chart's ``image`` values; the image is in our node when this returns."""
     if not cluster.ours:
         repository, _, tag = os.environ["PDCLUSTER_OPERATOR_IMAGE"].rpartition(":")
         return {"repository": repository, "tag": tag}
     image = operator_image()
-    for archive in (image.archive, engine_image().archive):
-        cluster.load(archive)
+    cluster.load(image.archive)
     return {"repository": image.repository, "tag": image.tag, "pullPolicy": "Never"}
+
+
+def load_engine_image(cluster: Cluster) -> str:
+    """The engines' image, which is in our node when this returns."""
+    if not cluster.ours:
+        return os.environ["PDCLUSTER_ENGINE_IMAGE"]
+    image = engine_image()
+    cluster.load(image.archive)
+    return image.name
 
 
 def placed(document: Mapping[str, Any]) -> dict[str, Any]:
