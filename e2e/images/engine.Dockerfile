@@ -2,8 +2,9 @@
 #
 #   docker build --build-arg BASE=IMAGE --file e2e/images/engine.Dockerfile --tag engine requirements
 #
-# BASE is any image with Python 3.11, its venv module, and libnuma1. The result has 9 GB: vLLM for
-# CPU runs on the package index's torch, which does not start without its CUDA libraries.
+# BASE is any image with Python 3.11, its venv module and headers, libnuma1 and g++ (torch compiles
+# where an engine has several ranks). The result has 8 GB: vLLM for CPU runs on the package index's
+# torch, which does not start without its CUDA libraries.
 ARG BASE
 FROM ${BASE}
 COPY development.txt /opt/engine.txt

@@ -13,8 +13,8 @@ from images.pip_settings import pip_options
 
 DOCKERFILE = Path(__file__).with_name("engine.Dockerfile")
 REQUIREMENTS = REPOSITORY / "requirements"
-# What vLLM for CPU loads and no wheel brings.
-INCLUDED = (*base.INCLUDED, "libnuma1")
+# What vLLM for CPU loads, and what torch compiles with where there are several ranks.
+INCLUDED = (*base.INCLUDED, "libnuma1", "g++", "python3-dev")
 
 
 def standalone_engine() -> Image:
