@@ -25,9 +25,12 @@ RECOVERY_SECONDS = 180.0
 def everywhere_but_pods(cluster: Cluster) -> dict[str, Any]:
     """A second policy cannot forbid what the cluster's own admits, but the sender's may."""
     pods = [str(network.PODS)]
-    if not cluster.ours:
-        nodes = json.loads(cluster.kubectl("get", "nodes", "--output=json"))["items"]
-        pods = [cidr for node in nodes for cidr in node["spec"]["podCIDRs"] if ":" not in cidr]
+    if not cluster.ours:  # whose network plugin may give out addresses as it likes
+        words = ("get", "pods", "--all-namespaces", "--output=json")
+        found = [
+            pod["status"].get("podIP", "") for pod in json.loads(cluster.kubectl(*words))["items"]
+        ]
+        pods = sorted({f"{address}/32" for address in found if address and ":" not in address})
     return {"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": pods}}]}
 
 
