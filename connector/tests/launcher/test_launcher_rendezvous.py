@@ -92,6 +92,18 @@ def test_when_the_leader_restarts_so_does_the_follower(node):
     assert again.ready()["engine_id"] != first
 
 
+def test_a_follower_of_the_leaders_last_start_is_not_counted(node):
+    """It ends by itself; were its next start taken for a restart, both would end by turns."""
+    leader = node(0)
+    engine_id = leader.ready()["engine_id"]
+    address = f"{leader.url}/v1/rendezvous?rank=1&start=old&of=engine/gone"
+    assert http(address)[1]["engine_id"] == engine_id
+    follower = node(1)
+    assert follower.ready()["engine_id"] == engine_id
+    time.sleep(2)
+    assert leader.ready()["engine_id"] == engine_id
+
+
 def test_a_follower_that_waits_can_be_stopped(node):
     follower = node(1)
     wait_for(lambda: follower.state == "Starting")

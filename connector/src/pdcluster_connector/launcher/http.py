@@ -126,9 +126,11 @@ class LauncherServer:
         if self._followers is None:
             raise web.HTTPNotFound
         leaving = request.query.get("leaving") == "1"
-        if wrong := self._followers.heard(rank, start, time.monotonic(), leaving=leaving):
-            return _error(400, wrong)
         engine_id = self._readiness.identity.engine_id
+        if request.query.get("of", engine_id) == engine_id and (
+            wrong := self._followers.heard(rank, start, time.monotonic(), leaving=leaving)
+        ):
+            return _error(400, wrong)
         return _json(Rendezvous(engine_id, self._token, self._readiness.ready))
 
     async def _post_drain(self, _: web.Request) -> web.Response:

@@ -25,7 +25,10 @@ _MAX_ANSWER: Final = 64 * 1024
 
 
 class Rendezvous(Struct, frozen=True):
-    """``GET /v1/rendezvous?rank=N&start=S[&leaving=1]``: what the leader tells a follower."""
+    """``GET /v1/rendezvous?rank=N&start=S[&of=ID][&leaving=1]``: what the leader tells a follower.
+
+    ``of``: the engine id that the follower has met; it counts as a follower of that one alone.
+    """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
     token: Annotated[str, Meta(max_length=200)]
@@ -108,6 +111,8 @@ class Leader:
 
     async def watch(self, met: Rendezvous, heard: Callable[[Rendezvous], None]) -> str:
         """Keep asking; returns why this engine is over: the leader restarted, or is gone."""
+        # A leader that has restarted must not take it for one of its own, and its end for a loss.
+        self._parameters["of"] = met.engine_id
         last, why = time.monotonic(), ""
         while time.monotonic() - last <= SILENCE:
             await asyncio.sleep(ASK_EVERY)
