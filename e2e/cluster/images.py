@@ -69,13 +69,14 @@ def write_archive(
     }
     manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
     # Another process may read the archive of the same name meanwhile, or write it.
-    with tempfile.NamedTemporaryFile(dir=archive.parent, delete=False) as file:
-        partial = Path(file.name)
-    with tarfile.open(partial, "w") as tar:
+    with (
+        tempfile.NamedTemporaryFile(dir=archive.parent, delete=False) as file,
+        tarfile.open(fileobj=file, mode="w") as tar,
+    ):
         _add(tar, "layer.tar", layer)
         _add(tar, "config.json", json.dumps(configuration).encode())
         _add(tar, "manifest.json", json.dumps(manifest).encode())
-    partial.replace(archive)
+    Path(file.name).replace(archive)
 
 
 def _layer(content: Mapping[str, Content]) -> bytes:

@@ -117,11 +117,17 @@ def alive(engine: Launched) -> bool:
     return Path(f"/proc/{engine.told()['pid']}").exists()
 
 
-def test_a_follower_lives_until_its_leader_has_drained(node):
-    """Pods of one engine are told to stop at the same time, and requests may be under way."""
-    leader, follower = node(0, "busy:600;serve", "4"), node(1, drain="60")
+def busy(node, drain: str) -> tuple[Launched, Launched]:
+    """A leader whose requests never end, and its follower; both ready."""
+    leader, follower = node(0, "busy:600;serve", drain), node(1, drain="60")
     leader.ready()
     follower.ready()
+    return leader, follower
+
+
+def test_a_follower_lives_until_its_leader_has_drained(node):
+    """Pods of one engine are told to stop at the same time, and requests may be under way."""
+    leader, follower = busy(node, "4")
     for launcher in (follower, leader):
         launcher.process.send_signal(signal.SIGTERM)
     wait_for(lambda: (leader.state, follower.state) == ("Draining", "Draining"), 3)
@@ -132,9 +138,7 @@ def test_a_follower_lives_until_its_leader_has_drained(node):
 
 
 def test_when_the_follower_is_told_to_stop_the_engine_drains(node):
-    leader, follower = node(0, "busy:600;serve", "3"), node(1, drain="60")
-    leader.ready()
-    follower.ready()
+    leader, follower = busy(node, "3")
     follower.process.send_signal(signal.SIGTERM)
     wait_for(lambda: leader.state == "Draining", 5)
     assert alive(follower)
@@ -146,9 +150,7 @@ def test_when_the_follower_is_told_to_stop_the_engine_drains(node):
 
 
 def test_a_second_stop_does_not_wait_for_the_leader(node):
-    leader, follower = node(0, "busy:600;serve", "60"), node(1, drain="60")
-    leader.ready()
-    follower.ready()
+    _, follower = busy(node, "60")
     follower.process.send_signal(signal.SIGTERM)
     wait_for(lambda: follower.state == "Draining", 5)
     follower.process.send_signal(signal.SIGTERM)
