@@ -13,8 +13,9 @@ from cluster import images as node_images
 from cluster import lifecycle
 from cluster.places import Places
 from cluster.report import ClusterError, say
+from images.built import Image
 from images.engine_image import engine_image, for_this_machine
-from images.operator_image import Image, operator_image
+from images.operator_image import operator_image
 from images.standalone_engine import standalone_engine
 
 

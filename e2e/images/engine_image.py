@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.images import Content, Link, write_archive
-from images.operator_image import Image, images_folder
+from images.built import Image, images_folder
 
 # Where the image has links into /usr on a system of today, and mounts on an older one.
 SYSTEM_FOLDERS = ("bin", "lib", "lib64", "sbin")
