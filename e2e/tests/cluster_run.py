@@ -139,9 +139,9 @@ class ClusterRun:
                 return str(pod["metadata"]["name"])
         raise AssertionError(f"no pod of {role}\n{self.report()}")
 
-    def restarts(self, role: str) -> tuple[str, int]:
-        """UID and container restarts of a role's first pod: the same as long as it lives."""
-        pod = self.pods(role)[0]
+    def restarts(self, role: str, number: int = 0) -> tuple[str, int]:
+        """UID and container restarts of a role's pod: the same as long as it lives."""
+        pod = self.pods(role)[number]
         counts = (c["restartCount"] for c in pod["status"].get("containerStatuses", ()))
         return pod["metadata"]["uid"], sum(counts)
 

@@ -63,6 +63,8 @@ def test_an_engine_of_two_pods_serves_and_restarts_as_one(
         assert after.rpartition("/")[0] == before.rpartition("/")[0]
         assert _engine_id(run, follower) == after
         assert run.restarts("decode") == decode, "the other engine lived on"
+        restarts = [run.restarts("prefill", pod)[1] for pod in (0, 1)]
+        assert restarts == [1, 0], "the follower's next start waited for the leader's"
         moved(run, text(60, 8100))
 
 

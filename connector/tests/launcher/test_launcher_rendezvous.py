@@ -73,11 +73,17 @@ def test_when_the_follower_restarts_so_does_the_leader(node):
     follower.ready()
     os.kill(follower.told()["pid"], signal.SIGKILL)
     assert follower.end() == 137
-    node(1)
+    second = node(1)
+    states = set()
+    wait_for(lambda: states.add(second.state) or leader.process.poll() is not None)
     assert leader.end() == 1
     assert leader.termination == (
         "node 1 of this engine has restarted; an engine lives and dies as one"
     )
+    # It joins the leader's next start: neither has to restart again, nor seems ready meanwhile.
+    assert "Ready" not in states
+    again = node(0)
+    assert again.ready()["engine_id"] == second.ready()["engine_id"]
 
 
 def test_when_the_leader_restarts_so_does_the_follower(node):
@@ -162,6 +168,14 @@ def test_the_rendezvous_is_for_this_engines_followers(node, launch):
     leader.ready()
     for query in ("", "rank=0&start=a", "rank=2&start=a", "rank=1", "rank=x&start=a"):
         assert http(f"{leader.url}/v1/rendezvous?{query}")[0] == 400, query
+    ask = f"{leader.url}/v1/rendezvous?rank=1&start="
+    assert http(f"{ask}a")[0] == 200
+    status, answer = http(f"{ask}b")
+    assert (status, answer["error"]) == (
+        409,
+        "node 1 of this engine has restarted: the engine ends, and begins anew",
+    )
+    assert leader.end() == 1
     single = launch("serve")
     single.ready()
     assert http(f"{single.url}/v1/rendezvous?rank=1&start=a")[0] == 404

@@ -122,15 +122,16 @@ class LauncherServer:
         return _json({"engine": identity.logical, "engine_id": identity.engine_id, "links": rows})
 
     async def _get_rendezvous(self, request: web.Request) -> web.Response:
-        rank, start = int(_number(request, "rank", 0)), request.query.get("start", "")
         if self._followers is None:
             raise web.HTTPNotFound
+        rank, start = int(_number(request, "rank", 0)), request.query.get("start", "")
         leaving = request.query.get("leaving") == "1"
-        engine_id = self._readiness.identity.engine_id
-        if request.query.get("of", engine_id) == engine_id and (
-            wrong := self._followers.heard(rank, start, time.monotonic(), leaving=leaving)
-        ):
-            return _error(400, wrong)
+        engine_id, now = self._readiness.identity.engine_id, time.monotonic()
+        if request.query.get("of", engine_id) == engine_id:
+            if wrong := self._followers.heard(rank, start, now, leaving=leaving):
+                return _error(400, wrong)
+            if loss := self._followers.loss(now):
+                return _error(409, f"{loss}: the engine ends, and begins anew")
         return _json(Rendezvous(engine_id, self._token, self._readiness.ready))
 
     async def _post_drain(self, _: web.Request) -> web.Response:

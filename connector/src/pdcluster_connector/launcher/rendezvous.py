@@ -28,6 +28,7 @@ class Rendezvous(Struct, frozen=True):
     """``GET /v1/rendezvous?rank=N&start=S[&of=ID][&leaving=1]``: what the leader tells a follower.
 
     ``of``: the engine id that the follower has met; it counts as a follower of that one alone.
+    409 while the engine is about to end: its next start takes the followers that wait.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
