@@ -140,7 +140,8 @@ class Leader:
             ) as answer:
                 data = await answer.content.read(_MAX_ANSWER)
                 if answer.status != 200:
-                    raise _NoAnswerError(f"{address} answered {answer.status}: {data[:200]!r}")
+                    said = data[:200].decode(errors="replace")
+                    raise _NoAnswerError(f"{address} answered {answer.status}: {said}")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _NoAnswerError(f"{address} does not answer: {error or 'too slow'}") from None
         try:
