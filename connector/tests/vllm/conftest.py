@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,3 +36,11 @@ def engines(fork_host: ForkHost) -> Iterator[Callable[..., Engine]]:
     for engine in made:
         if engine.alive():
             engine.stop()
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker role believes itself the only rank: vLLM's groups are made by its executors."""
+    one = SimpleNamespace(rank_in_group=0)
+    for group in ("get_pp_group", "get_tp_group"):
+        monkeypatch.setattr(f"pdcluster_connector.vllm.worker.{group}", lambda: one)

@@ -37,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -52,6 +53,7 @@ from pdcluster_connector.vllm.step import Receipt, WorkerHandshake
 BLOCK = 16
 LAYER = "model.layers.0.self_attn.attn"
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+STATE = MambaSpec(block_size=1024, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
 class ContractEngine:

@@ -12,8 +12,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from contract import STATE
 from registered_caches import BLOCK, BLOCKS, HEAD, HEADS, NAMES, caches, vllm_config
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
@@ -26,7 +27,6 @@ from pdcluster_connector.vllm.worker import WorkerRole
 
 pytestmark = pytest.mark.vllm
 
-STATE = MambaSpec(block_size=1024, shapes=((4, 4),), dtypes=(torch.float32,))
 FILLED = 0xFF  # NaN as float32, and as either fp8
 
 
@@ -122,10 +122,8 @@ def test_a_hybrids_34_and_66() -> None:
     assert list(unfilled(blocks, 2112)) == []
 
 
-def test_a_worker_clears_before_anything_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = SimpleNamespace(rank_in_group=0)
-    monkeypatch.setattr("pdcluster_connector.vllm.worker.get_pp_group", lambda: one)
-    monkeypatch.setattr("pdcluster_connector.vllm.worker.get_tp_group", lambda: one)
+@pytest.mark.usefixtures("one_rank")
+def test_a_worker_clears_before_anything_is_posted() -> None:
     views, config, made = engine(KVCacheLayout.LBHNC, 16)
     seen: list[int] = []
 

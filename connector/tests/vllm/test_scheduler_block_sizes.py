@@ -15,10 +15,10 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from contract import ContractEngine, closing_engines, prompt
+from contract import STATE, ContractEngine, closing_engines, prompt
 from layout_cases import FULL, MAMBA, WINDOW, paired, run
 from modelled_engine import Array, Grid, Group
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from pdcluster_connector.protocol.ticket import Ticket, ticket_of
 
@@ -37,7 +37,7 @@ def engine(
     if windows:
         specs.append(SlidingWindowSpec(**plain, sliding_window=SIZE))
     if states:
-        specs.append(MambaSpec(block_size=1024, shapes=((4, 4),), dtypes=(torch.float32,)))
+        specs.append(STATE)
     return make(role, block=block, specs=specs, prefixes=not states)
 
 

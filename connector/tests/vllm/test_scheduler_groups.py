@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from contract import BLOCK, FULL, ContractEngine, closing_engines, prompt
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from contract import BLOCK, FULL, STATE, ContractEngine, closing_engines, prompt
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from pdcluster_connector.protocol.ticket import Ticket, ticket_of
 
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.vllm
 WINDOW = SlidingWindowSpec(
     block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=32
 )
-STATE = MambaSpec(block_size=1024, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
 @pytest.fixture

@@ -41,10 +41,7 @@ def vllm_config(backend: Any = "mp", engine_id: str = "e/1", **extra: Any) -> An
 
 
 @pytest.fixture
-def connector(monkeypatch: pytest.MonkeyPatch) -> PDClusterConnector:
-    one = SimpleNamespace(rank_in_group=0)
-    monkeypatch.setattr("pdcluster_connector.vllm.worker.get_pp_group", lambda: one)
-    monkeypatch.setattr("pdcluster_connector.vllm.worker.get_tp_group", lambda: one)
+def connector(one_rank: None) -> PDClusterConnector:
     return PDClusterConnector(vllm_config(), KVConnectorRole.WORKER, SimpleNamespace())
 
 
