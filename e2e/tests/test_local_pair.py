@@ -1,25 +1,41 @@
-"""One local cluster through what goes wrong in production: abuse, and engines that die."""
+"""One local cluster through what production brings: pauses, abuse, and engines that die."""
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from kv_load import Load, moved, text
-from local_run import LocalRun, manifest
+from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, manifest
+
+from pdcluster_operator.api.labels import LAUNCHER_PORT
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
 RECOVERY_SECONDS = 300.0
+# Where vLLM serves /pause and /resume.
+DEVELOPMENT = {
+    "podTemplate": {
+        "spec": {
+            "containers": [
+                {"name": "engine", "env": [{"name": "VLLM_SERVER_DEV_MODE", "value": "1"}]}
+            ]
+        }
+    }
+}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
     folder: Path = tmp_path_factory.mktemp("local")
-    with LocalRun(manifest(), folder) as run:
+    with LocalRun(manifest(prefill=DEVELOPMENT, decode=DEVELOPMENT), folder) as run:
         run.wait_ready()
         yield run
 
@@ -27,6 +43,78 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
 def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(run: LocalRun) -> None:
     for seed in range(4):
         moved(run, text(60, seed))
+
+
+def test_the_link_tells_what_its_canary_moved(run: LocalRun) -> None:
+    run.wait_ready()
+    [link] = json.loads(run.get("decode", LAUNCHER_PORT, "/v1/links"))["links"]
+    assert (link["state"], link["shards"]) == ("Established", "1/1")
+    assert link["prefill_engine_id"] == run.engine_id("prefill")
+    assert link["bytes_per_second"] > 0
+    assert link["canary"]["state"] == "Passed"
+    assert link["canary"]["bytes"] > 0
+    assert link["canary"]["bytes"] % (BLOCK_TOKENS * KV_BYTES_PER_TOKEN) == 0, "whole blocks"
+
+
+def test_logprobs_are_prefills_own(run: LocalRun) -> None:
+    prompt = text(60, 50)
+    reply, own = (run.complete(prompt, role=role, logprobs=3) for role in ("router", "prefill"))
+    assert reply.kv_path["outcome"] == "transferred"
+    assert reply.completion == own.completion
+    ours, theirs = (answer.document["choices"][0]["logprobs"] for answer in (reply, own))
+    assert len(ours["token_logprobs"]) == 16
+    assert ours["token_logprobs"] == pytest.approx(theirs["token_logprobs"], abs=1e-4)
+    for mine, other in zip(ours["top_logprobs"], theirs["top_logprobs"], strict=True):
+        assert mine == pytest.approx(other, abs=1e-4)
+
+
+def test_structured_output_is_prefills_own(run: LocalRun) -> None:
+    prompt, wanted = text(60, 51), {"structured_outputs": {"regex": "[a-c]{5}[0-9]{5}"}}
+    reply, own = (run.complete(prompt, role=role, **wanted) for role in ("router", "prefill"))
+    assert reply.kv_path["outcome"] == "transferred"
+    assert re.fullmatch("[a-c]{5}[0-9]{5}", reply.completion)
+    assert reply.completion == own.completion
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_pausing_prefill_waits_for_its_leases(run: LocalRun, mode: str) -> None:
+    """Trainers pause an engine to load new weights: no KV of the old ones may be left to fetch."""
+    run.wait_ready()
+    prompt = text(60, 60 + len(mode))
+    asked = {"do_remote_decode": True}
+    first = run.complete(prompt, role="prefill", tokens=1, kv_transfer_params=asked)
+    ticket = first.document["kv_transfer_params"]
+    with ThreadPoolExecutor(2) as pool:
+        paused = pool.submit(run.post, "prefill", f"/pause?mode={mode}")
+        time.sleep(1)
+        assert not paused.done(), "a lease is held"
+        reply = run.complete(prompt, role="decode", kv_transfer_params=ticket)
+        assert reply.kv_path["outcome"] == "transferred"
+        assert paused.result(30) == 200
+        waiting = pool.submit(run.complete, prompt, role="prefill")
+        time.sleep(1)
+        assert not waiting.done(), "it is paused"
+        assert run.post("prefill", "/resume") == 200
+        assert waiting.result(30).completion == reply.completion
+    run.wait_ready()
+    moved(run, text(60, 70 + len(mode)))
+
+
+def test_pausing_decode_keeps_what_it_receives(run: LocalRun) -> None:
+    run.wait_ready()
+    with ThreadPoolExecutor(1) as pool:
+        for number, seconds in enumerate((0.0, 0.05, 0.1, 0.2, 0.4)):
+            prompt = text(200, 80 + number)
+            waiting = pool.submit(run.complete, prompt, tokens=64)
+            time.sleep(seconds)
+            assert run.post("decode", "/pause?mode=keep") == 200
+            time.sleep(1)
+            assert not waiting.done(), "it is paused"
+            assert run.post("decode", "/resume") == 200
+            reply = waiting.result(60)
+            assert reply.kv_path["outcome"] == "transferred", reply.text
+            assert reply.completion == run.complete(prompt, role="prefill", tokens=64).completion
+    run.wait_ready()
 
 
 def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:

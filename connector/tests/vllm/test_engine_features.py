@@ -68,6 +68,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Adapter]:
 # vLLM wants sampling for n > 1; of one candidate all children choose the same.
 THREE: dict[str, Any] = {"n": 3, "temperature": 1.0, "top_k": 1}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
@@ -249,6 +250,35 @@ def test_speculation_on_decode_alone(
     held(decode)
     assert decode.free_blocks() == 255
     decode.stop()
+
+
+def test_speculation_with_a_draft_model(
+    engines: Callable[..., Engine], pair: Pair, expected: Callable[..., list[int]]
+) -> None:
+    """Its layers have KV of their own, which moves too where both engines have it."""
+    draft = {**DRAFT, "model": str(model_path("llama-finetuned"))}
+    llm = {"model": str(model_path("llama")), "max_num_seqs": 8, "speculative_config": draft}
+    prefill = engines("dp", connector_config("kv_producer"), **llm)
+    decode = engines("dd", connector_config("kv_consumer", "recompute"), **llm)
+    drafting = Pair(prefill.wait_ready(), decode.wait_ready())
+    for seed in range(4):
+        tokens = prompt(100, 70 + seed)
+        answer = drafting.generate(tokens, 60)
+        assert answer.tokens == expected(tokens, 60), decode.tail()
+        assert answer.path["outcome"] == "transferred"
+        plain = pair.generate(tokens)
+        assert answer.path["bytes"] == 2 * plain.path["bytes"], "as many layers as the model"
+    counters = decode.ask("counters")
+    drafted = counters["vllm:spec_decode_num_draft_tokens"]
+    assert drafted > counters["vllm:spec_decode_num_accepted_tokens"] > 0
+    tokens = prompt(100, 75)
+    answer = Pair(pair.prefill, decode).generate(tokens, TOKENS)
+    assert (answer.path["outcome"], answer.path["reason"]) == ("failed", "LayerMismatch")
+    assert answer.tokens == expected(tokens)
+    held(prefill, decode)
+    for engine in (prefill, decode):
+        assert engine.free_blocks() == 255
+        engine.stop()
 
 
 def test_afterwards_nothing_is_held(pair: Pair) -> None:
