@@ -243,7 +243,8 @@ def test_error_at_poll(rig: Rig, kind: PortErrorKind) -> None:
 
 
 def test_a_failed_sibling_waits_for_the_other_transfer(two: Rig) -> None:
-    behaviours = [Behaviour(poll_error=PortErrorKind.TRANSPORT), Behaviour(hang=True)]
+    # The hanging one first: were the other polled before it is posted, it would not be.
+    behaviours = [Behaviour(hang=True), Behaviour(poll_error=PortErrorKind.TRANSPORT)]
     two.fabric.behave = lambda t: Behaviour() if len(t.copies) == 1 else behaviours.pop(0)
     two.send("r")
     eventually(lambda: not behaviours and len(two.fabric.flying) == 1)
