@@ -60,6 +60,8 @@ class PrefillProcess:
     def signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        if number is signal.SIGSTOP:  # threads that run go on for a moment: milliseconds were seen
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def end(self) -> None:
         self.pipe.close()

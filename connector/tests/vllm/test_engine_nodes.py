@@ -11,7 +11,7 @@ from fork_host import Engine
 pytest.importorskip("vllm")
 
 from engine_pair import Pair, connector_config, prompt
-from test_engine_layouts import FULL, HIT, WARM, Case, handed_over
+from test_engine_layouts import FULL, HIT, TOKENS, WARM, Case, handed_over
 
 from loopback import free_port
 
@@ -40,7 +40,8 @@ def test_the_kv_of_a_prefill_engine_on_two_nodes(engines: Callable[..., Engine])
         ("in chunks", prompt(700, 2), 0),
         ("a prefix hit", WARM[:HIT] + prompt(97, 3), HIT),
     ):
-        _, held = handed_over(case, pair, tokens, start, len(tokens), name)
+        made, held = handed_over(case, pair, tokens, start, len(tokens), name)
+        assert made == decode.generate(tokens, TOKENS, salt="alone").tokens, name
         assert [rank for rank, _ in held] == [(0, 0), (0, 1)]
     leader.stop()
     follower.kill()
