@@ -8,12 +8,13 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from kv_load import Load, moved, text
-from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, manifest
+from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, Reply, manifest
 
 from pdcluster_operator.api.labels import LAUNCHER_PORT
 
@@ -102,19 +103,37 @@ def test_pausing_prefill_waits_for_its_leases(run: LocalRun, mode: str) -> None:
 
 def test_pausing_decode_keeps_what_it_receives(run: LocalRun) -> None:
     run.wait_ready()
+
+    def ask(number: int) -> Future[Reply]:
+        return pool.submit(run.complete, text(200, 80 + number), tokens=64)
+
+    def right(number: int, reply: Reply) -> None:
+        assert reply.kv_path["outcome"] == "transferred", reply.text
+        own = run.complete(text(200, 80 + number), role="prefill", tokens=64)
+        assert reply.completion == own.completion
+
     with ThreadPoolExecutor(1) as pool:
-        for number, seconds in enumerate((0.0, 0.05, 0.1, 0.2, 0.4)):
-            prompt = text(200, 80 + number)
-            waiting = pool.submit(run.complete, prompt, tokens=64)
-            time.sleep(seconds)
-            assert run.post("decode", "/pause?mode=keep") == 200
+        with paused_decode(run):
+            waiting = ask(0)
             time.sleep(1)
-            assert not waiting.done(), "it is paused"
-            assert run.post("decode", "/resume") == 200
-            reply = waiting.result(60)
-            assert reply.kv_path["outcome"] == "transferred", reply.text
-            assert reply.completion == run.complete(prompt, role="prefill", tokens=64).completion
+            assert not waiting.done()
+        right(0, waiting.result(60))
+        for number, seconds in enumerate((0.0, 0.05, 0.1, 0.2, 0.3), 1):
+            waiting = ask(number)
+            time.sleep(seconds)
+            with paused_decode(run):
+                time.sleep(0.5)
+            right(number, waiting.result(60))
     run.wait_ready()
+
+
+@contextmanager
+def paused_decode(run: LocalRun) -> Iterator[None]:
+    assert run.post("decode", "/pause?mode=keep") == 200
+    try:
+        yield
+    finally:
+        assert run.post("decode", "/resume") == 200
 
 
 def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:
