@@ -224,14 +224,6 @@ class LocalRun:
     def engine_id(self, role: str) -> str:
         return str(json.loads(self.get(role, LAUNCHER_PORT, "/readyz"))["engine_id"])
 
-    def post(self, role: str, path: str) -> int:
-        """The status that a role's engine answers with."""
-        url = f"http://{self.address(role)}:{HTTP_PORT}{path}"
-        with urllib.request.urlopen(
-            urllib.request.Request(url, method="POST"), timeout=60
-        ) as reply:
-            return int(reply.status)
-
     def get(self, role: str, port: int, path: str, node: int = 0) -> str:
         """What an engine's pod answers to a GET."""
         url = f"http://{self.address(role, node)}:{port}{path}"

@@ -1,4 +1,4 @@
-"""One local cluster through what production brings: pauses, abuse, and engines that die."""
+"""One local cluster through what production brings: odd requests, abuse, and engines that die."""
 
 from __future__ import annotations
 
@@ -6,37 +6,24 @@ import json
 import random
 import re
 import socket
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from kv_load import Load, moved, text
-from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, Reply, manifest
+from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, manifest
 
 from pdcluster_operator.api.labels import LAUNCHER_PORT
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
 RECOVERY_SECONDS = 300.0
-# Where vLLM serves /pause and /resume.
-DEVELOPMENT = {
-    "podTemplate": {
-        "spec": {
-            "containers": [
-                {"name": "engine", "env": [{"name": "VLLM_SERVER_DEV_MODE", "value": "1"}]}
-            ]
-        }
-    }
-}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
     folder: Path = tmp_path_factory.mktemp("local")
-    with LocalRun(manifest(prefill=DEVELOPMENT, decode=DEVELOPMENT), folder) as run:
+    with LocalRun(manifest(), folder) as run:
         run.wait_ready()
         yield run
 
@@ -75,65 +62,6 @@ def test_structured_output_is_prefills_own(run: LocalRun) -> None:
     assert reply.kv_path["outcome"] == "transferred"
     assert re.fullmatch("[a-c]{5}[0-9]{5}", reply.completion)
     assert reply.completion == own.completion
-
-
-@pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_pausing_prefill_waits_for_its_leases(run: LocalRun, mode: str) -> None:
-    """Trainers pause an engine to load new weights: no KV of the old ones may be left to fetch."""
-    run.wait_ready()
-    prompt = text(60, 60 + len(mode))
-    asked = {"do_remote_decode": True}
-    first = run.complete(prompt, role="prefill", tokens=1, kv_transfer_params=asked)
-    ticket = first.document["kv_transfer_params"]
-    with ThreadPoolExecutor(2) as pool:
-        paused = pool.submit(run.post, "prefill", f"/pause?mode={mode}")
-        time.sleep(1)
-        assert not paused.done(), "a lease is held"
-        reply = run.complete(prompt, role="decode", kv_transfer_params=ticket)
-        assert reply.kv_path["outcome"] == "transferred"
-        assert paused.result(30) == 200
-        waiting = pool.submit(run.complete, prompt, role="prefill")
-        time.sleep(1)
-        assert not waiting.done(), "it is paused"
-        assert run.post("prefill", "/resume") == 200
-        assert waiting.result(30).completion == reply.completion
-    run.wait_ready()
-    moved(run, text(60, 70 + len(mode)))
-
-
-def test_pausing_decode_keeps_what_it_receives(run: LocalRun) -> None:
-    run.wait_ready()
-
-    def ask(number: int) -> Future[Reply]:
-        return pool.submit(run.complete, text(200, 80 + number), tokens=64)
-
-    def right(number: int, reply: Reply) -> None:
-        assert reply.kv_path["outcome"] == "transferred", reply.text
-        own = run.complete(text(200, 80 + number), role="prefill", tokens=64)
-        assert reply.completion == own.completion
-
-    with ThreadPoolExecutor(1) as pool:
-        with paused_decode(run):
-            waiting = ask(0)
-            time.sleep(1)
-            assert not waiting.done()
-        right(0, waiting.result(60))
-        for number, seconds in enumerate((0.0, 0.05, 0.1, 0.2, 0.3), 1):
-            waiting = ask(number)
-            time.sleep(seconds)
-            with paused_decode(run):
-                time.sleep(0.5)
-            right(number, waiting.result(60))
-    run.wait_ready()
-
-
-@contextmanager
-def paused_decode(run: LocalRun) -> Iterator[None]:
-    assert run.post("decode", "/pause?mode=keep") == 200
-    try:
-        yield
-    finally:
-        assert run.post("decode", "/resume") == 200
 
 
 def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:
