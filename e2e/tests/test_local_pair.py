@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kv_load import Load, moved, text
@@ -28,6 +29,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
         yield run
 
 
+def only_link(run: LocalRun) -> dict[str, Any]:
+    [link] = json.loads(run.get("decode", LAUNCHER_PORT, "/v1/links"))["links"]
+    return link
+
+
 def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(run: LocalRun) -> None:
     for seed in range(4):
         moved(run, text(60, seed))
@@ -35,7 +41,7 @@ def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(run: LocalRun) 
 
 def test_the_link_tells_what_its_canary_moved(run: LocalRun) -> None:
     run.wait_ready()
-    [link] = json.loads(run.get("decode", LAUNCHER_PORT, "/v1/links"))["links"]
+    link = only_link(run)
     assert (link["state"], link["shards"]) == ("Established", "1/1")
     assert link["prefill_engine_id"] == run.engine_id("prefill")
     assert link["bytes_per_second"] > 0
@@ -133,5 +139,8 @@ def test_a_killed_engine_comes_back_and_kv_moves_again(run: LocalRun, role: str)
     assert run.engine_id(role).rpartition("/")[0] == before.rpartition("/")[0]
     assert run.engine_id(role) != before, "a restart is a new incarnation"
     assert run.engine_id(other) == survivor
+    link = only_link(run)
+    assert link["prefill_engine_id"] == run.engine_id("prefill")
+    assert link["canary"]["state"] == "Passed"
     assert run.launcher(other).pid == other_pid, "the other engine lived on"
     moved(run, text(60, 200 if role == "prefill" else 300))
