@@ -21,6 +21,8 @@ root = "{places.node}/containerd"
 state = "{places.node}/containerd-state"
 [grpc]
   address = "{places.containerd_socket}"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{places.node}/containerd-opt"
 [plugins."io.containerd.cri.v1.images".pinned_images]
   sandbox = "{images.POD}"
 [plugins."io.containerd.cri.v1.runtime"]
