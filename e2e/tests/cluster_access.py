@@ -8,7 +8,7 @@ import re
 import subprocess
 from typing import Any, Self
 
-from local_run import Reply
+from reply import Reply
 
 from cluster.session import Cluster
 

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from cluster_access import Proxy, ask
-from local_run import START_SECONDS, Reply, condition, until
+from local_run import START_SECONDS, condition, until
 from local_run import manifest as local_manifest
+from reply import Reply
 
 from cluster.report import ClusterError
 from cluster.session import Cluster

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
-from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, Reply
+from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN
+from reply import Reply
 
 
 class Run(Protocol):

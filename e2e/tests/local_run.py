@@ -7,19 +7,20 @@ does: apply, wait for a condition, send a prompt, kill a process, look at the li
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 import yaml
+from reply import Reply, answer
 
 from models.tiny import model_path
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
@@ -78,25 +79,6 @@ def until(what: str, holds: Callable[[], Any], seconds: float, report: Callable[
             raise AssertionError(f"no {what} within {seconds:.0f} s\n{report()}")
         time.sleep(0.1)
     return time.monotonic() - started
-
-
-class Reply:
-    """An HTTP answer: its status, and its JSON body where it has one."""
-
-    def __init__(self, status: int, body: bytes) -> None:
-        self.status, self.text = status, body.decode(errors="replace")
-
-    @property
-    def document(self) -> Any:
-        return json.loads(self.text)
-
-    @property
-    def completion(self) -> str:
-        return str(self.document["choices"][0]["text"])
-
-    @property
-    def kv_path(self) -> Mapping[str, Any]:
-        return (self.document.get("kv_transfer_params") or {}).get("kv_path") or {}
 
 
 class LocalRun:
@@ -193,11 +175,17 @@ class LocalRun:
                 **({} if data_rank is None else {"X-data-parallel-rank": str(data_rank)}),
             },
         )
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                return Reply(answer.status, answer.read())
-        except urllib.error.HTTPError as error:
-            return Reply(error.code, error.read())
+        return answer(request)
+
+    def post(self, role: str, path: str) -> Reply:
+        """What a role's engine answers to a POST without a body."""
+        url = f"http://{self.address(role)}:{HTTP_PORT}{path}"
+        return answer(urllib.request.Request(url, method="POST"))
+
+    def metric(self, role: str, name: str) -> float:
+        """The sum of an engine's samples of one name."""
+        lines = self.get(role, HTTP_PORT, "/metrics").splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
     def launcher(self, role: str) -> psutil.Process:
         """The launcher of a role's engine: PID 1 of its container."""
@@ -220,6 +208,18 @@ class LocalRun:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 continue
+
+    @contextlib.contextmanager
+    def standing_still(self, role: str) -> Iterator[None]:
+        """A role's engine does nothing until the block ends; its launcher goes on."""
+        processes = self.launcher(role).children(recursive=True)
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.resume()
 
     def engine_id(self, role: str) -> str:
         return str(json.loads(self.get(role, LAUNCHER_PORT, "/readyz"))["engine_id"])

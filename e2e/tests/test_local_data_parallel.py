@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, Reply, manifest
+from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, manifest
+from reply import Reply
 
 from models.tiny import model_path
 from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT

@@ -1,4 +1,4 @@
-"""One local cluster through what production brings: odd requests, abuse, and engines that die."""
+"""One local pair through what production brings: odd requests, pauses, abuse, engines that die."""
 
 from __future__ import annotations
 
@@ -6,25 +6,35 @@ import json
 import random
 import re
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kv_load import Load, moved, text
 from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, manifest
+from reply import Reply
 
 from pdcluster_operator.api.labels import LAUNCHER_PORT
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
 RECOVERY_SECONDS = 300.0
+# /pause is for developers. Over TCP a read waits for a prefill that stands still.
+ENVIRONMENT = [
+    {"name": "VLLM_SERVER_DEV_MODE", "value": "1"},
+    {"name": "UCX_TLS", "value": "tcp"},
+]
+ROLE = {"podTemplate": {"spec": {"containers": [{"name": "engine", "env": ENVIRONMENT}]}}}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
     folder: Path = tmp_path_factory.mktemp("local")
-    with LocalRun(manifest(), folder) as run:
+    with LocalRun(manifest(prefill=ROLE, decode=ROLE), folder) as run:
         run.wait_ready()
         yield run
 
@@ -68,6 +78,104 @@ def test_structured_output_is_prefills_own(run: LocalRun) -> None:
     assert reply.kv_path["outcome"] == "transferred"
     assert re.fullmatch("[a-c]{5}[0-9]{5}", reply.completion)
     assert reply.completion == own.completion
+
+
+@pytest.fixture
+def pausable(run: LocalRun) -> Iterator[LocalRun]:
+    """Serves again whatever a test leaves paused."""
+    run.wait_ready()
+    yield run
+    for role in ("prefill", "decode"):
+        assert run.post(role, "/resume").status == 200
+
+
+def ticket(run: LocalRun, prompt: str) -> dict[str, Any]:
+    asked = {"do_remote_decode": True}
+    reply = run.complete(prompt, role="prefill", tokens=1, kv_transfer_params=asked)
+    return {"kv_transfer_params": reply.document["kv_transfer_params"]}
+
+
+@contextmanager
+def kv_under_way(run: LocalRun, prompt: str) -> Iterator[Future[Reply]]:
+    """A request to decode whose KV cannot arrive before the block ends."""
+    fetch = ticket(run, prompt)
+    pool = ThreadPoolExecutor(1)
+    with run.standing_still("prefill"):
+        answer = pool.submit(run.complete, prompt, role="decode", **fetch)
+        pool.shutdown(wait=False)
+        until_requests(run, "waiting")
+        yield answer
+
+
+def until_requests(run: LocalRun, do: str) -> None:
+    """Until decode has a request that is ``waiting`` (for its KV) or ``running``."""
+    run.wait(
+        f"{do} request", lambda: run.metric("decode", f"vllm:num_requests_{do}") == 1, seconds=10
+    )
+
+
+def resumed(run: LocalRun, role: str, answer: Future[Reply]) -> Reply:
+    time.sleep(1)
+    assert not answer.done(), "it is paused"
+    assert run.post(role, "/resume").status == 200
+    return answer.result(60)
+
+
+def same_as_prefill(run: LocalRun, prompt: str, reply: Reply, tokens: int = 16) -> None:
+    assert reply.kv_path["outcome"] == "transferred", reply.text
+    assert reply.completion == run.complete(prompt, role="prefill", tokens=tokens).completion
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_pausing_prefill_waits_for_its_leases(pausable: LocalRun, mode: str) -> None:
+    """No KV of the old weights may be left to fetch."""
+    run, prompt = pausable, text(60, 60 + len(mode))
+    fetch = ticket(run, prompt)
+    with ThreadPoolExecutor(2) as pool:
+        paused = pool.submit(run.post, "prefill", f"/pause?mode={mode}")
+        time.sleep(1)
+        assert not paused.done(), "a lease is held"
+        reply = run.complete(prompt, role="decode", **fetch)
+        assert paused.result(30).status == 200
+        own = resumed(run, "prefill", pool.submit(run.complete, prompt, role="prefill"))
+    assert reply.kv_path["outcome"] == "transferred"
+    assert reply.completion == own.completion
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_pausing_decode_waits_for_kv_under_way(pausable: LocalRun, mode: str) -> None:
+    """No block may be written to once the engine says that it is idle."""
+    run, prompt = pausable, text(60, 80 + len(mode))
+    with ThreadPoolExecutor(1) as pool, kv_under_way(run, prompt) as answer:
+        paused = pool.submit(run.post, "decode", f"/pause?mode={mode}")
+        time.sleep(1)
+        assert not paused.done(), "KV is on its way into its blocks"
+    assert paused.result(30).status == 200
+    reply = answer.result(30)
+    if mode == "abort":
+        assert reply.document["choices"][0]["finish_reason"] == "abort"
+    else:
+        same_as_prefill(run, prompt, reply)
+
+
+@pytest.mark.parametrize(("clear", "status"), [("false", 200), ("true", 500)])
+def test_a_paused_decode_keeps_kv_under_way(pausable: LocalRun, clear: str, status: int) -> None:
+    """vLLM cannot clear its caches then: it says so, and is paused until /resume all the same."""
+    run, prompt = pausable, text(60, 100 + status)
+    with kv_under_way(run, prompt) as answer:
+        paused = run.post("decode", f"/pause?mode=keep&clear_cache={clear}")
+        assert paused.status == status
+        assert status == 200 or "waiting for remote KV transfer" in paused.text
+    same_as_prefill(run, prompt, resumed(run, "decode", answer))
+
+
+def test_a_running_request_goes_on_after_its_kv_was_cleared(pausable: LocalRun) -> None:
+    run, prompt = pausable, text(60, 102)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(run.complete, prompt, tokens=300)
+        until_requests(run, "running")
+        assert run.post("decode", "/pause?mode=keep").status == 200
+        same_as_prefill(run, prompt, resumed(run, "decode", answer), 300)
 
 
 def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:
