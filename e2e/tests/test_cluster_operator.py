@@ -79,8 +79,10 @@ def test_deleting_removes_everything_without_an_operator(
 
 
 def test_an_operator_killed_at_any_moment_ends_where_another_would(
-    idling: ClusterRun, operator: Installation
+    idling: ClusterRun, tiny: ClusterRun, operator: Installation
 ) -> None:
+    tiny.wait_ready()
+    served = tiny.status()["conditions"]
     idling.apply(idler())
     idling.wait("children", lambda: complete(idling), 60)
     wanted = standing(idling)
@@ -99,3 +101,4 @@ def test_an_operator_killed_at_any_moment_ends_where_another_would(
         operator.wait_ready()
         time.sleep(1)
         assert idling.children() == [], "nothing is resurrected"
+    assert tiny.status()["conditions"] == served, "a new operator asks before it judges"

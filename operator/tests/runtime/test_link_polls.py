@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from pdcluster_operator.api.enums import Role
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import LauncherError
-from pdcluster_operator.runtime.link_monitor import LinkMonitor, Target
+from pdcluster_operator.runtime.link_monitor import FIRST_LOOK_SECONDS, LinkMonitor, Target
 from pdcluster_operator.runtime.queue import Key
 
 KEY = Key("ns", "tiny")
@@ -141,4 +144,44 @@ async def test_another_engine_on_the_address_is_not_believed() -> None:
     monitor.follow(KEY, [D])
     await asyncio.sleep(0.05)
     assert monitor.engines(KEY) == {}
+    await monitor.stop()
+
+
+async def test_a_first_look_ends_when_every_engine_has_answered() -> None:
+    launchers = Launchers()
+    monitor, woken = monitor_of(launchers)
+    monitor.follow(KEY, [P, D])
+    assert 0 < monitor.first_look(KEY) <= FIRST_LOOK_SECONDS
+    await until(lambda: len(woken) == 2)
+    assert monitor.first_look(KEY) == 0
+    assert set(monitor.engines(KEY)) == {P.engine, D.engine}
+    monitor.follow(KEY, [P, replace(D, process="2/1")])
+    assert monitor.first_look(KEY) == 0, "an engine that comes later is not waited for"
+    await monitor.stop()
+
+
+async def test_a_first_look_ends_and_wakes_when_an_engine_stays_silent() -> None:
+    launchers = Launchers()
+    launchers.ids["http://d"] = None
+    monitor, woken = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await until(lambda: woken)
+    assert monitor.first_look(KEY) == 0
+    assert not monitor.engines(KEY)
+    await asyncio.sleep(0.05)
+    assert len(woken) == 1, "silence that goes on is no news"
+    await monitor.stop()
+
+
+async def test_a_first_look_ends_in_time_although_one_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(f"{LinkMonitor.__module__}.FIRST_LOOK_SECONDS", 0.1)
+    launchers = Launchers()
+    launchers.hang.add("http://p")
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [P, D])
+    assert monitor.first_look(KEY) > 0
+    await until(lambda: monitor.first_look(KEY) == 0)
+    assert P.engine not in monitor.engines(KEY)
     await monitor.stop()

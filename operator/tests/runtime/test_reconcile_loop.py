@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from pdcluster_operator.adapters.local.api import LocalApi
 from pdcluster_operator.api.labels import API_VERSION
 from pdcluster_operator.plan.model import ConnectorBundle, Delete, Event, RestartPod
+from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.link_monitor import LinkMonitor
 from pdcluster_operator.runtime.queue import Key
@@ -71,6 +73,24 @@ class Nobody:
         self.events += events
 
 
+class Serving:
+    """Launchers of engines that serve, once they are allowed to answer."""
+
+    def __init__(self, engines: Mapping[str, str]) -> None:
+        self.engines = engines
+        self.may_answer = asyncio.Event()
+
+    async def ready(self, url: str) -> EngineReport:
+        await self.may_answer.wait()
+        return EngineReport(ready=True, engine=self.engines[url], engine_id=f"{url}/1")
+
+    async def links(self, url: str) -> LinksReport:
+        return LinksReport(self.engines[url], f"{url}/1")
+
+    async def put_peers(self, url: str, body: Mapping[str, Any]) -> None:
+        assert body
+
+
 class Fixed:
     def bundle(self) -> ConnectorBundle:
         return ConnectorBundle("ab" * 32, b"zip")
@@ -83,7 +103,13 @@ class World:
     def __init__(self) -> None:
         self.api, self.store, self.events = LocalApi(), Store(), Nobody()
         self.port = RecordingApi(self.api)
-        self.monitor = LinkMonitor(self.events, lambda _: None)  # type: ignore[arg-type]
+        self.start(self.events)
+        self.api.watch(self._see)
+        self.api.apply(copy.deepcopy(MANIFEST))
+
+    def start(self, launchers: object) -> None:
+        """A process of the operator, which has not asked anybody yet."""
+        self.monitor = LinkMonitor(launchers, lambda _: None, period=0.01)  # type: ignore[arg-type]
         self.reconciler = Reconciler(
             store=self.store,
             api=self.port,
@@ -92,8 +118,6 @@ class World:
             connector=Fixed(),
             clock=Fixed(),
         )
-        self.api.watch(self._see)
-        self.api.apply(copy.deepcopy(MANIFEST))
 
     def _see(self, event: str, manifest: dict[str, Any]) -> None:
         (self.store.drop if event == "DELETED" else self.store.put)(manifest)
@@ -192,6 +216,48 @@ async def test_a_child_that_somebody_changed_is_put_right() -> None:
     await world.reconcile()
     assert world.port.writes == ["apply Deployment"]
     assert world.api.list("Deployment")[0]["spec"]["replicas"] == 1
+
+
+async def test_an_operator_that_has_just_started_asks_before_it_judges() -> None:
+    world = World()
+    await world.reconcile()
+    for number, child in enumerate(world.store.children(KEY)):
+        if child["kind"] == "StatefulSet":
+            world.store.put(ready_pod(child, f"10.0.0.{number}"))
+    engines = {target.url: target.engine for target in leaders(world.store.pods(KEY))}
+    assert len(engines) == 2
+    for process in ("the first", "its successor"):
+        launchers = Serving(engines)
+        world.start(launchers)
+        assert await world.reconcile() > 0
+        assert world.port.writes == [], process
+        launchers.may_answer.set()
+        async with asyncio.timeout(5):
+            while world.monitor.first_look(KEY):  # noqa: ASYNC110 - nothing announces it here
+                await asyncio.sleep(0.01)
+        await world.reconcile()
+        assert world.port.writes == (["status"] if process == "the first" else [])
+        assert world.condition("DecodeReady")["status"] == "True"
+        await world.monitor.stop()
+
+
+def ready_pod(stateful_set: Mapping[str, Any], address: str) -> dict[str, Any]:
+    labels = stateful_set["spec"]["template"]["metadata"]["labels"]
+    return {
+        "kind": "Pod",
+        "metadata": {
+            "name": f"{stateful_set['metadata']['name']}-0",
+            "namespace": "ns",
+            "uid": address,
+            "labels": {**labels, "apps.kubernetes.io/pod-index": "0"},
+        },
+        "status": {
+            "phase": "Running",
+            "podIP": address,
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "containerStatuses": [{"name": "engine", "state": {"running": {}}}],
+        },
+    }
 
 
 def test_the_store_trusts_owners_by_uid_and_a_sweep_removes_ghosts() -> None:

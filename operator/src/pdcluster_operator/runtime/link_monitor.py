@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 
 MISSES = 2
 """Polls in a row that may fail before an engine counts as unreachable."""
+
+FIRST_LOOK_SECONDS = 5.0
+"""How long an operator that has just started waits for engines before it judges a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,12 @@ class LinkMonitor:
         self._changed = changed
         self._period = period
         self._watches: dict[Key, dict[str, _Watch]] = {}
+        self._first_looks: dict[Key, float] = {}  # when each ends, heard or not
 
     def follow(self, key: Key, targets: Iterable[Target]) -> None:
         """Poll exactly these engines of a cluster from now on."""
+        if key not in self._watches:
+            self._first_looks[key] = time.monotonic() + FIRST_LOOK_SECONDS
         wanted = {target.engine: target for target in targets}
         held = self._watches.setdefault(key, {})
         for engine in [name for name, watch in held.items() if wanted.get(name) != watch.target]:
@@ -63,8 +70,22 @@ class LinkMonitor:
                 wanted[engine], self._launchers, self._period, lambda: self._changed(key)
             )
 
+    def first_look(self, key: Key) -> float:
+        """Return how many seconds to wait, at most, before the silence of engines means anything.
+
+        Only the engines that were there when this process began to follow the cluster are
+        waited for. The cluster is woken as soon as each of them has answered or has missed
+        its polls; from then on this is 0.
+        """
+        left = self._first_looks.get(key, 0.0) - time.monotonic()
+        if left > 0 and not all(watch.heard for watch in self._watches[key].values()):
+            return left
+        self._first_looks.pop(key, None)
+        return 0.0
+
     def forget(self, key: Key) -> None:
         """Stop polling a cluster that is gone."""
+        self._first_looks.pop(key, None)
         for watch in self._watches.pop(key, {}).values():
             watch.stop()
 
@@ -108,6 +129,7 @@ class _Watch:
         self.report: EngineReport | None = None
         self.links: LinksReport | None = None
         self.peers: PeerAssignment | None = None
+        self.heard = False  # whether it has answered, or has missed its polls
         self._launchers = launchers
         self._period = period
         self._changed = changed
@@ -120,17 +142,18 @@ class _Watch:
 
     async def _run(self) -> None:
         while True:
-            before = (self.report, self.links)
+            before = (self.report, self.links, self.heard)
             try:
                 await self._poll()
-                self._misses = 0
+                self._misses, self.heard = 0, True
             except LauncherError as error:
                 self._misses += 1
                 if self._misses >= MISSES:
+                    self.heard = True
                     self.report = self.links = None
                     self._told = None
                 log.debug("%s: %s", self.target.engine, error)
-            if before != (self.report, self.links):
+            if before != (self.report, self.links, self.heard):
                 self._changed()
             await asyncio.sleep(self._period)
 

@@ -61,6 +61,9 @@ class Reconciler:
         if cluster is None or "deletionTimestamp" in cluster["metadata"]:
             self._monitor.forget(key)  # owner references remove the rest
             return None
+        self._monitor.follow(key, leaders(self._store.pods(key)))
+        if (wait := self._monitor.first_look(key)) > 0:
+            return wait  # this process has just started: what it has not heard is no news
         now = self._clock.now()
         observed = self._observe(key, cluster)
         try:
@@ -95,12 +98,10 @@ class Reconciler:
             await self._api.write_status(key, cluster["metadata"]["uid"], status)
 
     def _observe(self, key: Key, cluster: Manifest) -> Observed:
-        pods = self._store.pods(key)
-        self._monitor.follow(key, leaders(pods))
         return Observed(
             cluster=cluster,
             children=self._store.children(key),
-            pods=pods,
+            pods=self._store.pods(key),
             engines=self._monitor.engines(key),
             links=self._monitor.links(key),
             connector=self._connector.bundle(),
