@@ -200,6 +200,13 @@ ROWS = (
         rule="LayoutUnsupported/quantized",
     ),
     Row("different dtypes", rule="KVDtypeMismatch"),
+    Row(
+        "GPU memory (VRAM) on both sides, in any layout that is carried",
+        (),
+        ATTENTION,
+        note="plans are those of host memory and descriptors name NIXL's VRAM and the device, "
+        "after the engine's own tensors; no GPU has run it",
+    ),
     Row("prefill in VRAM, decode in DRAM, or the other way round", rule="MemoryTypeUnsupported"),
     Row("context parallelism", rule="ContextParallelUnsupported"),
 )
