@@ -64,7 +64,7 @@ def held(worker: Any, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, int],
 
 def session(worker: Any) -> int:
     """Called in each worker: which engine's process it belongs to."""
-    return os.getsid(0)
+    return os.getpgrp()
 
 
 def contents(

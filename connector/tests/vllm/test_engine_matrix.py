@@ -117,7 +117,8 @@ def test_greedy_tokens_and_bytes(
     expected_bytes = 0
     for name, tokens in PROMPTS.items():
         answer = pair.generate(tokens, TOKENS)
-        assert answer.tokens == reference(case.model, tokens), (name, answer.path)
+        told = (name, answer.path, answer.finish_reason)
+        assert answer.tokens == reference(case.model, tokens), (told, pair.decode.tail())
         path = answer.path
         assert path["outcome"] == "transferred", (name, path)
         assert path["tokens"] == len(tokens)
