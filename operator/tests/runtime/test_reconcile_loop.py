@@ -14,7 +14,7 @@ from pdcluster_operator.api.labels import API_VERSION
 from pdcluster_operator.plan.model import ConnectorBundle, Delete, Event, RestartPod
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.link_monitor import LinkMonitor
+from pdcluster_operator.runtime.link_monitor import FIRST_LOOK_SECONDS, LinkMonitor
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.reconcile import Reconciler, leaders
 from pdcluster_operator.runtime.store import Store
@@ -226,19 +226,26 @@ async def test_an_operator_that_has_just_started_asks_before_it_judges() -> None
             world.store.put(ready_pod(child, f"10.0.0.{number}"))
     engines = {target.url: target.engine for target in leaders(world.store.pods(KEY))}
     assert len(engines) == 2
-    for process in ("the first", "its successor"):
+    world.start(Serving(engines))
+    await world.reconcile()
+    reason = world.condition("DecodeReady")["reason"]
+    assert reason == "LauncherUnreachable", "nobody was ever heard: nothing to wait for"
+    await world.monitor.stop()
+    for writes in (["status"], []):  # of the first that hears the engines, of its successor
         launchers = Serving(engines)
         world.start(launchers)
-        assert await world.reconcile() > 0
-        assert world.port.writes == [], process
+        wait = await world.reconcile()
+        assert world.port.writes == []
         launchers.may_answer.set()
         async with asyncio.timeout(5):
             while world.monitor.first_look(KEY):  # noqa: ASYNC110 - nothing announces it here
                 await asyncio.sleep(0.01)
         await world.reconcile()
-        assert world.port.writes == (["status"] if process == "the first" else [])
+        assert world.port.writes == writes
         assert world.condition("DecodeReady")["status"] == "True"
         await world.monitor.stop()
+    assert wait is not None
+    assert 0 < wait <= FIRST_LOOK_SECONDS
 
 
 def ready_pod(stateful_set: Mapping[str, Any], address: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Reconciler:
             self._monitor.forget(key)  # owner references remove the rest
             return None
         self._monitor.follow(key, leaders(self._store.pods(key)))
-        if (wait := self._monitor.first_look(key)) > 0:
+        if (wait := self._monitor.first_look(key)) > 0 and _was_heard(cluster):
             return wait  # this process has just started: what it has not heard is no news
         now = self._clock.now()
         observed = self._observe(key, cluster)
@@ -136,6 +136,12 @@ def leaders(pods: Iterable[Manifest]) -> Iterator[Target]:
             restarts = sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or ())
             process = f"{metadata['uid']}/{restarts}"
             yield Target(engine.logical, engine.role, f"http://{host}:{LAUNCHER_PORT}", process)
+
+
+def _was_heard(cluster: Manifest) -> bool:
+    """Return whether an operator before this one has written down what a launcher said."""
+    engines = (cluster.get("status") or {}).get("engines") or ()
+    return any(engine.get("engineId") for engine in engines)
 
 
 def _with_failure(
