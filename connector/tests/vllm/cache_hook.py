@@ -62,7 +62,7 @@ def held(worker: Any, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, int],
     return _rank(), contents(runner.vllm_config, runner.kv_cache_config, lists)
 
 
-def session(worker: Any) -> int:
+def process_group(worker: Any) -> int:
     """Called in each worker: which engine's process it belongs to."""
     return os.getpgrp()
 

@@ -218,9 +218,9 @@ class Commands:
         """What a request's receive brought to each rank, before anything was computed on it."""
         return self._on_workers(cache_hook.received, request_id)
 
-    def sessions(self) -> list[int]:
-        """The session of each worker: the process id of the engine that was forked for it."""
-        return self._on_workers(cache_hook.session)
+    def groups(self) -> list[int]:
+        """The process group of each worker: the id of the engine that was forked for it."""
+        return self._on_workers(cache_hook.process_group)
 
     def _on_workers(self, function: Any, *args: Any) -> list[Any]:
         return self.engine.engine_core.engine_core.model_executor.collective_rpc(

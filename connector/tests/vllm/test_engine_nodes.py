@@ -33,7 +33,7 @@ def test_the_kv_of_a_prefill_engine_on_two_nodes(engines: Callable[..., Engine])
     follower = engines("follower", config, node_rank=1, **nodes)
     decode = engines("d", connector_config("kv_consumer"), **case.engine(case.decode))
     pair = Pair(leader.wait_ready(), decode.wait_ready())
-    assert leader.ask("sessions") == [leader.pid, follower.pid]
+    assert leader.ask("groups") == [leader.pid, follower.pid]
     decode.generate(WARM, 1)
     for name, tokens, start in (
         ("a block and one", prompt(33, 1), 0),
