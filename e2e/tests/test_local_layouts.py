@@ -21,7 +21,7 @@ HYBRID_BYTES_PER_TOKEN = 4 * 2 * 32 * 4  # of its one attention layer: heads x (
 
 def test_pipeline_stages_hand_over_to_one_rank(tmp_path: Path) -> None:
     document = manifest(
-        engine={"extraArgs": ["--dtype", "float32"]},
+        engine={"extraArgs": ["--dtype", "float32", "--kv-cache-memory-bytes", "128M"]},
         prefill={"parallelism": {"pipeline": 2}, "engine": {"extraArgs": PROFILED}},
         decode={"engine": {"extraArgs": ["--enforce-eager"]}},
     )

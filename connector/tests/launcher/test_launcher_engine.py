@@ -15,7 +15,6 @@ from models.tiny import model_path
 pytestmark = pytest.mark.engine
 
 SMALL = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -47,6 +46,7 @@ def start(launch, model: Path) -> Launched:
         vllm=(
             str(model), "--host", "127.0.0.1", "--port", str(free_port()), "--enforce-eager",
             "--dtype", "float32", "--max-model-len", "512", "--served-model-name", "tiny",
+            "--kv-cache-memory-bytes", "128M",
         ),
         PYTHONPATH="",
         **SMALL,
