@@ -21,6 +21,7 @@ from pdcluster_connector.compat.shape import (
 )
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.mirrors import from_region, from_shape, to_shape, to_shard
 
 DECODERS = [
     m.decode_handshake_request,
@@ -96,17 +97,17 @@ def engine(shape: EngineShape, held: tuple[Region, ...]) -> m.EngineMetadata:
         (0, 0),
         "agent",
         b"\0\1blob",
-        tuple(map(m.from_region, held)),
+        tuple(map(from_region, held)),
         m.ProbeRegion(4096, 65536),
         m.LeaseWords(1 << 40, 128),
     )
     return m.EngineMetadata(
-        1, "ns.c.prefill.r.0/00", m.from_shape(shape), (shard,), 60.0, {"vllm": "0.32.0"}
+        1, "ns.c.prefill.r.0/00", from_shape(shape), (shard,), 60.0, {"vllm": "0.32.0"}
     )
 
 
 VALID = [
-    m.encode(m.HandshakeRequest((1, 1), "d/1", m.from_shape(EngineShape()), (0, 0))),
+    m.encode(m.HandshakeRequest((1, 1), "d/1", from_shape(EngineShape()), (0, 0))),
     m.encode(
         engine(
             EngineShape(layers=(LayerShape("l", LayerKind.MLA, 0, 1, 8),)),
@@ -227,7 +228,7 @@ def test_sizes_are_checked_before_parsing() -> None:
 
 
 def test_regions_are_bounded_over_all_shards() -> None:
-    region = m.from_region(Region("l", 4096, 8, 1024, 16, 0, 2, 512, None, 32))
+    region = from_region(Region("l", 4096, 8, 1024, 16, 0, 2, 512, None, 32))
     many = engine(EngineShape(), ())
     shard = msgspec.structs.replace(many.shards[0], regions=(region,) * 50_001)
     value = m.decode_handshake_reply(m.encode(msgspec.structs.replace(many, shards=(shard, shard))))
@@ -247,8 +248,8 @@ def test_values_survive_the_wire(shape: EngineShape, held: tuple[Region, ...]) -
     raw = m.encode(engine(shape, held))
     reply = m.decode_handshake_reply(raw)
     assert isinstance(reply, m.EngineMetadata)
-    assert m.to_shape(reply.shape) == shape
-    assert m.to_shard(reply.shards[0]) == Shard((0, 0), held)
+    assert to_shape(reply.shape) == shape
+    assert to_shard(reply.shards[0]) == Shard((0, 0), held)
     assert m.decode_shard(m.encode(reply.shards[0])) == reply.shards[0]
 
 
@@ -278,6 +279,6 @@ def test_an_unknown_layer_kind_is_other_and_unknown_fields_are_skipped() -> None
     )
     request = m.decode_handshake_request(raw)
     assert isinstance(request, m.HandshakeRequest)
-    layers = m.to_shape(request.shape).layers
+    layers = to_shape(request.shape).layers
     assert layers is not None
     assert layers[0].kind is LayerKind.OTHER

@@ -10,6 +10,7 @@ from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape,
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.mirrors import from_region
 from pdcluster_connector.runtime.peers import PeerBook
 
 LAYERS = tuple(
@@ -33,7 +34,7 @@ DECODE = "ns.c.decode.r.0/00000000000000dd"
 
 def shards_of(engine_id: str) -> tuple[m.ShardMetadata, ...]:
     regions = tuple(
-        m.from_region(Region(layer.name, 1 << 30, 64, 2048, 16, 0, 2, 1024, 64, 64))
+        from_region(Region(layer.name, 1 << 30, 64, 2048, 16, 0, 2, 1024, 64, 64))
         for layer in LAYERS
     )
     probe = m.ProbeRegion(1 << 20, 65536)

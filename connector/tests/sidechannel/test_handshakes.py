@@ -14,6 +14,7 @@ from loopback import free_port
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.mirrors import from_shape, to_shape
 from pdcluster_connector.runtime.peers import PeerBook
 from pdcluster_connector.runtime.side_channel import SideChannelServer
 
@@ -25,7 +26,7 @@ def test_a_handshake_brings_shape_and_shards(serve: Serve, books: Books) -> None
     server = serve()
     reply = connect(books(), server.port).wait()
     assert isinstance(reply, m.EngineMetadata)
-    assert m.to_shape(reply.shape) == SHAPE
+    assert to_shape(reply.shape) == SHAPE
     assert reply.shards == shards_of(PREFILL)
     assert reply.versions == {"pdcluster": "0"}
 
@@ -147,7 +148,7 @@ def test_another_protocol_is_refused_by_name(
     server = serve()
     monkeypatch.setattr(m, "PROTOCOL_OLDEST", 7)
     monkeypatch.setattr(m, "PROTOCOL_NEWEST", 9)
-    request = m.encode(m.HandshakeRequest((1, 1), "d/1", m.from_shape(SHAPE), (0, 0)))
+    request = m.encode(m.HandshakeRequest((1, 1), "d/1", from_shape(SHAPE), (0, 0)))
     decoded = m.decode_handshake_request(request)
     assert isinstance(decoded, m.HandshakeRequest)
     refusal = server._refusal(decoded)

@@ -16,6 +16,7 @@ from loopback_engines import PREFILL, SHAPE, connect, shards_of, until
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.mirrors import from_shape
 from pdcluster_connector.runtime.peers import PeerBook
 from pdcluster_connector.runtime.side_channel import SideChannelServer
 
@@ -119,7 +120,7 @@ def test_a_process_that_dies_or_stops(
 def test_a_reset_connection_alone_is_no_death(books: Books) -> None:
     """The kept connection breaks, the port answers: the peer lives."""
     health = m.encode_health(m.HealthReply(PREFILL, "prefill", 1))
-    metadata = m.encode(m.EngineMetadata(1, PREFILL, m.from_shape(SHAPE), shards_of(PREFILL), 60.0))
+    metadata = m.encode(m.EngineMetadata(1, PREFILL, from_shape(SHAPE), shards_of(PREFILL), 60.0))
 
     def answer(body: bytes) -> bytes:
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body

@@ -16,6 +16,7 @@ import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, connect, until
 
 from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.mirrors import from_shape
 from pdcluster_connector.runtime.http_guard import ConnectionGuard
 from pdcluster_connector.runtime.lease_inbox import LeaseInbox, LeaseNews
 from pdcluster_connector.runtime.peers import PeerBook
@@ -27,7 +28,7 @@ from pdcluster_connector.runtime.side_channel import (
 
 Serve = Callable[..., SideChannelServer]
 Books = Callable[..., PeerBook]
-REQUEST = m.encode(m.HandshakeRequest((1, 1), DECODE, m.from_shape(SHAPE), (0, 0)))
+REQUEST = m.encode(m.HandshakeRequest((1, 1), DECODE, from_shape(SHAPE), (0, 0)))
 HEAD = b"POST /v1/handshake HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 

@@ -17,8 +17,8 @@ from pdcluster_connector.protocol.messages import (
     EngineMetadata,
     RegionMessage,
     ShardMetadata,
-    to_shape,
 )
+from pdcluster_connector.protocol.mirrors import to_shape
 
 MOST_FINDINGS = 8
 REPORT = "Report it: the engine's ranks describe its KV cache in contradicting ways."

@@ -4,7 +4,8 @@ Every ``decode_*`` maps any bytes to a value or to :class:`Malformed` and never 
 Sizes are bounded before parsing (the byte limits) and while parsing (the limits of the
 types), so a peer can cost one message at most. Maps are keyed by field name and unknown
 keys are skipped: a newer peer may add fields. Regions and layers, of which there are many,
-are arrays to which new fields may be appended.
+are arrays to which new fields may be appended. :mod:`.mirrors` turns them into the values of
+the rules and of the planner, and back.
 """
 
 from __future__ import annotations
@@ -12,20 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from pdcluster_connector.compat.shape import (
-    EngineShape,
-    GroupShape,
-    LayerKind,
-    LayerShape,
-    Memory,
-    PartShape,
-)
-from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.compat.shape import Memory
 
 PROTOCOL_OLDEST = 1
 PROTOCOL_NEWEST = 1
@@ -226,7 +219,6 @@ def bounded(raw: bytes, limit: int, decoder: Callable[[bytes], T]) -> T | Malfor
 encode: Callable[[Struct], bytes] = msgspec.msgpack.encode
 encode_health: Callable[[HealthReply], bytes] = msgspec.json.encode
 
-_KINDS = {kind.value: kind for kind in LayerKind}
 _REPLY = msgspec.msgpack.Decoder(EngineMetadata | Refusal)
 _REQUEST = msgspec.msgpack.Decoder(HandshakeRequest)
 _LEASES = msgspec.msgpack.Decoder(LeaseRequest)
@@ -264,68 +256,3 @@ def decode_shard(raw: bytes) -> ShardMetadata | Malformed:
 def decode_health(raw: bytes) -> HealthReply | Malformed:
     """Decode ``GET /healthz``'s JSON body."""
     return bounded(raw, 4096, _HEALTH.decode)
-
-
-def to_region(message: RegionMessage) -> Region:
-    """Return the planner's value of a wire region."""
-    return Region(**{name: getattr(message, name) for name in message.__struct_fields__})
-
-
-def from_region(region: Region) -> RegionMessage:
-    """Return the wire form of a region."""
-    return RegionMessage(
-        **{name: getattr(region, name) for name in RegionMessage.__struct_fields__}
-    )
-
-
-def to_shard(message: ShardMetadata) -> Shard:
-    """Return the planner's value of a wire shard."""
-    return Shard(rank=message.rank, regions=tuple(to_region(item) for item in message.regions))
-
-
-def to_shape(message: ShapeMessage) -> EngineShape:
-    """Return the rules' value of a wire shape."""
-    fields = {name: getattr(message, name) for name in message.__struct_fields__}
-    if message.layers is not None:
-        fields["layers"] = tuple(_to_layer(item) for item in message.layers)
-    if message.groups is not None:
-        fields["groups"] = tuple(
-            GroupShape(**_fields(item) | {"kind": _kind(item.kind)}) for item in message.groups
-        )
-    return EngineShape(**fields)
-
-
-def from_shape(shape: EngineShape) -> ShapeMessage:
-    """Return the wire form of a shape."""
-    fields = {name: getattr(shape, name) for name in ShapeMessage.__struct_fields__}
-    if shape.layers is not None:
-        fields["layers"] = tuple(_from_layer(layer) for layer in shape.layers)
-    if shape.groups is not None:
-        fields["groups"] = tuple(
-            GroupMessage(
-                group.kind.value, group.block_size, group.kernel_blocks_per_block, group.window
-            )
-            for group in shape.groups
-        )
-    return ShapeMessage(**fields)
-
-
-def _to_layer(message: LayerMessage) -> LayerShape:
-    parts = tuple(PartShape(**_fields(part)) for part in message.parts)
-    return LayerShape(**_fields(message) | {"kind": _kind(message.kind), "parts": parts})
-
-
-def _from_layer(layer: LayerShape) -> LayerMessage:
-    parts = tuple(
-        PartMessage(part.name, part.heads, part.head_bytes, part.dtype) for part in layer.parts
-    )
-    fields = {name: getattr(layer, name) for name in LayerMessage.__struct_fields__}
-    return LayerMessage(**fields | {"kind": layer.kind.value, "parts": parts})
-
-
-def _kind(name: str) -> LayerKind:
-    return _KINDS.get(name, LayerKind.OTHER)
-
-
-def _fields(message: Struct) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in message.__struct_fields__}

@@ -23,6 +23,7 @@ from pdcluster_connector.protocol.messages import (
     Malformed,
     Refusal,
 )
+from pdcluster_connector.protocol.mirrors import from_shape, to_shape
 from pdcluster_connector.protocol.refusal import failure_of, refusal_of
 from pdcluster_connector.protocol.validation import validate_metadata
 
@@ -51,7 +52,7 @@ class Introduction:
             HandshakeRequest(
                 protocols=(messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST),
                 engine_id=self.engine_id,
-                shape=messages.from_shape(self.shape),
+                shape=from_shape(self.shape),
                 rank=self.rank,
             )
         )
@@ -123,7 +124,7 @@ def judge(
         message = f"{where} answered in protocol {reply.protocol}"
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, message)
     refusal = refusal_of(validate_metadata(reply)) or refusal_of(
-        rules.check(messages.to_shape(reply.shape), me.shape)
+        rules.check(to_shape(reply.shape), me.shape)
     )
     return reply if refusal is None else failure_of(refusal)
 

@@ -17,7 +17,8 @@ from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.transfer import PeerPlan, plan_peer
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import EngineMetadata, to_shard
+from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.protocol.mirrors import to_shard
 from pdcluster_connector.runtime.nixl_port import AgentSurvivedError, MemoryRange, NixlPort
 from pdcluster_connector.runtime.probe import PROBE_BYTES, WARM_UP_BYTES, ProbeResult, Scratch
 from pdcluster_connector.runtime.probe_run import NO_ROOM, ProbeRun

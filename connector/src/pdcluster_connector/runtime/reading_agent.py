@@ -21,8 +21,8 @@ from pdcluster_connector.protocol.messages import (
     EngineMetadata,
     ProbeRegion,
     ShardMetadata,
-    to_shape,
 )
+from pdcluster_connector.protocol.mirrors import to_shape
 from pdcluster_connector.runtime.nixl_port import (
     Dlist,
     Handle,

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata, from_region
+from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata
+from pdcluster_connector.protocol.mirrors import from_region
 from pdcluster_connector.runtime.nixl_port import MemoryRange, NixlPort, PortError
 from pdcluster_connector.runtime.probe import PROBE_BYTES, pattern
 

@@ -28,6 +28,7 @@ from pdcluster_connector.protocol.messages import (
     Refusal,
     ShardMetadata,
 )
+from pdcluster_connector.protocol.mirrors import from_shape, to_shape
 from pdcluster_connector.protocol.refusal import refusal_of
 from pdcluster_connector.runtime.http_guard import ConnectionGuard
 from pdcluster_connector.runtime.lease_inbox import LeaseInbox
@@ -125,7 +126,7 @@ class SideChannelServer:
             EngineMetadata(
                 protocol=messages.PROTOCOL_NEWEST,
                 engine_id=self._engine_id,
-                shape=messages.from_shape(self._shape),
+                shape=from_shape(self._shape),
                 shards=self._shards,
                 lease_seconds=self._lease_seconds,
                 versions=self._versions,
@@ -236,7 +237,7 @@ class SideChannelServer:
                 ours,
                 theirs,
             )
-        return refusal_of(rules.check(self._shape, messages.to_shape(asked.shape)))
+        return refusal_of(rules.check(self._shape, to_shape(asked.shape)))
 
 
 async def _body(request: web.Request) -> bytes:

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerShape
-from pdcluster_connector.protocol.messages import ShapeMessage, encode, from_shape, to_shape
+from pdcluster_connector.protocol.messages import ShapeMessage, encode
+from pdcluster_connector.protocol.mirrors import from_shape, to_shape
 
 _ALIKE = ("model", "kv_dtype", "block_size", "prefix_caching", "memory", "layout")
 
