@@ -43,13 +43,16 @@ def answer_for_vllm() -> str | None:
     return answer
 
 
-def rest_where_vllm_yields() -> bool:
-    """On a CPU wheel, make ``os.sched_yield`` a short sleep; returns whether it did.
+def rest_where_cores_are_shared() -> bool:
+    """On a CPU wheel, sleep where vLLM and UCX would yield; returns whether it is one.
 
     vLLM's processes wait for each other by calling ``sched_yield`` in a loop. Where engines share
     cores, Linux since 6.18 charges each call a whole time slice: a process that waited a second
     so is then not scheduled for minutes, and its peers see it as gone. Engines that compute on
     a GPU keep vLLM's tighter loop.
+
+    UCX calls it tens of thousands of times while it patches ``mmap`` and its kin, to learn which
+    registered memory is unmapped; NIXL registers what it reads once, and keeps it.
     """
     try:
         on_cpu = importlib.metadata.version("vllm").endswith("+cpu")
@@ -57,11 +60,12 @@ def rest_where_vllm_yields() -> bool:
         return False
     if on_cpu:
         os.sched_yield = lambda: time.sleep(REST_SECONDS)
+        os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
     return on_cpu
 
 
 answer_for_vllm()
-rest_where_vllm_yields()
+rest_where_cores_are_shared()
 
 
 def main() -> None:
