@@ -28,14 +28,12 @@ _KINDS = {kind.value: kind for kind in LayerKind}
 
 def to_region(message: RegionMessage) -> Region:
     """Return the planner's value of a wire region."""
-    return Region(**_fields(message))
+    return Region(**_fields(message, RegionMessage))
 
 
 def from_region(region: Region) -> RegionMessage:
     """Return the wire form of a region."""
-    return RegionMessage(
-        **{name: getattr(region, name) for name in RegionMessage.__struct_fields__}
-    )
+    return RegionMessage(**_fields(region, RegionMessage))
 
 
 def to_shard(message: ShardMetadata) -> Shard:
@@ -45,47 +43,46 @@ def to_shard(message: ShardMetadata) -> Shard:
 
 def to_shape(message: ShapeMessage) -> EngineShape:
     """Return the rules' value of a wire shape."""
-    fields = _fields(message)
+    fields = _fields(message, ShapeMessage)
     if message.layers is not None:
         fields["layers"] = tuple(_to_layer(item) for item in message.layers)
     if message.groups is not None:
         fields["groups"] = tuple(
-            GroupShape(**_fields(item) | {"kind": _kind(item.kind)}) for item in message.groups
+            GroupShape(**_fields(item, GroupMessage) | {"kind": _kind(item.kind)})
+            for item in message.groups
         )
     return EngineShape(**fields)
 
 
 def from_shape(shape: EngineShape) -> ShapeMessage:
     """Return the wire form of a shape."""
-    fields = {name: getattr(shape, name) for name in ShapeMessage.__struct_fields__}
+    fields = _fields(shape, ShapeMessage)
     if shape.layers is not None:
         fields["layers"] = tuple(_from_layer(layer) for layer in shape.layers)
     if shape.groups is not None:
         fields["groups"] = tuple(
-            GroupMessage(
-                group.kind.value, group.block_size, group.kernel_blocks_per_block, group.window
-            )
+            GroupMessage(**_fields(group, GroupMessage) | {"kind": group.kind.value})
             for group in shape.groups
         )
     return ShapeMessage(**fields)
 
 
 def _to_layer(message: LayerMessage) -> LayerShape:
-    parts = tuple(PartShape(**_fields(part)) for part in message.parts)
-    return LayerShape(**_fields(message) | {"kind": _kind(message.kind), "parts": parts})
+    parts = tuple(PartShape(**_fields(part, PartMessage)) for part in message.parts)
+    fields = _fields(message, LayerMessage) | {"kind": _kind(message.kind), "parts": parts}
+    return LayerShape(**fields)
 
 
 def _from_layer(layer: LayerShape) -> LayerMessage:
-    parts = tuple(
-        PartMessage(part.name, part.heads, part.head_bytes, part.dtype) for part in layer.parts
-    )
-    fields = {name: getattr(layer, name) for name in LayerMessage.__struct_fields__}
-    return LayerMessage(**fields | {"kind": layer.kind.value, "parts": parts})
+    parts = tuple(PartMessage(**_fields(part, PartMessage)) for part in layer.parts)
+    fields = _fields(layer, LayerMessage) | {"kind": layer.kind.value, "parts": parts}
+    return LayerMessage(**fields)
 
 
 def _kind(name: str) -> LayerKind:
     return _KINDS.get(name, LayerKind.OTHER)
 
 
-def _fields(message: Struct) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in message.__struct_fields__}
+def _fields(value: Any, kind: type[Struct]) -> dict[str, Any]:
+    """Return what a message of ``kind`` says of ``value``, be it one or its mirror image."""
+    return {name: getattr(value, name) for name in kind.__struct_fields__}
