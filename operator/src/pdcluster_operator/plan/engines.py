@@ -69,7 +69,7 @@ def observe_engines(
         engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
         if engine:
             pods.setdefault(engine, []).append(pod)
-    known = _known_ids(observed.cluster)
+    known = known_ids(observed.cluster)
     views = []
     for name in names:
         own = sorted(pods.get(name.stateful_set, ()), key=_name)
@@ -122,8 +122,8 @@ def _silent(name: EngineName, waiting: Sequence[Manifest]) -> tuple[bool | None,
     return None, Trouble(StatusReason.LAUNCHER_UNREACHABLE, message)
 
 
-def _known_ids(cluster: Manifest) -> dict[str, str]:
-    """Engine ids that an earlier status holds: a launcher that is silent now had one."""
+def known_ids(cluster: Manifest) -> dict[str, str]:
+    """Return the engine ids that the status holds, by engine; empty for one never heard."""
     entries = status_of(cluster).get("engines")
     return {
         str(entry.get("name")): text_of(entry.get("engineId"))

@@ -12,6 +12,7 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, no, set_conditions
 from pdcluster_operator.api.labels import LAUNCHER_PORT, POD_INDEX_LABEL, engine_of
+from pdcluster_operator.plan.engines import known_ids
 from pdcluster_operator.plan.model import Apply, Observed, Plan, Step
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.runtime.errors import ApiError
@@ -62,8 +63,10 @@ class Reconciler:
             self._monitor.forget(key)  # owner references remove the rest
             return None
         self._monitor.follow(key, leaders(self._store.pods(key)))
-        if (wait := self._monitor.first_look(key)) > 0 and _was_heard(cluster):
-            return wait  # this process has just started: what it has not heard is no news
+        if (wait := self._monitor.first_look(key)) > 0 and any(known_ids(cluster).values()):
+            # This process has just started: that it has not heard an engine yet, which another
+            # process has, is no news.
+            return wait
         now = self._clock.now()
         observed = self._observe(key, cluster)
         try:
@@ -136,12 +139,6 @@ def leaders(pods: Iterable[Manifest]) -> Iterator[Target]:
             restarts = sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or ())
             process = f"{metadata['uid']}/{restarts}"
             yield Target(engine.logical, engine.role, f"http://{host}:{LAUNCHER_PORT}", process)
-
-
-def _was_heard(cluster: Manifest) -> bool:
-    """Return whether an operator before this one has written down what a launcher said."""
-    engines = (cluster.get("status") or {}).get("engines") or ()
-    return any(engine.get("engineId") for engine in engines)
 
 
 def _with_failure(
