@@ -51,8 +51,8 @@ def rest_where_cores_are_shared() -> bool:
     so is then not scheduled for minutes, and its peers see it as gone. Engines that compute on
     a GPU keep vLLM's tighter loop.
 
-    UCX calls it tens of thousands of times while it patches ``mmap`` and its kin, to learn which
-    registered memory is unmapped; NIXL registers what it reads once, and keeps it.
+    UCX calls it up to a million times while it patches ``munmap`` and its kin in libc, to learn
+    which registered memory is unmapped; NIXL registers its memory once, and keeps it.
     """
     try:
         on_cpu = importlib.metadata.version("vllm").endswith("+cpu")

@@ -150,7 +150,8 @@ def _memory_problem(containers: list[Manifest], promised: int) -> Problem | None
         UNSCHEDULABLE,
         f"it asks for {asked / 2**30:.1f} GiB of memory and "
         f"{max(free, 0) / 2**30:.1f} GiB are free: stop other programs, or lower "
-        "resources and the KV cache (--kv-cache-memory-bytes) of its role",
+        "resources and the KV cache (--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE) of its "
+        "role",
     )
 
 
