@@ -89,11 +89,12 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
     return options
 
 
-def refuse_unsupported(vllm_config: Any) -> None:
+def refuse_unsupported(vllm_config: Any, device: str) -> None:
     """Raise :class:`ConfigError` for what no connector option can make work.
 
     vLLM's own guards for context parallelism look for the stock connector's name, and those for
-    sleep begin with 0.33.
+    sleep begin with 0.33. ``device`` is the type of device that the engine runs on, as vLLM's
+    platform names it.
     """
     parallel = vllm_config.parallel_config
     problems = []
@@ -116,6 +117,19 @@ def refuse_unsupported(vllm_config: Any) -> None:
         problems.append(
             "enable_sleep_mode: True: sleep unmaps the KV cache whose memory is registered with "
             "NIXL, and peers would read other pages after waking up; remove --enable-sleep-mode"
+        )
+    elif vllm_config.model_config.enable_cumem_allocator:  # sleep mode sets it too
+        problems.append(
+            "enable_cumem_allocator: True: UCX cannot share memory of CUDA's virtual memory "
+            "management over NVLink and would move KV over TCP without a word; remove "
+            "--enable-cumem-allocator"
+        )
+    buffer_device = vllm_config.kv_transfer_config.kv_buffer_device
+    if buffer_device != device:
+        problems.append(
+            f"kv_buffer_device: {buffer_device!r}: KV is read from where the engine keeps it, on "
+            f"{device}, and there is no buffer in other memory; remove kv_buffer_device from "
+            f"--kv-transfer-config, or set it to {device!r}"
         )
     if problems:
         raise ConfigError("PDClusterConnector cannot run in this engine: " + "; ".join(problems))
