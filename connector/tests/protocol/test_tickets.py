@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
 from pdcluster_connector.protocol.messages import Malformed
 from pdcluster_connector.protocol.prompt_digest import DIGEST_BYTES, prompt_digest
 from pdcluster_connector.protocol.ticket import (
@@ -95,7 +96,6 @@ def test_mutations_never_raise() -> None:
         {"engine_id": ""},
         {"engine_id": "x" * 513},
         {"prompt_digest": b"short"},
-        {"blocks": ((-2,),)},
         {"block_size": 0},
         {"expires_at": float("nan")},
         {"expires_at": float("inf")},
@@ -107,11 +107,58 @@ def test_values_out_of_bounds(change: dict[str, object]) -> None:
     assert isinstance(decode(encode(ticket)), Malformed)
 
 
-def test_a_ticket_of_another_format_says_so() -> None:
-    envelope = msgspec.msgpack.encode([2, signed_bytes(TICKET), b""])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_ticket_of_another_format_says_so(number: int) -> None:
+    envelope = msgspec.msgpack.encode([number, signed_bytes(TICKET), b""])
     outcome = decode(urlsafe_b64encode(envelope).decode())
     assert isinstance(outcome, Malformed)
-    assert "format 2" in outcome.message
+    assert f"format {number}; this version reads 1 to 2" in outcome.message
+
+
+@settings(max_examples=100, deadline=None)
+@given(tickets)
+def test_the_first_format_is_still_read(ticket: Ticket) -> None:
+    """As an engine with an older connector writes it: every block id by itself."""
+    fields = {name: getattr(ticket, name) for name in Ticket.__struct_fields__}
+    body = msgspec.msgpack.encode(fields | {"signature": b""})
+    envelope = msgspec.msgpack.encode([1, body, ticket.signature])
+    assert decode(urlsafe_b64encode(envelope).decode()) == ticket
+
+
+@pytest.mark.parametrize("ids", [[True], [1.0], ["1"], [None], [[1]], "1", 1, {}, [2**31], [-2]])
+def test_what_lists_no_block_ids_is_malformed(ids: object) -> None:
+    fields = {name: getattr(TICKET, name) for name in Ticket.__struct_fields__}
+    body = msgspec.msgpack.encode(fields | {"blocks": [ids]})
+    envelope = msgspec.msgpack.encode([1, body, b""])
+    assert isinstance(decode(urlsafe_b64encode(envelope).decode()), Malformed)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_million_tokens_in_four_groups(scattered: bool) -> None:
+    """62,500 blocks of 16 tokens a group. The old form, of 1.5 MB, was refused by decode."""
+    dice = random.Random(3)
+    groups = []
+    for group in range(4):
+        ids = list(range(group * 70_000 + 1, group * 70_000 + 62_501))
+        if scattered:
+            dice.shuffle(ids)
+        groups.append(ids)
+    ticket = msgspec.structs.replace(
+        TICKET, blocks=tuple(map(BlockIds, groups)), tokens=1_000_000, block_size=16
+    )
+    body = json.dumps(kv_transfer_params(ticket))
+    assert len(body) < (1_400_000 if scattered else 2_000)
+    found = ticket_of(json.loads(body))
+    assert isinstance(found, Ticket)
+    assert [list(ids) for ids in found.blocks] == groups
+
+
+def test_a_ticket_that_nobody_would_read_is_not_written() -> None:
+    dice = np.random.default_rng(5)
+    ids = tuple(dice.integers(1, 2**31 - 1, MAX_BLOCKS).astype(np.int32) for _ in range(2))
+    ticket = msgspec.structs.replace(TICKET, blocks=tuple(map(BlockIds, ids)))
+    with pytest.raises(ValueError, match=rf"more than {MAX_TICKET_BYTES}"):
+        encode(ticket)
 
 
 def test_too_long_is_refused_before_decoding() -> None:
@@ -132,6 +179,12 @@ def test_the_signature_covers_everything_but_itself() -> None:
         assert signed_bytes(changed) != signed_bytes(TICKET), name
 
 
+@pytest.mark.parametrize("ids", [(-2,), (2**31,), ("x",)], ids=str)
+def test_no_ticket_is_made_of_wrong_block_ids(ids: tuple[object, ...]) -> None:
+    with pytest.raises(ValueError, match="block ids"):
+        encode(msgspec.structs.replace(TICKET, blocks=(ids,)))
+
+
 def test_router_keys() -> None:
     params = kv_transfer_params(TICKET)
     assert params["do_remote_prefill"] is True
@@ -141,6 +194,8 @@ def test_router_keys() -> None:
     assert params["remote_request_id"] == TICKET.request_id
     assert params["remote_block_ids"] == [[3, 4, -1, 9]]
     assert params["tp_size"] == 2
+    many = msgspec.structs.replace(TICKET, blocks=((1,) * 4000, (2,) * 97))
+    assert kv_transfer_params(many)["remote_block_ids"] == [[], []], "decode reads the ticket"
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,17 @@ from pdcluster_connector.runtime.nixl_agent import NixlAgent
 
 
 class Agents:
-    """What ``Prefill`` asks of a fabric, over real NIXL."""
+    """What ``Prefill`` and ``Decode`` ask of a fabric, over real NIXL.
+
+    ``threads``: of NIXL's own, over which transfers of a few descriptors are spread already.
+    """
+
+    def __init__(self, threads: int = 0) -> None:
+        self._threads = threads
 
     def agent(self, name: str) -> NixlAgent:
-        return NixlAgent(name)
+        options = [("UCX", "split_batch_size", "4")] if self._threads else []
+        return NixlAgent(name, num_threads=self._threads, backend_options=options)
 
 
 def serve(pipe: Connection, engines: dict[str, int], cache: dict[str, Any]) -> None:

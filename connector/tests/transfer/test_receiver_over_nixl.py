@@ -122,9 +122,11 @@ def test_the_dense_lists_of_older_nixl_read_the_same(prefill: PrefillProcess) ->
 # still be read.
 
 
-@pytest.fixture
-def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[0, 4], ids=lambda threads: f"{threads} threads")
+def tcp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """NIXL's threads on the reading side."""
     monkeypatch.setenv("UCX_TLS", "tcp")
+    return int(request.param)
 
 
 class OverTcp:
@@ -132,11 +134,11 @@ class OverTcp:
 
     BLOCKS = tuple(range(1, 151))
 
-    def __init__(self, drain_seconds: float) -> None:
+    def __init__(self, drain_seconds: float, threads: int) -> None:
         self.peers = FakePeers()
         self.prefill = self.start_prefill("prefill/1")
         self.decode = Decode(
-            Agents(),
+            Agents(threads),  # type: ignore[arg-type]
             self.peers,
             options=ReceiverOptions(drain_deadline_seconds=drain_seconds, probe_seconds=20),
             **BIG,
@@ -178,8 +180,8 @@ class OverTcp:
         assert self.decode.fatal == []
 
 
-def test_a_killed_prefill_engine_fails_the_request_and_its_successor_serves(tcp: None) -> None:
-    rig = OverTcp(drain_seconds=20)
+def test_a_killed_prefill_engine_fails_the_request_and_its_successor_serves(tcp: int) -> None:
+    rig = OverTcp(20, tcp)
     rig.stop_in_the_middle(lease=30)
     rig.prefill.signal(signal.SIGKILL)
     killed = time.monotonic()
@@ -193,8 +195,8 @@ def test_a_killed_prefill_engine_fails_the_request_and_its_successor_serves(tcp:
     rig.end()
 
 
-def test_what_lands_late_lands_before_the_report(tcp: None) -> None:
-    rig = OverTcp(drain_seconds=20)
+def test_what_lands_late_lands_before_the_report(tcp: int) -> None:
+    rig = OverTcp(20, tcp)
     rig.stop_in_the_middle(lease=2)
     rig.decode.nothing(2.2)  # past the lease's end, and the blocks are not given back
     rig.prefill.signal(signal.SIGCONT)
@@ -205,8 +207,8 @@ def test_what_lands_late_lands_before_the_report(tcp: None) -> None:
     rig.end()
 
 
-def test_nothing_lands_after_the_agent_was_destroyed(tcp: None) -> None:
-    rig = OverTcp(drain_seconds=0.5)
+def test_nothing_lands_after_the_agent_was_destroyed(tcp: int) -> None:
+    rig = OverTcp(0.5, tcp)
     rig.stop_in_the_middle(lease=2)
     assert rig.decode.wait("r", timeout=15).failed["r"].reason is Reason.TRANSFER_STALLED
     rig.decode.cache.bytes[:] = 0xEE
@@ -218,8 +220,8 @@ def test_nothing_lands_after_the_agent_was_destroyed(tcp: None) -> None:
     rig.end()
 
 
-def test_a_link_that_carries_nothing_for_a_while_is_named_and_heals(tcp: None) -> None:
-    rig = OverTcp(drain_seconds=60)
+def test_a_link_that_carries_nothing_for_a_while_is_named_and_heals(tcp: int) -> None:
+    rig = OverTcp(60, tcp)
     metadata = rig.prefill.metadata[rig.engine]
     time.sleep(RECENT_SECONDS)
     assert rig.decode.receiver.probe(metadata, check=True).result(timeout=10).failure is None

@@ -14,6 +14,9 @@ def test_defaults_are_safe_ones() -> None:
         lease_seconds=60.0,
         drain_deadline_seconds=30.0,
         allow_insecure=False,
+        backends=("UCX",),
+        num_threads=4,
+        backend_options=(),
     )
 
 
@@ -26,9 +29,12 @@ def test_every_option_is_taken() -> None:
             "drain_deadline_seconds": 2.5,
             "allow_insecure": True,
             "backends": ["UCX"],
+            "num_threads": 0,
+            "backend_options": {"UCX": {"ucx_devices": "mlx5_0:1", "split_batch_size": 2048}},
         }
     )
-    assert options == ConnectorOptions("10.0.0.7", 7000, 5.0, 2.5, True, ("UCX",))
+    nixl = (("UCX", "ucx_devices", "mlx5_0:1"), ("UCX", "split_batch_size", "2048"))
+    assert options == ConnectorOptions("10.0.0.7", 7000, 5.0, 2.5, True, ("UCX",), 0, nixl)
 
 
 def test_the_data_parallel_rank_moves_the_port() -> None:
@@ -71,6 +77,34 @@ def test_all_mistakes_are_told_at_once() -> None:
 def test_a_backend_that_carries_no_kv_is_refused_with_the_reason(backends, why) -> None:
     with pytest.raises(ConfigError, match=rf"backends: .*{why}"):
         parse_options({"backends": backends})
+
+
+@pytest.mark.parametrize("threads", [-1, 65, True, "4", 4.0, None])
+def test_threads_are_a_small_number(threads: object) -> None:
+    with pytest.raises(ConfigError, match=r"num_threads: .* is no whole number from 0 to 64"):
+        parse_options({"num_threads": threads})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"UCX": {"ucx_device": "mlx5_0"}}, "UCX.ucx_device, which is no option of UCX; known are"),
+        ({"UCX": {"num_threads": 4}}, "which is no option of UCX"),
+        ({"UCX": {"ucx_error_handling_mode": "none"}}, "which is no option of UCX"),
+        ({"GDS": {"num_workers": 1}}, "GDS.num_workers, which is no option of GDS; known are none"),
+        ({"UCX": {"num_workers": 0}}, "UCX.num_workers, which is no whole number from 1 to 64"),
+        ({"UCX": {"num_workers": "2"}}, "which is no whole number"),
+        ({"UCX": {"num_workers": True}}, "which is no whole number"),
+        ({"UCX": {"ucx_devices": ""}}, "which is no text of 1 to 1024 characters"),
+        ({"UCX": {"ucx_devices": "x" * 1025}}, "which is no text"),
+        ({"UCX": []}, "is no options by backend"),
+        (["UCX"], "is no options by backend"),
+    ],
+    ids=str,
+)
+def test_backend_options_are_known_and_bounded(options: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"backend_options: .*{why}"):
+        parse_options({"backend_options": options})
 
 
 @pytest.mark.parametrize("key", ["tls", "ticket_key_file"])

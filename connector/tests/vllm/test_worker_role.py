@@ -36,7 +36,7 @@ def vllm_config(backend: Any = "mp", engine_id: str = "e/1", **extra: Any) -> An
         parallel_config=SimpleNamespace(
             distributed_executor_backend=backend, data_parallel_index=0
         ),
-        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False),
     )
 
 
@@ -159,6 +159,25 @@ def test_sleep_mode_is_refused_with_a_reason() -> None:
     with pytest.raises(ConfigError, match=r"enable_sleep_mode.*unmaps.*--enable-sleep-mode"):
         PDClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace())
     assert not PDClusterConnector.supports_sleep_mode(config.kv_transfer_config)
+
+
+def test_memory_that_ucx_cannot_share_is_refused() -> None:
+    config = vllm_config()
+    config.model_config.enable_cumem_allocator = True
+    with pytest.raises(ConfigError, match=r"enable_cumem_allocator.*remove --enable-cumem"):
+        PDClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace())
+    config.model_config.enable_sleep_mode = True  # vLLM then turns both on
+    with pytest.raises(ConfigError, match="enable_sleep_mode") as caught:
+        PDClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace())
+    assert "--enable-cumem-allocator" not in str(caught.value), "there is no such flag to remove"
+
+
+def test_a_buffer_device_is_not_ignored() -> None:
+    config = vllm_config()
+    assert config.kv_transfer_config.kv_buffer_device == "cpu", "vLLM's default on a CPU"
+    config.kv_transfer_config.kv_buffer_device = "cuda"
+    with pytest.raises(ConfigError, match=r"kv_buffer_device: 'cuda'.*on cpu.*set it to 'cpu'"):
+        PDClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace())
 
 
 def test_bad_options_end_the_start() -> None:

@@ -36,7 +36,6 @@ DEFAULTS = {
     "get_finished_count": "every rank answers",
     "get_kv_connector_kv_cache_events": "no events",
     "get_mem_pool_context": "any memory can be registered",
-    "get_required_kvcache_layout": "every layout is carried",
     "handle_preemptions": "only for asynchronous saves",
     "has_connector_metadata": "the base knows",
     "has_pending_block_frees": "leases are long: preempt rather than wait",
@@ -85,6 +84,7 @@ READS = {
     ("vllm.v1.kv_cache_interface", "KVCacheSpec"): ("block_size", "tokens_per_state"),
     ("vllm.config.kv_transfer", "KVTransferConfig"): (
         "engine_id", "is_kv_producer", "is_kv_consumer", "kv_connector_extra_config",
+        "kv_buffer_device",
     ),
     ("vllm.config.parallel", "ParallelConfig"): (
         "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
@@ -94,13 +94,13 @@ READS = {
     ("vllm.config.cache", "CacheConfig"): ("block_size", "cache_dtype", "enable_prefix_caching"),
     ("vllm.config.model", "ModelConfig"): (
         "model", "revision", "quantization", "hf_config", "hf_overrides", "enable_sleep_mode",
-        "get_total_num_kv_heads", "dtype",
+        "enable_cumem_allocator", "use_mla", "get_total_num_kv_heads", "dtype",
     ),
     ("vllm.model_executor.layers.attention.attention", "Attention"): ("kv_cache_dtype", "dtype"),
     ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention"): ("kv_cache_dtype",),
     ("vllm.model_executor.layers.mamba.mamba_mixer2", "MambaMixer2"): ("norm",),
     ("vllm.model_executor.layers.mamba.mamba_mixer2", "Mixer2RMSNormGated"): ("n_groups",),
-    ("vllm.platforms.interface", "Platform"): ("is_fp8_fnuz",),
+    ("vllm.platforms.interface", "Platform"): ("is_fp8_fnuz", "device_type"),
     ("vllm.config.compilation", "CompilationConfig"): ("static_forward_context",),
 }  # fmt: skip
 

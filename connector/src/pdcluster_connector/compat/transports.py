@@ -1,4 +1,4 @@
-"""Which of NIXL's backends can carry KV from engine to engine."""
+"""Which of NIXL's backends can carry KV from engine to engine, and what can be set of them."""
 
 from __future__ import annotations
 
@@ -18,3 +18,35 @@ def why_not(backend: str) -> str | None:
     if backend in STORAGE:
         return "moves data between memory and storage, never between two engines"
     return "is not known to carry KV in this version"
+
+
+MAX_THREADS: Final = 64
+MAX_TEXT: Final = 1024
+# NIXL 1.5 src/plugins/ucx: name -> (least, most) of a number; None for text. What is not here
+# NIXL ignores, or must stay as it is: by ucx_error_handling_mode a lost peer is seen.
+OPTIONS: Final[dict[str, dict[str, tuple[int, int] | None]]] = {
+    "UCX": {
+        "device_list": None,
+        "engine_config": None,
+        "num_workers": (1, 64),
+        "split_batch_size": (1, 2**20),
+        "ucx_devices": None,
+    }
+}
+
+
+def wrong_option(backend: str, name: str, value: object) -> str | None:
+    """Return why an option of a backend cannot be set so; None if it can."""
+    known = OPTIONS.get(backend, {})
+    if name not in known:
+        listed = ", ".join(sorted(known)) or "none"
+        return f"is no option of {backend}; known are {listed}"
+    bounds = known[name]
+    if bounds is None:
+        if isinstance(value, str) and 0 < len(value) <= MAX_TEXT:
+            return None
+        return f"is no text of 1 to {MAX_TEXT} characters"
+    low, high = bounds
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+        return None
+    return f"is no whole number from {low} to {high}"

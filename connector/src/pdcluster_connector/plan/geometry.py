@@ -65,7 +65,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's regions. ``rank`` is (pipeline rank, tensor rank)."""
+    """One rank's regions.
+
+    Attributes:
+        rank: (pipeline rank, tensor rank).
+        regions: of all its layers.
+        seams: addresses at which one registered slice of memory ends and the next one begins.
+    """
 
     rank: tuple[int, int]
     regions: tuple[Region, ...]
+    seams: tuple[int, ...] = ()

@@ -21,6 +21,7 @@ from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.indexing import Family, family_indices, index_families
 from pdcluster_connector.plan.pairing import Int32, Int64, Pairs
+from pdcluster_connector.plan.slices import split_rows
 from pdcluster_connector.plan.topology import Assignment, assign_sources
 
 __all__ = [
@@ -144,11 +145,17 @@ def plan_peer(decode: Shard, prefill: Sequence[Shard], *, grain: int | None = No
         sources.append(
             SourcePlan(
                 rank=prefill[index].rank,
-                prefill_rows=_rows(
-                    [(key.prefill, part.prefill, part.length) for key, part in parts.items()]
+                prefill_rows=split_rows(
+                    _rows(
+                        [(key.prefill, part.prefill, part.length) for key, part in parts.items()]
+                    ),
+                    prefill[index].seams,
+                    "prefill",
                 ),
-                decode_rows=_rows(
-                    [(key.decode, part.decode, part.length) for key, part in parts.items()]
+                decode_rows=split_rows(
+                    _rows([(key.decode, part.decode, part.length) for key, part in parts.items()]),
+                    decode.seams,
+                    "decode",
                 ),
                 prefill_memory=_memory([item.prefill for item in assignments], "prefill"),
                 decode_memory=_memory([item.decode for item in assignments], "decode"),

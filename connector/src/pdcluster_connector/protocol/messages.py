@@ -21,11 +21,13 @@ from msgspec import Meta, Struct
 from pdcluster_connector.compat.shape import Memory
 
 PROTOCOL_OLDEST = 1
-PROTOCOL_NEWEST = 1
+PROTOCOL_NEWEST = 2  # since 2: memory in slices
+PROTOCOL_OF_SEAMS = 2
 
 MAX_REQUEST_BYTES = 256 * 1024  # a request carries its engine's layers: 60 bytes each
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 MAX_REGIONS_PER_ENGINE = 100_000
+MAX_SEAMS = 65_536
 
 Identifier = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -143,7 +145,11 @@ class LeaseWords(Struct, frozen=True):
 
 
 class ShardMetadata(Struct, frozen=True):
-    """What one worker (rank) publishes about the memory that peers may read."""
+    """What one worker (rank) publishes about the memory that peers may read.
+
+    ``seams``: where one registered slice of memory ends and the next one begins; no descriptor
+    row may reach over one. Understood from protocol 2 on.
+    """
 
     engine_id: Identifier
     rank: Rank
@@ -152,6 +158,7 @@ class ShardMetadata(Struct, frozen=True):
     regions: Annotated[tuple[RegionMessage, ...], Meta(max_length=MAX_REGIONS_PER_ENGINE)]
     probe: ProbeRegion
     lease_words: LeaseWords | None = None
+    seams: Annotated[tuple[Address, ...], Meta(max_length=MAX_SEAMS)] = ()
 
 
 class EngineMetadata(Struct, frozen=True, tag="engine"):

@@ -38,7 +38,8 @@ def from_region(region: Region) -> RegionMessage:
 
 def to_shard(message: ShardMetadata) -> Shard:
     """Return the planner's value of a wire shard."""
-    return Shard(rank=message.rank, regions=tuple(to_region(item) for item in message.regions))
+    regions = tuple(to_region(item) for item in message.regions)
+    return Shard(rank=message.rank, regions=regions, seams=message.seams)
 
 
 def to_shape(message: ShapeMessage) -> EngineShape:

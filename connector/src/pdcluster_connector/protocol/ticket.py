@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from pdcluster_connector.protocol.block_ids import BlockIds
 from pdcluster_connector.protocol.messages import (
     Count,
     Identifier,
@@ -24,10 +25,13 @@ from pdcluster_connector.protocol.messages import (
 )
 from pdcluster_connector.protocol.prompt_digest import DIGEST_BYTES
 
-MAX_TICKET_BYTES = 1024 * 1024  # of the encoded text
-FORMAT = 1
+# Of the encoded text. A million tokens in four groups need 1.4 MB in the worst case, when their
+# blocks are scattered, and a few hundred bytes when they lie in runs.
+MAX_TICKET_BYTES = 4 * 1024 * 1024
+FORMAT = 2  # 1 listed every block id by itself; it is still read
+OLDEST_FORMAT = 1
+MOST_IDS_FOR_ROUTERS = 4096
 
-BlockId = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # -1: nothing held at this position
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
@@ -40,7 +44,7 @@ class Ticket(Struct, frozen=True):
         request_id: prefill's own id of the request.
         token: the lease's 64 random bits.
         blocks: logical block ids for each KV cache group; block i covers tokens
-            ``[i * block_size, (i + 1) * block_size)``.
+            ``[i * block_size, (i + 1) * block_size)``. Any sequences; decoded ones are BlockIds.
         block_size: tokens in a logical block of the prefill engine.
         tokens: tokens covered, counted from the prompt's start.
         prompt_digest: of the prompt that the KV belongs to (:mod:`prompt_digest`).
@@ -56,7 +60,7 @@ class Ticket(Struct, frozen=True):
     port: Port
     request_id: Identifier
     token: Token
-    blocks: Annotated[tuple[tuple[BlockId, ...], ...], Meta(max_length=256)]
+    blocks: Annotated[tuple[BlockIds, ...], Meta(max_length=256)]
     block_size: Count
     tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     prompt_digest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -80,19 +84,47 @@ class _Envelope(Struct, frozen=True, array_like=True):
     signature: Annotated[bytes, Meta(max_length=64)] = b""
 
 
+def _pack(value: Any) -> bytes:
+    if isinstance(value, BlockIds):
+        return value.packed()
+    raise NotImplementedError
+
+
+def _unpack(_: type, value: Any) -> BlockIds:
+    """Block ids in the form of format 2 or 1; raises ValueError on anything else."""
+    if isinstance(value, bytes):
+        return BlockIds.unpacked(value)
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return BlockIds(value)
+    raise ValueError("block ids that are no list of numbers")
+
+
 _ENVELOPE = msgspec.msgpack.Decoder(_Envelope)
-_TICKET = msgspec.msgpack.Decoder(Ticket)
+_TICKET = msgspec.msgpack.Decoder(Ticket, dec_hook=_unpack)
+_BODY = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
 def signed_bytes(ticket: Ticket) -> bytes:
-    """Return the bytes that a signature covers: all fields but the signature."""
-    return msgspec.msgpack.encode(msgspec.structs.replace(ticket, signature=b""))
+    """Return the bytes that a signature covers: all fields but the signature.
+
+    Raises:
+        ValueError: a group has more blocks than a ticket can list.
+    """
+    blocks = tuple(ids if isinstance(ids, BlockIds) else BlockIds(ids) for ids in ticket.blocks)
+    return _BODY.encode(msgspec.structs.replace(ticket, blocks=blocks, signature=b""))
 
 
 def encode(ticket: Ticket) -> str:
-    """Return the ticket as URL-safe base64 text."""
+    """Return the ticket as URL-safe base64 text.
+
+    Raises:
+        ValueError: no decode engine would read it, since it is too long.
+    """
     envelope = _Envelope(FORMAT, signed_bytes(ticket), ticket.signature)
-    return urlsafe_b64encode(msgspec.msgpack.encode(envelope)).decode("ascii")
+    text = urlsafe_b64encode(msgspec.msgpack.encode(envelope)).decode("ascii")
+    if len(text) > MAX_TICKET_BYTES:
+        raise ValueError(f"a ticket of {len(text)} bytes, more than {MAX_TICKET_BYTES}")
+    return text
 
 
 def decode(text: str) -> Ticket | Malformed:
@@ -106,8 +138,9 @@ def decode(text: str) -> Ticket | Malformed:
     envelope = bounded(raw, MAX_TICKET_BYTES, _ENVELOPE.decode)
     if isinstance(envelope, Malformed):
         return envelope
-    if envelope.format != FORMAT:
-        return Malformed(f"a ticket of format {envelope.format}; this version reads {FORMAT}")
+    if not OLDEST_FORMAT <= envelope.format <= FORMAT:
+        ours = f"{OLDEST_FORMAT} to {FORMAT}"
+        return Malformed(f"a ticket of format {envelope.format}; this version reads {ours}")
     ticket = bounded(envelope.body, MAX_TICKET_BYTES, _TICKET.decode)
     if isinstance(ticket, Ticket):
         if not math.isfinite(ticket.expires_at):
@@ -117,7 +150,14 @@ def decode(text: str) -> Ticket | Malformed:
 
 
 def kv_transfer_params(ticket: Ticket) -> dict[str, Any]:
-    """Return what prefill answers with and a router hands to decode unchanged."""
+    """Return what prefill answers with and a router hands to decode unchanged.
+
+    Raises:
+        ValueError: as :func:`encode`.
+    """
+    # For routers that look whether it is there: ours is read from the ticket alone, and a long
+    # prompt's ids in plain would be the largest part of the answer.
+    listed = sum(len(ids) for ids in ticket.blocks) <= MOST_IDS_FOR_ROUTERS
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -125,7 +165,7 @@ def kv_transfer_params(ticket: Ticket) -> dict[str, Any]:
         "remote_host": ticket.host,
         "remote_port": ticket.port,
         "remote_request_id": ticket.request_id,
-        "remote_block_ids": [list(blocks) for blocks in ticket.blocks],
+        "remote_block_ids": [list(ids) if listed else [] for ids in ticket.blocks],
         "tp_size": ticket.tensor,
         "ticket": encode(ticket),
     }

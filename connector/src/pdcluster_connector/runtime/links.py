@@ -11,9 +11,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.geometry import Shard
+from pdcluster_connector.plan.slices import seams
 from pdcluster_connector.plan.transfer import PeerPlan, plan_peer
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
@@ -55,7 +57,7 @@ class Links:
         warmed: Warmed,
         closed: Closed,
     ) -> None:
-        self._shard = shard
+        self._shard = replace(shard, seams=seams(item.span for item in memory))
         self._memory = memory
         self._port_factory = port_factory
         self._clock = clock

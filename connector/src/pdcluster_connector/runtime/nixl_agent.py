@@ -55,9 +55,14 @@ def _load_nixl() -> Any:
 
 PROGRESS_DELAY_MICROSECONDS = 100
 
-# UCX connects while a peer is added, and waits: to a peer whose packets the network drops for two
-# minutes, in which nothing is read from any other peer either. [measured, UCX over TCP]
-UCX_DEFAULTS = {"UCX_TCP_CONN_NB": "y"}
+UCX_DEFAULTS = {
+    # UCX connects while a peer is added, and waits: to a peer whose packets the network drops for
+    # two minutes, in which nothing is read from any other peer either. [measured, UCX over TCP]
+    "UCX_TCP_CONN_NB": "y",
+    # Memory that was registered and is gone would be kept without bound. vLLM sets the same when
+    # it imports NIXL itself, and UCX reads it only once: when NIXL is loaded.
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+}
 
 
 @contextmanager
@@ -84,9 +89,23 @@ class NixlAgent:
     """The real port: one nixl agent with backend ``backends`` (UCX)."""
 
     def __init__(
-        self, name: str, *, backends: Sequence[str] = ("UCX",), strided: bool | None = None
+        self,
+        name: str,
+        *,
+        backends: Sequence[str] = ("UCX",),
+        num_threads: int = 0,
+        backend_options: Sequence[tuple[str, str, str]] = (),
+        strided: bool | None = None,
     ) -> None:
-        """``strided``: whether Nx5 lists are used; None finds out at the first list."""
+        """Make an agent.
+
+        Args:
+            name: the agent's, to which a random part is added.
+            backends: those that this nixl lacks are left out.
+            num_threads: threads of the agent's own that post large transfers.
+            backend_options: (backend, option, value) (:mod:`compat.transports`).
+            strided: whether Nx5 lists are used; None finds out at the first list.
+        """
         for variable, value in UCX_DEFAULTS.items():
             os.environ.setdefault(variable, value)
         api = _load_nixl()
@@ -99,10 +118,15 @@ class NixlAgent:
             importlib.import_module(api.__name__.replace("_api", "_bindings"))
         )
         config = api.nixl_agent_config(
-            backends=list(backends), sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+            backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
         )
         with _waiting_progress_thread(api):
             self._agent: Any = self._call(lambda: api.nixl_agent(self.name, config))
+        for backend in [name for name in backends if name in self._agent.plugin_list]:
+            options = {option: value for of, option, value in backend_options if of == backend}
+            if num_threads:
+                options["num_threads"] = str(num_threads)
+            self._call(partial(self._agent.create_backend, backend, options))
         if not self._agent.backends:
             raise PortError(PortErrorKind.INVALID, f"nixl has no backend of {list(backends)}")
 

@@ -63,6 +63,11 @@ class MemoryRange:
     device: int = 0
     memory: Memory = Memory.DRAM
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """Return the first address, and the one behind the last."""
+        return self.address, self.address + self.length
+
 
 @dataclass(eq=False, slots=True)
 class Dlist:
@@ -100,7 +105,7 @@ class NixlPort(Protocol):
         """Prepare (n, 5) rows (address, length, device, stride, count).
 
         ``peer`` None means this agent's own memory. Element k of row r has the flattened
-        index ``sum(counts before r) + k``.
+        index ``sum(counts before r) + k``. A row lies in one registered range as a whole.
         """
 
     def read(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.plan.slices import seams
 from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata
 from pdcluster_connector.protocol.mirrors import from_region
 from pdcluster_connector.runtime.nixl_port import MemoryRange, NixlPort, PortError
@@ -37,6 +38,7 @@ class ServingAgent:
         probe_bytes: int = PROBE_BYTES,
     ) -> None:
         self._probe = np.zeros(probe_bytes, np.uint8)
+        self._seams = seams(item.span for item in memory)
         self._port = port_factory()
         try:
             probe = MemoryRange(self._probe.ctypes.data, self._probe.nbytes)
@@ -57,6 +59,7 @@ class ServingAgent:
             agent_metadata=self._port.metadata(),
             regions=tuple(from_region(region) for region in regions),
             probe=ProbeRegion(address=self._probe.ctypes.data, length=self._probe.nbytes),
+            seams=self._seams,
         )
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class SideChannelServer:
         self._role = role
         self._lease_seconds = lease_seconds
         self._versions = dict(versions or {})
-        self._answer = b""
+        self._answers: dict[int, bytes] = {}  # by protocol
         self._guard: ConnectionGuard | None = None
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
@@ -122,16 +122,19 @@ class SideChannelServer:
     def set_shards(self, shards: Sequence[ShardMetadata]) -> None:
         """Publish the ranks' metadata; from now on handshakes are answered with it."""
         self._shards = tuple(shards)
-        self._answer = messages.encode(
-            EngineMetadata(
-                protocol=messages.PROTOCOL_NEWEST,
-                engine_id=self._engine_id,
-                shape=from_shape(self._shape),
-                shards=self._shards,
-                lease_seconds=self._lease_seconds,
-                versions=self._versions,
+        self._answers = {
+            protocol: messages.encode(
+                EngineMetadata(
+                    protocol=protocol,
+                    engine_id=self._engine_id,
+                    shape=from_shape(self._shape),
+                    shards=self._shards,
+                    lease_seconds=self._lease_seconds,
+                    versions=self._versions,
+                )
             )
-        )
+            for protocol in range(messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST + 1)
+        }
 
     def stop(self) -> None:
         """Close the port and every connection. May be called twice."""
@@ -198,7 +201,7 @@ class SideChannelServer:
             return _msgpack(messages.encode(refusal), status=409)
         if not self._shards:
             return web.Response(status=503, text="the engine's memory is not registered yet")
-        return _msgpack(self._answer)
+        return _msgpack(self._answers[min(asked.protocols[1], messages.PROTOCOL_NEWEST)])
 
     async def _lease(self, request: web.Request) -> web.Response:
         asked = messages.decode_lease_request(await _body(request))
@@ -236,6 +239,14 @@ class SideChannelServer:
                 " ranges overlap",
                 ours,
                 theirs,
+            )
+        if newest < messages.PROTOCOL_OF_SEAMS and any(shard.seams for shard in self._shards):
+            return Refusal(
+                Reason.PROTOCOL_VERSION_MISMATCH.value,
+                f"prefill's memory is registered in slices, which decode's connector of protocol "
+                f"{newest} does not know; give decode the connector that prefill has",
+                str(messages.PROTOCOL_OF_SEAMS),
+                str(newest),
             )
         return refusal_of(rules.check(self._shape, to_shape(asked.shape)))
 

@@ -191,11 +191,12 @@ class InMemoryAgent:
     def prepare(self, peer: str | None, rows: Rows, memory: Memory) -> Dlist:
         self._check()
         dense = _elements(rows)
+        whole = np.stack([rows[:, 0], (rows[:, 4] - 1) * rows[:, 3] + rows[:, 1]], axis=1)
         with self.fabric.lock:
             if peer is not None and peer not in self.peers:
                 raise PortError(PortErrorKind.LOST, f"no peer {peer}")
             ranges = self.ranges if peer is None else self.fabric.agents[peer].ranges
-            self._inside(dense, ranges, memory)
+            self._inside(whole, ranges, memory)  # NIXL looks a strided row up as a whole
             dlist = Dlist(_Elements(dense, memory), peer)
             self.dlists.add(dlist)
         return dlist
@@ -303,10 +304,10 @@ class InMemoryAgent:
             raise PortError(PortErrorKind.INVALID, "an index outside the descriptor list")
         return rows[indices]
 
-    def _inside(self, dense: Rows, ranges: Sequence[MemoryRange], memory: Memory) -> None:
-        start = dense[:, 0]
-        stop = start + dense[:, 1]
-        covered = np.zeros(len(dense), bool)
+    def _inside(self, whole: Rows, ranges: Sequence[MemoryRange], memory: Memory) -> None:
+        start = whole[:, 0]
+        stop = start + whole[:, 1]
+        covered = np.zeros(len(whole), bool)
         for item in ranges:
             if item.memory is memory:
                 covered |= (start >= item.address) & (stop <= item.address + item.length)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.transports import why_not
+from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
 
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
@@ -41,6 +41,8 @@ class ConnectorOptions:
         drain_deadline_seconds: how long a failed receive may hold its blocks in quarantine.
         allow_insecure: permits a side channel without TLS on other than loopback addresses.
         backends: NIXL's transport backends.
+        num_threads: NIXL's threads that post the reads of a decode engine; 0 for none of its own.
+        backend_options: further options of NIXL's backends: (backend, option, value).
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -49,6 +51,8 @@ class ConnectorOptions:
     drain_deadline_seconds: float = 30.0
     allow_insecure: bool = False
     backends: tuple[str, ...] = ("UCX",)
+    num_threads: int = 4  # as the stock connector
+    backend_options: tuple[tuple[str, str, str], ...] = ()
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -78,6 +82,8 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         drain_deadline_seconds=take("drain_deadline_seconds", _seconds),
         allow_insecure=take("allow_insecure", _flag),
         backends=take("backends", _backends),
+        num_threads=take("num_threads", _threads),
+        backend_options=take("backend_options", _backend_options),
     )
     if options.side_channel_port > 65535:
         problems.append(
@@ -89,11 +95,12 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
     return options
 
 
-def refuse_unsupported(vllm_config: Any) -> None:
+def refuse_unsupported(vllm_config: Any, device: str) -> None:
     """Raise :class:`ConfigError` for what no connector option can make work.
 
     vLLM's own guards for context parallelism look for the stock connector's name, and those for
-    sleep begin with 0.33.
+    sleep begin with 0.33. ``device`` is the type of device that the engine runs on, as vLLM's
+    platform names it.
     """
     parallel = vllm_config.parallel_config
     problems = []
@@ -116,6 +123,19 @@ def refuse_unsupported(vllm_config: Any) -> None:
         problems.append(
             "enable_sleep_mode: True: sleep unmaps the KV cache whose memory is registered with "
             "NIXL, and peers would read other pages after waking up; remove --enable-sleep-mode"
+        )
+    elif vllm_config.model_config.enable_cumem_allocator:  # sleep mode sets it too
+        problems.append(
+            "enable_cumem_allocator: True: UCX cannot share memory of CUDA's virtual memory "
+            "management over NVLink and would move KV over TCP without a word; remove "
+            "--enable-cumem-allocator"
+        )
+    buffer_device = vllm_config.kv_transfer_config.kv_buffer_device
+    if buffer_device != device:
+        problems.append(
+            f"kv_buffer_device: {buffer_device!r}: KV is read from where the engine keeps it, on "
+            f"{device}, and there is no buffer in other memory; remove kv_buffer_device from "
+            f"--kv-transfer-config, or set it to {device!r}"
         )
     if problems:
         raise ConfigError("PDClusterConnector cannot run in this engine: " + "; ".join(problems))
@@ -158,3 +178,21 @@ def _backends(value: Any) -> tuple[str, ...]:
         if why := why_not(name):
             raise ValueError(f"names {name[:64]}, which {why}; use UCX")
     return tuple(value)
+
+
+def _threads(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_THREADS:
+        raise ValueError(f"is no whole number from 0 to {MAX_THREADS}")
+    return value
+
+
+def _backend_options(value: Any) -> tuple[tuple[str, str, str], ...]:
+    if not isinstance(value, dict) or not all(isinstance(given, dict) for given in value.values()):
+        raise ValueError('is no options by backend, such as {"UCX": {"ucx_devices": "mlx5_0"}}')
+    found = []
+    for backend, given in value.items():
+        for name, setting in given.items():
+            if why := wrong_option(backend, name, setting):
+                raise ValueError(f"holds {backend[:64]}.{name[:64]}, which {why}")
+            found.append((backend, name, str(setting)))
+    return tuple(found)

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdcluster_connector.vllm.config import ConfigError, parse_options, refuse_unsupported
@@ -61,7 +62,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        refuse_unsupported(vllm_config)
+        refuse_unsupported(vllm_config, current_platform.device_type)
         transfer = self._kv_transfer_config
         engine_id = transfer.engine_id
         if not engine_id or len(engine_id) > 512:
@@ -208,6 +209,17 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         """See save_kv_layer."""
 
     # Both roles.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The order of KV in memory that vLLM shall choose where it can; as the stock connector.
+
+        With a head's tokens side by side, engines of different tensor-parallel sizes exchange a
+        block in one piece, and not token by token. MLA has one head: its order does not matter.
+        ``VLLM_KV_CACHE_LAYOUT`` wins, and so does a backend that has no such order.
+        """
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:

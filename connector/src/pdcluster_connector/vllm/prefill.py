@@ -8,6 +8,7 @@ blocks when all ranks have.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -15,12 +16,15 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
+from pdcluster_connector.protocol.block_ids import BlockIds
 from pdcluster_connector.protocol.lease import LeaseTable
 from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.prompt import digest_of_prompt
+
+logger = logging.getLogger(__name__)
 
 _HANDED_OFF = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -104,16 +108,31 @@ class PrefillRole:
         if token is None or digest is None or whole or not handed_off:
             self._leases.drop(request_id)
             return False, None
+        try:
+            params = kv_transfer_params(self._ticket(request, token, digest, blocks))
+        except ValueError as error:
+            logger.warning("the KV of %s is not handed over: %s", request_id, error)
+            self._stats.fault("finished:TicketTooLong")
+            self._leases.drop(request_id)
+            return False, None
         if not self._leases.grant(request_id, self._clock() + self._options.lease_seconds):
             return False, None
-        ticket = Ticket(
+        params["lease_seconds"] = self._options.lease_seconds  # advice: how often to renew
+        self._owed.add(request_id)
+        return True, params
+
+    def _ticket(
+        self, request: Request, token: int, digest: bytes, blocks: Sequence[Sequence[int]]
+    ) -> Ticket:
+        """Return the ticket of a finished request; raises ValueError for too many blocks."""
+        return Ticket(
             engine_id=self._engine_id,
             host=self._options.side_channel_host,
             port=self._options.side_channel_port,
-            request_id=request_id,
+            request_id=request.request_id,
             token=token,
             blocks=tuple(
-                tuple(group.holding(ids, 0, request.num_prompt_tokens).blocks)
+                BlockIds(group.holding(ids, 0, request.num_prompt_tokens).blocks)
                 for group, ids in zip(self._groups, blocks, strict=True)
             ),
             block_size=self._block_size,
@@ -123,10 +142,6 @@ class PrefillRole:
             tensor=self._tensor,
             pipeline=self._pipeline,
         )
-        params = kv_transfer_params(ticket)
-        params["lease_seconds"] = self._options.lease_seconds  # advice: how often to renew
-        self._owed.add(request_id)
-        return True, params
 
     def forget(self, request_id: str) -> None:
         """Drop a request's lease; vLLM frees its blocks by itself."""

@@ -13,7 +13,7 @@ them by name at the handshake, and get no region: their engine starts and serves
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from pdcluster_connector.compat.shape import (
     PartShape,
 )
 from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.slices import SLICE_BYTES, joined, sliced
 from pdcluster_connector.plan.topology import head_interval
 from pdcluster_connector.runtime.nixl_port import MemoryRange
 from pdcluster_connector.vllm.elements import engine_dtype, layer_dtype, layer_scales
@@ -60,17 +61,20 @@ def register(
     vllm_config: Any,
     rank: tuple[int, int],
     model: str,
+    *,
+    slice_bytes: int = SLICE_BYTES,
 ) -> Registration:
     """Describe ``kv_caches`` (layer name -> tensor) of the worker at ``rank``.
 
     Layers without a spec of their own share another layer's cache and are left out.
-    ``model`` is the model's digest (:mod:`fingerprint`).
+    ``model`` is the model's digest (:mod:`fingerprint`). Memory is registered in slices of at
+    most ``slice_bytes`` (:mod:`plan.slices`).
     """
     parallel = vllm_config.parallel_config
     cache_config = vllm_config.cache_config
     layers: list[LayerShape] = []
     regions: list[Region] = []
-    storages: dict[tuple[int, int], MemoryRange] = {}
+    storages: set[MemoryRange] = set()
     packings: set[str | None] = set()
     ratios: dict[int, set[int]] = {}
     dtype: str | None = None
@@ -117,10 +121,8 @@ def register(
         regions += held
         if held:
             storage = cache.untyped_storage()
-            address, device, memory = storage.data_ptr(), held[0].device, held[0].memory
-            storages.setdefault(
-                (address, device), MemoryRange(address, storage.nbytes(), device, memory)
-            )
+            place = held[0].device, held[0].memory
+            storages.add(MemoryRange(storage.data_ptr(), storage.nbytes(), *place))
 
     shape = EngineShape(
         model=model,
@@ -144,7 +146,21 @@ def register(
         layout=kv_cache_config.kv_cache_layout,
     )
     shard = Shard(rank=rank, regions=tuple(regions))
-    return Registration(shape=shape, shard=shard, memory=tuple(storages.values()))
+    return Registration(shape=shape, shard=shard, memory=_memory(storages, regions, slice_bytes))
+
+
+def _memory(
+    storages: Collection[MemoryRange], regions: Sequence[Region], slice_bytes: int
+) -> tuple[MemoryRange, ...]:
+    """What to register, each byte once: storages can overlap, and share an address."""
+    found = []
+    for place in sorted({(storage.device, storage.memory) for storage in storages}):
+        here = [region for region in regions if (region.device, region.memory) == place]
+        for span in joined(s.span for s in storages if (s.device, s.memory) == place):
+            held = [region for region in here if span[0] <= region.base < span[1]]
+            slices = sliced(span, held, slice_bytes)
+            found += [MemoryRange(start, stop - start, *place) for start, stop in slices]
+    return tuple(found)
 
 
 def _groups(config: KVCacheConfig, ratios: Mapping[int, set[int]]) -> tuple[GroupShape, ...]:

@@ -94,14 +94,16 @@ class WorkerRole:
         self._tails = Tails(self._kv_cache_config, kv_caches, registration.shard.regions)
         self._device = next((cache.device for cache in kv_caches.values()), None)
         if self._produces:
-            self._serving = ServingAgent(self._new_agent, registration.memory)
+            # It posts no transfers. Each thread would take doorbell pages of the network card,
+            # of which DeepEP's kernels need some too.
+            self._serving = ServingAgent(lambda: self._new_agent(threads=0), registration.memory)
         if not self._consumes:
             return
         self._peers = PeerBook(self._engine_id, registration.shape, self._rank)
         self._receiver = Receiver(
             shard=registration.shard,
             memory=registration.memory,
-            port_factory=self._new_agent,
+            port_factory=lambda: self._new_agent(threads=self._options.num_threads),
             peers=self._peers,
             options=ReceiverOptions(drain_deadline_seconds=self._options.drain_deadline_seconds),
             prepare_thread=self._select_device,
@@ -130,9 +132,14 @@ class WorkerRole:
             shard = encode(self._serving.metadata(self._engine_id, self._rank, regions))
         return WorkerHandshake(self._engine_id, encode_shape(self._registration.shape), shard)
 
-    def _new_agent(self) -> NixlAgent:
-        name = f"{self._engine_id}/{self._rank[0]}/{self._rank[1]}"
-        return NixlAgent(name, backends=self._options.backends)
+    def _new_agent(self, threads: int) -> NixlAgent:
+        options = self._options
+        return NixlAgent(
+            f"{self._engine_id}/{self._rank[0]}/{self._rank[1]}",
+            backends=options.backends,
+            num_threads=threads,
+            backend_options=options.backend_options,
+        )
 
     def _select_device(self) -> None:
         """On a GPU: without a current device on its thread, UCX turns cuda_ipc off."""

@@ -1,0 +1,170 @@
+"""Memory in slices: where an allocation is cut for registration, and descriptor rows at the seams.
+
+vLLM may put all layers in one allocation of tens of GiB. Network cards lose speed on registered
+memory above 4 GiB (mlx5: 45 %, LMCache #4432), so it is registered in slices. NIXL looks up a
+whole strided row in one of them: a row ends at a seam and goes on behind it. No index changes by
+that, since the elements of rows are counted through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan.descriptors import Rows
+from pdcluster_connector.plan.errors import PlanError
+from pdcluster_connector.plan.geometry import Region
+
+SLICE_BYTES = 4 * 2**30
+PAGE_BYTES = 64 * 1024  # of GPU memory, as it is pinned; seams lie between pages where they can
+MOST_ROWS = 2**22
+_TRIES = 128
+
+Span = tuple[int, int]  # first address, and the one behind the last
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Return spans that cover the same bytes and do not overlap; neighbours stay apart."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start < found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
+
+
+def sliced(span: Span, regions: Sequence[Region], limit: int = SLICE_BYTES) -> list[Span]:
+    """Cut ``span`` so that no descriptor of ``regions``, which lie in it, crosses a seam.
+
+    Slices are as long as ``limit`` allows; longer where blocks lie so that they cannot be.
+    """
+    start, stop = span
+    found = [start]
+    if stop - start > limit:
+        grids = {(r.block_stride, r.base % r.block_stride) for r in regions}
+        runs = _runs(regions)
+        while (seam := _seam(found[-1], stop, grids, runs, limit)) is not None:
+            found.append(seam)
+    return list(pairwise([*found, stop]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Bytes that a descriptor may hold; repeated along ``axes``, (stride, count) each."""
+
+    start: int
+    length: int
+    axes: tuple[tuple[int, int], ...]
+
+    def holds(self, seam: int) -> bool:
+        """Whether ``seam`` lies inside of one of the runs."""
+        rest = seam - self.start
+        for stride, count in self.axes:
+            rest -= min(max(0, rest) // stride, count - 1) * stride
+        return 0 < rest < self.length
+
+
+def _runs(regions: Sequence[Region]) -> list[_Run]:
+    """Return what each region's descriptors lie in: a block, or one head's share of it.
+
+    Neighbours within a block are one run: with blocks outermost, a descriptor spans layers.
+    """
+    found: list[_Run] = []
+    for run in sorted((_run(region) for region in regions), key=lambda run: (run.axes, run.start)):
+        last = found[-1] if found else None
+        if last is not None and run.axes == last.axes and run.start <= last.start + last.length:
+            length = max(last.length, run.start + run.length - last.start)
+            found[-1] = _Run(last.start, length, run.axes)
+        else:
+            found.append(run)
+    return found
+
+
+def _run(region: Region) -> _Run:
+    axes = [(region.head_stride, region.head_stop - region.head_start)]
+    if region.token_stride is None:
+        length = region.block_tokens * region.token_bytes
+    else:
+        length = region.token_bytes
+        axes.append((region.token_stride, region.block_tokens))
+    inner = [axis for axis in axes if axis[0] < region.block_stride]
+    outer = [axis for axis in axes if axis[0] >= region.block_stride]
+    length += sum(stride * (count - 1) for stride, count in inner)
+    blocks = (region.block_stride, region.num_blocks)
+    return _Run(region.base, length, tuple(sorted([*outer, blocks], reverse=True)))
+
+
+def _seam(
+    after: int, stop: int, grids: Collection[Span], runs: Sequence[_Run], limit: int
+) -> int | None:
+    """Return the next seam, where a block begins in one of the ``grids`` (stride, remainder).
+
+    None if the rest is one slice, or cannot be cut.
+    """
+    most = after + limit
+    if stop <= most:
+        return None
+    before, behind = [], []
+    for stride, phase in grids:
+        last = most - (most - phase) % stride
+        before += [seam for i in range(_TRIES) if (seam := last - i * stride) > after]
+        behind += [seam for i in range(1, _TRIES) if (seam := last + i * stride) < stop]
+    clear = [
+        seam for seam in sorted(before, reverse=True) if not any(run.holds(seam) for run in runs)
+    ]
+    between_pages = [seam for seam in clear if seam % PAGE_BYTES == 0]
+    if clear:
+        return (between_pages or clear)[0]
+    return next((seam for seam in sorted(behind) if not any(r.holds(seam) for r in runs)), None)
+
+
+def seams(spans: Iterable[Span]) -> tuple[int, ...]:
+    """Return the addresses at which one of ``spans`` ends and another begins."""
+    known = list(spans)
+    return tuple(sorted({start for start, _ in known} & {stop for _, stop in known}))
+
+
+def split_rows(rows: Rows, cuts: Sequence[int], side: str) -> Rows:
+    """Return rows of the same elements, none of which reaches over one of ``cuts``.
+
+    Raises:
+        PlanError: LayoutUnsupported, where an element itself lies across a cut.
+    """
+    if not len(cuts) or not len(rows):
+        return rows
+    at = np.unique(np.asarray(cuts, np.uint64))
+    address, length, _, stride, count = rows.T
+    end = address + (count - np.uint64(1)) * stride + length
+    low = np.searchsorted(at, address, side="right")  # the first cut behind the row's start
+    high = np.searchsorted(at, end, side="left")
+    if int(np.maximum(high - low, 0).sum()) + len(rows) > MOST_ROWS:
+        message = f"{side}'s memory is registered in too many slices"
+        raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
+    if not (high > low).any():
+        return rows
+    made = []
+    for row, first, last in zip(rows.tolist(), low.tolist(), high.tolist(), strict=True):
+        made += _split(row, at[first:last].tolist(), side)
+    return np.array(made, np.uint64)
+
+
+def _split(row: list[int], cuts: Sequence[int], side: str) -> list[list[int]]:
+    address, length, device, stride, count = row
+    firsts = [0]
+    for cut in cuts:
+        before = cut - address - length  # elements that end at the cut or before it:
+        whole = 0 if before < 0 else min(count, 1 + before // max(1, stride))
+        if whole < count and address + whole * stride < cut:
+            message = f"one piece of {side}'s KV lies in two slices of its registered memory"
+            raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
+        if whole not in (firsts[-1], count):
+            firsts.append(whole)
+    return [
+        [address + first * stride, length, device, stride, following - first]
+        for first, following in pairwise([*firsts, count])
+    ]

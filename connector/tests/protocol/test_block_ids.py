@@ -1,0 +1,84 @@
+"""Block ids in their compact form: nothing is lost, and nothing that was sent can cost much."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
+
+HIGHEST = 2**31 - 1
+any_ids = st.lists(st.integers(-1, HIGHEST), max_size=60)
+# As vLLM hands blocks out: runs up and down, and null blocks before a window.
+runs = st.lists(
+    st.tuples(st.integers(-1, HIGHEST - 700), st.sampled_from([-1, 0, 1, 2]), st.integers(1, 300)),
+    max_size=6,
+).map(
+    lambda pieces: [
+        max(-1, start + step * i) for start, step, count in pieces for i in range(count)
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(any_ids | runs)
+def test_nothing_is_lost(ids: list[int]) -> None:
+    made = BlockIds(ids)
+    raw = made.packed()
+    found = BlockIds.unpacked(raw)
+    assert list(found) == ids
+    assert found == made == tuple(ids)
+    assert len(found) == len(ids)
+    assert len(raw) <= 2 + 4 * len(ids)
+    assert pickle.loads(pickle.dumps(found)) == ids
+    assert np.asarray(found).dtype == np.int32
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    st.binary(max_size=80)
+    | st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([0, 1, 2, 4]), st.binary(max_size=80))
+    .map(lambda form: bytes(form[:2]) + form[2])
+)  # fmt: skip
+def test_any_bytes_are_ids_or_refused(raw: bytes) -> None:
+    try:
+        found = BlockIds.unpacked(raw)
+    except ValueError:
+        return
+    assert len(found) <= MAX_BLOCKS
+    assert all(-1 <= block <= HIGHEST for block in found)
+    assert BlockIds.unpacked(found.packed()) == found
+
+
+def test_a_run_costs_a_few_bytes() -> None:
+    assert len(BlockIds(range(1, 62_501)).packed()) < 12
+    assert len(BlockIds([0] * 60_000 + list(range(7, 300))).packed()) < 24
+
+
+@pytest.mark.parametrize("counts", [[MAX_BLOCKS + 1], [2**32 - 1] * 50, [2**31, 2**31, 2**31]])
+def test_what_would_unpack_to_too_much_is_refused(counts: list[int]) -> None:
+    raw = bytes((1, 4)) + bytes([1] * len(counts)) + np.array(counts, "<u4").tobytes()
+    with pytest.raises(ValueError, match="more than"):
+        BlockIds.unpacked(raw)
+
+
+@pytest.mark.parametrize("ids", [[-2], [2**31], ["x"], [[1]], [None], range(MAX_BLOCKS + 1)])
+def test_what_is_no_list_of_ids_is_refused(ids: list[object]) -> None:
+    with pytest.raises(ValueError, match="block ids"):
+        BlockIds(ids)  # type: ignore[arg-type]
+
+
+def test_they_do_not_change() -> None:
+    source = np.array([1, 2, 3], np.int32)
+    ids = BlockIds(source)
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(ids)[0] = 9
+    assert ids[0] == 1
+    assert ids[1:] == [2, 3]
+    assert ids != [1, 2]
+    assert ids != "123"
+    assert hash(ids) == hash((1, 2, 3))
