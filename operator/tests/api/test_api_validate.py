@@ -71,17 +71,26 @@ def test_different_block_sizes_are_refused_by_the_compat_rule(rule, spec):
             {"engine": {"attentionBackend": "FLASH_ATTN",
                         "extraArgs": ["--mamba-ssm-cache-dtype", "float32"]}},
         ),
-        (None, {"engine": {"attentionBackend": "FLASH_ATTN"}}),
+        ("PrefixCachingHeterogeneousBlocks", {"engine": {"attentionBackend": "FLASH_ATTN"}}),
     ],
 )  # fmt: skip
-def test_what_the_spec_says_of_the_blocks_inside_decides_about_different_sizes(rule, spec):
-    """Prefix caching is on. With blocks that can be cut, the handshake knows whether it matters."""
-    sizes = {"prefill": {"engine": {"blockSize": 16}}, "decode": {"engine": {"blockSize": 64}}}
+def test_different_block_sizes_are_refused_whatever_else_the_spec_says(rule, spec):
+    """Prefix caching is on, and no field says what layers the model has."""
+    sizes = {"prefill": {"engine": {"blockSize": 544}}, "decode": {"engine": {"blockSize": 1008}}}
     found = findings(**spec, **sizes)
-    rules = {str(error.rule) for error in found.errors}
-    assert rules == ({rule} if rule else set())
-    if rule is None:
-        assert "layers" in found.unchecked
+    (refused,) = found.errors
+    assert refused.rule == rule
+    assert "attentionBackend" not in refused.remedy
+
+
+@pytest.mark.parametrize("cached", ["prefill", "decode"])
+def test_prefix_caching_on_one_role_is_enough_for_the_refusal(cached):
+    engine = {"attentionBackend": "FLASH_ATTN", "prefixCaching": "Disabled"}
+    roles = {"prefill": {"engine": {"blockSize": 544}}, "decode": {"engine": {"blockSize": 1008}}}
+    assert findings(engine=engine, **roles).ok, "without it the handshake decides"
+    roles[cached]["engine"]["prefixCaching"] = "Enabled"
+    (refused,) = findings(engine=engine, **roles).errors
+    assert refused.rule == "PrefixCachingHeterogeneousBlocks"
 
 
 def test_without_prefix_caching_the_blocks_of_a_hybrid_may_differ():
