@@ -315,7 +315,9 @@ def test_a_backend_that_moves_nothing_between_engines_is_refused_with_the_reason
 
 @pytest.mark.parametrize("field", ["args", "command"])
 def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
-    overlay = {"spec": {"containers": [{"name": "x"}, {"name": "engine", field: ["--foo"]}]}}
+    overlay = {
+        "spec": {"containers": [{"name": "x", "image": "x"}, {"name": "engine", field: ["--foo"]}]}
+    }
     found = warnings(decode={"podTemplate": overlay})
     path = f"spec.decode.podTemplate.spec.containers[1].{field}"
     assert found["ArgumentsOverlaid"].path == path
@@ -324,7 +326,13 @@ def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
 
 
 @pytest.mark.parametrize(
-    "junk", [{"spec": []}, {"spec": {"containers": {}}}, {"spec": {"containers": [1]}}]
+    ("junk", "place"),
+    [
+        ({"spec": []}, ".spec"),
+        ({"spec": {"containers": {}}}, ".spec.containers"),
+        ({"spec": {"containers": [1]}}, ".spec.containers[0]"),
+    ],
 )
-def test_an_overlay_of_any_shape_is_survived(junk):
-    assert findings(decode={"podTemplate": junk}).ok
+def test_an_overlay_of_any_shape_is_survived_and_refused(junk, place):
+    (found,) = findings(decode={"podTemplate": junk}).errors
+    assert (found.path, found.rule) == (f"spec.decode.podTemplate{place}", "WrongType")

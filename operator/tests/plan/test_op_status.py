@@ -396,3 +396,16 @@ def test_every_reason_was_provoked(request):
     if {item.originalname for item in here} != {item.originalname for item in everything}:
         pytest.skip("only meaningful when the whole file runs")
     assert {reason.value for reason in StatusReason} - SEEN == set()
+
+
+def test_accepted_names_the_warnings_that_nobody_may_have_seen():
+    """A webhook that is down warns of nothing, and kubectl shows a warning once."""
+    from pdcluster_operator.api.findings import FieldError, Findings
+    from pdcluster_operator.plan.verdicts_engines import accepted
+
+    warning = FieldError("spec.engine.image", "x", "ImageNotPinned", "moves", "Name a release.")
+    verdict = accepted(Findings(warnings=(warning,), unchecked=("layers",)))
+    assert (verdict.status, verdict.reason) == ("True", "PartiallyChecked")
+    assert "layers" in verdict.message
+    assert verdict.message.endswith("warnings: spec.engine.image [ImageNotPinned]")
+    assert accepted(Findings(warnings=(warning,))).message.startswith("warnings: ")

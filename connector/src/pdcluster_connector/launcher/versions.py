@@ -10,6 +10,7 @@ from typing import Final
 
 from pdcluster_connector import __version__
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.versions import ANY_VERSION, SUPPORTED, text_of
 
 # Distributions that bring each module; the first that is installed names the version.
 DISTRIBUTIONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -22,12 +23,6 @@ _MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "nixl": ("nixl", "nixl_rocm"),
     "torch": ("torch",),
 }
-# From (inclusive) and below (exclusive).
-SUPPORTED: Final[Mapping[str, tuple[tuple[int, int], tuple[int, int]]]] = {
-    "vllm": ((0, 32), (0, 34)),
-    "nixl": ((1, 0), (2, 0)),
-}
-ANY_VERSION: Final = "PDCLUSTER_ANY_VERSION"
 
 
 def installed(
@@ -76,8 +71,8 @@ def problems(versions: Mapping[str, str], environment: Mapping[str, str]) -> lis
         if release is not None and not low <= release < high:
             found.append(
                 f"{Reason.VERSION_UNSUPPORTED}: {name} {versions[name]} is installed, but this "
-                f"connector works with {name} >= {_text(low)}, < {_text(high)}; use such an image, "
-                f"or set {ANY_VERSION}=1 to try it all the same"
+                f"connector works with {name} >= {text_of(low)}, < {text_of(high)}; "
+                f"use such an image, or set {ANY_VERSION}=1 to try it all the same"
             )
     return found
 
@@ -88,7 +83,3 @@ def _release(version: str) -> tuple[int, int] | None:
     if match is None or (match[1] == "0" and match[2] in {"0", "1"} and "dev" in version):
         return None
     return int(match[1]), int(match[2])
-
-
-def _text(release: tuple[int, int]) -> str:
-    return f"{release[0]}.{release[1]}"

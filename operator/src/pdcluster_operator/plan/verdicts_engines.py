@@ -33,13 +33,13 @@ def accepted(findings: Findings) -> Verdict:
         if more:
             shown.append(f"and {more} more")
         return no(str(findings.errors[0].rule), "; ".join(shown))
+    warned = [f"{warning.path} [{warning.rule}]" for warning in findings.warnings]
+    message = f"warnings: {', '.join(warned)}" if warned else ""
     if findings.unchecked:
         fields = ", ".join(findings.unchecked)
-        return yes(
-            StatusReason.PARTIALLY_CHECKED,
-            f"the handshake decides what the spec leaves open: {fields}",
-        )
-    return yes(StatusReason.ACCEPTED)
+        left = f"the handshake decides what the spec leaves open: {fields}"
+        return yes(StatusReason.PARTIALLY_CHECKED, "; ".join(filter(None, (left, message))))
+    return yes(StatusReason.ACCEPTED, message)
 
 
 def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
