@@ -389,19 +389,6 @@ def test_accepted_without_reservation_when_every_rule_could_be_decided():
     SEEN.add(verdict.reason)
 
 
-def test_accepted_names_the_warnings_that_nobody_may_have_seen():
-    """A webhook that is down warns of nothing, and kubectl shows a warning once."""
-    from pdcluster_operator.api.findings import FieldError, Findings
-    from pdcluster_operator.plan.verdicts_engines import accepted
-
-    warning = FieldError("spec.engine.image", "x", "ImageNotPinned", "moves", "Name a release.")
-    verdict = accepted(Findings(warnings=(warning,), unchecked=("layers",)))
-    assert (verdict.status, verdict.reason) == ("True", "PartiallyChecked")
-    assert "layers" in verdict.message
-    assert verdict.message.endswith("warnings: spec.engine.image [ImageNotPinned]")
-    assert accepted(Findings(warnings=(warning,))).message.startswith("warnings: ")
-
-
 def test_every_reason_was_provoked(request):
     """Runs last in this file: a reason that nothing provokes is a reason nobody will see."""
     here = [item for item in request.session.items if item.path == request.path]

@@ -9,10 +9,10 @@ from typing import Final
 REFUSED_FLAGS: Final[Mapping[str, str]] = {
     "--enable-sleep-mode": (
         "unmaps the KV cache whose memory is registered with NIXL, and peers would read other "
-        "pages after the engine wakes up"
+        "pages after waking up"
     ),
     "--enable-cumem-allocator": (
-        "puts the KV cache into memory that can be unmapped while it is registered with NIXL, "
-        "as sleep mode does"
+        "puts the KV cache into memory of CUDA's virtual memory management, which UCX cannot "
+        "share over NVLink: KV would go over TCP without a word"
     ),
 }

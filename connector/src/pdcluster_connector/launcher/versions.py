@@ -10,7 +10,8 @@ from typing import Final
 
 from pdcluster_connector import __version__
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.versions import ANY_VERSION, SUPPORTED, text_of
+from pdcluster_connector.compat.versions import ANY_VERSION, SUPPORTED
+from pdcluster_connector.compat.versions import text_of as _text
 
 # Distributions that bring each module; the first that is installed names the version.
 DISTRIBUTIONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -71,8 +72,8 @@ def problems(versions: Mapping[str, str], environment: Mapping[str, str]) -> lis
         if release is not None and not low <= release < high:
             found.append(
                 f"{Reason.VERSION_UNSUPPORTED}: {name} {versions[name]} is installed, but this "
-                f"connector works with {name} >= {text_of(low)}, < {text_of(high)}; "
-                f"use such an image, or set {ANY_VERSION}=1 to try it all the same"
+                f"connector works with {name} >= {_text(low)}, < {_text(high)}; use such an image, "
+                f"or set {ANY_VERSION}=1 to try it all the same"
             )
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.versions import ANY_VERSION
 
 from .arguments import OWNED_FLAGS, Flag, owned_flag, parse_flags
@@ -15,6 +14,8 @@ from .resolve import resolve_engine
 from .types import Cluster
 
 OWNED_PREFIX = "PDCLUSTER_"
+# The launcher's way out of its own refusal, for the user to take.
+FREE_VARIABLES = frozenset({ANY_VERSION})
 # Typed fields that a flag may not contradict.
 TYPED_FLAGS = {
     "--block-size": ("block_size", "blockSize"),
@@ -54,9 +55,8 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
             )
         for flag in flags:
             yield from _owned(f"{path}.extraArgs[{flag.place}]", flag)
-            yield from _unsupported(f"{path}.extraArgs[{flag.place}]", flag)
         for place, var in enumerate(engine.env):
-            ours = var.name.startswith(OWNED_PREFIX) and var.name != ANY_VERSION
+            ours = var.name.startswith(OWNED_PREFIX) and var.name not in FREE_VARIABLES
             if var.name in owned or ours:
                 yield _owned_variable(f"{path}.env[{place}].name", var.name)
             if (var.value is None) == (var.value_from is None):
@@ -83,19 +83,6 @@ def _owned(path: str, flag: Flag) -> Iterator[FieldError]:
         f"{flag.head} belongs to the operator{means}",
         OWNED_FLAGS[owned],
     )
-
-
-def _unsupported(path: str, flag: Flag) -> Iterator[FieldError]:
-    # argparse takes any beginning of a name that is the beginning of no other.
-    names = [name for name in REFUSED_FLAGS if name.startswith(flag.head)]
-    if len(names) == 1 and not flag.negated:
-        yield FieldError(
-            path,
-            shown(" ".join(flag.words)),
-            Rule.FLAG_UNSUPPORTED,
-            f"{names[0]} {REFUSED_FLAGS[names[0]]}",
-            f"Remove {flag.head}.",
-        )
 
 
 def owned_variables(cluster: Cluster) -> frozenset[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pdcluster_connector.compat.findings import Finding, Verdict
 from pdcluster_connector.compat.rules import check
 
 from .enums import Role
-from .findings import FieldError, Findings, Rule, shown
+from .findings import FieldError, Findings, shown
 from .resolve import resolve_engine
 from .shape import engine_shape
 from .types import Cluster
@@ -34,27 +32,6 @@ def pair_findings(cluster: Cluster) -> Findings:
         errors=tuple(_error(cluster, finding) for finding in refused),
         unchecked=tuple(dict.fromkeys(waiting)),
     )
-
-
-def one_sided(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what one role alone says: vLLM chooses for the other, perhaps something else."""
-    shapes = {role: engine_shape(cluster, resolve_engine(cluster, role)) for role in Role}
-    for field in ("block_size", "kv_dtype"):
-        values = {role: getattr(shape, field) for role, shape in shapes.items()}
-        named = [role for role in Role if values[role] is not None]
-        if len(named) != 1:
-            continue
-        path, *others = _paths(cluster, field)
-        name = SOURCES[field][0]
-        yield FieldError(
-            path,
-            shown(values[named[0]]),
-            Rule.SET_ON_ONE_ROLE,
-            f"only the {named[0]} engines have it; vLLM chooses for the others, and another "
-            "choice is refused at the handshake",
-            f"Set the same engine.{name} on both roles, in spec.engine.",
-            tuple(others),
-        )
 
 
 def _error(cluster: Cluster, finding: Finding) -> FieldError:

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from .findings import FieldError, Findings, under
 from .parse import ParseResult, parse_cluster
 from .rules_args import argument_errors
+from .rules_flags import flag_errors
 from .rules_host_path import host_path_errors, host_path_warnings
 from .rules_images import image_errors, image_warnings
 from .rules_layout import layout_errors
-from .rules_pair import one_sided, pair_findings
+from .rules_one_sided import one_sided_warnings
+from .rules_pair import pair_findings
 from .rules_pod_template import pod_template_errors, pod_template_warnings
 from .rules_resources import resource_errors, resource_warnings
 from .rules_traps import trap_errors, trap_warnings
@@ -65,12 +67,13 @@ def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
     yield from pod_template_errors(cluster)
     yield from image_errors(cluster)
     yield from argument_errors(cluster)
+    yield from flag_errors(cluster)
     yield from trap_errors(cluster)
     yield from pair.errors
 
 
 def _warnings(cluster: Cluster) -> Iterator[FieldError]:
-    yield from one_sided(cluster)
+    yield from one_sided_warnings(cluster)
     yield from image_warnings(cluster)
     yield from weight_warnings(cluster)
     yield from resource_warnings(cluster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pdcluster_operator.api.conditions import StatusReason, Verdict, no, unknown, yes
 from pdcluster_operator.api.findings import Findings
@@ -33,13 +34,13 @@ def accepted(findings: Findings) -> Verdict:
         if more:
             shown.append(f"and {more} more")
         return no(str(findings.errors[0].rule), "; ".join(shown))
-    warned = [f"{warning.path} [{warning.rule}]" for warning in findings.warnings]
-    message = f"warnings: {', '.join(warned)}" if warned else ""
     if findings.unchecked:
         fields = ", ".join(findings.unchecked)
-        left = f"the handshake decides what the spec leaves open: {fields}"
-        return yes(StatusReason.PARTIALLY_CHECKED, "; ".join(filter(None, (left, message))))
-    return yes(StatusReason.ACCEPTED, message)
+        return yes(
+            StatusReason.PARTIALLY_CHECKED,
+            f"the handshake decides what the spec leaves open: {fields}",
+        )
+    return yes(StatusReason.ACCEPTED)
 
 
 def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
@@ -59,3 +60,12 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
     if silent is not None:
         return unknown(silent.reason, silent.message)
     return yes(StatusReason.ENGINES_READY, count)
+
+
+def with_warnings(accepted: Verdict, findings: Findings) -> Verdict:
+    """Return Accepted with the warnings: a webhook that is down says none of them."""
+    if not findings.ok or not findings.warnings:
+        return accepted
+    named = ", ".join(f"{warning.path} [{warning.rule}]" for warning in findings.warnings)
+    parts = filter(None, (accepted.message, f"warnings: {named}"))
+    return replace(accepted, message="; ".join(parts))
