@@ -83,6 +83,15 @@ def test_different_block_sizes_are_refused_whatever_else_the_spec_says(rule, spe
     assert "attentionBackend" not in refused.remedy
 
 
+@pytest.mark.parametrize("size", ["1008", "1_008", "+1008", " 1008 "])
+def test_a_block_size_is_seen_however_python_reads_it(size):
+    found = findings(engine={"blockSize": 544}, decode=args("--block-size", size))
+    rules = {error.rule for error in found.errors}
+    assert {"PrefixCachingHeterogeneousBlocks", "ConflictingSettings"} >= rules
+    assert "PrefixCachingHeterogeneousBlocks" in rules
+    assert findings(decode=args("-dcp", "1_0")).errors[0].rule == "ContextParallelUnsupported"
+
+
 @pytest.mark.parametrize("cached", ["prefill", "decode"])
 def test_prefix_caching_on_one_role_is_enough_for_the_refusal(cached):
     engine = {"attentionBackend": "FLASH_ATTN", "prefixCaching": "Disabled"}
