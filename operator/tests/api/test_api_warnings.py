@@ -95,6 +95,8 @@ def test_any_version_may_be_tried_by_who_says_so():
     assert found["spec.engine.image"].rule == "VersionUnsupported"
     env[0]["value"] = "0"
     assert "spec.engine.image" in errors(engine={"image": image, "env": env})
+    env[0]["value"] = "1"
+    assert "spec.engine.image" in errors(engine={"image": image}, prefill={"engine": {"env": env}})
 
 
 def test_different_images_of_the_roles():
@@ -104,6 +106,17 @@ def test_different_images_of_the_roles():
     assert "v0.32.0" in found["spec.decode.engine.image"].value
     assert "v0.33.0" in found["spec.decode.engine.image"].value
     assert not warnings(prefill={"engine": engine}, decode={"engine": engine})
+    assert "spec.prefill.engine.image" in warnings(prefill={"engine": engine})
+
+
+def test_an_image_of_a_pod_template_is_judged_instead():
+    template = {"spec": {"containers": [{"name": "engine", "image": "vllm/vllm-openai:v0.10.0"}]}}
+    (found,) = errors(decode={"podTemplate": template}).values()
+    assert found.path == "spec.decode.podTemplate.spec.containers[0].image"
+    assert found.rule == "VersionUnsupported"
+    template["spec"]["containers"][0]["image"] = "vllm/vllm-openai:v0.33.0"
+    (warned,) = warnings(decode={"podTemplate": template}).values()
+    assert (warned.path, warned.rule) == (found.path, "ImagesDiffer")
 
 
 def test_a_routers_moving_image():

@@ -11,7 +11,8 @@ from pdcluster_connector.compat.versions import ANY_VERSION, SUPPORTED, supporte
 
 from .enums import Role
 from .findings import FieldError, Rule, shown
-from .resolve import Engine, resolve_engine
+from .pod_templates import engine_container
+from .resolve import resolve_engine
 from .types import Cluster
 
 # Tags that mean another image tomorrow.
@@ -42,6 +43,15 @@ class Image:
         return (int(match[1]), int(match[2])) if match else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an engine's image is named: ``strict`` refuses a version out of the range."""
+
+    path: str
+    reference: str
+    strict: bool
+
+
 def parse_image(reference: str) -> Image:
     """Take an image reference apart: ``registry:5000/vllm/vllm-openai:v0.32.0@sha256:…``."""
     name, _, digest = reference.partition("@")
@@ -52,54 +62,50 @@ def parse_image(reference: str) -> Image:
 
 def image_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield images of vLLM's own whose release this connector does not work with."""
-    for path, engine, image in _engine_images(cluster):
-        if RELEASED.fullmatch(image.repository) and not _any_version(engine):
-            yield from _version(path, engine, image)
+    for place in dict.fromkeys(_place(cluster, role) for role in Role):
+        if place.strict and RELEASED.fullmatch(parse_image(place.reference).repository):
+            yield from _version(place)
 
 
 def image_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield images that may hold another vLLM than is meant, or differ between the roles."""
-    for path, engine, image in _engine_images(cluster):
+    places = {role: _place(cluster, role) for role in Role}
+    for place in dict.fromkeys(places.values()):
+        image = parse_image(place.reference)
         vllm = "vllm" in image.repository.rpartition("/")[2]
-        if vllm and (_any_version(engine) or not RELEASED.fullmatch(image.repository)):
-            yield from _version(path, engine, image)
-        yield from _moving(path, engine.image, image)
+        if vllm and not (place.strict and RELEASED.fullmatch(image.repository)):
+            yield from _version(place)
+        yield from _moving(place.path, place.reference)
     router = cluster.spec.router
     if router.replicas:
-        yield from _moving("spec.router.image", router.image, parse_image(router.image))
-    prefill, decode = (resolve_engine(cluster, role).image for role in Role)
-    if prefill != decode:
+        yield from _moving("spec.router.image", router.image)
+    prefill, decode = places[Role.PREFILL], places[Role.DECODE]
+    if prefill.reference != decode.reference:
+        own, other = (prefill, decode) if decode.path == "spec.engine.image" else (decode, prefill)
         yield FieldError(
-            _path(cluster, Role.DECODE),
-            shown(f"prefill {prefill}, decode {decode}"),
+            own.path,
+            shown(f"prefill {prefill.reference}, decode {decode.reference}"),
             Rule.IMAGES_DIFFER,
             "another vLLM may lay out its KV cache in another way",
             "Use one image for both roles, in spec.engine.image.",
-            ("spec.engine.image", "spec.prefill.engine.image"),
+            (other.path,),
         )
 
 
-def _engine_images(cluster: Cluster) -> Iterator[tuple[str, Engine, Image]]:
-    """Yield each image once, with the field that it stands in."""
-    seen = set()
-    for role in Role:
-        engine = resolve_engine(cluster, role)
-        path = _path(cluster, role)
-        if path not in seen:
-            yield path, engine, parse_image(engine.image)
-        seen.add(path)
-
-
-def _path(cluster: Cluster, role: Role) -> str:
+def _place(cluster: Cluster, role: Role) -> _Place:
+    """Return where a role's image stands: a pod template's word is the last."""
+    engine = resolve_engine(cluster, role)
+    strict = all(var.name != ANY_VERSION or var.value != "1" for var in engine.env)
+    path, overlay = engine_container(cluster, role)
+    image = overlay.get("image")
+    if isinstance(image, str) and image:
+        return _Place(f"{path}.image", image, strict)
     own = cluster.spec.role(role).engine.image
-    return f"spec.{role}.engine.image" if own else "spec.engine.image"
+    return _Place(f"spec.{role}.engine.image" if own else "spec.engine.image", engine.image, strict)
 
 
-def _any_version(engine: Engine) -> bool:
-    return any(var.name == ANY_VERSION and var.value == "1" for var in engine.env)
-
-
-def _version(path: str, engine: Engine, image: Image) -> Iterator[FieldError]:
+def _version(place: _Place) -> Iterator[FieldError]:
+    image = parse_image(place.reference)
     release = image.release
     if release is None or supported("vllm", release):
         return
@@ -107,22 +113,22 @@ def _version(path: str, engine: Engine, image: Image) -> Iterator[FieldError]:
         return  # somebody's own numbers: vLLM's begin with 0
     low, high = map(text_of, SUPPORTED["vllm"])
     yield FieldError(
-        path,
-        shown(engine.image),
+        place.path,
+        shown(place.reference),
         Reason.VERSION_UNSUPPORTED,
         f"its tag says vLLM {text_of(release)}; this connector works with vLLM >= {low}, < {high}",
         f"Use such an image, or try it with {ANY_VERSION}=1 in engine.env.",
     )
 
 
-def _moving(path: str, reference: str, image: Image) -> Iterator[FieldError]:
+def _moving(path: str, reference: str) -> Iterator[FieldError]:
+    image = parse_image(reference)
     if image.tag in MOVING_TAGS and not image.digest:
+        example = "a release" if path == "spec.router.image" else "a release, such as v0.32.0,"
         yield FieldError(
             path,
             shown(reference),
             Rule.IMAGE_NOT_PINNED,
             f"the tag {image.tag} moves: pods on different nodes may run different images",
-            "Name a release, such as v0.32.0, or a digest."
-            if path != "spec.router.image"
-            else "Name a release or a digest.",
+            f"Name {example} or a digest.",
         )
