@@ -13,6 +13,7 @@ FILES = {
     "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.crd",
     "docs/layouts.md": "pdcluster_connector.compat.layouts_page",
     "docs/rules.md": "pdcluster_connector.compat.rules_page",
+    "operator/src/pdcluster_operator/api/pod_fields.py": "dev.pod_fields",
 }
 
 
@@ -21,7 +22,7 @@ def main() -> int:
     stale = []
     for name, module in FILES.items():
         text = subprocess.run(
-            [sys.executable, "-m", module], check=True, capture_output=True, text=True
+            [sys.executable, "-m", module], check=True, capture_output=True, text=True, cwd=ROOT
         ).stdout
         path = ROOT / name
         if check and (not path.exists() or path.read_text() != text):

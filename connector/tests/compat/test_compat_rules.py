@@ -276,11 +276,34 @@ def test_blocks_that_differ_where_prefixes_may_be_cached(caching, hybrid) -> Non
     assert sizes(caching=(False, False), hybrid=hybrid)[0].verdict is Verdict.UNKNOWN
 
 
-def test_blocks_that_can_be_cut_wait_for_the_handshake_to_tell_whether_it_is_a_hybrid() -> None:
-    assert {f.verdict for f in sizes(token_sliceable=True)} == {Verdict.UNKNOWN}
-    assert "layers" in {f.field for f in sizes(token_sliceable=True)}
-    (found,) = sizes(token_sliceable=True, hybrid=True)
+@pytest.mark.parametrize("caching", MAY_CACHE)
+@pytest.mark.parametrize(
+    ("known", "why"),
+    [
+        ({"token_sliceable": True}, "whether the model has Mamba layers is not known"),
+        ({"token_sliceable": True, "hybrid": True}, "the model has Mamba layers"),
+        ({"hybrid": False}, "nothing says that a block can be cut by token"),
+        ({}, "whether the model has Mamba layers is not known"),
+    ],
+)
+def test_a_layout_that_is_not_known_is_refused_where_prefixes_may_be_cached(
+    caching, known, why
+) -> None:
+    """A Nemotron hybrid of 544 and 1008 with FLASH_ATTN: the backend alone proves nothing."""
+    (found,) = sizes((544, 1008), caching, **known)
+    assert found.verdict is Verdict.REFUSED
     assert found.reason is Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS
+    assert why in found.message
+    assert "attentionBackend" not in found.remedy, "naming a backend is no remedy"
+    assert "prefixCaching: Disabled on both roles" in found.remedy
+
+
+def test_only_a_layout_that_is_known_and_can_be_cut_lets_block_sizes_differ() -> None:
+    found = sizes(token_sliceable=True, hybrid=False)
+    assert {f.verdict for f in found} == {Verdict.UNKNOWN}
+    assert check_with("", replace(HYBRID, layers=None), blocks(HYBRID, 1008, 63))[0].verdict is (
+        Verdict.REFUSED
+    )
 
 
 @pytest.mark.parametrize("size", [16, 64])

@@ -151,6 +151,55 @@ async def test_all_errors_at_once_and_warnings_beside(real, namespace, webhook):
     assert any("NodeLocalModel" in line for line in answer["warnings-of-the-answer"])
 
 
+CLAIM = {"persistentVolumeClaim": {"claimName": "c", "path": "../../etc"}}
+HUB = {"huggingFace": {"repo": "a/b", "revision": "--trust-remote-code"}}
+HYBRID = {
+    "engine": {"prefixCaching": "Enabled", "attentionBackend": "FLASH_ATTN"},
+    "prefill": {"engine": {"blockSize": 544}},
+    "decode": {"engine": {"blockSize": 1008}},
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (HYBRID, "spec.decode.engine.blockSize"),
+        ({"model": {"source": CLAIM}}, "spec.model.source.persistentVolumeClaim.path"),
+        ({"model": {"source": HUB}}, "spec.model.source.huggingFace.revision"),
+        ({"decode": {"resources": {"limits": {"cpu": "-1"}}}}, "spec.decode.resources.limits.cpu"),
+        ({"decode": {"resources": {"limits": {"cpu": -1}}}}, "spec.decode.resources.limits.cpu"),
+        ({"transfer": {"device": "CPU", "rdma": {"resource": "ib"}}},
+         "spec.transfer.rdma.resource"),
+        ({"prefill": {"podTemplate": {"spec": {"containers": {"engine": {}}}}}},
+         "spec.prefill.podTemplate.spec.containers"),
+        ({"router": {"podTemplate": {"spec": {"nodeSelectr": {}}}}},
+         "spec.router.podTemplate.spec.nodeSelectr"),
+        ({"decode": {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 0}}}},
+         "spec.decode.podTemplate.spec.terminationGracePeriodSeconds"),
+        ({"engine": {"extraArgs": ["--enable-sleep-mode"]}}, "spec.engine.extraArgs[0]"),
+    ],
+)  # fmt: skip
+async def test_what_would_end_as_another_s_error_is_refused(real, namespace, webhook, spec, field):
+    """By the CRD's schema or by the webhook: with the field's path, and before a pod is made."""
+    status, answer = tried(real, namespace, cluster(**spec))
+    assert status == 422, answer
+    assert field in answer["message"], answer["message"]
+
+
+async def test_what_is_legal_and_suspicious_is_shown(real, namespace, webhook):
+    decode = {"engine": {"kvCacheDtype": "fp8", "image": "a/vllm:latest"}, "replicas": 1}
+    status, answer = tried(real, namespace, cluster(decode=decode))
+    assert status == 201, answer
+    said = " ".join(answer["warnings-of-the-answer"])
+    for rule in ("SetOnOneRole", "ImageNotPinned", "ImagesDiffer", "NoMemoryRequest"):
+        assert rule in said, said
+
+
+async def test_the_block_size_of_a_hybrid_is_admitted(real, namespace, webhook):
+    status, answer = tried(real, namespace, cluster(engine={"blockSize": 66 * 16}))
+    assert status == 201, answer
+
+
 async def test_only_what_an_update_adds_is_refused(real, namespace, configuration, webhook):
     policy(real, configuration[0], "validate.pdcluster.dev", operations=["DELETE"])
     until(lambda: tried(real, namespace, cluster(**BAD))[0] == 201, 10, lambda: "still asked")

@@ -62,7 +62,7 @@ def test_five_mistakes_are_five_errors_at_once():
         "spec.prefill.replicas": ("-1", "OutOfRange"),
         "spec.prefill.parallelism.nodes": ("2", "NodesDivideWorkers"),
         "spec.decode.engine.extraArgs[0]": ("--port 9000", "OwnedFlag"),
-        "spec.decode.engine.blockSize": ("16", "WrongType"),
+        "spec.decode.engine.blockSize": ('"16"', "WrongType"),
     }
     assert all(error.message and error.remedy for error in found.values())
     assert found["spec.prefil"].remedy == "Did you mean prefill?"
@@ -132,6 +132,20 @@ def test_names_that_cannot_be_used(name, said):
         ("spec.prefill.podTemplate", [], "WrongType"),
         ("spec.prefill.resources.limits", {"cpu": "4 cores"}, "BadFormat"),
         ("spec.prefill.resources.limits", {"cpu": 0.5}, "BadFormat"),
+        ("spec.prefill.resources.limits", {"cpu": "-1"}, "BadFormat"),
+        ("spec.prefill.resources.requests", {"cpu": -1}, "BadFormat"),
+        ("spec.transfer.rdma", {"resource": "ib"}, "BadFormat"),
+        ("spec.transfer.rdma", {"resource": "rdma/"}, "BadFormat"),
+        ("spec.transfer.rdma", {"resource": "a/b/c"}, "BadFormat"),
+        ("spec.model.name", "--api-key", "BadFormat"),
+        ("spec.model.source", {"huggingFace": {"repo": "--a/b"}}, "BadFormat"),
+        (
+            "spec.model.source",
+            {"huggingFace": {"repo": "a/b", "revision": "--trust-remote-code"}},
+            "BadFormat",
+        ),
+        ("spec.model.source.hostPath.path", "/models/../etc", "BadFormat"),
+        ("spec.engine.blockSize", 65_537, "OutOfRange"),
         ("spec.prefill.replicas", 1.5, "WrongType"),
         ("spec.prefill.replicas", True, "WrongType"),
         ("spec.transfer.backends", [], "OutOfRange"),
@@ -156,6 +170,79 @@ def test_bad_values(path, value, rule):
     found = [error for error in check_manifest(manifest)[1].errors if error.rule == rule]
     assert found, [str(e) for e in check_manifest(manifest)[1].errors]
     assert found[0].path.startswith(path)
+
+
+@pytest.mark.parametrize("field", ["source", "cache"])
+@pytest.mark.parametrize(
+    "path", ["../../etc", "/etc", "a/../../b", "a/..", "..", "a//..", "./../a", "a/" * 500 + ".."]
+)
+def test_a_folder_of_a_claim_does_not_lead_out_of_it(field, path):
+    claim = {"persistentVolumeClaim": {"claimName": "weights", "path": path}}
+    found = errors(with_spec(model={"source": {"huggingFace": {"repo": "a/b"}}, field: claim}))
+    assert found[f"spec.model.{field}.persistentVolumeClaim.path"].rule == "BadFormat"
+
+
+@pytest.mark.parametrize(
+    "path", ["a", "a/b", "a/", "./a", "..a/b..c", ".hidden/...", "a//b", "é/ü"]
+)
+def test_a_folder_of_a_claim_may_have_dots(path):
+    claim = {"persistentVolumeClaim": {"claimName": "weights", "path": path}}
+    assert parse_cluster(with_spec(model={"source": claim})).errors == ()
+    host = {"hostPath": {"path": f"/{path}"}}
+    assert parse_cluster(with_spec(model={"source": host})).errors == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "remedy"),
+    [
+        ("16", '"16"', "Leave out the quotes."),
+        (16.5, "16.5", "Write a number."),
+        (True, "true", "Write a number."),
+        ("x", '"x"', "Write a number."),
+        ([16], "[16]", "Write a number."),
+    ],
+)
+def test_a_value_is_shown_as_it_was_given(given, said, remedy):
+    found = errors(with_spec(engine={"blockSize": given}))["spec.engine.blockSize"]
+    assert (found.value, found.remedy) == (said, remedy)
+    assert f"spec.engine.blockSize = {said}:" in str(found)
+
+
+def test_the_block_size_of_a_hybrid_is_taken():
+    """66 kernel blocks of 16 tokens: vLLM chooses such sizes by itself."""
+    assert parse_cluster(with_spec(engine={"blockSize": 66 * 16})).errors == ()
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "remedy"),
+    [
+        ("prefill", "nodeSelector", "Write it as spec.prefill.podTemplate.spec.nodeSelector."),
+        ("decode", "tolerations", "Write it as spec.decode.podTemplate.spec.tolerations."),
+        ("router", "affinity", "Write it as spec.router.podTemplate.spec.affinity."),
+        ("router", "livenessProbe", ("Write it as spec.router.podTemplate.spec.containers, as "
+         "livenessProbe of the container router.")),
+        ("decode", "labels", "Write it as spec.decode.podTemplate.metadata.labels."),
+        ("", "imagePullSecrets", ("Write it as spec.prefill.podTemplate.spec.imagePullSecrets; "
+         "spec.decode and spec.router have one, too.")),
+        ("engine", "volumes", ("Write it as spec.prefill.podTemplate.spec.volumes; spec.decode "
+         "and spec.router have one, too.")),
+        ("decode.engine", "volumeMounts", ("Write it as spec.decode.podTemplate.spec.containers, "
+         "as volumeMounts of the container engine.")),
+        ("engine", "resources", "Write it as spec.prefill.resources or spec.decode.resources."),
+        ("prefill", "image", "Write it as spec.prefill.engine.image."),
+        ("prefill", "tensor", "Write it as spec.prefill.parallelism.tensor."),
+        ("", "huggingFace", "Known are: "),
+        ("prefill", "replica", "Did you mean replicas?"),
+    ],
+)  # fmt: skip
+def test_a_field_at_a_wrong_place_is_told_its_own(place, field, remedy):
+    spec: dict = {}
+    target = spec
+    for part in filter(None, place.split(".")):
+        target = target.setdefault(part, {})
+    target[field] = []
+    path = ".".join(filter(None, ("spec", place, field)))
+    assert errors(with_spec(**spec))[path].remedy.startswith(remedy)
 
 
 KEYS = st.sampled_from(

@@ -71,17 +71,35 @@ def test_different_block_sizes_are_refused_by_the_compat_rule(rule, spec):
             {"engine": {"attentionBackend": "FLASH_ATTN",
                         "extraArgs": ["--mamba-ssm-cache-dtype", "float32"]}},
         ),
-        (None, {"engine": {"attentionBackend": "FLASH_ATTN"}}),
+        ("PrefixCachingHeterogeneousBlocks", {"engine": {"attentionBackend": "FLASH_ATTN"}}),
     ],
 )  # fmt: skip
-def test_what_the_spec_says_of_the_blocks_inside_decides_about_different_sizes(rule, spec):
-    """Prefix caching is on. With blocks that can be cut, the handshake knows whether it matters."""
-    sizes = {"prefill": {"engine": {"blockSize": 16}}, "decode": {"engine": {"blockSize": 64}}}
+def test_different_block_sizes_are_refused_whatever_else_the_spec_says(rule, spec):
+    """Prefix caching is on, and no field says what layers the model has."""
+    sizes = {"prefill": {"engine": {"blockSize": 544}}, "decode": {"engine": {"blockSize": 1008}}}
     found = findings(**spec, **sizes)
-    rules = {str(error.rule) for error in found.errors}
-    assert rules == ({rule} if rule else set())
-    if rule is None:
-        assert "layers" in found.unchecked
+    (refused,) = found.errors
+    assert refused.rule == rule
+    assert "attentionBackend" not in refused.remedy
+
+
+@pytest.mark.parametrize("size", ["1008", "1_008", "+1008", " 1008 "])
+def test_a_block_size_is_seen_however_python_reads_it(size):
+    found = findings(engine={"blockSize": 544}, decode=args("--block-size", size))
+    rules = {error.rule for error in found.errors}
+    assert {"PrefixCachingHeterogeneousBlocks", "ConflictingSettings"} >= rules
+    assert "PrefixCachingHeterogeneousBlocks" in rules
+    assert findings(decode=args("-dcp", "1_0")).errors[0].rule == "ContextParallelUnsupported"
+
+
+@pytest.mark.parametrize("cached", ["prefill", "decode"])
+def test_prefix_caching_on_one_role_is_enough_for_the_refusal(cached):
+    engine = {"attentionBackend": "FLASH_ATTN", "prefixCaching": "Disabled"}
+    roles = {"prefill": {"engine": {"blockSize": 544}}, "decode": {"engine": {"blockSize": 1008}}}
+    assert findings(engine=engine, **roles).ok, "without it the handshake decides"
+    roles[cached]["engine"]["prefixCaching"] = "Enabled"
+    (refused,) = findings(engine=engine, **roles).errors
+    assert refused.rule == "PrefixCachingHeterogeneousBlocks"
 
 
 def test_without_prefix_caching_the_blocks_of_a_hybrid_may_differ():
@@ -306,7 +324,9 @@ def test_a_backend_that_moves_nothing_between_engines_is_refused_with_the_reason
 
 @pytest.mark.parametrize("field", ["args", "command"])
 def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
-    overlay = {"spec": {"containers": [{"name": "x"}, {"name": "engine", field: ["--foo"]}]}}
+    overlay = {
+        "spec": {"containers": [{"name": "x", "image": "x"}, {"name": "engine", field: ["--foo"]}]}
+    }
     found = warnings(decode={"podTemplate": overlay})
     path = f"spec.decode.podTemplate.spec.containers[1].{field}"
     assert found["ArgumentsOverlaid"].path == path
@@ -315,7 +335,13 @@ def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
 
 
 @pytest.mark.parametrize(
-    "junk", [{"spec": []}, {"spec": {"containers": {}}}, {"spec": {"containers": [1]}}]
+    ("junk", "place"),
+    [
+        ({"spec": []}, ".spec"),
+        ({"spec": {"containers": {}}}, ".spec.containers"),
+        ({"spec": {"containers": [1]}}, ".spec.containers[0]"),
+    ],
 )
-def test_an_overlay_of_any_shape_is_survived(junk):
-    assert findings(decode={"podTemplate": junk}).ok
+def test_an_overlay_of_any_shape_is_survived_and_refused(junk, place):
+    (found,) = findings(decode={"podTemplate": junk}).errors
+    assert (found.path, found.rule) == (f"spec.decode.podTemplate{place}", "WrongType")

@@ -114,9 +114,12 @@ def _prefix_caching_heterogeneous(prefill: EngineShape, decode: EngineShape) -> 
     caching = f"prefill {show(prefill.prefix_caching)}, decode {show(decode.prefix_caching)}"
     if hybrid is False and (sliceable or _cut_blocks(prefill, decode) is None):
         return None
-    if hybrid is None and sliceable:
-        return Clash("layers", None, None, verdict=Verdict.UNKNOWN)
-    message = f"{clash.message} while prefix caching is possible ({caching}; vLLM's default is on)"
+    why = {
+        True: "the model has Mamba layers",
+        False: "nothing says that a block can be cut by token",
+        None: "whether the model has Mamba layers is not known",
+    }[hybrid]
+    message = f"{clash.message} while prefix caching is possible ({caching}), and {why}"
     return Clash(clash.field, clash.prefill, clash.decode, message)
 
 
@@ -158,14 +161,15 @@ BLOCK_RULES: tuple[Rule, ...] = (
             "Block sizes (or kernel blocks per logical block) differ while prefix caching is on, "
             "or may be on, on either side, and the model is a hybrid with Mamba layers: a prefix "
             "hit then ends where one side's blocks do, and the other side has no state from "
-            "there. Also refused while nothing says that blocks can be cut by token, because a "
-            "hit would end inside of a peer's block: a wrong guess gives wrong tokens without an "
-            "error. Models without Mamba layers whose blocks can be cut are not refused."
+            "there. Also refused while it is not known whether the model is a hybrid, or whether "
+            "its blocks can be cut by token: a wrong guess gives wrong tokens without an error. A "
+            "spec does not say what layers a model has, so at admission such a pair is always "
+            "refused. The handshake knows the layers, and accepts models without Mamba layers "
+            "whose blocks can be cut on both sides."
         ),
         remedy=(
-            "Set the same engine.blockSize on both roles. For hybrids engine.prefixCaching: "
-            "Disabled on both roles also helps; for other models on GPUs, naming "
-            "engine.attentionBackend on both roles lets the handshake decide."
+            "Set the same engine.blockSize on both roles, or engine.prefixCaching: Disabled on "
+            "both roles."
         ),
         source="vLLM PR #42097; reproduced with stock NIXL on CPU: block 32 to 128, 0 of 4 right",
         test=_prefix_caching_heterogeneous,

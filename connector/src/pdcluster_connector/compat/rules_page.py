@@ -15,7 +15,8 @@ Whether a prefill and a decode engine may exchange KV is decided by these rules 
 else: at admission and by `pdcluster lint` as far as the spec tells, and by both sides of the
 handshake always. They are listed in the order in which a refusal is reported, causes before
 consequences. A field that is not known yet leaves a rule undecided (`Unknown`), which is never
-a refusal; block sizes that are known to differ are refused even when the layout is unknown.
+a refusal. There is one exception: block sizes that are known to differ while prefix caching is
+possible are refused until the model's layout is known.
 """
 
 

@@ -10,6 +10,8 @@ from typing import Final
 
 from pdcluster_connector import __version__
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.versions import ANY_VERSION, SUPPORTED
+from pdcluster_connector.compat.versions import text_of as _text
 
 # Distributions that bring each module; the first that is installed names the version.
 DISTRIBUTIONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -22,12 +24,6 @@ _MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "nixl": ("nixl", "nixl_rocm"),
     "torch": ("torch",),
 }
-# From (inclusive) and below (exclusive).
-SUPPORTED: Final[Mapping[str, tuple[tuple[int, int], tuple[int, int]]]] = {
-    "vllm": ((0, 32), (0, 34)),
-    "nixl": ((1, 0), (2, 0)),
-}
-ANY_VERSION: Final = "PDCLUSTER_ANY_VERSION"
 
 
 def installed(
@@ -88,7 +84,3 @@ def _release(version: str) -> tuple[int, int] | None:
     if match is None or (match[1] == "0" and match[2] in {"0", "1"} and "dev" in version):
         return None
     return int(match[1]), int(match[2])
-
-
-def _text(release: tuple[int, int]) -> str:
-    return f"{release[0]}.{release[1]}"

@@ -39,7 +39,9 @@ class EngineOverride:
     block_size: Annotated[
         int | None,
         Doc("is the number of tokens in a KV cache block; vLLM's own choice if not given."),
-        Whole(1, 1024),
+        # Far above 1024: vLLM grows a hybrid's attention blocks until their page holds a Mamba
+        # state, as 66 kernel blocks x 16 tokens = 1056 (vLLM's PR #42097).
+        Whole(1, 65_536),
     ] = None
     prefix_caching: Annotated[
         Switch | None, Doc("says whether vLLM keeps and reuses KV of equal prompt prefixes.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -36,6 +37,16 @@ class Rule(StrEnum):
     NOTHING_TO_PAIR = "NothingToPair"
     HOST_PATH_NOT_ADMITTED = "HostPathNotAdmitted"
     INSECURE_SIDE_CHANNEL = "InsecureSideChannel"
+    REQUEST_LIMIT_MISMATCH = "RequestLimitMismatch"
+    NO_MEMORY_REQUEST = "NoMemoryRequest"
+    NO_RDMA = "NoRdma"
+    GRACE_TOO_SHORT = "GraceTooShort"
+    FLAG_UNSUPPORTED = "FlagUnsupported"
+    SET_ON_ONE_ROLE = "SetOnOneRole"
+    CACHE_UNUSED = "CacheUnused"
+    WEIGHTS_NOT_PINNED = "WeightsNotPinned"
+    IMAGE_NOT_PINNED = "ImageNotPinned"
+    IMAGES_DIFFER = "ImagesDiffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +90,22 @@ class Findings:
 
 def shown(value: object) -> str:
     """Write a value for a person, in at most LONGEST_VALUE characters."""
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else _json(value)
     text = repr(text) if isinstance(value, str) and (not text or text != text.strip()) else text
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+
+
+def quoted(value: object) -> str:
+    """Write a value for a person so that its type shows: ``"16"`` is not the number 16."""
+    return shown(_json(value)) if isinstance(value, str) else shown(value)
+
+
+def _json(value: object) -> str:
+    """Write a value as it stands in a manifest: ``true``, ``null``, ``{"a": 1}``."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # YAML knows dates, and other keys than text
+        return repr(value)
 
 
 def under(path: str, parent: str) -> bool:

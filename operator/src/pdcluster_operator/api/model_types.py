@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from .bounds import NAME, RELATIVE
+from .bounds import ABSOLUTE, NAME, RELATIVE, WORD
 from .fields import Doc, Text
 
 
@@ -33,7 +33,7 @@ class HuggingFaceSource:
     revision: Annotated[
         str | None,
         Doc("is the branch, tag or commit. A commit keeps both roles on the same weights."),
-        Text(200),
+        WORD,
     ] = None
     token_secret_ref: Annotated[
         SecretKeyRef | None, Doc("is the Secret that holds the access token of a gated model.")
@@ -59,7 +59,7 @@ class HostPathSource:
     path: Annotated[
         str,
         Doc("is the absolute path of the folder on the node."),
-        Text(1024, pattern=r"^/.*$", says="an absolute path"),
+        ABSOLUTE,
     ]
 
 
@@ -99,7 +99,7 @@ class Model:
     name: Annotated[
         str | None,
         Doc("is the name that clients ask for; metadata.name if not given."),
-        Text(200, pattern=r"^\S+$", says="a name without spaces"),
+        WORD,
     ] = None
     cache: Annotated[
         ModelCache, Doc("is where downloaded weights are kept; the pod's own disk by default.")

@@ -7,16 +7,17 @@ only meant to be used for work when ``errors`` is empty.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .fields import FieldInfo, Free, Items, Kind, Quantities, Text, Whole, describe
-from .findings import FieldError, Rule, shown
+from .findings import FieldError, Rule, quoted, shown
 from .labels import API_VERSION, KIND, name_errors
-from .quantity import parse_quantity
+from .places import where_it_belongs
+from .quantity import why_no_amount
+from .spelling import nearest
 from .types import Cluster, Model, ModelSource, Spec
 
 Manifest = Mapping[str, Any]
@@ -79,12 +80,17 @@ class _Reader:
         self.errors: list[FieldError] = []
 
     def error(self, path: str, value: object, rule: Rule, message: str, remedy: str) -> None:
-        text = "" if value is None or (value == "" and rule is Rule.REQUIRED) else shown(value)
+        write = quoted if rule is Rule.WRONG_TYPE else shown
+        text = "" if value is None or (value == "" and rule is Rule.REQUIRED) else write(value)
         self.errors.append(FieldError(path or ".", text, rule, message, remedy))
 
-    def unknown(self, path: str, key: object, known: Sequence[str]) -> None:
-        near = _nearest(str(key), known)
-        remedy = f"Did you mean {near}?" if near else f"Known are: {', '.join(known)}."
+    def unknown(
+        self, path: str, key: object, known: Sequence[str], cls: type[Any] | None = None
+    ) -> None:
+        remedy = where_it_belongs(path, str(key), cls)
+        if not remedy:
+            near = nearest(str(key), known)
+            remedy = f"Did you mean {near}?" if near else f"Known are: {', '.join(known)}."
         where = f"{path}.{key}" if path else str(key)
         self.errors.append(
             FieldError(where, "", Rule.UNKNOWN_FIELD, "is no field of this API", remedy)
@@ -98,7 +104,7 @@ class _Reader:
         known = [field.json_name for field in fields]
         for key in value:
             if key not in known:
-                self.unknown(path, key, known)
+                self.unknown(path, key, known, cls)
         arguments: dict[str, Any] = {}
         for field in fields:
             here = f"{path}.{field.json_name}"
@@ -152,7 +158,7 @@ class _Reader:
         allowed = [member.value for member in field.item]
         if value in allowed:
             return field.item(value)
-        near = _nearest(str(value), allowed)
+        near = nearest(str(value), allowed)
         remedy = f"Did you mean {near}?" if near else f"Write {' or '.join(allowed)}."
         self.error(path, value, Rule.NOT_ALLOWED, f"must be one of {', '.join(allowed)}", remedy)
         return _placeholder(field)
@@ -183,7 +189,8 @@ class _Reader:
 
     def _integer(self, field: FieldInfo, value: object, path: str) -> Any:
         if isinstance(value, bool) or not isinstance(value, int):
-            self.error(path, value, Rule.WRONG_TYPE, "must be a whole number", "Write a number.")
+            remedy = "Leave out the quotes." if _is_number(value) else "Write a number."
+            self.error(path, value, Rule.WRONG_TYPE, "must be a whole number", remedy)
             return _placeholder(field)
         bounds: Whole = field.mark(Whole)
         if not bounds.least <= value <= bounds.most:
@@ -226,24 +233,16 @@ class _Reader:
             return Quantities()
         read = Quantities()
         for name, amount in value.items():
-            text = str(amount) if isinstance(amount, (int, str)) else ""
-            if isinstance(amount, bool) or parse_quantity(text) is None:
-                self.error(
-                    f"{path}.{name}",
-                    amount,
-                    Rule.BAD_FORMAT,
-                    "is not a Kubernetes quantity",
-                    "Write for example 4, 500m or 16Gi.",
-                )
+            if why := why_no_amount(amount):
+                remedy = "Write for example 4, 500m or 16Gi."
+                self.error(f"{path}.{name}", amount, Rule.BAD_FORMAT, why, remedy)
             else:
-                read[str(name)] = text
+                read[str(name)] = str(amount)
         return read
 
 
-def _nearest(text: str, known: Sequence[str]) -> str | None:
-    folded = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(text.lower()[:100], folded, n=1, cutoff=0.5)
-    return folded[near[0]] if near else None
+def _is_number(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value) is not None
 
 
 def _placeholder(field: FieldInfo) -> Any:

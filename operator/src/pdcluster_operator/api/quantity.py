@@ -26,3 +26,16 @@ def parse_quantity(text: str) -> Decimal | None:
     if exponent:
         return Decimal(number + exponent)
     return Decimal(number) * _SUFFIXES[suffix or ""]
+
+
+def why_no_amount(value: object) -> str | None:
+    """Return why a value is no amount of a resource, as the end of a sentence; None if it is.
+
+    As in Kubernetes, an amount is a quantity as a string, or a whole number, and never negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        return "is not a Kubernetes quantity"
+    number = parse_quantity(str(value))
+    if number is None:
+        return "is not a Kubernetes quantity"
+    return "is negative" if number < 0 else None

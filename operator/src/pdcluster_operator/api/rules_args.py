@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pdcluster_connector.compat.versions import ANY_VERSION
+
 from .arguments import OWNED_FLAGS, Flag, owned_flag, parse_flags
 from .engine_types import EngineOverride
 from .enums import Role
@@ -12,6 +14,8 @@ from .resolve import resolve_engine
 from .types import Cluster
 
 OWNED_PREFIX = "PDCLUSTER_"
+# The launcher's way out of its own refusal, for the user to take.
+FREE_VARIABLES = frozenset({ANY_VERSION})
 # Typed fields that a flag may not contradict.
 TYPED_FLAGS = {
     "--block-size": ("block_size", "blockSize"),
@@ -52,7 +56,8 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
         for flag in flags:
             yield from _owned(f"{path}.extraArgs[{flag.place}]", flag)
         for place, var in enumerate(engine.env):
-            if var.name in owned or var.name.startswith(OWNED_PREFIX):
+            ours = var.name.startswith(OWNED_PREFIX) and var.name not in FREE_VARIABLES
+            if var.name in owned or ours:
                 yield _owned_variable(f"{path}.env[{place}].name", var.name)
             if (var.value is None) == (var.value_from is None):
                 yield FieldError(

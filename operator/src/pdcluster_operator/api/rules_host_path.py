@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .findings import FieldError, Rule, shown
@@ -31,6 +32,12 @@ def host_path_errors(cluster: Cluster) -> Iterator[FieldError]:
             if isinstance(volume, Mapping) and volume.get("hostPath") is not None:
                 path = f"{owner}.podTemplate.spec.volumes[{place}].hostPath"
                 yield _error(path, volume["hostPath"])
+
+
+def host_path_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield the same places for whoever does not know the operator: a default one refuses them."""
+    for error in host_path_errors(cluster):
+        yield replace(error, message="mounts a folder of the node, which a default install refuses")
 
 
 def _error(path: str, value: object) -> FieldError:

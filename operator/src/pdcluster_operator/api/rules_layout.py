@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .enums import Device, Role
+from .enums import Role
 from .findings import FieldError, Rule
-from .quantity import parse_quantity
-from .resolve import resolve_engine, workers_per_pod
 from .types import Cluster
 
 LARGEST_ENGINE = 4096
@@ -66,20 +64,3 @@ def _workers(cluster: Cluster, role: Role) -> Iterator[FieldError]:
             f"{workers} workers in one engine; {LARGEST_ENGINE} are allowed",
             "Use smaller engines and more replicas.",
         )
-    elif cluster.spec.transfer.device is Device.CUDA:
-        yield from _gpus(cluster, role)
-
-
-def _gpus(cluster: Cluster, role: Role) -> Iterator[FieldError]:
-    wanted = workers_per_pod(resolve_engine(cluster, role))
-    limits = cluster.spec.role(role).resources.limits
-    for name, amount in limits.items():
-        if name.endswith("/gpu") and parse_quantity(amount) != wanted:
-            yield FieldError(
-                f"spec.{role}.resources.limits.{name}",
-                amount,
-                Rule.GPU_COUNT_MISMATCH,
-                f"spec.{role}.parallelism needs {wanted} GPUs in each pod",
-                f"Write {wanted}, or leave it out.",
-                (f"spec.{role}.parallelism", "spec.transfer.device"),
-            )

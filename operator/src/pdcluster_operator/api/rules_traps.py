@@ -9,7 +9,9 @@ from pdcluster_connector.compat.transports import why_not
 from .enums import Device, Role
 from .fields import Free
 from .findings import FieldError, Rule, shown
+from .pod_templates import amounts, engine_container
 from .resolve import resolve_engine
+from .resources import is_accelerator
 from .rules_args import engine_places, flag_path
 from .types import Cluster
 
@@ -79,6 +81,7 @@ def trap_warnings(cluster: Cluster) -> Iterator[FieldError]:
                 "Set at least 1 to serve.",
             )
     yield from _overlay(cluster.spec.router.pod_template, "spec.router.podTemplate", "router")
+    yield from _tcp(cluster)
     if cluster.spec.model.source.host_path is not None:
         yield FieldError(
             "spec.model.source.hostPath.path",
@@ -87,6 +90,30 @@ def trap_warnings(cluster: Cluster) -> Iterator[FieldError]:
             "the folder must exist on every node that an engine may run on",
             "Use a persistentVolumeClaim on a cluster of several nodes.",
         )
+
+
+def _tcp(cluster: Cluster) -> Iterator[FieldError]:
+    """Engines that span machines move KV between machines: over TCP if nothing else is there."""
+    transfer = cluster.spec.transfer
+    if transfer.device is not Device.CUDA or transfer.rdma is not None:
+        return
+    for role in Role:
+        spec = cluster.spec.role(role)
+        _, overlay = engine_container(cluster, role)
+        devices = {*spec.resources.limits, *amounts(overlay, "limits")}
+        if spec.parallelism.nodes > 1 and all(
+            is_accelerator(name) for name in devices if "/" in name
+        ):
+            yield FieldError(
+                "spec.transfer.rdma",
+                "",
+                Rule.NO_RDMA,
+                f"the {role} engines span {spec.parallelism.nodes} pods and ask for no RDMA "
+                "device: KV goes over TCP",
+                "Name the RDMA resource of your nodes, e.g. rdma: {resource: rdma/ib}.",
+                (f"spec.{role}.parallelism", f"spec.{role}.resources"),
+            )
+            return
 
 
 def _variable(cluster: Cluster, path: str, name: str, value: str) -> Iterator[FieldError]:

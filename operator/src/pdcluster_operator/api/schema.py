@@ -14,7 +14,7 @@ from typing import Any
 from .fields import Cel, FieldInfo, Items, Kind, Text, Whole, describe
 
 QUANTITY = (
-    r"^[+-]?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})"
+    r"^\+?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})"
     r"([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
 )
 MAX_RESOURCES = 32

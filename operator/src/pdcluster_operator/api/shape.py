@@ -74,9 +74,7 @@ def _kv_dtype(engine: Engine) -> str | None:
 
 def _block_size(engine: Engine) -> int | None:
     flag = engine.last("--block-size")
-    if flag is not None and flag.value.isdecimal():
-        return int(flag.value)
-    return engine.block_size
+    return engine.block_size if flag is None else _whole(flag.value)
 
 
 def _prefix_caching(engine: Engine) -> bool:
@@ -89,4 +87,12 @@ def _prefix_caching(engine: Engine) -> bool:
 def _context(engine: Engine) -> int:
     names = ("--decode-context-parallel-size", "--prefill-context-parallel-size")
     flags = [engine.last(name) for name in names]
-    return max([1, *(int(f.value) for f in flags if f is not None and f.value.isdecimal())])
+    return max([1, *(_whole(flag.value) or 1 for flag in flags if flag is not None)])
+
+
+def _whole(text: str) -> int | None:
+    """Read a number as argparse does, ``1_008`` and ``+8`` too; None if it is none."""
+    try:
+        return int(text[:100])
+    except ValueError:
+        return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from .bounds import IMAGE
+from .bounds import EXTENDED_RESOURCE, IMAGE
 from .engine_types import EngineOverride, EnvVar, Parallelism, Resources, RoleSpec, SharedEngine
 from .enums import (
     Backend,
@@ -50,7 +50,7 @@ class Rdma:
     resource: Annotated[
         str,
         Doc("is the extended resource that a device plugin offers, e.g. rdma/ib."),
-        Text(253, pattern=r"^[a-z0-9A-Z./_-]+$", says="an extended resource name"),
+        EXTENDED_RESOURCE,
     ]
     per_gpu: Annotated[
         int, JsonName("perGPU"), Doc("is how many of them a pod asks for each GPU."), Whole(1, 16)

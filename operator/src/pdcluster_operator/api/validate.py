@@ -10,19 +10,25 @@ from collections.abc import Iterator
 from .findings import FieldError, Findings, under
 from .parse import ParseResult, parse_cluster
 from .rules_args import argument_errors
-from .rules_host_path import host_path_errors
+from .rules_flags import flag_errors
+from .rules_host_path import host_path_errors, host_path_warnings
+from .rules_images import image_errors, image_warnings
 from .rules_layout import layout_errors
+from .rules_one_sided import one_sided_warnings
 from .rules_pair import pair_findings
+from .rules_pod_template import pod_template_errors, pod_template_warnings
+from .rules_resources import resource_errors, resource_warnings
 from .rules_traps import trap_errors, trap_warnings
+from .rules_weights import weight_warnings
 from .types import Cluster
 
 
-def check_manifest(manifest: object, *, host_paths: bool = True) -> tuple[Cluster, Findings]:
+def check_manifest(manifest: object, *, host_paths: bool | None = True) -> tuple[Cluster, Findings]:
     """Parse and validate: everything that is wrong, at once.
 
     Args:
         host_paths: whether folders of the nodes may be mounted; whoever installs the operator
-            decides.
+            decides. None where the operator is not known: a warning says what a default one does.
 
     A finding that was computed from a field that could not be read is left out: it would
     only repeat the first mistake in other words.
@@ -35,11 +41,12 @@ def check_manifest(manifest: object, *, host_paths: bool = True) -> tuple[Cluste
         sources = (finding.path, *finding.related)
         return not any(under(path, source) for path in broken for source in sources)
 
-    refused = () if host_paths else tuple(host_path_errors(parsed.cluster))
+    refused = tuple(host_path_errors(parsed.cluster)) if host_paths is False else ()
+    told = tuple(host_path_warnings(parsed.cluster)) if host_paths is None else ()
     errors = (*parsed.errors, *filter(stands, (*found.errors, *refused)))
     return parsed.cluster, Findings(
         errors=errors,
-        warnings=tuple(filter(stands, found.warnings)),
+        warnings=tuple(filter(stands, (*found.warnings, *told))),
         unchecked=found.unchecked,
     )
 
@@ -49,13 +56,26 @@ def validate(cluster: Cluster) -> Findings:
     pair = pair_findings(cluster)
     return Findings(
         errors=tuple(_errors(cluster, pair)),
-        warnings=tuple(trap_warnings(cluster)),
+        warnings=tuple(_warnings(cluster)),
         unchecked=pair.unchecked,
     )
 
 
 def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
     yield from layout_errors(cluster)
+    yield from resource_errors(cluster)
+    yield from pod_template_errors(cluster)
+    yield from image_errors(cluster)
     yield from argument_errors(cluster)
+    yield from flag_errors(cluster)
     yield from trap_errors(cluster)
     yield from pair.errors
+
+
+def _warnings(cluster: Cluster) -> Iterator[FieldError]:
+    yield from one_sided_warnings(cluster)
+    yield from image_warnings(cluster)
+    yield from weight_warnings(cluster)
+    yield from resource_warnings(cluster)
+    yield from pod_template_warnings(cluster)
+    yield from trap_warnings(cluster)

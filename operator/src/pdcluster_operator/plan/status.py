@@ -24,7 +24,7 @@ from .engines import EngineView
 from .links import PairState, PairView
 from .model import Event, Observed
 from .verdicts_change import ChangeView, available, progressing, summary
-from .verdicts_engines import accepted, role_ready
+from .verdicts_engines import accepted, role_ready, with_warnings
 from .verdicts_links import links_established, path_verified, transport_healthy
 
 MAX_FAILED_LINKS = 16
@@ -75,7 +75,7 @@ def _verdicts(
 ) -> dict[ConditionType, Verdict]:
     prefill, decode = (view.engines[role] for role in Role)
     verdicts = {
-        ConditionType.ACCEPTED: accepted(findings),
+        ConditionType.ACCEPTED: with_warnings(accepted(findings), findings),
         ConditionType.PREFILL_READY: role_ready(prefill, findings),
         ConditionType.DECODE_READY: role_ready(decode, findings),
         ConditionType.KV_LINKS_ESTABLISHED: links_established(

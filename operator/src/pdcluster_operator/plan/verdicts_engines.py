@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pdcluster_operator.api.conditions import StatusReason, Verdict, no, unknown, yes
 from pdcluster_operator.api.findings import Findings
@@ -59,3 +60,12 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
     if silent is not None:
         return unknown(silent.reason, silent.message)
     return yes(StatusReason.ENGINES_READY, count)
+
+
+def with_warnings(accepted: Verdict, findings: Findings) -> Verdict:
+    """Return Accepted with the warnings: a webhook that is down says none of them."""
+    if not findings.ok or not findings.warnings:
+        return accepted
+    named = ", ".join(f"{warning.path} [{warning.rule}]" for warning in findings.warnings)
+    parts = filter(None, (accepted.message, f"warnings: {named}"))
+    return replace(accepted, message="; ".join(parts))

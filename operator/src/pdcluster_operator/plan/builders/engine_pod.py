@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdcluster_operator.api.drain import STOP_SECONDS, drain_seconds, grace_period
 from pdcluster_operator.api.enums import ConnectorSource, Device
 from pdcluster_operator.api.labels import (
     HTTP_PORT,
@@ -15,21 +16,19 @@ from pdcluster_operator.api.labels import (
     engine_labels,
     service_account_name,
 )
-from pdcluster_operator.api.resolve import Engine, gpus_per_pod
+from pdcluster_operator.api.pod_templates import ENGINE_CONTAINER
+from pdcluster_operator.api.resolve import Engine
+from pdcluster_operator.api.resources import added_limits
 from pdcluster_operator.api.types import Cluster
 from pdcluster_operator.plan.merge import merge
 
 from .connector_configmap import CONNECTOR_FILE
 from .model_volumes import model_env, model_mounts, model_volumes
-from .vllm_args import DRAIN_DEADLINE_SECONDS, NODE_RANK_VARIABLE, vllm_args
+from .vllm_args import NODE_RANK_VARIABLE, vllm_args
 
-ENGINE_CONTAINER = "engine"
 CONNECTOR_FOLDER = "/pdcluster"
-GPU_RESOURCE = "nvidia.com/gpu"
 SHARED_MEMORY = {Device.CUDA: "8Gi", Device.CPU: "2Gi"}
-STOP_SECONDS = 20
 TERMINATION_LOG = "/dev/termination-log"
-STOP_MARGIN_SECONDS = 10
 SHM_FOLDER = "/dev/shm"  # noqa: S108 (a mount of the pod's own)
 # A download of hundreds of gigabytes and a compilation fit in; a hang does not stay unseen.
 STARTUP_SECONDS = 7200
@@ -76,16 +75,6 @@ def build_engine_pod(
     merged: dict[str, Any] = merge(template, overlay or {})
     # Selectors, links and revisions go by these: no template may change them.
     return merge(merged, {"metadata": {"labels": labels}})  # type: ignore[no-any-return]
-
-
-def grace_period(cluster: Cluster) -> int:
-    """Seconds from SIGTERM to SIGKILL: the launcher drains, then stops the engine."""
-    return drain_seconds(cluster) + STOP_SECONDS + STOP_MARGIN_SECONDS
-
-
-def drain_seconds(cluster: Cluster) -> int:
-    """How long leases may be held and receives be in quarantine after SIGTERM."""
-    return max(cluster.spec.transfer.lease_seconds, DRAIN_DEADLINE_SECONDS)
 
 
 def _container(cluster: Cluster, engine: Engine, name: EngineName) -> dict[str, Any]:
@@ -163,13 +152,7 @@ def _ports(engine: Engine) -> list[dict[str, Any]]:
 
 def _resources(cluster: Cluster, engine: Engine) -> dict[str, Any]:
     given = cluster.spec.role(engine.role).resources
-    limits = dict(given.limits)
-    gpus = gpus_per_pod(cluster, engine)
-    if gpus and not any(name.endswith("/gpu") for name in limits):
-        limits[GPU_RESOURCE] = str(gpus)
-    rdma = cluster.spec.transfer.rdma
-    if rdma is not None and rdma.resource not in limits:
-        limits[rdma.resource] = str(rdma.per_gpu * max(1, gpus))
+    limits = {**given.limits, **added_limits(cluster, engine)}
     parts = {"requests": dict(given.requests), "limits": limits}
     return {name: part for name, part in parts.items() if part}
 

@@ -16,12 +16,12 @@ from pdcluster_operator.api.labels import (
     router_deployment_name,
     service_account_name,
 )
+from pdcluster_operator.api.pod_templates import ROUTER_CONTAINER
 from pdcluster_operator.api.types import Cluster
 from pdcluster_operator.plan.merge import merge
 
 from .metadata import child_metadata
 
-ROUTER_CONTAINER = "router"
 ROUTER_COMPONENT = "router"
 POLICIES = {
     RouterPolicy.ROUND_ROBIN: "round_robin",

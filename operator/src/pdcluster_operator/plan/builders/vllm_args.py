@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 
+from pdcluster_operator.api.drain import DRAIN_DEADLINE_SECONDS
 from pdcluster_operator.api.enums import Device, LoadFailurePolicy, Role, Switch
 from pdcluster_operator.api.labels import HTTP_PORT, MASTER_PORT, SIDE_CHANNEL_PORT, EngineName
 from pdcluster_operator.api.resolve import Engine
@@ -14,7 +15,6 @@ from pdcluster_operator.api.types import Cluster
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 BUFFER_DEVICES = {Device.CUDA: "cuda", Device.CPU: "cpu"}
-DRAIN_DEADLINE_SECONDS = 30
 NODE_RANK_VARIABLE = "PDCLUSTER_NODE_RANK"
 
 

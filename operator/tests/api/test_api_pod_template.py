@@ -1,0 +1,179 @@
+"""A user's pod template, held against Kubernetes' own types."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster_operator.api import pod_fields
+from pdcluster_operator.api.validate import check_manifest
+
+ROOT = Path(__file__).parents[3]
+
+
+def findings(template, role="prefill", **spec):
+    claim = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
+    return check_manifest(
+        {
+            "apiVersion": "pdcluster.dev/v1alpha1",
+            "kind": "PDCluster",
+            "metadata": {"name": "x"},
+            "spec": {"model": claim, role: {"podTemplate": template}, **spec},
+        }
+    )[1]
+
+
+def errors(template, role="prefill", **spec):
+    prefix = f"spec.{role}.podTemplate."
+    return {e.path.removeprefix(prefix): e for e in findings(template, role, **spec).errors}
+
+
+def engine(**fields):
+    return {"spec": {"containers": [{"name": "engine", **fields}]}}
+
+
+def test_the_table_of_fields_is_the_one_of_the_kubernetes_client():
+    made = subprocess.run(
+        [sys.executable, "-m", "dev.pod_fields"], cwd=ROOT, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert Path(pod_fields.__file__).read_text() == made.stdout, "run `make generate`"
+
+
+FULL = {
+    "metadata": {"labels": {"kueue.x-k8s.io/queue-name": "a"}, "annotations": {"a": "b"}},
+    "spec": {
+        "nodeSelector": {"gpu": "h100"},
+        "tolerations": [{"key": "gpu", "operator": "Exists", "tolerationSeconds": 30}],
+        "imagePullSecrets": [{"name": "registry"}],
+        "priorityClassName": None,
+        "hostIPC": True,
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
+            {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"a": "b"}}},
+        ]}},
+        "initContainers": [{"name": "fetch", "image": "busybox", "restartPolicy": "Always"}],
+        "containers": [
+            {"name": "engine", "env": [{"name": "A", "value": "1"}],
+             "startupProbe": {"httpGet": {"path": "/x", "port": "launcher"}, "periodSeconds": 5},
+             "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+             "resources": {"requests": {"cpu": 0.5}, "claims": [{"name": "gpu"}]}},
+            {"name": "sidecar", "image": "x", "ports": [{"containerPort": 1}]},
+        ],
+        "volumes": [
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
+            {"name": "b", "emptyDir": {"sizeLimit": 1024}},
+            {"name": "c", "csi": {"driver": "d", "volumeAttributes": {"a": "b"}}},
+            {"name": "d", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}},
+        ],
+        "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one"}],
+        "terminationGracePeriodSeconds": 3600,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_kubernetes_takes_passes(role):
+    found = findings(FULL, role)
+    assert [str(e) for e in found.errors] == []
+    assert "GraceTooShort" not in {w.rule for w in found.warnings}
+
+
+@pytest.mark.parametrize(
+    ("template", "path", "rule", "remedy"),
+    [
+        ({"spec": {"nodeSelectors": {}}}, "spec.nodeSelectors", "UnknownField",
+         "Did you mean nodeSelector?"),
+        ({"nodeSelector": {}}, "nodeSelector", "UnknownField",
+         "Write it as spec.prefill.podTemplate.spec.nodeSelector."),
+        ({"spec": {"volumeMounts": []}}, "spec.volumeMounts", "UnknownField",
+         "Write it in an entry of spec.prefill.podTemplate.spec.containers."),
+        ({"spec": {"xyzzy": 1}}, "spec.xyzzy", "UnknownField", "Known are: "),
+        (engine(ressources={}), "spec.containers[0].ressources", "UnknownField",
+         "Did you mean resources?"),
+        ({"spec": {"containers": {"engine": {}}}}, "spec.containers", "WrongType",
+         "Write a list"),
+        ({"spec": {"tolerations": [{"key": "a", "efect": "x"}]}}, "spec.tolerations[0].efect",
+         "UnknownField", "Did you mean effect?"),
+        (engine(env=[{"name": "A", "value": 1}]), "spec.containers[0].env[0].value", "WrongType",
+         "Put it in quotes."),
+        (engine(env={"A": "1"}), "spec.containers[0].env", "WrongType", "Write a list"),
+        (engine(tty="yes"), "spec.containers[0].tty", "WrongType", "Leave out any quotes."),
+        ({"spec": {"nodeSelector": {"a": True}}}, "spec.nodeSelector.a", "WrongType",
+         "Put it in quotes."),
+        ({"spec": {"priority": "1"}}, "spec.priority", "WrongType", "Write a number"),
+        ({"spec": {"volumes": [{"emptyDir": {}}]}}, "spec.volumes[0].name", "Required",
+         "Give the name."),
+        ({"spec": {"containers": [{"env": []}]}}, "spec.containers[0].name", "Required",
+         "Give the name."),
+        ({"spec": {"containers": [None]}}, "spec.containers[0]", "WrongType", "Write the item"),
+        ({"spec": {"containers": [{"name": "vllm", "env": []}]}}, "spec.containers[0].name",
+         "Required", "Give it an image, or did you mean engine?"),
+        ({"spec": {"initContainers": [{"name": "engine"}]}}, "spec.initContainers[0].name",
+         "Required", "Give it an image."),
+        (engine(resources={"limits": {"cpu": "-1"}}), "spec.containers[0].resources.limits.cpu",
+         "BadFormat", "Write for example"),
+        ({"spec": {"volumes": [{"name": "a", "emptyDir": {"sizeLimit": "8 GB"}}]}},
+         "spec.volumes[0].emptyDir.sizeLimit", "BadFormat", "Write for example"),
+        ({"spec": {"terminationGracePeriodSeconds": 0}}, "spec.terminationGracePeriodSeconds",
+         "GraceTooShort", "Leave it out"),
+        ({"spec": {"terminationGracePeriodSeconds": -5}}, "spec.terminationGracePeriodSeconds",
+         "GraceTooShort", "Leave it out"),
+    ],
+)  # fmt: skip
+def test_what_kubernetes_would_refuse_is_refused_with_its_path(template, path, rule, remedy):
+    found = errors(template)
+    assert set(found) == {path}
+    assert found[path].rule == rule
+    assert found[path].remedy.startswith(remedy)
+
+
+def test_the_routers_template_is_judged_by_the_routers_container():
+    assert not errors({"spec": {"containers": [{"name": "router", "env": []}]}}, "router")
+    found = errors({"spec": {"containers": [{"name": "engine"}]}}, "router")
+    assert "router" in found["spec.containers[0].name"].remedy
+    assert errors({"spec": {"terminationGracePeriodSeconds": 0}}, "router")
+
+
+def test_a_grace_period_shorter_than_a_drain_is_warned_of():
+    def warned(seconds, lease):
+        template = {"spec": {"terminationGracePeriodSeconds": seconds}}
+        found = findings(template, transfer={"leaseSeconds": lease})
+        assert found.ok
+        return [w.message for w in found.warnings if w.rule == "GraceTooShort"]
+
+    assert warned(89, 60) == ["an engine may need 90 seconds to drain and stop"]
+    assert warned(90, 60) == []
+    assert warned(90, 61)
+    assert warned(59, 5), "receives may be in quarantine for 30 seconds, however short the lease"
+    assert warned(60, 5) == []
+
+
+def test_all_mistakes_at_once_and_not_without_end():
+    template = {"spec": {"hostNetwrk": True, "containers": [{"name": "engine", "agrs": []}]}}
+    assert set(errors(template)) == {"spec.hostNetwrk", "spec.containers[0].agrs"}
+    assert len(errors({"spec": {f"x{n}": 1 for n in range(1000)}})) == 16
+
+
+KEYS = st.sampled_from(
+    ["metadata", "spec", "containers", "initContainers", "volumes", "name", "env", "resources",
+     "limits", "cpu", "image", "nodeSelector", "terminationGracePeriodSeconds", "emptyDir", "x"]
+)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(KEYS, JSON, max_size=4), st.sampled_from(["prefill", "decode", "router"]))
+def test_any_template_gets_an_answer(template, role):
+    for error in findings(template, role).errors:
+        assert error.path
+        assert error.message
+        assert error.remedy

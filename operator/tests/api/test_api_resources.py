@@ -1,0 +1,169 @@
+"""Requests and limits, with what the operator and a pod template add."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcluster_operator.api.enums import Role
+from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.resolve import resolve_engine
+from pdcluster_operator.api.resources import is_accelerator
+from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
+
+
+def manifest(resources=None, overlay=None, tensor=1, device="CUDA", **transfer):
+    role = {"parallelism": {"tensor": tensor}, "resources": resources or {}}
+    if overlay is not None:
+        container = {"name": "engine", "resources": overlay}
+        role["podTemplate"] = {"spec": {"containers": [container]}}
+    return {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PDCluster",
+        "metadata": {"name": "x"},
+        "spec": {
+            "model": {"source": {"persistentVolumeClaim": {"claimName": "weights"}}},
+            "transfer": {"device": device, **transfer},
+            "prefill": role,
+        },
+    }
+
+
+def errors(*args, **kwargs):
+    found = check_manifest(manifest(*args, **kwargs))[1].errors
+    return {error.path.removeprefix("spec.prefill."): error for error in found}
+
+
+def given(*args, **kwargs):
+    """The resources of the container that the operator makes."""
+    cluster, findings = check_manifest(manifest(*args, **kwargs))
+    assert findings.ok, [str(error) for error in findings.errors]
+    name = EngineName("default", "x", Role.PREFILL, "12345", 0)
+    pod = build_engine_pod(cluster, resolve_engine(cluster, Role.PREFILL), name, "key", "digest")
+    return pod["spec"]["containers"][0]["resources"]
+
+
+def test_gpus_are_added_where_none_are_named():
+    assert given(tensor=4)["limits"] == {"nvidia.com/gpu": "4"}
+    assert given(device="CPU") == {}
+    assert given({"limits": {"amd.com/gpu": 2}}, tensor=2)["limits"] == {"amd.com/gpu": "2"}
+
+
+@pytest.mark.parametrize("name", ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared"])
+def test_parts_of_gpus_are_gpus_and_get_no_others_beside_them(name):
+    assert given({"limits": {name: 1}})["limits"] == {name: "1"}
+    assert given(overlay={"limits": {name: 1}})["limits"] == {name: 1}
+    found = errors({"limits": {name: 1}}, tensor=2)
+    assert found[f"resources.limits.{name}"].rule == "GpuCountMismatch"
+    assert "2 GPUs" in found[f"resources.limits.{name}"].message
+
+
+def test_slices_of_several_sizes_are_added_up():
+    slices = {"nvidia.com/mig-1g.10gb": 1, "nvidia.com/mig-2g.20gb": 1}
+    assert not errors({"limits": slices}, tensor=2)
+    (found,) = errors({"limits": slices}, tensor=4).values()
+    assert found.value == "1 + 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("nvidia.com/gpu", True), ("amd.com/gpu", True), ("gpu.intel.com/i915", True),
+     ("rdma/ib", False), ("cpu", False), ("nvidia.com/hostdev", False), ("gpu", False)],
+)  # fmt: skip
+def test_which_resources_are_gpus(name, is_one):
+    assert is_accelerator(name) is is_one
+
+
+@pytest.mark.parametrize(
+    ("resources", "path", "said"),
+    [
+        ({"requests": {"cpu": 4}, "limits": {"cpu": "2"}}, "resources.requests.cpu", "limit 2"),
+        ({"requests": {"memory": "2Gi"}, "limits": {"memory": "2G"}},
+         "resources.requests.memory", "limit 2G"),
+        ({"requests": {"ephemeral-storage": "1Ti"}, "limits": {"ephemeral-storage": "1Gi"}},
+         "resources.requests.ephemeral-storage", "limit 1Gi"),
+        ({"requests": {"nvidia.com/gpu": 8}, "limits": {"nvidia.com/gpu": 2}},
+         "resources.requests.nvidia.com/gpu", "limit is 2"),
+        ({"requests": {"nvidia.com/gpu": 1}, "limits": {"nvidia.com/gpu": 2}},
+         "resources.requests.nvidia.com/gpu", "must be equal"),
+        # The operator writes the limit itself.
+        ({"requests": {"nvidia.com/gpu": 8}}, "resources.requests.nvidia.com/gpu", "limit is 2"),
+        ({"requests": {"rdma/ib": 1}}, "resources.requests.rdma/ib", "without a limit"),
+        ({"requests": {"hugepages-2Mi": "4Mi"}, "limits": {"hugepages-2Mi": "8Mi"}},
+         "resources.requests.hugepages-2Mi", "must be equal"),
+    ],
+)  # fmt: skip
+def test_a_request_that_does_not_fit_its_limit(resources, path, said):
+    found = errors(resources, tensor=2)
+    assert set(found) == {path}
+    assert found[path].rule == "RequestLimitMismatch"
+    assert said in found[path].message
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [
+        {"requests": {"cpu": "2000m", "memory": "1024Mi"}, "limits": {"cpu": 2, "memory": "1Gi"}},
+        {"requests": {"nvidia.com/gpu": "2"}, "limits": {"nvidia.com/gpu": 2}},
+        {"requests": {"nvidia.com/gpu": 2}},
+        {"requests": {"memory": "1Gi"}},
+        {"limits": {"memory": "1Gi", "hugepages-2Mi": "8Mi", "rdma/ib": 1}},
+    ],
+)
+def test_requests_that_fit_pass(resources):
+    assert not errors(resources, tensor=2)
+
+
+def test_a_pod_template_has_the_last_word_about_a_limit():
+    resources = {"requests": {"cpu": 4}, "limits": {"cpu": 8}}
+    found = errors(resources, overlay={"limits": {"cpu": 2}})
+    assert set(found) == {"resources.requests.cpu"}
+    assert found["resources.requests.cpu"].related == (
+        "spec.prefill.podTemplate.spec.containers[0].resources.limits.cpu",
+    )
+    assert not errors(resources, overlay={"limits": {"cpu": 4}})
+
+
+def test_other_containers_are_judged_too():
+    sidecar = {"name": "x", "image": "x",
+               "resources": {"requests": {"cpu": 2}, "limits": {"cpu": 1}}}  # fmt: skip
+    made = manifest()
+    made["spec"]["router"] = {"podTemplate": {"spec": {"containers": [sidecar]}}}
+    (found,) = check_manifest(made)[1].errors
+    assert found.path == "spec.router.podTemplate.spec.containers[0].resources.requests.cpu"
+    assert found.rule == "RequestLimitMismatch"
+
+
+@pytest.mark.parametrize("name", ["gpu", "mem", "CPU"])
+def test_a_resource_that_kubernetes_does_not_know(name):
+    found = errors({"limits": {name: 1}})
+    assert found[f"resources.limits.{name}"].rule == "BadFormat"
+    assert "domain/name" in found[f"resources.limits.{name}"].message
+
+
+def test_a_broken_rdma_resource_is_one_error():
+    found = check_manifest(manifest(rdma={"resource": "ib"}))[1].errors
+    assert [error.path for error in found] == ["spec.transfer.rdma.resource"]
+
+
+def test_a_broken_amount_is_one_error():
+    assert set(errors({"requests": {"cpu": "-1"}, "limits": {"cpu": -2}})) == {
+        "resources.requests.cpu", "resources.limits.cpu",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("resources", "overlay", "warned"),
+    [
+        ({}, None, True),
+        ({"requests": {"cpu": 1}}, None, True),
+        ({"requests": {"memory": "1Gi"}}, None, False),
+        ({"limits": {"memory": "1Gi"}}, None, False),
+        ({}, {"requests": {"memory": "1Gi"}}, False),
+    ],
+)
+def test_a_pod_without_a_memory_request_is_warned_of(resources, overlay, warned):
+    made = manifest(resources, overlay)
+    made["spec"]["decode"] = {"resources": {"requests": {"memory": "1Gi"}}}
+    found = [w for w in check_manifest(made)[1].warnings if w.rule == "NoMemoryRequest"]
+    assert [w.path for w in found] == ["spec.prefill.resources.requests.memory"] * warned

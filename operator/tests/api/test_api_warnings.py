@@ -1,0 +1,217 @@
+"""What is legal and costs an hour later: images, weights, flags, one-sided settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
+from pdcluster_connector.compat.versions import SUPPORTED, text_of
+from pdcluster_operator.api.rules_images import Image, parse_image
+from pdcluster_operator.api.validate import check_manifest
+
+CLAIM = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
+
+
+def check(*, host_paths=True, **spec):
+    memory = {"resources": {"requests": {"memory": "1Gi"}}}
+    roles = {role: memory | spec.pop(role, {}) for role in ("prefill", "decode")}
+    return check_manifest(
+        {
+            "apiVersion": "pdcluster.dev/v1alpha1",
+            "kind": "PDCluster",
+            "metadata": {"name": "x"},
+            "spec": {"model": CLAIM, **roles, **spec},
+        },
+        host_paths=host_paths,
+    )
+
+
+def errors(**spec):
+    return {error.path: error for error in check(**spec)[1].errors}
+
+
+def warnings(**spec):
+    found = check(**spec)[1]
+    assert found.ok, [str(error) for error in found.errors]
+    return {warning.path: warning for warning in found.warnings}
+
+
+def test_a_plain_spec_has_no_warning():
+    assert warnings() == {}
+
+
+@pytest.mark.parametrize(
+    ("reference", "image", "release"),
+    [
+        ("vllm/vllm-openai:v0.32.0", Image("vllm/vllm-openai", "v0.32.0", ""), (0, 32)),
+        ("localhost:5000/vllm", Image("localhost:5000/vllm", "latest", ""), None),
+        ("a/b@sha256:0f", Image("a/b", "", "sha256:0f"), None),
+        ("a:5/b:0.33.1rc2@sha256:0f", Image("a:5/b", "0.33.1rc2", "sha256:0f"), (0, 33)),
+        ("b:v0.32-cu13", Image("b", "v0.32-cu13", ""), (0, 32)),
+        ("b:12", Image("b", "12", ""), None),
+        ("b:nightly-0.32", Image("b", "nightly-0.32", ""), None),
+    ],
+)
+def test_image_references_are_taken_apart(reference, image, release):
+    assert parse_image(reference) == image
+    assert parse_image(reference).release == release
+
+
+@pytest.mark.parametrize(
+    ("image", "error", "warned"),
+    [
+        ("docker.io/vllm/vllm-openai:v0.32.0", False, None),
+        ("docker.io/vllm/vllm-openai:v0.33.1", False, None),
+        ("docker.io/vllm/vllm-openai:v0.10.0", True, None),
+        ("mirror:5000/vllm/vllm-openai:v0.34.0", True, None),
+        ("vllm/vllm-openai-cpu:v0.31.2@sha256:00", True, None),
+        ("vllm/vllm-openai:latest", False, "ImageNotPinned"),
+        ("vllm/vllm-openai", False, "ImageNotPinned"),
+        ("mirror:5000/engine:nightly", False, "ImageNotPinned"),
+        ("mirror:5000/vllm-cpu:v0.10.0", False, "VersionUnsupported"),
+        ("mirror:5000/engine:v0.10.0", False, None),
+        ("mirror:5000/vllm:12.6-cuda", False, None),
+        ("mirror:5000/vllm@sha256:00", False, None),
+        ("mirror:5000/vllm:latest@sha256:00", False, None),
+    ],
+)
+def test_what_an_images_tag_says(image, error, warned):
+    found = errors(engine={"image": image})
+    assert set(found) == ({"spec.engine.image"} if error else set())
+    if error:
+        assert found["spec.engine.image"].rule == "VersionUnsupported"
+        low, high = map(text_of, SUPPORTED["vllm"])
+        assert f">= {low}, < {high}" in found["spec.engine.image"].message
+        return
+    said = {path: str(w.rule) for path, w in warnings(engine={"image": image}).items()}
+    assert said == ({"spec.engine.image": warned} if warned else {})
+
+
+def test_any_version_may_be_tried_by_who_says_so():
+    """The launcher's own way out, which admission must not close."""
+    env = [{"name": "PDCLUSTER_ANY_VERSION", "value": "1"}]
+    image = "docker.io/vllm/vllm-openai:v0.10.0"
+    found = warnings(engine={"image": image, "env": env})
+    assert found["spec.engine.image"].rule == "VersionUnsupported"
+    env[0]["value"] = "0"
+    assert "spec.engine.image" in errors(engine={"image": image, "env": env})
+    env[0]["value"] = "1"
+    assert "spec.engine.image" in errors(engine={"image": image}, prefill={"engine": {"env": env}})
+
+
+def test_different_images_of_the_roles():
+    engine = {"image": "docker.io/vllm/vllm-openai:v0.33.0"}
+    found = warnings(decode={"engine": engine})
+    assert found["spec.decode.engine.image"].rule == "ImagesDiffer"
+    assert "v0.32.0" in found["spec.decode.engine.image"].value
+    assert "v0.33.0" in found["spec.decode.engine.image"].value
+    assert not warnings(prefill={"engine": engine}, decode={"engine": engine})
+    assert "spec.prefill.engine.image" in warnings(prefill={"engine": engine})
+
+
+def test_an_image_of_a_pod_template_is_judged_instead():
+    template = {"spec": {"containers": [{"name": "engine", "image": "vllm/vllm-openai:v0.10.0"}]}}
+    (found,) = errors(decode={"podTemplate": template}).values()
+    assert found.path == "spec.decode.podTemplate.spec.containers[0].image"
+    assert found.rule == "VersionUnsupported"
+    template["spec"]["containers"][0]["image"] = "vllm/vllm-openai:v0.33.0"
+    (warned,) = warnings(decode={"podTemplate": template}).values()
+    assert (warned.path, warned.rule) == (found.path, "ImagesDiffer")
+
+
+def test_a_routers_moving_image():
+    assert warnings(router={"image": "a/b:latest"})["spec.router.image"].rule == "ImageNotPinned"
+    assert not warnings(router={"image": "a/b:latest", "replicas": 0})
+
+
+@pytest.mark.parametrize("flag", REFUSED_FLAGS)
+def test_flags_that_the_connector_refuses_at_start_are_refused_before(flag):
+    for word in (flag, flag.replace("-", "_").replace("__", "--", 1), flag[:-3]):
+        found = errors(decode={"engine": {"extraArgs": ["--seed", "1", word]}})
+        (refused,) = found.values()
+        assert (refused.path, refused.rule) == (
+            "spec.decode.engine.extraArgs[2]", "FlagUnsupported",
+        )  # fmt: skip
+        assert flag in refused.message
+        assert word.replace("_", "-") in refused.remedy
+    assert not errors(engine={"extraArgs": [f"--no-{flag[2:]}"]})
+
+
+@pytest.mark.parametrize("word", ["--enable-prefix-caching", "--enable-chunked-prefill", "-ep"])
+def test_other_flags_that_enable_something_pass(word):
+    assert not errors(engine={"extraArgs": [word]})
+
+
+@pytest.mark.parametrize(
+    ("revision", "args", "warned"),
+    [
+        (None, [], True),
+        ("main", [], True),
+        ("9213176726f574b556790deb65791e0c5aa438b6", [], False),
+        ("v1.0", [], False),
+        (None, ["--revision", "9213176726f574b556790deb65791e0c5aa438b6"], False),
+        ("v1.0", ["--revision", "main"], True),
+    ],
+)
+def test_weights_that_may_change_between_two_starts(revision, args, warned):
+    hub = {"repo": "a/b"} | ({"revision": revision} if revision else {})
+    found = warnings(model={"source": {"huggingFace": hub}}, engine={"extraArgs": args})
+    rules = {path: str(w.rule) for path, w in found.items()}
+    path = "spec.model.source.huggingFace.revision"
+    assert rules == ({path: "WeightsNotPinned"} if warned else {})
+
+
+def test_a_cache_that_nothing_is_downloaded_to():
+    cache = {"persistentVolumeClaim": {"claimName": "cache"}}
+    assert warnings(model={**CLAIM, "cache": cache})["spec.model.cache"].rule == "CacheUnused"
+    host = {"source": {"hostPath": {"path": "/models"}}, "cache": cache}
+    assert "spec.model.cache" in warnings(model=host)
+    hub = {"source": {"huggingFace": {"repo": "a/b", "revision": "v1"}}, "cache": cache}
+    assert not warnings(model=hub)
+
+
+@pytest.mark.parametrize(
+    ("engine", "field", "value"),
+    [
+        ({"blockSize": 32}, "blockSize", "32"),
+        ({"kvCacheDtype": "fp8"}, "kvCacheDtype", "fp8_e4m3"),
+        ({"extraArgs": ["--block-size=64"]}, "extraArgs", "64"),
+        ({"extraArgs": ["--dtype", "float32"]}, "extraArgs", "float32"),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_one_role_alone_says(engine, field, value, role):
+    found = warnings(**{role: {"engine": engine}})
+    (warning,) = found.values()
+    assert (warning.path, warning.rule) == (f"spec.{role}.engine.{field}", "SetOnOneRole")
+    assert warning.value == value
+    assert f"only the {role} engines" in warning.message
+    other = "decode" if role == "prefill" else "prefill"
+    assert not warnings(**{role: {"engine": engine}, other: {"engine": engine}})
+    assert not warnings(engine=engine)
+
+
+def test_engines_over_several_machines_without_rdma():
+    role = {"parallelism": {"tensor": 16, "nodes": 2}}
+    found = warnings(decode=role)
+    assert found["spec.transfer.rdma"].rule == "NoRdma"
+    assert "2 pods" in found["spec.transfer.rdma"].message
+    assert not warnings(decode=role, transfer={"rdma": {"resource": "rdma/ib"}})
+    assert not warnings(decode=role, transfer={"device": "CPU"})
+    assert not warnings(decode={"parallelism": {"tensor": 8}})
+    own = {"requests": {"memory": "1Gi"}, "limits": {"nvidia.com/gpu": 8}}
+    assert "spec.transfer.rdma" in warnings(decode=role | {"resources": own})
+    own["limits"]["vpc.amazonaws.com/efa"] = 4
+    assert not warnings(decode=role | {"resources": own})
+
+
+def test_folders_of_nodes_are_told_to_whoever_does_not_know_the_operator():
+    template = {"spec": {"volumes": [{"name": "x", "hostPath": {"path": "/etc"}}]}}
+    spec = {"model": {"source": {"hostPath": {"path": "/m"}}}, "decode": {"podTemplate": template}}
+    told = [w for w in warnings(host_paths=None, **spec).values() if "folder of" in w.message]
+    assert {w.path for w in told} == {
+        "spec.model.source.hostPath.path", "spec.decode.podTemplate.spec.volumes[0].hostPath",
+    }  # fmt: skip
+    assert all("a default install refuses" in w.message for w in told)
+    assert {w.path for w in told} == set(errors(host_paths=False, **spec))
+    assert "HostPathNotAdmitted" not in {w.rule for w in warnings(host_paths=True, **spec).values()}
