@@ -390,6 +390,38 @@ def test_a_layer_that_differs_is_named(decode: tuple[LayerShape, ...], part: str
     assert part in first.message
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(128, 64), (64, 128), (128, None), (None, 128)], ids=str
+)
+def test_windows_that_differ_are_refused(ours: int | None, theirs: int | None) -> None:
+    """KV of tokens that only one side still needs is there on one side only."""
+    kind = LayerKind.SLIDING_WINDOW
+    shapes = [replace(KNOWN, layers=layers(kind=kind, window=window)) for window in (ours, theirs)]
+    first = refused(check(*shapes))
+    assert first is not None
+    assert first.reason is Reason.LAYER_MISMATCH
+    for window in filter(None, (ours, theirs)):
+        assert f"window {window}" in first.message
+    assert check(shapes[0], shapes[0]) == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": LayerKind.SLIDING_WINDOW},
+        {"kv_heads": 2},
+        {"token_bytes": 1024},
+        {"window": 64},
+        {"parts": (PartShape("a", 4, 128, "float32"),)},
+    ],
+    ids=str,
+)
+def test_one_layer_that_differs_in_anything_that_matters_is_refused(change) -> None:
+    one = replace(KNOWN, layers=(layers()[0], replace(layers()[1], **change)))
+    for pair in ((KNOWN, one), (one, KNOWN)):
+        assert "LayerMismatch" in {found.rule for found in check(*pair)}
+
+
 def test_groups_may_be_numbered_differently() -> None:
     renumbered = replace(
         HYBRID,

@@ -93,6 +93,22 @@ def test_renewals_do_not_grow_the_heap() -> None:
     assert table.next_deadline() is None
 
 
+def test_a_renewal_never_shortens_a_lease() -> None:
+    """Two renewals may overtake each other on their way."""
+    table = LeaseTable()
+    table.arm("r", 1, 0.0)
+    table.grant("r", 10.0)
+    assert table.renew("r", 1, 30.0)
+    assert table.renew("r", 1, 20.0)
+    assert table.expire(29.0) == []
+    assert table.expire(30.0) == ["r"]
+    table.arm("s", 1, 0.0)
+    table.grant("s", 10.0)
+    assert table.renew("s", 1, 5.0)
+    assert table.expire(9.0) == []
+    assert table.expire(10.0) == ["s"]
+
+
 def test_a_used_request_id_does_not_inherit_the_old_deadline() -> None:
     table = LeaseTable()
     table.arm("r", 1, 0.0)

@@ -212,6 +212,11 @@ def test_router_keys() -> None:
         ({"do_remote_prefill": True, "ticket": ["x"]}, Malformed),
         ({"do_remote_prefill": True, "ticket": ""}, Malformed),
         ({"do_remote_prefill": True, "ticket": encode(TICKET)}, Ticket),
+        # JSON has a word for true, and only that one means that KV waits elsewhere.
+        *(
+            ({"do_remote_prefill": value, "ticket": encode(TICKET)}, type(None))
+            for value in ("false", "true", "", 1, 0, 1.0, None, [True], {"a": 1})
+        ),
     ],
     ids=str,
 )

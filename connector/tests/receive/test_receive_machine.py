@@ -45,12 +45,18 @@ class Dma:
 
     flying: set[int] = field(default_factory=set)
     landed: set[int] = field(default_factory=set)
+    posting: bool = False
     posted: bool = False
     clean: bool = True
     reports: int = 0
     destroys: int = 0
     now: float = 0.0
     trouble_at: float | None = None
+    cause: Failure | None = None
+
+    def may_open(self, now: float) -> bool:
+        """Whether a further transfer may begin to write: nothing has gone wrong so far."""
+        return self.posting and not self.posted and self.clean and now < LEASE_END
 
     def apply(self, event: Event, reading: bool) -> None:
         if self.now >= LEASE_END:
@@ -86,10 +92,13 @@ def choices(machine: Receive, dma: Dma) -> list[tuple[Event, float]]:
         (Tick(), now),
     ]
     events += [(Tick(), time) for time in (LEASE_END, LEASE_END + 6 * DRAIN) if time > now]
+    if now < LEASE_END:
+        events.append((Failed(FAILED), LEASE_END))
+    # Whether it may or not: the executor learns of an end only when it asks for the next transfer.
+    fresh = [t for t in (0, 1) if t not in dma.flying | dma.landed][:1]
+    events += [(Opened(t), time) for t in fresh for time in (now, max(now, LEASE_END))]
     if machine.may_post:
         events.append((Posted(), now))
-        fresh = [t for t in (0, 1) if t not in dma.flying | dma.landed][:1]
-        events += [(Opened(t), time) for t in fresh for time in (now, LEASE_END)]
     for transfer in sorted(dma.flying | dma.landed):
         events.append((Landed(transfer), now))
         events.append((Broken(transfer, BROKEN), now))
@@ -103,7 +112,11 @@ def deliver(machine: Receive, dma: Dma, event: Event, now: float) -> None:
     finished = machine.finished
     dma.now = now
     reading = bool(dma.flying) or machine.state is State.POSTED
+    may_open = dma.may_open(now)
+    cause = None if dma.cause or finished else cause_of(event, now, reading)
     actions = machine.on(event, now)
+    if isinstance(event, Opened):
+        assert (event.transfer in machine.open) == may_open, "written to after trouble, or never"
     if finished:
         assert actions == (), "a finished receive asked for something"
         return
@@ -113,9 +126,25 @@ def deliver(machine: Receive, dma: Dma, event: Event, now: float) -> None:
         dma.clean = False
     if not dma.clean and dma.trouble_at is None:
         dma.trouble_at = now
+        dma.cause = machine.failure
+        assert cause is None or machine.failure == cause, "another cause than what is known"
+    assert machine.failure == dma.cause, "the first cause was forgotten"
+    dma.posting = dma.posting or Action.POST in actions
     dma.reports += actions.count(Action.REPORT)
     dma.destroys += actions.count(Action.DESTROY_AGENT)
     check(machine, dma, actions)
+
+
+def cause_of(event: Event, now: float, reading: bool) -> Failure | None:
+    """What a receive that was well until now has to name if this event ends it; None: its words."""
+    match event:
+        case Failed(failure):  # at the lease's end too: it knows why
+            return failure
+        case Broken(_, failure) if now < LEASE_END:
+            return failure
+        case AgentDestroyed(failure) if now < LEASE_END and reading:
+            return failure
+    return None
 
 
 def check(machine: Receive, dma: Dma, actions: tuple[Action, ...]) -> None:
@@ -165,8 +194,10 @@ def snapshot(machine: Receive, dma: Dma) -> tuple[object, ...]:
         machine.destroy_asked,
         frozenset(dma.flying),
         frozenset(dma.landed),
+        dma.posting,
         dma.posted,
         dma.clean,
+        dma.cause,
         dma.trouble_at,
         dma.reports,
         dma.now,
@@ -242,6 +273,39 @@ def test_the_lease_end_names_what_it_interrupted(machine: Receive, reason: Reaso
     machine.on(Tick(), LEASE_END)
     assert machine.failure is not None
     assert machine.failure.reason is reason
+
+
+@pytest.mark.parametrize("transfers", [(), (0,)])
+def test_a_known_cause_is_not_hidden_by_the_lease_end(transfers: tuple[int, ...]) -> None:
+    machine = ready(*transfers) if transfers else Receive("r", LEASE_END, DRAIN)
+    machine.on(Failed(FAILED), LEASE_END + 1)
+    assert machine.failure == FAILED
+    machine.on(Tick(), LEASE_END + 2)
+    assert machine.failure == FAILED
+
+
+@pytest.mark.parametrize(
+    "trouble", [Abandoned(), Broken(0, BROKEN), Failed(FAILED), Tick()], ids=str
+)
+def test_nothing_is_opened_in_quarantine(trouble: Event) -> None:
+    """A transfer that is posted after the trouble would write into blocks that are given back."""
+    machine = ready(0, 1)
+    machine.on(trouble, LEASE_END if isinstance(trouble, Tick) else 3)
+    assert machine.state is State.QUARANTINE
+    machine.on(Opened(2), machine.deadline)
+    assert 2 not in machine.open
+
+
+def test_nothing_is_opened_before_the_peer_is_known_or_after_the_last_was_posted() -> None:
+    machine = Receive("r", LEASE_END, DRAIN)
+    machine.on(Opened(0), 0)
+    machine.on(Started(), 0)
+    machine.on(Opened(0), 0)
+    assert not machine.open
+    machine = ready(0)
+    machine.on(Posted(), 3)
+    machine.on(Opened(1), 3)
+    assert machine.open == {0}
 
 
 def test_data_that_lands_after_the_lease_is_not_believed() -> None:

@@ -15,6 +15,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.mirrors import from_shape, to_shape
+from pdcluster_connector.runtime import peers as peers_module
 from pdcluster_connector.runtime.peers import PeerBook
 from pdcluster_connector.runtime.side_channel import SideChannelServer
 
@@ -62,6 +63,40 @@ def test_a_dead_engine_delays_no_other(
     record_property("slowest_of_19_ms", round(took[-1] * 1000, 1))
     record_property("median_of_19_ms", round(statistics.median(took) * 1000, 1))
     assert took[-1] < 1.0
+
+
+def test_refusals_make_room_for_other_peers(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's tickets can name any number of engines that do not exist."""
+    monkeypatch.setattr(peers_module, "MAX_PEERS", 3)
+    server, book = serve(), books()
+    assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
+    for number in range(10):
+        refused = connect(book, server.port, f"ns.c.prefill.r.{number}/ff").wait()
+        assert isinstance(refused, Failure)
+        assert refused.reason is Reason.PEER_RESTARTED, refused
+        assert len(book._peers) <= 3
+    # The one that is connected kept its place.
+    assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
+    assert server.counts["handshakes"] == 11
+
+
+def test_more_peers_than_may_be_tried_at_once_are_refused_by_name(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "MAX_PEERS", 3)
+    book = books()
+    ports = [free_port() for _ in range(3)]
+    tried = [connect(book, port, f"ns.c.prefill.r.{n}/aa", 60.0) for n, port in enumerate(ports)]
+    refused = connect(book, free_port(), "ns.c.prefill.r.9/aa", 60.0).wait()
+    assert isinstance(refused, Failure)
+    assert refused.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+    assert "3 peers are being tried already" in refused.message
+    assert not any(answer.values for answer in tried)
+    for number, port in enumerate(ports):  # and go on being tried
+        serve(f"ns.c.prefill.r.{number}/aa", port=port)
+    assert all(isinstance(answer.wait(30.0), m.EngineMetadata) for answer in tried)
 
 
 def test_retried_until_the_engine_listens(serve: Serve, books: Books) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -17,6 +19,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.mirrors import from_shape
+from pdcluster_connector.runtime import peers as peers_module
 from pdcluster_connector.runtime.peers import PeerBook
 from pdcluster_connector.runtime.side_channel import SideChannelServer
 
@@ -117,24 +120,108 @@ def test_a_process_that_dies_or_stops(
         process.join()
 
 
+def answer(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+HEALTH = answer(m.encode_health(m.HealthReply(PREFILL, "prefill", 1)))
+METADATA = answer(
+    m.encode(m.EngineMetadata(1, PREFILL, from_shape(SHAPE), shards_of(PREFILL), 60.0))
+)
+
+
+class Peer:
+    """A prefill engine that answers its handshake, and is silent where it is told to be."""
+
+    def __init__(self, silent: Callable[[int, bool], bool]) -> None:
+        """Ask ``silent`` whether to leave question N of its health, on a new connection or not."""
+        self.silent = silent
+        self.asked = 0
+        self._held: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # the test is over
+                return
+            self._held.append(connection)
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        for turn in itertools.count():
+            try:
+                asked = connection.recv(65536)
+            except OSError:
+                return
+            if not asked:
+                return
+            if b"/healthz" not in asked:
+                connection.sendall(METADATA)
+                continue
+            number, self.asked = self.asked, self.asked + 1
+            if not self.silent(number, turn == 0):
+                connection.sendall(HEALTH)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in self._held:
+            connection.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer is not waited for long; the second has all the time that it may need."""
+    monkeypatch.setattr(peers_module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peers_module, "HEALTH_SECONDS", (0.3, 20.0))
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_slow_answer_is_no_death(books: Books) -> None:
+    # The second question of each round comes over a new connection.
+    peer = Peer(silent=lambda number, new: number % 3 == 1 and not new)
+    try:
+        book = books()
+        gone = watch(book)
+        assert isinstance(connect(book, peer.port).wait(), m.EngineMetadata)
+        until(lambda: peer.asked > 12 or gone, seconds=30.0)
+        assert gone == []
+    finally:
+        peer.close()
+
+
+def test_two_silences_in_a_row_are_a_death(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peers_module, "HEALTH_SECONDS", (0.3, 0.3))
+    peer = Peer(silent=lambda number, _: number >= 3)
+    try:
+        book = books()
+        gone = watch(book)
+        assert isinstance(connect(book, peer.port).wait(), m.EngineMetadata)
+        until(lambda: gone, seconds=30.0)
+        assert gone[0][1].reason is Reason.SIDE_CHANNEL_UNREACHABLE
+        assert peer.asked >= 2
+    finally:
+        peer.close()
+
+
 def test_a_reset_connection_alone_is_no_death(books: Books) -> None:
     """The kept connection breaks, the port answers: the peer lives."""
-    health = m.encode_health(m.HealthReply(PREFILL, "prefill", 1))
-    metadata = m.encode(m.EngineMetadata(1, PREFILL, from_shape(SHAPE), shards_of(PREFILL), 60.0))
-
-    def answer(body: bytes) -> bytes:
-        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(5.0)
         book = books()
         gone = watch(book)
         waiting = connect(book, listener.getsockname()[1])
-        for body in (metadata, health, health):  # each over a connection that is then cut
+        for reply in (METADATA, HEALTH, HEALTH):  # each over a connection that is then cut
             peer, _ = listener.accept()
             peer.settimeout(5.0)
             assert peer.recv(65536)
-            peer.sendall(answer(body))
+            peer.sendall(reply)
             waiting.wait(3.0)
             peer.close()
         assert gone == []

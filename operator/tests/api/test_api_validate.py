@@ -270,6 +270,34 @@ def test_workers_spread_evenly_and_links_are_bounded():
     assert error("spec.decode.parallelism", decode=huge).rule == "OutOfRange"
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_error_of_the_parallel_sizes_names_the_role_at_fault(role):
+    (other,) = {"prefill", "decode"} - {role}
+    torn = {"parallelism": {"data": 2, "tensor": 2, "nodes": 4}}
+    for data in (1, 2, 8):  # the other role's engines are well, be they smaller or larger
+        found = findings(**{role: torn, other: {"parallelism": {"data": data}}}).errors
+        assert [error.path for error in found] == [f"spec.{role}.parallelism.data"]
+        assert role in found[0].message
+        assert other not in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "accepted"),
+    [(64, 64, True), (1000, 4, True), (241, 17, False), (17, 241, False), (1000, 5, False)],
+)
+def test_exactly_as_many_links_as_allowed_are_accepted(prefill, decode, accepted):
+    found = findings(prefill={"replicas": prefill}, decode={"replicas": decode})
+    assert ("TooManyLinks" not in {error.rule for error in found.errors}) is accepted
+    assert found.ok is accepted
+
+
+@pytest.mark.parametrize(("replicas", "data", "accepted"), [(2, 512, True), (1, 1024, True),
+                                                            (5, 205, False)])  # fmt: skip
+def test_exactly_as_many_side_channels_as_allowed_are_accepted(replicas, data, accepted):
+    found = findings(prefill={"replicas": replicas, "parallelism": {"data": data}})
+    assert found.ok is accepted
+
+
 def warnings(**spec):
     found = findings(**spec)
     assert found.ok, [str(e) for e in found.errors]

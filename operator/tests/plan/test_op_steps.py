@@ -203,6 +203,33 @@ def test_paused_keeps_the_old_engines():
     assert world.condition("Progressing")["reason"] == "Paused"
 
 
+def test_paused_engines_keep_the_connector_that_they_mount():
+    """A new operator brings a new connector; the pods of paused engines may still restart."""
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    world.edit(rollout={"paused": True})
+    world.connector = ConnectorBundle("d" * 64, b"newer")
+    world.settle()
+    mounted = {
+        volume["configMap"]["name"]
+        for (kind, _), child in world.children.items()
+        if kind == "StatefulSet"
+        for volume in child["spec"]["template"]["spec"]["volumes"]
+        if "configMap" in volume
+    }
+    assert mounted == {"llama-connector-c0ffee0000"}
+    assert mounted <= {name for kind, name in world.children if kind == "ConfigMap"}
+    # Once they may go, so may what they mount, the pods first.
+    world.edit(rollout={})
+    world.step()
+    assert mounted <= {name for kind, name in world.children if kind == "ConfigMap"}
+    world.reap()
+    world.settle()
+    assert [name for kind, name in world.children if kind == "ConfigMap"] == [
+        "llama-connector-dddddddddd"
+    ]
+
+
 def test_a_refused_spec_touches_nothing_and_says_why():
     world = SimulatedCluster(manifest())
     world.bring_up()

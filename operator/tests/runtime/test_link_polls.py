@@ -28,8 +28,14 @@ class Launchers:
         self.told: list[tuple[str, Mapping[str, Any]]] = []
         self.hang: set[str] = set()
         self.refuse_peers = False
+        self.misses = 0  # polls of readiness, of whomever, that fail from now on
+        self.polls = 0
 
     async def ready(self, url: str) -> EngineReport:
+        self.polls += 1
+        if self.misses:
+            self.misses -= 1
+            raise LauncherError("too slow")
         if url in self.hang:
             await asyncio.sleep(60)
         if (engine_id := self.ids[url]) is None:
@@ -46,7 +52,7 @@ class Launchers:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.005)
 
@@ -110,6 +116,25 @@ async def test_silence_becomes_unknown_and_never_a_report() -> None:
     await until(lambda: not monitor.engines(KEY))
     assert not monitor.links(KEY)
     assert len(woken) == 2
+    await monitor.stop()
+
+
+async def test_one_missed_poll_is_no_silence() -> None:
+    launchers = Launchers()
+    monitor, woken = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await until(lambda: monitor.links(KEY))
+    before = list(woken)
+    for _ in range(3):  # one at a time: answers between them make each the first
+        launchers.misses = 1
+        await until(lambda: not launchers.misses)
+        answered = launchers.polls + 2
+        await until(lambda answered=answered: launchers.polls >= answered)
+    assert woken == before, "what was known would have gone and come back"
+    assert monitor.engines(KEY)
+    launchers.misses = 2
+    await until(lambda: len(woken) == len(before) + 2)  # silent, and heard again
+    assert monitor.engines(KEY)
     await monitor.stop()
 
 

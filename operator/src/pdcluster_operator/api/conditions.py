@@ -41,7 +41,6 @@ class StatusReason(StrEnum):
     """Reasons of conditions beside the rules and ``compat.reasons.Reason``."""
 
     # Accepted
-    ACCEPTED = "Accepted"
     PARTIALLY_CHECKED = "PartiallyChecked"
     NOT_ACCEPTED = "NotAccepted"
 

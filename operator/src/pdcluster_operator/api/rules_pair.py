@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pdcluster_connector.compat.findings import Finding, Verdict
-from pdcluster_connector.compat.rules import check
+from pdcluster_connector.compat.rules import check, check_engine
+from pdcluster_connector.compat.shape import EngineShape
 
 from .enums import Role
 from .findings import FieldError, Findings, shown
@@ -29,13 +32,13 @@ def pair_findings(cluster: Cluster) -> Findings:
     refused = [finding for finding in findings if finding.verdict is Verdict.REFUSED]
     waiting = [finding.field for finding in findings if finding.verdict is Verdict.UNKNOWN]
     return Findings(
-        errors=tuple(_error(cluster, finding) for finding in refused),
+        errors=tuple(_error(cluster, finding, shapes) for finding in refused),
         unchecked=tuple(dict.fromkeys(waiting)),
     )
 
 
-def _error(cluster: Cluster, finding: Finding) -> FieldError:
-    path, *others = _paths(cluster, finding.field)
+def _error(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape]) -> FieldError:
+    path, *others = _paths(cluster, finding, shapes)
     return FieldError(
         path,
         shown(f"prefill {finding.prefill_value}, decode {finding.decode_value}"),
@@ -46,11 +49,12 @@ def _error(cluster: Cluster, finding: Finding) -> FieldError:
     )
 
 
-def _paths(cluster: Cluster, field: str) -> list[str]:
+def _paths(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape]) -> list[str]:
     """Places that the value came from: the role's own first, where the deviation stands."""
+    field = finding.field
     if field in PARALLEL_FIELDS:
-        sizes = {role: getattr(cluster.spec.role(role).parallelism, field) for role in Role}
-        largest = max(Role, key=lambda role: sizes[role])
+        at_fault = [role for role in Role if _breaks_alone(shapes[role], finding.rule)] or Role
+        largest = max(at_fault, key=lambda role: getattr(shapes[role], field))
         return [f"spec.{largest}.parallelism.{field}", *(f"spec.{r}.parallelism" for r in Role)]
     if field not in SOURCES:
         return ["spec", "spec.model", "spec.engine"]
@@ -65,6 +69,11 @@ def _paths(cluster: Cluster, field: str) -> list[str]:
             found.append(f"spec.{role}.engine.{name}")
     shared = f"spec.engine.{name}" if name else "spec.engine.extraArgs"
     return [*found, shared]
+
+
+def _breaks_alone(shape: EngineShape, rule: str) -> bool:
+    """Whether engines of this shape break a rule already among themselves."""
+    return any(finding.rule == rule for finding in check_engine(shape))
 
 
 def field_name(json_name: str) -> str:

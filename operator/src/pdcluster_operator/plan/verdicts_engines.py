@@ -27,20 +27,18 @@ SEVERITY = (
 
 
 def accepted(findings: Findings) -> Verdict:
-    """Whether the spec may be carried out, and whether every rule could be decided."""
+    """Whether the spec may be carried out; no spec says enough for every rule to be decided."""
     if not findings.ok:
         shown = [str(error) for error in findings.errors[:MAX_SHOWN_ERRORS]]
         more = len(findings.errors) - len(shown)
         if more:
             shown.append(f"and {more} more")
         return no(str(findings.errors[0].rule), "; ".join(shown))
-    if findings.unchecked:
-        fields = ", ".join(findings.unchecked)
-        return yes(
-            StatusReason.PARTIALLY_CHECKED,
-            f"the handshake decides what the spec leaves open: {fields}",
-        )
-    return yes(StatusReason.ACCEPTED)
+    fields = ", ".join(findings.unchecked)
+    return yes(
+        StatusReason.PARTIALLY_CHECKED,
+        f"the handshake decides what the spec leaves open: {fields}",
+    )
 
 
 def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:

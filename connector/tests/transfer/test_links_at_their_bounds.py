@@ -1,0 +1,244 @@
+"""Links and receives turn by turn on one thread, with a clock that the test moves."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+
+import pytest
+from transfer_rig import FakePeers, Prefill
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import GroupShape, LayerKind
+from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.runtime import links as links_module
+from pdcluster_connector.runtime.links import Closed, Links, Warmed
+from pdcluster_connector.runtime.probe import PROBE_SLOTS, ProbeResult
+from pdcluster_connector.runtime.probe_run import NO_ROOM
+from pdcluster_connector.runtime.receive_executor import HANDSHAKE_GRACE_SECONDS, ReceiveExecutor
+from pdcluster_connector.runtime.receive_job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.runtime.results import Outbox, ReceiveResults
+from pdcluster_connector.testing.caches import LabelledCache
+from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+
+CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
+PROBE_SECONDS = 10.0
+LEASE = 60.0
+
+
+class Bench:
+    """The transfer thread's objects without the thread."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.fabric = Fabric()
+        self.peers = FakePeers()
+        self.outbox = Outbox()
+        self.cache = LabelledCache(**CACHE)
+        self.hanging: set[str] = set()
+        self.fabric.behave = self._behave
+        self.executor = ReceiveExecutor(
+            self._make_links,
+            self.peers,
+            self.outbox,
+            ReceiverOptions(drain_deadline_seconds=1e6),
+            clock=lambda: self.now,
+            answer=lambda serial, answer: self.answers.append((serial, answer)),
+        )
+        self.answers: list = []
+        self.sent = 0
+
+    def _make_links(self, warmed: Warmed, closed: Closed) -> Links:
+        self.links = Links(
+            self.cache.shard,
+            self.cache.memory,
+            partial(self.fabric.agent, "decode"),
+            clock=lambda: self.now,
+            probe_seconds=PROBE_SECONDS,
+            check_seconds=5.0,
+            warmed=warmed,
+            closed=closed,
+        )
+        return self.links
+
+    def _behave(self, transfer: Transfer) -> Behaviour:
+        """Warm-ups are well; what comes after them from an engine of ``hanging`` hangs."""
+        engine_id = transfer.peer.partition("-")[0]
+        warm_up = len(transfer.copies) == 1 and transfer.nbytes == 4096
+        return Behaviour(hang=engine_id in self.hanging and not warm_up)
+
+    def prefill(self, engine_id: str) -> Prefill:
+        made = Prefill(self.fabric, engine_id, **CACHE)
+        self.peers.table[engine_id] = made.metadata
+        return made
+
+    def send(self, prefill: Prefill) -> str:
+        """Hand a request of four tokens over; returns its id."""
+        self.sent += 1
+        request_id = f"r{self.sent}"
+        ticket = prefill.ticket(self.sent, [self.sent], 4)
+        groups = [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])]
+        blocks = EngineBlocks(groups, [GroupBlocks([31 - self.sent])])
+        request = ReceiveRequest(request_id, ticket, blocks, 0, 4, self.now + LEASE)
+        self.executor.receive([request])
+        self.turns()
+        return request_id
+
+    def probe(self, prefill: Prefill) -> Future[ProbeResult]:
+        future: Future[ProbeResult] = Future()
+        self.executor.probe(prefill.metadata, future)
+        self.turns()
+        return future
+
+    def turns(self) -> None:
+        """Go on until nothing moves any more."""
+        for _ in range(100):
+            answers, self.answers = self.answers, []
+            for serial, answer in answers:
+                self.executor.answered(serial, answer)
+            self.executor.turn()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.turns()
+
+    def take(self) -> ReceiveResults:
+        return self.outbox.take()
+
+    def right(self, request_id: str) -> bool:
+        number = int(request_id[1:])
+        return self.cache.wrong_tokens(number, [31 - number], 0, 4) == []
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# As many links as allowed.
+
+
+def test_the_link_that_nothing_flies_over_makes_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "MAX_LINKS", 2)
+    busy, idle, newer = (bench.prefill(f"p{n}/1") for n in range(3))
+    bench.hanging.add(busy.engine_id)
+    under_way = bench.send(busy)  # the oldest, and in use
+    assert bench.send(idle) in bench.take().received
+    link = bench.links.get(busy.engine_id)
+    assert link is not None
+    third = bench.send(newer)
+    assert third in bench.take().received
+    assert bench.right(third)
+    assert bench.links.get(idle.engine_id) is None
+    assert bench.links.get(busy.engine_id) is link
+    assert link.broken is None
+    bench.fabric.land()
+    bench.turns()
+    assert under_way in bench.take().received
+    assert bench.right(under_way)
+    # The one that made room is connected anew when it is needed.
+    assert bench.send(idle) in bench.take().received
+
+
+def test_where_every_link_is_busy_none_is_broken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "MAX_LINKS", 2)
+    engines = [bench.prefill(f"p{n}/1") for n in range(3)]
+    bench.hanging |= {engine.engine_id for engine in engines}
+    requests = {bench.send(engine) for engine in engines}
+    links = [bench.links.get(engine.engine_id) for engine in engines]
+    assert [link.broken for link in links if link is not None] == [None] * 3
+    bench.fabric.land()
+    bench.turns()
+    assert set(bench.take().received) == requests
+    assert all(bench.right(request) for request in requests)
+
+
+def test_up_to_the_bound_every_link_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "MAX_LINKS", 3)
+    engines = [bench.prefill(f"p{n}/1") for n in range(3)]
+    for _ in range(2):
+        for engine in engines:
+            assert bench.send(engine) in bench.take().received
+    assert bench.peers.asked == [engine.engine_id for engine in engines]
+
+
+# Probes that find no room.
+
+
+def test_a_probe_without_room_says_nothing_of_its_link(bench: Bench) -> None:
+    good = bench.prefill("good/1")
+    bench.send(good)
+    assert bench.take().received
+    stuck = [bench.prefill(f"stuck{n}/1") for n in range(PROBE_SLOTS)]
+    bench.hanging |= {engine.engine_id for engine in stuck}
+    for engine in stuck:
+        probed = bench.probe(engine)
+        bench.pass_time(PROBE_SECONDS)
+        failure = probed.result(0).failure
+        assert failure is not None
+        assert failure.reason is Reason.TRANSFER_STALLED
+    # Their reads may still write into their slots, of which no other is left.
+    assert bench.probe(good).result(0).failure == NO_ROOM
+    link = bench.links.get(good.engine_id)
+    assert link is not None
+    assert link.broken is None
+    assert good.engine_id not in bench.peers.forgotten
+    assert bench.send(good) in bench.take().received
+    # A slot that is free again is used again.
+    bench.fabric.land()
+    bench.turns()
+    assert bench.probe(good).result(0).failure is None
+
+
+def test_more_probes_than_may_wait_are_answered_at_once_and_break_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "MAX_PROBES", 2)
+    stuck, good = bench.prefill("stuck/1"), bench.prefill("good/1")
+    bench.send(good)
+    bench.take()
+    bench.hanging.add(stuck.engine_id)
+    first = bench.probe(stuck)  # no longer among the waiting
+    waiting = [bench.probe(good) for _ in range(2)]
+    refused = bench.probe(good).result(0).failure
+    assert refused is not None
+    assert "too many probes" in refused.message
+    assert not any(future.done() for future in (first, *waiting))
+    bench.pass_time(PROBE_SECONDS)
+    assert first.result(0).failure is not None
+    assert [future.result(0).failure for future in waiting] == [None, None]
+    link = bench.links.get(good.engine_id)
+    assert link is not None
+    assert link.broken is None
+
+
+# The lease's end against a cause that is known better.
+
+
+@pytest.mark.parametrize("late", [0.0, HANDSHAKE_GRACE_SECONDS / 2])
+def test_why_no_handshake_came_is_said_rather_than_that_the_lease_ended(
+    bench: Bench, late: float
+) -> None:
+    """The peer source ends its attempts at the same deadline, and tells a moment later."""
+    prefill = bench.prefill("p/1")
+    refused = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "connection refused by 10.0.0.1")
+    bench.peers.hold = True
+    request = bench.send(prefill)
+    bench.pass_time(LEASE + late)
+    assert not bench.take().finished, "its cause is about to come"
+    bench.peers.table["p/1"] = refused
+    bench.peers.release()
+    bench.turns()
+    assert bench.take().failed == {request: refused}
+
+
+def test_a_peer_source_that_says_nothing_is_not_waited_for_longer(bench: Bench) -> None:
+    bench.peers.hold = True
+    request = bench.send(bench.prefill("p/1"))
+    bench.pass_time(LEASE + HANDSHAKE_GRACE_SECONDS)
+    assert bench.take().failed[request].reason is Reason.LEASE_EXPIRED
