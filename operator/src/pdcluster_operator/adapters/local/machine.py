@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,32 @@ Manifest = Mapping[str, Any]
 
 CONFIG = "CreateContainerConfigError"
 UNSCHEDULABLE = "Unschedulable"
+LESS_MEMORY = (
+    "stop other programs, or lower resources and the KV cache (--kv-cache-memory-bytes or "
+    "VLLM_CPU_KVCACHE_SPACE) of its role"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a pod cannot start here: Kubernetes' reason, and a sentence with the remedy."""
+    """Why a pod cannot start here.
+
+    Attributes:
+        reason: Kubernetes' reason.
+        subject: the volume, program or variable that it is about.
+        what: what is in the way, in one sentence.
+        remedy: what to do, in one sentence.
+    """
 
     reason: str
-    message: str
+    subject: str
+    what: str
+    remedy: str
+
+    @property
+    def message(self) -> str:
+        """Both sentences, as a kubelet would say them."""
+        return f"{self.what}: {self.remedy}"
 
 
 def find_problem(pod: Manifest, environment: Mapping[str, str], promised: int) -> Problem | None:
@@ -37,34 +55,43 @@ def find_problem(pod: Manifest, environment: Mapping[str, str], promised: int) -
         environment: what its containers inherit, PATH among it.
         promised: bytes of memory that pods which run already have asked for and not yet used.
     """
+    first = next(find_problems(pod, environment), None)
+    return first or _memory_problem(pod["spec"]["containers"], promised)
+
+
+def find_problems(pod: Manifest, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield everything but memory that is in the way of a pod."""
     spec = pod["spec"]
     if spec.get("initContainers"):
-        return Problem(
+        yield Problem(
             CONFIG,
-            "local mode runs no init containers: remove them from podTemplate, or use a cluster",
+            "initContainers",
+            "local mode runs no init containers",
+            "remove them from podTemplate, or use a cluster",
         )
     for volume in spec.get("volumes") or ():
         if problem := _volume_problem(volume):
-            return problem
+            yield problem
     for container in spec["containers"]:
         program = (container.get("command") or [""])[0]
         if program and shutil.which(program, path=environment["PATH"]) is None:
-            return Problem(
+            yield Problem(
                 CONFIG,
-                f"{program} is not installed: install it next to "
-                "python3 (`make env` does), or put its folder on PATH",
+                program,
+                f"{program} is not installed",
+                "install it next to python3 (`make env` does), or put its folder on PATH",
             )
         for entry in container.get("env") or ():
             if (
                 entry.get("valueFrom", {}).keys() - {"fieldRef"}
                 and entry["name"] not in environment
             ):
-                return Problem(
+                yield Problem(
                     CONFIG,
-                    f"{entry['name']} comes from a Secret or a "
-                    "ConfigMap, which local mode lacks: set it in your environment",
+                    entry["name"],
+                    f"{entry['name']} comes from a Secret or a ConfigMap, which local mode lacks",
+                    "set it in your environment",
                 )
-    return _memory_problem(spec["containers"], promised)
 
 
 def memory_request(pod: Manifest) -> int:
@@ -92,16 +119,35 @@ def oom_kills() -> int:
     return 0
 
 
-def port_holder(address: str, port: int) -> str:
-    """`` by NAME (pid N)`` of the listener, or nothing where it can't be told."""
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who listens on a port: on every address of the machine, or on the one that was asked for.
+
+    Attributes:
+        holder: `` by NAME (pid N)``, or nothing where it can't be told.
+    """
+
+    everywhere: bool
+    holder: str
+
+
+def listener(address: str, port: int) -> Listener | None:
+    """Return who listens on a port of an address; None where nobody is seen to."""
     packed = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
-    places = {f"{host}:{port:04X}" for host in (packed, "00000000", "0" * 32)}
-    inodes = {
-        fields[9]
+    everywhere = {f"{host}:{port:04X}" for host in ("00000000", "0" * 32)}
+    found = {
+        fields[9]: fields[1] in everywhere
         for table in ("tcp", "tcp6")
         for line in _table(Path("/proc/net", table))
-        if (fields := line.split()) and fields[1] in places and fields[3] == "0A"
+        if (fields := line.split())
+        and fields[1] in {*everywhere, f"{packed}:{port:04X}"}
+        and fields[3] == "0A"
     }
+    # Beside a listener on this very address, one on every address is of IPv6 alone.
+    return Listener(all(found.values()), _holder(set(found))) if found else None
+
+
+def _holder(inodes: set[str]) -> str:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             for link in (process / "fd").iterdir():
@@ -122,20 +168,22 @@ def _volume_problem(volume: Manifest) -> Problem | None:
         folder = Path(path)
         remedy = "put the model there, or name its folder with --model-dir"
         if not folder.is_dir():
-            return Problem(CONFIG, f"{path} (volume {name}) is no folder here: {remedy}")
+            return Problem(CONFIG, name, f"{path} (volume {name}) is no folder here", remedy)
         if not os.access(folder, os.R_OK | os.X_OK):
             return Problem(
                 CONFIG,
-                f"{path} (volume {name}) can't be read by this user: "
+                name,
+                f"{path} (volume {name}) can't be read by this user",
                 "change its permissions (chmod -R a+rX), or choose another folder",
             )
         if not any(folder.iterdir()):
-            return Problem(CONFIG, f"{path} (volume {name}) is empty: {remedy}")
+            return Problem(CONFIG, name, f"{path} (volume {name}) is empty", remedy)
     elif not volume.keys() & {"emptyDir", "configMap"}:
         kind = next((key for key in volume if key != "name"), "unknown")
         return Problem(
             CONFIG,
-            f"volume {name} is a {kind}, which local mode lacks: "
+            name,
+            f"volume {name} is a {kind}, which local mode lacks",
             "use a hostPath, or name a model folder with --model-dir",
         )
     return None
@@ -148,10 +196,10 @@ def _memory_problem(containers: list[Manifest], promised: int) -> Problem | None
         return None
     return Problem(
         UNSCHEDULABLE,
+        "memory",
         f"it asks for {asked / 2**30:.1f} GiB of memory and "
-        f"{max(free, 0) / 2**30:.1f} GiB are free: stop other programs, or lower "
-        "resources and the KV cache (--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE) of its "
-        "role",
+        f"{max(free, 0) / 2**30:.1f} GiB are free",
+        LESS_MEMORY,
     )
 
 

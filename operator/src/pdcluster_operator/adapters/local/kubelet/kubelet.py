@@ -137,9 +137,10 @@ class PodRun:
                 self._container(spec, volumes) for spec in self.pod["spec"]["containers"]
             ]
         except PortBusyError as error:
-            return Problem(UNSCHEDULABLE, str(error))
+            return Problem(UNSCHEDULABLE, "port", error.what, error.remedy)
         except OSError as error:
-            return Problem(CONFIG, f"{error.filename or base}: {error.strerror}")
+            what = f"{error.filename or base}: {error.strerror}"
+            return Problem(CONFIG, "volumes", what, "the pod starts once that is put right")
         return None
 
     def _container(self, spec: Manifest, volumes: dict[str, Path]) -> Container:
