@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -87,3 +88,22 @@ def test_a_launcher_that_is_killed_takes_its_engine_along(launch, tiny_llama):
     engine.process.wait()
     wait_for(lambda: not engine_processes(engine), 30)
     assert time.monotonic() - began < 30
+
+
+def core_of(engine: Launched) -> int:
+    """vLLM names its processes itself."""
+    for pid in engine_processes(engine):
+        if "EngineCore" in Path(f"/proc/{pid}/comm").read_text() + Path(
+            f"/proc/{pid}/cmdline"
+        ).read_text(errors="replace"):
+            return pid
+    return 0
+
+
+def test_a_killed_engine_core_is_named_with_its_signal(launch, tiny_llama):
+    engine = start(launch, tiny_llama)
+    wait_for(lambda: engine.state == "Ready" or engine.process.poll() is not None, 300)
+    os.kill(wait_for(lambda: core_of(engine)), signal.SIGKILL)
+    assert engine.end(60) == 1
+    assert engine.termination == "vLLM's process EngineCore was killed by SIGKILL"
+    assert engine_processes(engine) == []
