@@ -10,6 +10,7 @@ from typing import Any
 from pdcluster_operator.adapters.local.cluster import LocalCluster
 from pdcluster_operator.adapters.local.controllers import is_ready
 from pdcluster_operator.api.labels import CLUSTER_LABEL, EngineName, engine_of
+from pdcluster_operator.plan.pods import describe_end
 from pdcluster_operator.plan.reports import EngineReport, LinkReport
 from pdcluster_operator.runtime.queue import Key
 
@@ -121,9 +122,8 @@ def _state(
     waiting = container.get("state", {}).get("waiting")
     if waiting is not None:
         ended = container.get("lastState", {}).get("terminated", {})
-        words = f"{ended.get('message') or 'no last words'} (exit code {ended.get('exitCode')})"
         if waiting["reason"] == "CrashLoopBackOff":
-            return "Died", f"{words}; {waiting['message']}"
+            return "Died", f"{describe_end(ended)}; {waiting['message']}"
         return waiting["reason"], waiting.get("message", "")
     for condition in pod.get("status", {}).get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
