@@ -215,12 +215,18 @@ def test_a_wrong_manifest_starts_nothing(start: Callable[..., Up]) -> None:
     assert "spec.bogus" in run.text()
 
 
-def test_a_model_folder_of_this_machine_stands_in(start: Callable[..., Up], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "source", [{"huggingFace": {"repo": "org/model"}}, {"hostPath": {"path": "/no/such/folder"}}]
+)
+def test_a_model_folder_of_this_machine_stands_in(
+    start: Callable[..., Up], tmp_path: Path, source: dict
+) -> None:
     def elsewhere(manifest: dict) -> None:
-        manifest["spec"]["model"]["source"] = {"huggingFace": {"repo": "org/model"}}
+        manifest["spec"]["model"]["source"] = source
 
     run = start("--once", "x", "--model-dir", str(tmp_path / "model"), change=elsewhere)
     assert run.wait(60) == 0, run.text()
+    assert "spec.model.source" not in run.text(), "no warning of a source that was replaced"
 
 
 @pytest.mark.parametrize("once", [(), ("--once", "x")])

@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Iterator
 
-from pdcluster_operator.adapters.local.machine import listener
+from pdcluster_operator.adapters.local.listeners import listener
 
 RESERVED_PORT = 5589
 """Bound on every address in use, so that two local clusters never choose the same one."""

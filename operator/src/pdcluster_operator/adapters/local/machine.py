@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,31 @@ LESS_MEMORY = (
 )
 
 
+class Lack(StrEnum):
+    """What this machine lacks for a pod: the rule ids of a pre-flight."""
+
+    NOT_SIMULATED = "NotSimulated"
+    VOLUME_UNUSABLE = "VolumeUnusable"
+    PROGRAM_MISSING = "ProgramMissing"
+    VARIABLE_MISSING = "VariableMissing"
+    PORT_TAKEN = "PortTaken"
+    MEMORY_TOO_SMALL = "MemoryTooSmall"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Why a pod cannot start here.
 
     Attributes:
         reason: Kubernetes' reason.
+        lack: ours.
         subject: the volume, program or variable that it is about.
         what: what is in the way, in one sentence.
         remedy: what to do, in one sentence.
     """
 
     reason: str
+    lack: Lack
     subject: str
     what: str
     remedy: str
@@ -65,6 +79,7 @@ def find_problems(pod: Manifest, environment: Mapping[str, str]) -> Iterator[Pro
     if spec.get("initContainers"):
         yield Problem(
             CONFIG,
+            Lack.NOT_SIMULATED,
             "initContainers",
             "local mode runs no init containers",
             "remove them from podTemplate, or use a cluster",
@@ -77,6 +92,7 @@ def find_problems(pod: Manifest, environment: Mapping[str, str]) -> Iterator[Pro
         if program and shutil.which(program, path=environment["PATH"]) is None:
             yield Problem(
                 CONFIG,
+                Lack.PROGRAM_MISSING,
                 program,
                 f"{program} is not installed",
                 "install it next to python3 (`make env` does), or put its folder on PATH",
@@ -88,6 +104,7 @@ def find_problems(pod: Manifest, environment: Mapping[str, str]) -> Iterator[Pro
             ):
                 yield Problem(
                     CONFIG,
+                    Lack.VARIABLE_MISSING,
                     entry["name"],
                     f"{entry['name']} comes from a Secret or a ConfigMap, which local mode lacks",
                     "set it in your environment",
@@ -119,69 +136,30 @@ def oom_kills() -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """Who listens on a port: on every address of the machine, or on the one that was asked for.
-
-    Attributes:
-        holder: `` by NAME (pid N)``, or nothing where it can't be told.
-    """
-
-    everywhere: bool
-    holder: str
-
-
-def listener(address: str, port: int) -> Listener | None:
-    """Return who listens on a port of an address; None where nobody is seen to."""
-    packed = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
-    everywhere = {f"{host}:{port:04X}" for host in ("00000000", "0" * 32)}
-    found = {
-        fields[9]: fields[1] in everywhere
-        for table in ("tcp", "tcp6")
-        for line in _table(Path("/proc/net", table))
-        if (fields := line.split())
-        and fields[1] in {*everywhere, f"{packed}:{port:04X}"}
-        and fields[3] == "0A"
-    }
-    # Beside a listener on this very address, one on every address is of IPv6 alone.
-    return Listener(all(found.values()), _holder(set(found))) if found else None
-
-
-def _holder(inodes: set[str]) -> str:
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            for link in (process / "fd").iterdir():
-                if os.readlink(link).removeprefix("socket:[").removesuffix("]") in inodes:
-                    return f" by {(process / 'comm').read_text().strip()} (pid {process.name})"
-        except OSError:
-            continue
-    return ""
-
-
-def _table(path: Path) -> list[str]:
-    return path.read_text().splitlines()[1:] if path.exists() else []
-
-
 def _volume_problem(volume: Manifest) -> Problem | None:
     name = volume["name"]
     if path := volume.get("hostPath", {}).get("path"):
         folder = Path(path)
         remedy = "put the model there, or name its folder with --model-dir"
         if not folder.is_dir():
-            return Problem(CONFIG, name, f"{path} (volume {name}) is no folder here", remedy)
+            what = f"{path} (volume {name}) is no folder here"
+            return Problem(CONFIG, Lack.VOLUME_UNUSABLE, name, what, remedy)
         if not os.access(folder, os.R_OK | os.X_OK):
             return Problem(
                 CONFIG,
+                Lack.VOLUME_UNUSABLE,
                 name,
                 f"{path} (volume {name}) can't be read by this user",
                 "change its permissions (chmod -R a+rX), or choose another folder",
             )
         if not any(folder.iterdir()):
-            return Problem(CONFIG, name, f"{path} (volume {name}) is empty", remedy)
+            what = f"{path} (volume {name}) is empty"
+            return Problem(CONFIG, Lack.VOLUME_UNUSABLE, name, what, remedy)
     elif not volume.keys() & {"emptyDir", "configMap"}:
         kind = next((key for key in volume if key != "name"), "unknown")
         return Problem(
             CONFIG,
+            Lack.NOT_SIMULATED,
             name,
             f"volume {name} is a {kind}, which local mode lacks",
             "use a hostPath, or name a model folder with --model-dir",
@@ -196,6 +174,7 @@ def _memory_problem(containers: list[Manifest], promised: int) -> Problem | None
         return None
     return Problem(
         UNSCHEDULABLE,
+        Lack.MEMORY_TOO_SMALL,
         "memory",
         f"it asks for {asked / 2**30:.1f} GiB of memory and "
         f"{max(free, 0) / 2**30:.1f} GiB are free",

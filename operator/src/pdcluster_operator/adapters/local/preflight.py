@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_operator.adapters.local.machine import LESS_MEMORY, Problem
+from pdcluster_operator.adapters.local.machine import LESS_MEMORY, Lack, Problem
 from pdcluster_operator.adapters.local.preflight_gpus import Gpus, gpu_findings
 from pdcluster_operator.api.enums import Device, Role
 from pdcluster_operator.api.findings import FieldError, shown
@@ -22,21 +22,18 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 LOADED_FROM_FILES = ("auto", "safetensors")
 
 
-class Lack(StrEnum):
-    """Rules of this machine; those of GPUs stand in :class:`.preflight_gpus.GpuLack`."""
+class Bar(StrEnum):
+    """Rules of a whole manifest; those of a pod stand in :class:`.machine.Lack`."""
 
     ONCE_NEEDS_ROUTER = "OnceNeedsRouter"
     ONCE_NEEDS_ENGINES = "OnceNeedsEngines"
     PYTHON_SILENT = "PythonSilent"
     MODULE_MISSING = "ModuleMissing"
     WRONG_BUILD = "WrongBuild"
-    NOT_SIMULATED = "NotSimulated"
     MODEL_UNUSABLE = "ModelUnusable"
-    PORT_TAKEN = "PortTaken"
-    MEMORY_TOO_SMALL = "MemoryTooSmall"
 
 
-COMMAND_LINE = frozenset({Lack.ONCE_NEEDS_ROUTER, Lack.ONCE_NEEDS_ENGINES})
+COMMAND_LINE = frozenset({Bar.ONCE_NEEDS_ROUTER, Bar.ONCE_NEEDS_ENGINES})
 """Rules that the command line breaks, not the machine."""
 
 
@@ -109,7 +106,7 @@ def _once(cluster: Cluster) -> Iterator[FieldError]:
         yield FieldError(
             "spec.router.replicas",
             "0",
-            Lack.ONCE_NEEDS_ROUTER,
+            Bar.ONCE_NEEDS_ROUTER,
             "--once sends its prompt through the router, and none is wanted",
             "Set router.replicas to 1, or leave --once out.",
         )
@@ -118,7 +115,7 @@ def _once(cluster: Cluster) -> Iterator[FieldError]:
             yield FieldError(
                 f"spec.{role}.replicas",
                 "0",
-                Lack.ONCE_NEEDS_ENGINES,
+                Bar.ONCE_NEEDS_ENGINES,
                 f"--once waits until the cluster is Ready, and without {role} engines it never is",
                 "Set at least 1, or leave --once out.",
             )
@@ -130,7 +127,7 @@ def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
         yield FieldError(
             path,
             python,
-            Lack.PYTHON_SILENT,
+            Bar.PYTHON_SILENT,
             f"the Python of the engines could not be asked what it holds: {facts.silence}",
             "Correct that Python, or put another one first on PATH.",
         )
@@ -146,7 +143,7 @@ def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
             yield FieldError(
                 path,
                 python,
-                Lack.MODULE_MISSING,
+                Bar.MODULE_MISSING,
                 f"engines run in this Python, and it has no module {module}",
                 f"{install}{rest}.",
             )
@@ -173,7 +170,7 @@ def _build(cluster: Cluster, facts: Facts, wheel: str) -> Iterator[FieldError]:
     yield FieldError(
         "spec.transfer.device",
         device.value,
-        Lack.WRONG_BUILD,
+        Bar.WRONG_BUILD,
         f"vLLM {version} in {facts.python} runs {runs}",
         f"Set the device to {other.value}, or install the other build: pip install "
         f"'{wheel}{facts.supported.get('vllm', '')}'.",
@@ -193,7 +190,7 @@ def _models(cluster: Cluster, facts: Facts, model_flag: bool) -> Iterator[FieldE
             yield FieldError(
                 "--model-dir" if model_flag else "spec.model.source.hostPath.path",
                 shown(folder.path),
-                Lack.MODEL_UNUSABLE,
+                Bar.MODEL_UNUSABLE,
                 f"the model's folder {what}",
                 "Name the folder that holds the model's config, tokenizer and weights"
                 + ("." if model_flag else " with --model-dir, or put them there."),
@@ -206,7 +203,7 @@ def _pods(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
         "model": f"spec.model.source.{source}",
         "cache": "spec.model.cache",
         "HF_TOKEN": f"spec.model.source.{source}.tokenSecretRef",
-        "vllm-router": "spec.router.replicas",
+        "vllm-router": "spec.router",
     }
     for owner, problem in facts.problems:
         if problem.subject == "model" and any(f.trouble for f in facts.models.values()):
@@ -214,7 +211,7 @@ def _pods(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
         yield FieldError(
             places.get(problem.subject, f"spec.{owner}.podTemplate"),
             problem.subject,
-            Lack.NOT_SIMULATED,
+            problem.lack,
             problem.what,
             f"{problem.remedy[:1].upper()}{problem.remedy[1:]}.",
         )
