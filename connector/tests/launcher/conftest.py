@@ -94,8 +94,8 @@ def launch(pyz: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Lau
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             process = subprocess.Popen(
                 [
-                    *inside(cgroup), sys.executable, str(pyz), "--engine", "default.tiny.prefill.r1.0",
-                    "--role", role, "--host", host, "--port", str(port),
+                    *inside(cgroup), sys.executable, str(pyz),
+                    "--engine", "default.tiny.prefill.r1.0", "--role", role, "--host", host, "--port", str(port),
                     "--termination-log", str(folder / "termination"), "--runner", runner,
                     *flags, "--", *arguments, "--kv-transfer-config", config,
                 ],
