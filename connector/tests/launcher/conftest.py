@@ -95,7 +95,8 @@ def launch(pyz: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Lau
             process = subprocess.Popen(
                 [
                     *inside(cgroup), sys.executable, str(pyz),
-                    "--engine", "default.tiny.prefill.r1.0", "--role", role, "--host", host, "--port", str(port),
+                    "--engine", "default.tiny.prefill.r1.0", "--role", role,
+                    "--host", host, "--port", str(port),
                     "--termination-log", str(folder / "termination"), "--runner", runner,
                     *flags, "--", *arguments, "--kv-transfer-config", config,
                 ],
