@@ -209,6 +209,12 @@ class LocalRun:
             except psutil.NoSuchProcess:
                 continue
 
+    def kill_core(self, role: str) -> None:
+        """SIGKILL to the process of a role's engine that vLLM names EngineCore."""
+        processes = self.launcher(role).children(recursive=True)
+        [core] = [process for process in processes if "EngineCore" in "".join(process.cmdline())]
+        core.send_signal(signal.SIGKILL)
+
     @contextlib.contextmanager
     def standing_still(self, role: str) -> Iterator[None]:
         """A role's engine does nothing until the block ends; its launcher goes on."""

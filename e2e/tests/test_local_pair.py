@@ -252,3 +252,18 @@ def test_a_killed_engine_comes_back_and_kv_moves_again(run: LocalRun, role: str)
     assert link["canary"]["state"] == "Passed"
     assert run.launcher(other).pid == other_pid, "the other engine lived on"
     moved(run, text(60, 200 if role == "prefill" else 300))
+
+
+def test_a_killed_engine_core_is_named_in_the_conditions(run: LocalRun) -> None:
+    run.wait_ready()
+    words = "vLLM's process EngineCore was killed by SIGKILL"
+    again = f"the last end was: {words}"
+
+    def told() -> str:
+        return str(run.condition("DecodeReady")["message"])
+
+    run.kill_core("decode")
+    run.wait("message on its end", lambda: words in told(), 60)
+    run.wait("message on its next start", lambda: again in told(), RECOVERY_SECONDS)
+    run.wait_ready(RECOVERY_SECONDS)
+    moved(run, text(60, 400))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,35 @@ from launched import CONFIG, HERE, Launched
 
 from loopback import free_port
 from pdcluster_connector.launcher import bundle
+
+
+def inside(cgroup: Path | None) -> tuple[str, ...]:
+    """Words before a command that start it, and so all of its children, in a cgroup."""
+    script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+    return ("/bin/sh", "-c", script, str(cgroup)) if cgroup else ()
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A cgroup that allows 300 MiB, of the version that this machine has; as root only."""
+    root = Path("/sys/fs/cgroup")
+    v1 = (root / "memory/memory.limit_in_bytes").exists()
+    folder = (root / "memory" if v1 else root) / f"pdcluster-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        limit = "memory.limit_in_bytes" if v1 else "memory.max"
+        (folder / limit).write_text(str(300 << 20))
+        if not v1:
+            (folder / "memory.swap.max").write_text("0")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield folder
+    deadline = time.monotonic() + 10
+    while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    folder.rmdir()
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +80,7 @@ def launch(pyz: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Lau
         sink: int | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        cgroup: Path | None = None,
         **environment: str,
     ) -> Launched:
         folder = tmp_path / f"launcher-{len(started)}"
@@ -62,8 +94,9 @@ def launch(pyz: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Lau
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             process = subprocess.Popen(
                 [
-                    sys.executable, str(pyz), "--engine", "default.tiny.prefill.r1.0",
-                    "--role", role, "--host", host, "--port", str(port),
+                    *inside(cgroup), sys.executable, str(pyz),
+                    "--engine", "default.tiny.prefill.r1.0", "--role", role,
+                    "--host", host, "--port", str(port),
                     "--termination-log", str(folder / "termination"), "--runner", runner,
                     *flags, "--", *arguments, "--kv-transfer-config", config,
                 ],

@@ -2,12 +2,14 @@
 
 ``STAND_IN`` is a ``;``-separated list: ``serve``, ``say:TEXT``, ``err:TEXT``, ``exit:CODE``,
 ``signal:N``, ``children``, ``deaf`` (ignores SIGTERM), ``slow:SECONDS``, ``busy:SECONDS``,
-``log:FILE``.
+``log:FILE``, ``hungry`` (takes memory until it ends), ``core:DOING`` (waits for a process
+EngineCore that is ``idle``, ``hungry`` or ``stopped``, and fails as vLLM's API server does).
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,6 +18,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from pdcluster_connector.launcher.deaths import tell_deaths
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -58,9 +62,38 @@ def start_children() -> list[int]:
     ]
 
 
+def idle() -> None:
+    time.sleep(600)
+
+
+def hungry(_: str = "") -> None:
+    hoard = []
+    while True:
+        hoard.append(b"x" * (16 << 20))
+
+
+def wait_for_core(doing: str) -> None:
+    tell_deaths()
+    work = hungry if doing == "hungry" else idle
+    core = multiprocessing.get_context("spawn").Process(target=work, name="EngineCore")
+    core.start()
+    print(f"core {core.pid}", flush=True)
+    if doing == "stopped":
+        core.terminate()
+    core.join()
+    place = "ERROR 11-21 04:00:14 [async_llm.py:906]"
+    print(f"(APIServer pid=1) {place} AsyncLLM output_handler failed.", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+ENDS = {"core": wait_for_core, "hungry": hungry, "serve": lambda _: serve(sys.argv[1:])}
+
+
 def take(step: str) -> None:
     name, _, value = step.partition(":")
-    if name == "say":
+    if name in ENDS:
+        ENDS[name](value)
+    elif name == "say":
         print(value, flush=True)
     elif name == "err":
         print(value, file=sys.stderr, flush=True)
@@ -77,8 +110,6 @@ def take(step: str) -> None:
         time.sleep(float(value))
     elif name == "busy":
         Handler.busy_until = time.monotonic() + float(value)
-    elif name == "serve":
-        serve(sys.argv[1:])
 
 
 def main() -> None:

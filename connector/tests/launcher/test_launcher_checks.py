@@ -233,9 +233,31 @@ def test_the_cgroups_limit_counts(tmp_path):
 
 
 def test_out_of_memory_kills_are_counted(tmp_path):
-    assert oom_kills(tmp_path) == 0
+    machine, own = tmp_path / "vmstat", tmp_path / "own"
+    machine.write_text("pgfault 1\noom_kill 9\n")
+
+    def counted() -> int:
+        return oom_kills(tmp_path, own, machine)
+
+    assert counted() == 9, "no cgroup tells: the machine's own counter"
+    assert oom_kills(tmp_path, own, tmp_path / "nothing") == 0
     (tmp_path / "memory.events").write_text("low 0\noom 2\noom_kill 3\noom_group_kill 0\n")
-    assert oom_kills(tmp_path) == 3
+    assert counted() == 3, "in a container its cgroup looks like the root"
+    nested = tmp_path / "user.slice/a.scope"
+    nested.mkdir(parents=True)
+    own.write_text("0::/user.slice/a.scope\n")
+    assert counted() == 3
+    (nested / "memory.events").write_text("oom_kill 0\n")
+    assert counted() == 0, "nothing of ours was killed"
+
+
+def test_out_of_memory_kills_of_version_1(tmp_path):
+    own = tmp_path / "own"
+    own.write_text("9:name=systemd:/\n4:cpu,memory:/pods/one\n0::/\n")
+    folder = tmp_path / "memory/pods/one"
+    folder.mkdir(parents=True)
+    (folder / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 4\n")
+    assert oom_kills(tmp_path, own) == 4
 
 
 # Versions.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -40,8 +42,9 @@ def engine_processes(engine: Launched) -> list[int]:
     return found
 
 
-def start(launch, model: Path) -> Launched:
+def start(launch, model: Path, cgroup: Path | None = None) -> Launched:
     return launch(
+        cgroup=cgroup,
         runner="pdcluster_connector.launcher.vllm_shim",
         vllm=(
             str(model), "--host", "127.0.0.1", "--port", str(free_port()), "--enforce-eager",
@@ -87,3 +90,30 @@ def test_a_launcher_that_is_killed_takes_its_engine_along(launch, tiny_llama):
     engine.process.wait()
     wait_for(lambda: not engine_processes(engine), 30)
     assert time.monotonic() - began < 30
+
+
+def core_of(engine: Launched) -> int:
+    """vLLM names its processes itself."""
+    for pid in engine_processes(engine):
+        if "EngineCore" in Path(f"/proc/{pid}/comm").read_text() + Path(
+            f"/proc/{pid}/cmdline"
+        ).read_text(errors="replace"):
+            return pid
+    return 0
+
+
+def test_a_killed_engine_core_is_named_with_its_signal(launch, tiny_llama):
+    engine = start(launch, tiny_llama)
+    wait_for(lambda: engine.state == "Ready" or engine.process.poll() is not None, 300)
+    os.kill(wait_for(lambda: core_of(engine)), signal.SIGKILL)
+    assert engine.end(60) == 1
+    assert engine.termination == "vLLM's process EngineCore was killed by SIGKILL"
+    assert engine_processes(engine) == []
+
+
+def test_a_real_engine_out_of_memory(launch, tiny_llama, small_cgroup):
+    engine = start(launch, tiny_llama, small_cgroup)
+    assert engine.end(120) in {1, 137}
+    victim = r"vLLM's (API server|process EngineCore)"
+    assert re.match(rf"out of memory: the kernel killed {victim}; raise the", engine.termination)
+    assert engine_processes(engine) == []

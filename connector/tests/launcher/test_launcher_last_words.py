@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from launched import HERE
 
+from pdcluster_connector.launcher.deaths import obituary
 from pdcluster_connector.launcher.last_words import MAX_LINE, MAX_WORDS, LastLines, choose, death
 
 REASONS = {
@@ -92,10 +95,48 @@ def test_nothing_said():
     assert choose(["", "   ", "INFO: all is well"]) is None
 
 
+CORE_KILLED = "pdcluster: " + obituary("EngineCore", 77, signal.SIGKILL)
+HANDLER = (
+    "(APIServer pid=1) ERROR 11-21 04:00:14 [async_llm.py:906] AsyncLLM output_handler failed."
+)
+
+
+def test_a_process_that_was_killed_is_named_whatever_else_was_said():
+    old = "(APIServer pid=1) ERROR 11-21 03:58:19 [x.py:9] ValueError: of a request an hour ago"
+    words = "vLLM's process EngineCore was killed by SIGKILL"
+    assert choose([HANDLER]) == "AsyncLLM output_handler failed."
+    assert choose([old, HANDLER, CORE_KILLED]) == words
+    assert choose([CORE_KILLED, old, HANDLER]) == words
+    assert choose([f"(EngineCore pid=5) {CORE_KILLED}"]) == words
+
+
+def test_a_cause_of_its_own_wins_over_any_other_signal():
+    aborted = "pdcluster: " + obituary("VllmWorker-1", 77, signal.SIGABRT)
+    cause = ["terminate called after throwing an instance of 'x'", "  what():  no GPU"]
+    assert choose([*cause, aborted]) == "no GPU"
+    assert choose([HANDLER, aborted]) == "vLLM's process VllmWorker-1 was killed by SIGABRT"
+
+
 def test_a_death_in_one_sentence():
-    assert death(1, "ValueError: x", starved=False) == "ValueError: x"
-    assert death(137, None, starved=False) == "the engine was killed by SIGKILL"
-    assert death(139, "x", starved=False) == "the engine was killed by SIGSEGV; its last words: x"
-    assert death(3, None, starved=False) == "the engine ended with code 3 and did not say why"
-    assert death(255, None, starved=False) == "the engine ended with code 255 and did not say why"
-    assert death(1, "EngineDeadError", starved=True).startswith("out of memory: the kernel killed")
+    def told(code: int, words: str | None) -> str:
+        return death(code, words, out_of_memory=False)
+
+    assert told(1, "ValueError: x") == "ValueError: x"
+    assert told(137, None) == "vLLM's API server was killed by SIGKILL"
+    assert told(139, "x") == "vLLM's API server was killed by SIGSEGV; its last words: x"
+    assert told(3, None) == "the engine ended with code 3 and did not say why"
+    assert told(255, None) == "the engine ended with code 255 and did not say why"
+
+
+def test_out_of_memory_names_the_process_that_the_kernel_killed():
+    def told(code: int, words: str | None) -> str:
+        return death(code, words, out_of_memory=True, process="vLLM's headless server")
+
+    core = choose([HANDLER, CORE_KILLED])
+    assert told(1, core).startswith(
+        "out of memory: the kernel killed vLLM's process EngineCore; raise the memory limit, or "
+    )
+    assert told(137, None).startswith("out of memory: the kernel killed vLLM's headless server; ")
+    # Another program of the same cgroup was killed; this engine ended by itself.
+    assert told(1, "ValueError: x") == "ValueError: x"
+    assert told(139, None) == "vLLM's headless server was killed by SIGSEGV"

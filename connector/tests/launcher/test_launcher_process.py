@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -79,7 +80,40 @@ def test_exit_code_is_the_engines(launch, code):
 def test_death_by_signal(launch, number):
     engine = launch(f"signal:{int(number)}")
     assert engine.end() == 128 + number
-    assert engine.termination == f"the engine was killed by {number.name}"
+    assert engine.termination == f"vLLM's API server was killed by {number.name}"
+
+
+def core_of(engine) -> int:
+    return int(wait_for(lambda: re.search(r"^core (\d+)$", engine.out, re.MULTILINE))[1])
+
+
+def test_a_killed_engine_core_is_named_with_its_signal(launch):
+    engine = launch("core:idle")
+    os.kill(core_of(engine), signal.SIGKILL)
+    assert engine.end() == 1
+    assert engine.termination == "vLLM's process EngineCore was killed by SIGKILL"
+
+
+def test_a_core_that_the_engine_ended_itself_is_not_the_cause(launch):
+    engine = launch("core:stopped")
+    assert engine.end() == 1
+    assert engine.termination == "AsyncLLM output_handler failed."
+
+
+def test_an_engine_core_out_of_memory(launch, small_cgroup):
+    engine = launch("core:hungry", cgroup=small_cgroup)
+    assert engine.end() == 1
+    assert engine.termination.startswith(
+        "out of memory: the kernel killed vLLM's process EngineCore; raise the memory limit"
+    )
+
+
+def test_an_api_server_out_of_memory(launch, small_cgroup):
+    engine = launch("hungry", cgroup=small_cgroup)
+    assert engine.end() == 137
+    assert engine.termination.startswith(
+        "out of memory: the kernel killed vLLM's API server; raise the memory limit"
+    )
 
 
 def test_an_engine_that_ends_unasked_with_zero_has_failed(launch):

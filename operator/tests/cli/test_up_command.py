@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -105,7 +104,7 @@ def test_ctrl_c_ends_everything(start: Callable[..., Up]) -> None:
     assert "/v1/completions" in text
     assert len(carrying(f"mark-{run.folder}")) >= 6
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(15) == 0, run.text()
+    assert run.wait(15) == 130, run.text()
     assert run.left(0) == [], "everything is gone before the command returns"
     assert "stopped" in run.text()
 
@@ -216,24 +215,54 @@ def test_a_wrong_manifest_starts_nothing(start: Callable[..., Up]) -> None:
     assert "spec.bogus" in run.text()
 
 
-def test_a_model_folder_of_this_machine_stands_in(start: Callable[..., Up], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "source", [{"huggingFace": {"repo": "org/model"}}, {"hostPath": {"path": "/no/such/folder"}}]
+)
+def test_a_model_folder_of_this_machine_stands_in(
+    start: Callable[..., Up], tmp_path: Path, source: dict
+) -> None:
     def elsewhere(manifest: dict) -> None:
-        manifest["spec"]["model"]["source"] = {"huggingFace": {"repo": "org/model"}}
+        manifest["spec"]["model"]["source"] = source
 
     run = start("--once", "x", "--model-dir", str(tmp_path / "model"), change=elsewhere)
     assert run.wait(60) == 0, run.text()
+    assert "spec.model.source" not in run.text(), "no warning of a source that was replaced"
 
 
-def test_a_missing_model_folder_is_named_while_it_waits(start: Callable[..., Up]) -> None:
-    run = start("--model-dir", "/no/such/folder")
-    text = run.until("/no/such/folder")
-    assert "--model-dir" in text
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait(15) == 0
+@pytest.mark.parametrize("once", [(), ("--once", "x")])
+def test_a_model_folder_that_is_not_there_ends_it_before_the_first_process(
+    start: Callable[..., Up], once: tuple[str, ...]
+) -> None:
+    run = start("--model-dir", "/no/such/folder", *once)
+    assert run.wait(20) == 6, run.text()
+    assert "error   --model-dir = /no/such/folder\n" in run.text()
+    assert "[ModelUnusable]" in run.text()
+    assert not (run.folder / "cache/pdcluster/runs").exists()
 
 
-def test_once_does_not_wait_for_a_folder_that_is_not_there(start: Callable[..., Up]) -> None:
-    run = start("--once", "x", "--model-dir", "/no/such/folder")
-    assert run.wait(40) == 6, run.text()
-    last = run.text().strip().splitlines()[-1]
-    assert re.match(r"error: tiny-\S+ cannot start: /no/such/folder .* --model-dir", last), last
+def test_what_the_command_line_cannot_have_is_said_at_once(start: Callable[..., Up]) -> None:
+    run = start("--once", "x", change=lambda m: m["spec"]["router"].update(replicas=0))
+    assert run.wait(20) == 2, run.text()
+    assert "error   spec.router.replicas = 0\n" in run.text()
+
+
+def test_everything_that_the_machine_lacks_is_said_at_once(start: Callable[..., Up]) -> None:
+    def ask_for_much(manifest: dict) -> None:
+        manifest["spec"]["transfer"]["device"] = "CUDA"
+        manifest["spec"]["prefill"]["resources"] = {"requests": {"memory": "4000Gi"}}
+        manifest["spec"]["model"]["source"]["hostPath"]["path"] = "/no/such/folder"
+        manifest["spec"]["router"]["replicas"] = 0
+
+    run = start("--once", "x", change=ask_for_much)
+    assert run.wait(20) == 6, run.text()
+    text = run.text()
+    for rule in ("OnceNeedsRouter", "ModelUnusable", "MemoryTooSmall"):
+        assert f"[{rule}]" in text
+    assert "[WrongBuild]" in text or "[NoGpu]" in text or "GPU" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_pipe_gets_whole_lines_without_trailing_spaces(start: Callable[..., Up]) -> None:
+    run = start("--once", "Once upon a time")
+    assert run.wait(60) == 0, run.text()
+    assert [line for line in run.text().splitlines() if line != line.rstrip()] == []

@@ -11,6 +11,7 @@ def tiny(folder: Path, name: str = "tiny", **spec: Any) -> dict[str, Any]:
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
+    (model / "model.safetensors").touch()
     fake = folder / "fake"
     fake.mkdir(exist_ok=True)
     return {

@@ -276,7 +276,8 @@ def test_a_port_taken_on_every_address_is_named_with_its_holder() -> None:
         taken.bind(("0.0.0.0", PORT + 1))
         taken.listen(1)
         book = AddressBook((PORT + 1,), print, first="127.92.0.2")
-        with pytest.raises(PortBusyError, match=rf"port {PORT + 1} .*\(pid {os.getpid()}\)"):
+        words = rf"port {PORT + 1} of every address \(0\.0\.0\.0\) .*\(pid {os.getpid()}\)"
+        with pytest.raises(PortBusyError, match=words):
             book.address("a")
 
 

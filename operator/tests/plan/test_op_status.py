@@ -128,7 +128,52 @@ def test_last_words_are_still_there_while_it_starts_again(world):
     container(world, "prefill", {"running": {}}, end)
     del world.engines[world.leaders("prefill")[0].logical]
     world.step()
-    is_(world, "PrefillReady", "False", "Starting", "no such model")
+    again = "the launcher does not answer yet; started again; the last end was: no such model"
+    is_(world, "PrefillReady", "False", "Starting", f"{again} (exit code 1)")
+
+
+@pytest.mark.parametrize(
+    ("state", "message", "words"),
+    [
+        ("Starting", "starting vLLM", "starting again; the last end was: no such model (exit code"),
+        (
+            "LoadingWeights",
+            "shard 1 of 2",
+            "shard 1 of 2; started again; the last end was: no such",
+        ),
+        ("Draining", "waiting for 1 request", "Draining: waiting for 1 request"),
+    ],
+)
+def test_a_start_after_a_death_says_so(world, state, message, words):
+    world.bring_up()
+    end = {"terminated": {"exitCode": 1, "message": "no such model"}}
+    container(world, "prefill", {"running": {}}, end)
+    logical = world.leaders("prefill")[0].logical
+    world.engines[logical] = replace(
+        world.engines[logical], ready=False, state=state, message=message
+    )
+    world.step()
+    is_(world, "PrefillReady", "False", state, words)
+    told = world.condition("PrefillReady")["message"]
+    assert "died" not in told
+    assert ("no such model" in told) is (state != "Draining")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("", "out of memory: the kernel killed it; raise its memory limit (resources), or lower "),
+        ("INFO 11-21 a line of the log", "lower its KV cache: INFO 11-21 a line of the log (exit"),
+        ("out of memory: the kernel killed X; do this", "died: out of memory: the kernel killed X"),
+    ],
+)
+def test_the_kubelets_word_on_memory_comes_first(world, said, words):
+    world.bring_up()
+    end = {"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": said}}
+    container(world, "decode", {"waiting": {"reason": "CrashLoopBackOff"}}, end)
+    world.step()
+    is_(world, "DecodeReady", "False", "EngineFailed", "the engine died: out of memory", words)
+    assert "(exit code 137, OOMKilled)" in world.condition("DecodeReady")["message"]
 
 
 @pytest.mark.parametrize(

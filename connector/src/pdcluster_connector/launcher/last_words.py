@@ -37,6 +37,10 @@ _WORKER_DIED = re.compile(
     r"Worker proc (?P<who>\S+) died unexpectedly \(exit code: (?P<code>[^)]+)\)"
 )
 _CORE_DIED = re.compile(r"Failed core proc\(s\): \{'(?P<who>\w+)': (?P<code>-\d+)")
+# What :mod:`.deaths` prints. Nothing that an engine logs explains a SIGKILL: it comes from outside.
+KILLED = re.compile(
+    r"^pdcluster: (?P<text>vLLM's process \S+) \(pid \d+\) was killed by (?P<how>.+)$"
+)
 _SEVERAL = re.compile(r"^\d+ validation errors? for ")  # pydantic's: the errors follow
 _DETAIL_TAIL = re.compile(r" \[type=\w+, input_value=.*$")
 
@@ -59,6 +63,7 @@ class _Worth(IntEnum):
     QUOTED = 3
     DEATH = 4
     CAUSE = 5
+    KILLED = 6
 
 
 class LastLines:
@@ -81,9 +86,9 @@ class LastLines:
 def choose(lines: Sequence[str]) -> str | None:
     """Choose the line that says why the engine died, without log prefixes; None without any.
 
-    In order of preference: an exception (or usage error, or fatal message of the runtime) that is
-    no wrapper; the death of one of vLLM's processes; what a wrapper quotes; a line logged as an
-    error; a wrapper.
+    In order of preference: a SIGKILL from outside; an exception (or usage error, or fatal message
+    of the runtime) that is no wrapper; the death of one of vLLM's processes; what a wrapper quotes;
+    a line logged as an error; a wrapper.
     """
     bare = [_bare(line) for line in lines]
     best: tuple[_Worth, str] | None = None
@@ -94,20 +99,44 @@ def choose(lines: Sequence[str]) -> str | None:
     return best[1][:MAX_WORDS] if best else None
 
 
-def death(code: int, words: str | None, *, starved: bool) -> str:
-    """One sentence on an engine's end that nobody asked for."""
-    said = f"; its last words: {words}" if words else ""
-    if starved:
+def death(
+    code: int, words: str | None, *, out_of_memory: bool, process: str = "vLLM's API server"
+) -> str:
+    """One sentence on an engine's end that nobody asked for.
+
+    Args:
+        code: of the engine's first process, as a shell has it.
+        words: what :func:`choose` found.
+        out_of_memory: whether the kernel has killed processes for want of memory meanwhile.
+        process: the name of the engine's first process.
+    """
+    killed = _killed(code)
+    said = f"; its last words: {words}" if words and killed else ""
+    victim = process if killed == "SIGKILL" else _victim(words)
+    if out_of_memory and victim:
         return (
-            "out of memory: the kernel killed a process of the engine; raise the memory limit, or "
-            f"lower VLLM_CPU_KVCACHE_SPACE or --max-model-len{said}"
+            f"out of memory: the kernel killed {victim}; raise the memory limit, or lower the KV "
+            "cache (--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE) or --max-model-len"
         )
-    if code > 128:
-        try:
-            return f"the engine was killed by {signal.Signals(code - 128).name}{said}"
-        except ValueError:
-            pass
+    if killed:
+        return f"{process} was killed by {killed}{said}"
     return words or f"the engine ended with code {code} and did not say why"
+
+
+def _killed(code: int) -> str:
+    """Return the signal of an exit code; empty if there is none."""
+    if code <= 128:
+        return ""
+    try:
+        return signal.Signals(code - 128).name
+    except ValueError:
+        return ""
+
+
+def _victim(words: str | None) -> str:
+    """Return the process that was killed by SIGKILL in what :func:`choose` found."""
+    name, killed, _ = (words or "").partition(" was killed by SIGKILL")
+    return name if killed and name.startswith("vLLM's process ") else ""
 
 
 def _bare(line: str) -> tuple[str, str]:
@@ -120,6 +149,9 @@ def _bare(line: str) -> tuple[str, str]:
 
 
 def _told(level: str, text: str, following: Sequence[str]) -> tuple[_Worth, str] | None:
+    if match := KILLED.match(text):
+        worth = _Worth.KILLED if match["how"] == "SIGKILL" else _Worth.DEATH
+        return worth, f"{match['text']} was killed by {match['how']}"
     for pattern in (_USAGE, _FATAL):
         if match := pattern.match(text):
             return _Worth.CAUSE, match["text"]

@@ -30,11 +30,35 @@ def available_bytes(
     return min(room, machine) if machine else room
 
 
-def oom_kills(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many processes of this cgroup the kernel has killed for want of memory so far."""
-    return _field(cgroup / "memory.events", "oom_kill") or _field(
-        cgroup / "memory" / "memory.oom_control", "oom_kill"
-    )
+def oom_kills(
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    own: Path = Path("/proc/self/cgroup"),
+    machine: Path = Path("/proc/vmstat"),
+) -> int:
+    """How many processes the kernel has killed for want of memory so far.
+
+    Those of this process's cgroup, of version 2 or 1; of the whole machine where none is readable.
+    """
+    counters = [*_own_counters(cgroup, own), cgroup / "memory.events"]
+    counters += [cgroup / "memory" / "memory.oom_control", machine]
+    return next((_field(path, "oom_kill") for path in counters if _has(path, "oom_kill")), 0)
+
+
+def _own_counters(cgroup: Path, own: Path) -> list[Path]:
+    """The files of the cgroup that this process is in. In a container it looks like the root."""
+    found = []
+    for line in _read(own).splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            found.append(cgroup / path.lstrip("/") / "memory.events")
+        elif "memory" in controllers.split(","):
+            found.append(cgroup / "memory" / path.lstrip("/") / "memory.oom_control")
+    return found
+
+
+def _has(path: Path, name: str) -> bool:
+    return any(line.startswith(f"{name} ") for line in _read(path).splitlines())
 
 
 def _number(path: Path) -> int:

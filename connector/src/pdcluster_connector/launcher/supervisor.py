@@ -103,8 +103,10 @@ class Supervisor:
             return 1, f"{self._loss}; an engine lives and dies as one"
         if self._stops:
             return code, ""
-        starved = oom_kills() > killed_before
-        return code or 1, death(code, self._lines.words(), starved=starved)
+        process = "vLLM's API server" if self._command.is_leader else "vLLM's headless server"
+        out_of_memory = oom_kills() > killed_before
+        words = self._lines.words()
+        return code or 1, death(code, words, out_of_memory=out_of_memory, process=process)
 
     async def _live(self, session: aiohttp.ClientSession) -> int:
         if self._command.is_leader:

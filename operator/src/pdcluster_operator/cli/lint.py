@@ -38,23 +38,29 @@ def lint(files: Sequence[str]) -> Exit:
 def print_findings(console: Console, title: str, findings: Findings) -> None:
     """Print a headline and every finding: path and value, what is wrong, the remedy."""
     counts = [_count(findings.errors, "error"), _count(findings.warnings, "warning")]
-    console.print(Text(f"{title}: {', '.join(filter(None, counts)) or 'no errors'}", style="bold"))
+    headline = Text(f"{title}: {', '.join(filter(None, counts)) or 'no errors'}", style="bold")
+    console.print(headline, soft_wrap=True)
     for finding in findings.errors:
         _print(console, "error", "red", finding)
     for finding in findings.warnings:
         _print(console, "warning", "yellow", finding)
     if findings.unchecked:
         unknown = ", ".join(findings.unchecked)
-        console.print(Text(f"  known only to the engines' handshake: {unknown}", style="dim"))
+        console.print(
+            Text(f"  known only to the engines' handshake: {unknown}", style="dim"), soft_wrap=True
+        )
 
 
 def _print(console: Console, kind: str, style: str, finding: FieldError) -> None:
     value = f" = {finding.value}" if finding.value else ""
-    line = Text(f"  {kind:8}", style=style).append(f"{finding.path}{value}", style="bold not dim")
-    console.print(line)
-    console.print(Text(f"          {finding.message} [{finding.rule}]"))
+    lines = [
+        Text(f"  {kind:8}", style=style).append(f"{finding.path}{value}", style="bold not dim"),
+        Text(f"          {finding.message} [{finding.rule}]"),
+    ]
     if finding.remedy:
-        console.print(Text(f"          {finding.remedy}", style="dim"))
+        lines.append(Text(f"          {finding.remedy}", style="dim"))
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def _count(findings: Sequence[FieldError], name: str) -> str:

@@ -31,6 +31,9 @@ UP_DETAILS = """\
 The operator's own control loop runs over an in-memory API, and a mini-kubelet turns pods into
 processes, each pod on a 127.x.y.z address of its own. Ctrl-C ends every process; twice, at once.
 
+Before the first process starts it says all that this machine lacks: vLLM and NIXL, the model, GPUs,
+memory, ports, the router's program. It then exits with 6, or with 2 where --once cannot be done.
+
 A manifest usually names a model folder of the nodes (model.source.hostPath). --model-dir puts a
 folder of this machine in its place, whatever source the manifest names.
 """

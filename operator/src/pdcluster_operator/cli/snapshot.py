@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Any
 
 from pdcluster_operator.adapters.local.cluster import LocalCluster
 from pdcluster_operator.adapters.local.controllers import is_ready
-from pdcluster_operator.api.labels import CLUSTER_LABEL, engine_of
+from pdcluster_operator.api.labels import CLUSTER_LABEL, EngineName, engine_of
+from pdcluster_operator.plan.pods import describe_end
 from pdcluster_operator.plan.reports import EngineReport, LinkReport
 from pdcluster_operator.runtime.queue import Key
 
-TAIL_BYTES = 4096
-LONGEST_LINE = 160
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+WAITS_FOR_ENGINES = "waits until every engine answers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class PodLine:
     Attributes:
         state: one CamelCase word.
         doing: a sentence: the launcher's message, or why the pod waits.
-        tail: the last line of its log.
+        log: the file that its output goes to; None before its first start.
         restarts: how often its container was started again.
     """
 
@@ -35,7 +33,7 @@ class PodLine:
     address: str
     state: str
     doing: str
-    tail: str
+    log: Path | None
     restarts: int
 
 
@@ -100,7 +98,7 @@ def _pod_line(
         else str(metadata["labels"].get("app.kubernetes.io/component", ""))
     )
     container = (status.get("containerStatuses") or [{}])[0]
-    state, doing = _state(pod, container, reports.get(engine.logical) if engine else None)
+    state, doing = _state(pod, container, engine, reports.get(engine.logical) if engine else None)
     name = metadata["name"]
     return PodLine(
         name,
@@ -108,39 +106,30 @@ def _pod_line(
         status.get("podIP", ""),
         state,
         doing,
-        last_line(logs[name]) if name in logs else "",
+        logs.get(name),
         container.get("restartCount", 0),
     )
 
 
 def _state(
-    pod: Mapping[str, Any], container: Mapping[str, Any], report: EngineReport | None
+    pod: Mapping[str, Any],
+    container: Mapping[str, Any],
+    engine: EngineName | None,
+    report: EngineReport | None,
 ) -> tuple[str, str]:
     if "deletionTimestamp" in pod["metadata"]:
         return "Terminating", ""
     waiting = container.get("state", {}).get("waiting")
     if waiting is not None:
         ended = container.get("lastState", {}).get("terminated", {})
-        words = f"{ended.get('message') or 'no last words'} (exit code {ended.get('exitCode')})"
         if waiting["reason"] == "CrashLoopBackOff":
-            return "Died", f"{words}; {waiting['message']}"
+            return "Died", f"{describe_end(ended)}; {waiting['message']}"
         return waiting["reason"], waiting.get("message", "")
     for condition in pod.get("status", {}).get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return condition["reason"], condition["message"]
     if report is not None:
         return ("Ready" if report.ready else report.state), report.message
-    return ("Ready", "") if is_ready(pod) else ("Starting", "")
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of a log that says something, shortened."""
-    try:
-        with log.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    spoken = [text for line in lines if (text := _ESCAPE.sub("", line).strip())]
-    return "".join(c for c in spoken[-1] if c.isprintable())[:LONGEST_LINE] if spoken else ""
+    # A pod without a launcher is a router's, and that one listens last.
+    starts = "Starting", "" if engine else WAITS_FOR_ENGINES
+    return ("Ready", "") if is_ready(pod) else starts

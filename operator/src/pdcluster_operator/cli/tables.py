@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.table import Table
 from rich.text import Text
 
+from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.snapshot import Condition, PodLine, Snapshot
 from pdcluster_operator.plan.reports import LinkReport
 
@@ -23,30 +23,24 @@ STYLES = {
 }
 
 
-def pods_table(pods: Iterable[PodLine]) -> Table:
+def pods_table(pods: Iterable[PodLine]) -> Columns:
     """Return what every pod is doing."""
-    table = _table("POD", "ROLE", "ADDRESS", "STATE", "DOING")
+    table = Columns("POD", "ROLE", "ADDRESS", "STATE", "DOING", one_line=True)
     for pod in pods:
-        doing = pod.doing or pod.tail
         again = f" (start {pod.restarts + 1})" if pod.restarts else ""
-        table.add_row(
-            pod.name,
-            pod.role,
-            pod.address,
-            _styled(pod.state + again, pod.state),
-            Text(doing, overflow="ellipsis", no_wrap=True),
-        )
+        state = _styled(pod.state + again, pod.state)
+        table.add(pod.name, pod.role, pod.address, state, pod.doing)
     return table
 
 
-def links_table(links: Iterable[tuple[str, LinkReport]]) -> Table:
+def links_table(links: Iterable[tuple[str, LinkReport]]) -> Columns:
     """Every pair of engines: whether KV can move, how fast, and whether it was seen to."""
-    table = _table("PREFILL", "DECODE", "STATE", "SHARDS", "GB/s", "CANARY", "REASON")
+    table = Columns("PREFILL", "DECODE", "STATE", "SHARDS", "GB/s", "CANARY", "REASON")
     for decode, link in links:
         canary = link.canary.state.value
         reason = " ".join(filter(None, (link.reason, link.message))) or link.canary.message
         speed = f"{link.bytes_per_second / 1e9:.2f}" if link.bytes_per_second else ""
-        table.add_row(
+        table.add(
             short(link.prefill),
             short(decode),
             _styled(link.state.value, link.state),
@@ -58,11 +52,11 @@ def links_table(links: Iterable[tuple[str, LinkReport]]) -> Table:
     return table
 
 
-def conditions_table(conditions: Iterable[Condition]) -> Table:
+def conditions_table(conditions: Iterable[Condition]) -> Columns:
     """Return the cluster's conditions, as ``kubectl describe`` shows them."""
-    table = _table("CONDITION", "STATUS", "REASON", "MESSAGE")
+    table = Columns("CONDITION", "STATUS", "REASON", "MESSAGE")
     for condition in conditions:
-        table.add_row(
+        table.add(
             condition.type,
             _styled(condition.status, condition.status),
             condition.reason,
@@ -89,15 +83,6 @@ def short(engine: str) -> str:
     """``prefill/0`` for a logical id ``namespace.cluster.prefill.revision.0``."""
     parts = engine.split(".")
     return f"{parts[2]}/{parts[4]}" if len(parts) == 5 else engine
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(
-            column, overflow="fold", no_wrap=column not in ("MESSAGE", "REASON", "DOING")
-        )
-    return table
 
 
 def _styled(text: str, key: str) -> Text:

@@ -18,9 +18,16 @@ from rich.console import Console
 from rich.text import Text
 
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
-from pdcluster_operator.adapters.local.cluster import NOT_SIMULATED, LocalCluster
+from pdcluster_operator.adapters.local.cluster import (
+    NOT_SIMULATED,
+    POD_PORTS,
+    LocalCluster,
+    container_environment,
+)
+from pdcluster_operator.adapters.local.facts import gather
+from pdcluster_operator.adapters.local.preflight import COMMAND_LINE, judge
 from pdcluster_operator.adapters.local.runs import new_run_folder
-from pdcluster_operator.api.findings import Rule
+from pdcluster_operator.api.findings import Findings, Rule, under
 from pdcluster_operator.api.labels import HTTP_PORT
 from pdcluster_operator.api.types import Cluster
 from pdcluster_operator.api.validate import check_manifest
@@ -64,20 +71,29 @@ def up(options: UpOptions) -> Exit:
             "container, or a Kubernetes cluster",
             Exit.MACHINE,
         )
-    # A pipe has no width of its own; tables shall not be folded at 80 columns in a log.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(highlight=False)
     document = _with_model(read_cluster(options.file), options.model_dir)
     cluster, findings = check_manifest(document)
     if not findings.ok:
         print_findings(console, options.file, findings)
         return Exit.MANIFEST
     for warning in findings.warnings:
-        if warning.rule != Rule.NODE_LOCAL_MODEL:  # there is one node
+        # There is one node, and a source that --model-dir replaced is nobody's.
+        replaced = options.model_dir is not None and under(warning.path, "spec.model.source")
+        if warning.rule != Rule.NODE_LOCAL_MODEL and not replaced:
             console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     try:
         connector = BuiltConnector()
     except BundleError as error:
         raise UserError(str(error), Exit.MACHINE) from error
+    facts = gather(document, cluster, connector.bundle(), container_environment(), POD_PORTS)
+    lacks = judge(
+        cluster, facts, once=options.once is not None, model_flag=options.model_dir is not None
+    )
+    if lacks:
+        print_findings(console, f"{options.file} on this machine", Findings(tuple(lacks)))
+        on_line = all(lack.rule in COMMAND_LINE for lack in lacks)
+        return Exit.USAGE if on_line else Exit.MACHINE
     folder = new_run_folder(cluster.name)
     console.print(
         Text(f"running {cluster.namespace}/{cluster.name}; logs are below {folder}"), soft_wrap=True
@@ -122,7 +138,7 @@ class _Run:
             ended = (await asyncio.gather(work, return_exceptions=True))[0]
             await self._stop(local)
         if isinstance(ended, asyncio.CancelledError):
-            return Exit.INTERRUPTED if self._options.once else Exit.DONE
+            return Exit.INTERRUPTED
         if isinstance(ended, BaseException):
             raise ended
         return ended
@@ -155,7 +171,8 @@ class _Run:
             for pod in snapshot.pods:
                 if pod.state == "Died" and pod.restarts + 1 >= DEATHS:
                     raise UserError(
-                        f"{pod.name} died {pod.restarts + 1} times: {pod.doing}", Exit.NOT_READY
+                        f"{pod.name} died {pod.restarts + 1} times: {pod.doing}; see {pod.log}",
+                        Exit.NOT_READY,
                     )
                 if pod.state in CANNOT_START and time.monotonic() > began + PATIENCE_SECONDS:
                     raise UserError(f"{pod.name} cannot start: {pod.doing}", Exit.MACHINE)
@@ -231,7 +248,7 @@ class _Run:
     def _show(self, snapshot: Snapshot) -> None:
         for table in (links_table(snapshot.links), conditions_table(snapshot.conditions)):
             self._console.print()
-            self._console.print(table)
+            self._console.print(table, soft_wrap=True)
         self._console.print()
 
     def _print(self, text: str) -> None:

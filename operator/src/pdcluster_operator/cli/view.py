@@ -15,6 +15,7 @@ from rich.text import Text
 from pdcluster_operator.cli.snapshot import PodLine, Snapshot
 from pdcluster_operator.cli.tables import pods_table, waiting_for
 
+SPINNER_WIDTH = 2
 QUIET_SECONDS = 15.0
 """After so long without a change the plain view says again what it waits for."""
 
@@ -65,12 +66,11 @@ class View:
         if self._live is not None:
             elapsed = time.monotonic() - self._began
             line = Text(f"{elapsed:.0f} s, waiting for {waiting}", style="dim")
-            self._live.update(Group(pods_table(snapshot.pods), Spinner("dots", line)))
+            first, *more = line.wrap(self._console, max(1, self._console.width - SPINNER_WIDTH))
+            pods = pods_table(snapshot.pods)
+            self._live.update(Group(pods, Spinner("dots", first), *more))
         elif not snapshot.ready and time.monotonic() - self._spoken > QUIET_SECONDS:
             self.say(f"waiting for {waiting}")
-            for pod in snapshot.pods:
-                if pod.tail and pod.state != "Ready":
-                    self.say(f"  {pod.name}: {pod.tail}")
 
     def show_conditions(self, snapshot: Snapshot, types: Container[str] | None = None) -> None:
         """Print conditions whose status or reason changed since the last call."""

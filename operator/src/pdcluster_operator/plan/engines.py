@@ -18,10 +18,9 @@ from .model import Manifest, Observed
 from .pods import (
     Trouble,
     is_pod_ready,
-    joined,
     metadata_of,
     pod_trouble,
-    previous_end,
+    started_again,
     status_of,
     text_of,
 )
@@ -34,6 +33,7 @@ REPORTED_STATES = {
     "Draining": StatusReason.DRAINING,
     "Failed": StatusReason.ENGINE_FAILED,
 }
+STARTS = (StatusReason.STARTING, StatusReason.LOADING_WEIGHTS, StatusReason.WARMING_UP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,9 @@ def _judge(
         return _silent(name, waiting)
     if not report.ready:
         reason = REPORTED_STATES.get(report.state, StatusReason.STARTING)
-        return False, Trouble(reason, joined(report.message, previous_end(pods[0])))
+        starts = reason in STARTS
+        message = started_again(pods[0], report.message) if starts else report.message
+        return False, Trouble(reason, message)
     followers = [pod for pod in waiting if _name(pod) != name.pod()]
     if followers:
         return False, Trouble(StatusReason.STARTING, f"{_name(followers[0])} is not ready")
@@ -116,7 +118,7 @@ def _judge(
 def _silent(name: EngineName, waiting: Sequence[Manifest]) -> tuple[bool | None, Trouble]:
     """Judge an engine whose launcher is silent: the kubelet's word, or unknown."""
     if waiting:
-        words = joined("the launcher does not answer yet", previous_end(waiting[0]))
+        words = started_again(waiting[0], "the launcher does not answer yet")
         return False, Trouble(StatusReason.STARTING, words)
     message = f"{name.pod()} is ready, but its launcher does not answer the operator"
     return None, Trouble(StatusReason.LAUNCHER_UNREACHABLE, message)

@@ -21,6 +21,12 @@ WAITING_REASONS = {
 }
 OUR_CONTAINERS = (ENGINE_CONTAINER, ROUTER_CONTAINER)
 LONGEST_WORDS = 512
+OUT_OF_MEMORY = "OOMKilled"
+MORE_MEMORY = (
+    "out of memory: the kernel killed it; raise its memory limit (resources), or lower its KV cache"
+)
+FIRST_MESSAGES = ("", "starting vLLM")
+"""What a launcher says before vLLM has said anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +48,16 @@ def pod_trouble(pod: Manifest) -> Trouble | None:
         )
     state = container.get("state") or {}
     if "terminated" in state:
-        return Trouble(StatusReason.ENGINE_FAILED, _end(state["terminated"]))
+        return Trouble(StatusReason.ENGINE_FAILED, describe_end(state["terminated"]))
     return _waiting(pod, state["waiting"] or {}) if "waiting" in state else None
 
 
 def _waiting(pod: Manifest, waiting: Mapping[str, Any]) -> Trouble:
     reason, message = text_of(waiting.get("reason")), text_of(waiting.get("message"))
     if reason == "CrashLoopBackOff":
-        return Trouble(StatusReason.ENGINE_FAILED, previous_end(pod) or message or reason)
+        end, name = previous_end(pod), text_of((_our_container(pod) or {}).get("name"))
+        died = f"the {name} died: {end}" if end else ""
+        return Trouble(StatusReason.ENGINE_FAILED, died or message or reason)
     known = WAITING_REASONS.get(reason, StatusReason.CONTAINER_CREATING)
     return Trouble(known, joined(reason, message))
 
@@ -63,10 +71,18 @@ def is_pod_ready(pod: Manifest) -> bool:
 
 
 def previous_end(pod: Manifest) -> str:
-    """Return the last words of the engine's previous process; empty if there was none."""
-    container = _our_container(pod) or {}
-    terminated = (container.get("lastState") or {}).get("terminated")
-    return f"the {container['name']} died: {_end(terminated)}" if terminated else ""
+    """Return how the previous process of the engine, or router, ended; empty if there was none."""
+    terminated = ((_our_container(pod) or {}).get("lastState") or {}).get("terminated")
+    return describe_end(terminated) if terminated else ""
+
+
+def started_again(pod: Manifest, message: str) -> str:
+    """Return what an engine says while it starts, with how its previous process ended."""
+    end = previous_end(pod)
+    if not end:
+        return message
+    again = "starting again" if message in FIRST_MESSAGES else f"{message}; started again"
+    return f"{again}; the last end was: {end}"
 
 
 def _our_container(pod: Manifest) -> Mapping[str, Any] | None:
@@ -81,13 +97,16 @@ def _unscheduled(pod: Manifest) -> Trouble | None:
     return None
 
 
-def _end(terminated: Mapping[str, Any]) -> str:
-    words = text_of(terminated.get("message")).strip()
+def describe_end(terminated: Mapping[str, Any]) -> str:
+    """Return a process's last words and exit code; what the kubelet says of memory comes first."""
+    words = text_of(terminated.get("message")).strip()[-LONGEST_WORDS:]
     reason = text_of(terminated.get("reason"))
     how = f"exit code {terminated.get('exitCode')}"
     if reason not in ("", "Error", "Completed"):
         how += f", {reason}"
-    return f"{words[-LONGEST_WORDS:]} ({how})" if words else how
+    if reason == OUT_OF_MEMORY and not words.startswith("out of memory"):
+        words = joined(MORE_MEMORY, words)
+    return f"{words} ({how})" if words else how
 
 
 def joined(*parts: str) -> str:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from pdcluster_operator.adapters.local.machine import port_holder
+from pdcluster_operator.adapters.local.listeners import listener
 
 RESERVED_PORT = 5589
 """Bound on every address in use, so that two local clusters never choose the same one."""
 ATTEMPTS = 64
+UNUSED = "127.255.255.253"
+"""An address that no pod gets: only a listener on every address takes its ports."""
 
 
 class PortBusyError(Exception):
-    """No address of this machine has a port free; the message names the port and its holder."""
+    """No address of this machine has a port free.
+
+    Attributes:
+        what: the port and its holder.
+        remedy: what to do, in one sentence.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.remedy = "stop that program, or run this one in a container of its own"
+        super().__init__(f"{what}: {self.remedy}")
 
 
 class AddressBook:
@@ -52,11 +64,11 @@ class AddressBook:
             if reservation is not None:
                 reservation.close()
             taken = busy or RESERVED_PORT
-            passed.append(f"port {taken} of {candidate} is taken{port_holder(candidate, taken)}")
-        raise PortBusyError(
-            f"no loopback address is free for {pod}: {passed[-1]}; "
-            "stop that program, or run this one in a container of its own"
-        )
+            holder = listener(candidate, taken)
+            if holder is not None and holder.everywhere:
+                raise PortBusyError(everywhere(taken, holder.holder))
+            passed.append(f"port {taken} of {candidate} is taken{holder.holder if holder else ''}")
+        raise PortBusyError(f"no loopback address is free for {pod}: {passed[-1]}")
 
     def _candidates(self) -> Iterator[str]:
         # Half of the attempts near the first address, half in another range.
@@ -65,6 +77,21 @@ class AddressBook:
                 self._next = int(ipaddress.IPv4Address("127.81.0.2"))
             self._next += 1
             yield str(ipaddress.IPv4Address(self._next - 1))
+
+
+def everywhere(port: int, holder: str) -> str:
+    """Say that a port is taken on all addresses, so that no other address helps."""
+    return f"port {port} of every address (0.0.0.0) is taken{holder}"
+
+
+def taken_everywhere(ports: Iterable[int]) -> dict[int, str]:
+    """Return each port that is taken on every address, with its holder."""
+    found = {}
+    for port in ports:
+        holder = None if is_free(UNUSED, port) else listener(UNUSED, port)
+        if holder is not None and holder.everywhere:
+            found[port] = holder.holder
+    return found
 
 
 def is_free(address: str, port: int) -> bool:

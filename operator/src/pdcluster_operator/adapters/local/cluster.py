@@ -54,6 +54,7 @@ INHERITED = (
     "HF_TOKEN",
     "HF_HUB_OFFLINE",
     "CUDA_VISIBLE_DEVICES",
+    "PDCLUSTER_ANY_VERSION",
 )
 """What an image or a device plugin would bring; everything else comes from the manifest."""
 

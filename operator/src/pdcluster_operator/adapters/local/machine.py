@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,45 @@ Manifest = Mapping[str, Any]
 
 CONFIG = "CreateContainerConfigError"
 UNSCHEDULABLE = "Unschedulable"
+LESS_MEMORY = (
+    "stop other programs, or lower resources and the KV cache (--kv-cache-memory-bytes or "
+    "VLLM_CPU_KVCACHE_SPACE) of its role"
+)
+
+
+class Lack(StrEnum):
+    """What this machine lacks for a pod: the rule ids of a pre-flight."""
+
+    NOT_SIMULATED = "NotSimulated"
+    VOLUME_UNUSABLE = "VolumeUnusable"
+    PROGRAM_MISSING = "ProgramMissing"
+    VARIABLE_MISSING = "VariableMissing"
+    PORT_TAKEN = "PortTaken"
+    MEMORY_TOO_SMALL = "MemoryTooSmall"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a pod cannot start here: Kubernetes' reason, and a sentence with the remedy."""
+    """Why a pod cannot start here.
+
+    Attributes:
+        reason: Kubernetes' reason.
+        lack: ours.
+        subject: the volume, program or variable that it is about.
+        what: what is in the way, in one sentence.
+        remedy: what to do, in one sentence.
+    """
 
     reason: str
-    message: str
+    lack: Lack
+    subject: str
+    what: str
+    remedy: str
+
+    @property
+    def message(self) -> str:
+        """Both sentences, as a kubelet would say them."""
+        return f"{self.what}: {self.remedy}"
 
 
 def find_problem(pod: Manifest, environment: Mapping[str, str], promised: int) -> Problem | None:
@@ -37,34 +69,46 @@ def find_problem(pod: Manifest, environment: Mapping[str, str], promised: int) -
         environment: what its containers inherit, PATH among it.
         promised: bytes of memory that pods which run already have asked for and not yet used.
     """
+    first = next(find_problems(pod, environment), None)
+    return first or _memory_problem(pod["spec"]["containers"], promised)
+
+
+def find_problems(pod: Manifest, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield everything but memory that is in the way of a pod."""
     spec = pod["spec"]
     if spec.get("initContainers"):
-        return Problem(
+        yield Problem(
             CONFIG,
-            "local mode runs no init containers: remove them from podTemplate, or use a cluster",
+            Lack.NOT_SIMULATED,
+            "initContainers",
+            "local mode runs no init containers",
+            "remove them from podTemplate, or use a cluster",
         )
     for volume in spec.get("volumes") or ():
         if problem := _volume_problem(volume):
-            return problem
+            yield problem
     for container in spec["containers"]:
         program = (container.get("command") or [""])[0]
         if program and shutil.which(program, path=environment["PATH"]) is None:
-            return Problem(
+            yield Problem(
                 CONFIG,
-                f"{program} is not installed: install it next to "
-                "python3 (`make env` does), or put its folder on PATH",
+                Lack.PROGRAM_MISSING,
+                program,
+                f"{program} is not installed",
+                "install it next to python3 (`make env` does), or put its folder on PATH",
             )
         for entry in container.get("env") or ():
             if (
                 entry.get("valueFrom", {}).keys() - {"fieldRef"}
                 and entry["name"] not in environment
             ):
-                return Problem(
+                yield Problem(
                     CONFIG,
-                    f"{entry['name']} comes from a Secret or a "
-                    "ConfigMap, which local mode lacks: set it in your environment",
+                    Lack.VARIABLE_MISSING,
+                    entry["name"],
+                    f"{entry['name']} comes from a Secret or a ConfigMap, which local mode lacks",
+                    "set it in your environment",
                 )
-    return _memory_problem(spec["containers"], promised)
 
 
 def memory_request(pod: Manifest) -> int:
@@ -92,50 +136,32 @@ def oom_kills() -> int:
     return 0
 
 
-def port_holder(address: str, port: int) -> str:
-    """`` by NAME (pid N)`` of the listener, or nothing where it can't be told."""
-    packed = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
-    places = {f"{host}:{port:04X}" for host in (packed, "00000000", "0" * 32)}
-    inodes = {
-        fields[9]
-        for table in ("tcp", "tcp6")
-        for line in _table(Path("/proc/net", table))
-        if (fields := line.split()) and fields[1] in places and fields[3] == "0A"
-    }
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            for link in (process / "fd").iterdir():
-                if os.readlink(link).removeprefix("socket:[").removesuffix("]") in inodes:
-                    return f" by {(process / 'comm').read_text().strip()} (pid {process.name})"
-        except OSError:
-            continue
-    return ""
-
-
-def _table(path: Path) -> list[str]:
-    return path.read_text().splitlines()[1:] if path.exists() else []
-
-
 def _volume_problem(volume: Manifest) -> Problem | None:
     name = volume["name"]
     if path := volume.get("hostPath", {}).get("path"):
         folder = Path(path)
         remedy = "put the model there, or name its folder with --model-dir"
         if not folder.is_dir():
-            return Problem(CONFIG, f"{path} (volume {name}) is no folder here: {remedy}")
+            what = f"{path} (volume {name}) is no folder here"
+            return Problem(CONFIG, Lack.VOLUME_UNUSABLE, name, what, remedy)
         if not os.access(folder, os.R_OK | os.X_OK):
             return Problem(
                 CONFIG,
-                f"{path} (volume {name}) can't be read by this user: "
+                Lack.VOLUME_UNUSABLE,
+                name,
+                f"{path} (volume {name}) can't be read by this user",
                 "change its permissions (chmod -R a+rX), or choose another folder",
             )
         if not any(folder.iterdir()):
-            return Problem(CONFIG, f"{path} (volume {name}) is empty: {remedy}")
+            what = f"{path} (volume {name}) is empty"
+            return Problem(CONFIG, Lack.VOLUME_UNUSABLE, name, what, remedy)
     elif not volume.keys() & {"emptyDir", "configMap"}:
         kind = next((key for key in volume if key != "name"), "unknown")
         return Problem(
             CONFIG,
-            f"volume {name} is a {kind}, which local mode lacks: "
+            Lack.NOT_SIMULATED,
+            name,
+            f"volume {name} is a {kind}, which local mode lacks",
             "use a hostPath, or name a model folder with --model-dir",
         )
     return None
@@ -148,10 +174,11 @@ def _memory_problem(containers: list[Manifest], promised: int) -> Problem | None
         return None
     return Problem(
         UNSCHEDULABLE,
+        Lack.MEMORY_TOO_SMALL,
+        "memory",
         f"it asks for {asked / 2**30:.1f} GiB of memory and "
-        f"{max(free, 0) / 2**30:.1f} GiB are free: stop other programs, or lower "
-        "resources and the KV cache (--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE) of its "
-        "role",
+        f"{max(free, 0) / 2**30:.1f} GiB are free",
+        LESS_MEMORY,
     )
 
 

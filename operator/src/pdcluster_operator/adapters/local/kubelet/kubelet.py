@@ -17,6 +17,7 @@ from pdcluster_operator.adapters.local.kubelet.translate import (
 from pdcluster_operator.adapters.local.machine import (
     CONFIG,
     UNSCHEDULABLE,
+    Lack,
     Problem,
     find_problem,
     memory_request,
@@ -137,9 +138,16 @@ class PodRun:
                 self._container(spec, volumes) for spec in self.pod["spec"]["containers"]
             ]
         except PortBusyError as error:
-            return Problem(UNSCHEDULABLE, str(error))
+            return Problem(UNSCHEDULABLE, Lack.PORT_TAKEN, "port", error.what, error.remedy)
         except OSError as error:
-            return Problem(CONFIG, f"{error.filename or base}: {error.strerror}")
+            what = f"{error.filename or base}: {error.strerror}"
+            return Problem(
+                CONFIG,
+                Lack.VOLUME_UNUSABLE,
+                "volumes",
+                what,
+                "the pod starts once that is put right",
+            )
         return None
 
     def _container(self, spec: Manifest, volumes: dict[str, Path]) -> Container:

