@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from .findings import FieldError, Findings, under
 from .parse import ParseResult, parse_cluster
 from .rules_args import argument_errors
+from .rules_exposure import exposure_errors, exposure_warnings
 from .rules_host_path import host_path_errors
 from .rules_layout import layout_errors
 from .rules_pair import pair_findings
@@ -49,7 +50,7 @@ def validate(cluster: Cluster) -> Findings:
     pair = pair_findings(cluster)
     return Findings(
         errors=tuple(_errors(cluster, pair)),
-        warnings=tuple(trap_warnings(cluster)),
+        warnings=(*trap_warnings(cluster), *exposure_warnings(cluster)),
         unchecked=pair.unchecked,
     )
 
@@ -58,4 +59,5 @@ def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
     yield from layout_errors(cluster)
     yield from argument_errors(cluster)
     yield from trap_errors(cluster)
+    yield from exposure_errors(cluster)
     yield from pair.errors
