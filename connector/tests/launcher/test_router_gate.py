@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from launched import wait_for
@@ -28,7 +29,7 @@ MODULE = "pdcluster_connector.launcher.router_gate"
 class Engine(BaseHTTPRequestHandler):
     """An engine that notes whose key it was shown."""
 
-    keys: set[str] = set()
+    keys: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
         self._answer({"data": [{"id": "tiny"}]})
