@@ -85,7 +85,7 @@ class LocalRun:
     """Use as a context manager; ends every process on the way out."""
 
     def __init__(self, document: dict[str, Any], folder: Path) -> None:
-        self._document, self._folder = document, folder
+        self._document, self.folder = document, folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.said: list[str] = []
@@ -104,7 +104,7 @@ class LocalRun:
             self._loop.close()
 
     async def _start(self) -> None:
-        self._local = LocalCluster(self._folder, BuiltConnector(), self.said.append)
+        self._local = LocalCluster(self.folder, BuiltConnector(), self.said.append)
         await self._local.__aenter__()
         self._key = self._local.apply(self._document)
 
@@ -147,7 +147,7 @@ class LocalRun:
     def report(self) -> str:
         snapshot = self.snapshot()
         lines = [str(item) for item in (*snapshot.pods, *snapshot.conditions, *snapshot.links)]
-        for log in sorted(self._folder.glob("*/engine/container*.log")):
+        for log in sorted(self.folder.glob("*/engine/container*.log")):
             lines += [f"--- {log}", *log.read_text(errors="replace").splitlines()[-25:]]
         return "\n".join([*lines, *self.said[-20:]])
 

@@ -51,17 +51,21 @@ def path(**changes: Any) -> Answer:
 
 
 @asynccontextmanager
-async def engine(answer: Answer) -> AsyncIterator[tuple[EngineApi, list[dict[str, Any]]]]:
+async def engine(
+    answer: Answer, key: str | None = None
+) -> AsyncIterator[tuple[EngineApi, list[dict[str, Any]]]]:
     asked: list[dict[str, Any]] = []
 
     async def completions(request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != (f"Bearer {key}" if key else None):
+            return web.json_response({"error": "Unauthorized"}, status=401)
         asked.append(await request.json())
         return answer(asked[-1])
 
     app = web.Application()
     app.router.add_post("/v1/completions", completions)
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        yield EngineApi(session, str(server.make_url("")).rstrip("/")), asked
+        yield EngineApi(session, str(server.make_url("")).rstrip("/"), key), asked
 
 
 async def result(prefill: Answer, decode: Answer, seconds: float = 5.0) -> CanaryResult:
@@ -329,8 +333,10 @@ def test_only_established_links_of_known_apis_are_due():
     assert CanarySchedule().due(links.rows(0.0), 0.0) is None
 
 
-async def test_the_loop_fills_the_link_table():
-    async with engine(params(HANDED)) as (p, _), engine(path()) as (d, _):
+@pytest.mark.parametrize("key", [None, "sk-1"])
+async def test_the_loop_fills_the_link_table(key):
+    """Also where both engines ask for a key."""
+    async with engine(params(HANDED), key) as (p, _), engine(path(), key) as (d, _):
         links = LinkTable((1, 1))
         peer = PeerEntry("ns.c.prefill.r.0", "127.0.0.1:5600", P, p.address)
         links.set_peers(PeersDocument(1, (peer,), "llama", 0))
@@ -352,6 +358,7 @@ async def test_the_loop_fills_the_link_table():
                     decode_ranks=1,
                     ready=lambda: True,
                     make_prompt=lambda: TOKENS,
+                    key=key,
                 )
             )
             async with asyncio.timeout(5):

@@ -183,6 +183,8 @@ def test_two_names_of_one_kv_cache_type_are_one():
         ["-asc", "2"],
         ["-r", "1"],
         ["--headless"],
+        ["--api-key", "x"],
+        ["--api-k=x"],
         ["--no-headless"],
         ["--port", "1"],
         ["--host=x"],
@@ -198,7 +200,7 @@ def test_owned_flags_are_refused_however_they_are_written(words):
 
 
 @pytest.mark.parametrize(
-    "words", [["--seed", "-1"], ["--api-key", "x"], ["--max-model-len", "8"], ["-O3"], ["-ep"]]
+    "words", [["--seed", "-1"], ["--allow", "x"], ["--max-model-len", "8"], ["-O3"], ["-ep"]]
 )
 def test_free_flags_pass(words):
     assert findings(engine={"extraArgs": words}).ok

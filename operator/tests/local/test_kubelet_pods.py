@@ -291,3 +291,20 @@ async def test_killing_the_kubelet_kills_all(tmp_path: Path) -> None:
         kubelet.kill()
         await until(lambda: not any(alive(pid) for pid in pids), 3)
         assert time.monotonic() - began < 2
+
+
+async def test_the_api_key_of_this_shell_reaches_only_containers_that_ask_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another cluster's key must not make an engine ask for one that nobody sends."""
+    named = [{"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "token"}}}]
+    async with running_kubelet(tmp_path, (PORT,)) as kubelet:
+        kubelet.environment = {**kubelet.environment, "VLLM_API_KEY": "sk-1"}
+        kubelet.api.apply(server_pod("asks", tmp_path / "no", env=named))
+        kubelet.api.apply(server_pod("plain", tmp_path / "no"))
+        seen = {}
+        for name in ("asks", "plain"):
+            await until(lambda name=name: pod_ready(kubelet.api, name))
+            address = kubelet.api.get("Pod", "ns", name)["status"]["podIP"]
+            seen[name] = (await fetch(address))["env"].get("VLLM_API_KEY")
+        assert seen == {"asks": "sk-1", "plain": None}

@@ -130,6 +130,8 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         assert known.attention_backend == engine.attention_backend
         assert known.revision == engine.model_revision
         assert tuple(rest) == engine.extra_args
+        guarded = parsed.spec.router.api_key_secret_ref is not None
+        assert any(name.endswith(".RequireKey") for name in known.middleware) is guarded
         options = parse_options(known.kv_transfer_config["kv_connector_extra_config"])
         assert options.lease_seconds == parsed.spec.transfer.lease_seconds
         assert (options.side_channel_host, options.side_channel_port) == ("10.0.0.9", 5600)
@@ -169,7 +171,9 @@ def test_replicas_and_router_do_not_restart_engines(cluster):
     changed = copy.deepcopy(cluster)
     for role in ("prefill", "decode"):
         changed["spec"][role]["replicas"] = cluster["spec"][role].get("replicas", 1) + 1
-    changed["spec"]["router"] = {"replicas": 2}
+    # The key is the engines' too: they must be restarted to ask for another.
+    key = cluster["spec"].get("router", {}).get("apiKeySecretRef")
+    changed["spec"]["router"] = {"replicas": 2, **({"apiKeySecretRef": key} if key else {})}
     changed["spec"]["verification"] = {"canary": {"intervalSeconds": 7}}
     changed["spec"]["rollout"] = {"progressDeadlineSeconds": 77}
     assert before <= revisions(changed)
@@ -186,6 +190,7 @@ def vllm_parser() -> argparse.ArgumentParser:
     for name in ("--served-model-name", "--host", "--kv-cache-dtype", "--attention-backend",
                  "--revision", "--distributed-executor-backend", "--master-addr"):  # fmt: skip
         parser.add_argument(name)
+    parser.add_argument("--middleware", action="append", default=[])
     for name in ("--port", "--block-size", "--max-model-len", "--node-rank", "--master-port"):
         parser.add_argument(name, type=int)
     parser.add_argument("--tensor-parallel-size", type=int, required=True)

@@ -335,3 +335,73 @@ def test_no_router_means_no_router():
     world.link()
     world.settle()
     assert world.condition("Ready")["status"] == "True"
+
+
+def engines(world):
+    return {name for kind, name in world.children if kind == "StatefulSet"}
+
+
+def test_an_upgrade_of_the_operator_replaces_the_engines_of_both_roles_at_once():
+    """Its connector is another one, and that is a part of every engine's revision."""
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    old = engines(world)
+    world.connector = ConnectorBundle("d" * 64, b"newer")
+    plan = world.step()
+    assert [k for k in kinds(plan) if k[1] == "StatefulSet"] == [("Delete", "StatefulSet")] * 2
+    assert world.condition("Ready")["status"] == "False"
+    world.reap()
+    world.settle()
+    assert len(engines(world)) == 2
+    assert not engines(world) & old
+
+
+def test_an_upgrade_that_is_taken_back_brings_the_same_revisions_back():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    old, before = engines(world), world.connector
+    for connector in (ConnectorBundle("d" * 64, b"newer"), before):
+        world.connector = connector
+        world.step()
+        world.reap()
+        world.settle()
+    assert engines(world) == old
+
+
+def test_a_pause_holds_an_upgrade_back_until_it_ends():
+    world = SimulatedCluster(manifest(rollout={"paused": True}))
+    world.bring_up()
+    old = engines(world)
+    world.connector = ConnectorBundle("d" * 64, b"newer")
+    plan = world.settle()
+    assert engines(world) == old
+    assert world.condition("Ready")["reason"] == "Paused"
+    # The old engines' connector stays: a pod that restarts mounts it again.
+    assert ("Delete", "ConfigMap") not in kinds(plan)
+    assert "llama-connector-c0ffee0000" in {
+        name for kind, name in world.children if kind == "ConfigMap"
+    }
+    world.edit(rollout={"paused": False})
+    world.step()
+    world.reap()
+    world.settle()
+    assert not engines(world) & old
+
+
+def test_a_connector_of_the_image_is_not_replaced_by_an_upgrade():
+    world = SimulatedCluster(manifest(engine={"connector": "Image"}))
+    world.bring_up()
+    old = engines(world)
+    world.connector = ConnectorBundle("d" * 64, b"newer")
+    assert world.settle().steps == ()
+    assert engines(world) == old
+
+
+def test_a_change_of_the_router_alone_replaces_no_engine():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    old = engines(world)
+    world.edit(router={"replicas": 3, "resources": {"limits": {"memory": "4Gi"}}})
+    plan = world.step()
+    assert kinds(plan) == [("Apply", "PodDisruptionBudget"), ("Apply", "Deployment")]
+    assert engines(world) == old

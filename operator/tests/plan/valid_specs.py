@@ -84,6 +84,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 kvCacheDtype=st.sampled_from(["auto", "float32", "bfloat16"]),
                 attentionBackend=st.just("FLASH_ATTN"),
                 connector=st.sampled_from(["Bundled", "Image"]),
+                startupTimeoutSeconds=st.integers(60, 604_800),
                 extraArgs=ARGS,
                 env=ENV,
             )
@@ -94,6 +95,9 @@ def manifests(draw: st.DrawFn) -> dict:
             optional(
                 replicas=st.integers(0, 3),
                 policy=st.sampled_from(["RoundRobin", "CacheAware"]),
+                resources=st.just({"limits": {"memory": "4Gi"}}),
+                allowFrom=st.just([{"namespaceSelector": {}}, {"ipBlock": {"cidr": "10.0.0.0/8"}}]),
+                apiKeySecretRef=st.just({"name": "api"}),
                 podTemplate=TEMPLATES,
             )
         ),

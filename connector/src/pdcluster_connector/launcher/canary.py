@@ -200,8 +200,12 @@ async def keep_running(
     decode_ranks: int,
     ready: Callable[[], bool],
     make_prompt: Callable[[], list[int]],
+    key: str | None = None,
 ) -> None:
-    """Run canaries one at a time, through whatever link is due, for as long as this task lives."""
+    """Run canaries one at a time, through whatever link is due, for as long as this task lives.
+
+    ``key`` is the API key of the cluster's engines, where they ask for one.
+    """
     schedule = CanarySchedule()
     while True:
         now = time.monotonic()
@@ -209,7 +213,7 @@ async def keep_running(
         if row is None:
             await asyncio.sleep(_LOOK_EVERY)
             continue
-        prefill = EngineApi(session, row.peer.api.rstrip("/"))
+        prefill = EngineApi(session, row.peer.api.rstrip("/"), key)
         result = await run_ranks(
             prefill,
             decode,

@@ -20,6 +20,7 @@ from pdcluster_connector.launcher import versions
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.memory import GIB, MIB, available_bytes
 from pdcluster_connector.launcher.readiness import WILDCARDS
+from pdcluster_connector.protocol import api_key
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CONFIGS: Final = ("config.json", "params.json")
@@ -55,6 +56,7 @@ def problems(
         shm: the shared-memory file system.
     """
     told = versions.problems(found, environment)
+    told += key_problems(environment)
     told += model_problems(command.model, command.load_format)
     told += layout_problems(command)
     ports = (launcher, *_engine_ports(command))
@@ -67,6 +69,13 @@ def problems(
         told += pipeline_problems(command)
         told += memory_problems(command, environment, workers, available_bytes())
     return told
+
+
+def key_problems(environment: Mapping[str, str]) -> Iterator[str]:
+    """Tell why nobody could send the API key that this engine is given."""
+    key = environment.get(api_key.VARIABLE)
+    if key is not None and (wrong := api_key.problem(key)) is not None:
+        yield wrong
 
 
 def layout_problems(command: EngineCommand) -> Iterator[str]:

@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from pdcluster_connector.launcher.drain import Work, work
+from pdcluster_connector.protocol import api_key
 
 MAX_ANSWER: Final = 4 << 20
 # vLLM has this rank compute the request, whatever its load.
@@ -26,11 +27,15 @@ class ApiUnreachableError(Exception):
 class EngineApi:
     """One engine's API at ``http://host:port``.
 
-    Answers are read up to ``MAX_ANSWER`` bytes; every call has a deadline in seconds.
+    Answers are read up to ``MAX_ANSWER`` bytes; every call has a deadline in seconds. ``key`` is
+    the API key that the engine asks for, if it asks for one.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, address: str, key: str | None = None
+    ) -> None:
         self._session = session
+        self._key = api_key.headers(key)
         self.address = address
 
     async def health(self, seconds: float = 2.0) -> None:
@@ -70,7 +75,7 @@ class EngineApi:
                 method,
                 address,
                 json=body,
-                headers=headers,
+                headers={**self._key, **(headers or {})},
                 timeout=timeout,
                 allow_redirects=False,
             ) as answer:

@@ -43,6 +43,7 @@ exit code:
   on stderr and in --termination-log.
 
 environment:
+  VLLM_API_KEY              the key that the engine's API asks for; the launcher sends it too
   PDCLUSTER_ANY_VERSION=1   start also with a vLLM or NIXL outside of the supported range
 """
 

@@ -27,6 +27,7 @@ from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.launcher.readiness import Readiness, reachable, url
 from pdcluster_connector.launcher.rendezvous import Followers, Leader, Rendezvous
 from pdcluster_connector.launcher.terminal import say
+from pdcluster_connector.protocol import api_key
 
 # What vLLM chooses on CPU; on GPUs it is smaller, and the canary then moves more blocks.
 _USUAL_BLOCK: Final = 128
@@ -61,6 +62,7 @@ class Supervisor:
         self._readiness = Readiness(identity, options.role, command, versions)
         self._links = LinkTable((command.pipeline, command.tensor), command.data)
         self._token = secrets.token_urlsafe(24)
+        self._key = os.environ.get(api_key.VARIABLE)
         self._followers = Followers(command.nodes)
         self._lines = LastLines()
         self._engine = EngineProcess(self._on_line)
@@ -80,7 +82,7 @@ class Supervisor:
         killed_before = oom_kills()
         code = 128 + signal.SIGTERM  # of a stop before there is an engine
         async with aiohttp.ClientSession() as session:
-            self._api = EngineApi(session, self._own_api())
+            self._api = EngineApi(session, self._own_api(), self._key)
             followers = self._followers if self._command.nodes > 1 else None
             server = LauncherServer(
                 self._readiness, self._links, self._token, self._begin_drain, followers
@@ -250,6 +252,7 @@ class Supervisor:
             decode_ranks=self._command.data,
             ready=lambda: self._readiness.ready,
             make_prompt=lambda: canary.prompt(block, size, limit),
+            key=self._key,
         )
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:

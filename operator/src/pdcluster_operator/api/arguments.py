@@ -116,6 +116,7 @@ OWNED_FLAGS = {
     "--kv-transfer-config": "The operator writes it; use spec.transfer.",
     "--host": "The operator sets it.",
     "--port": "The operator sets it.",
+    "--api-key": "Use spec.router.apiKeySecretRef: arguments can be read by every process.",
     "--uds": "The operator serves the API on a port.",
     "--config": "Write the flags into extraArgs, where rules can see them.",
     "--model": "Name the model in spec.model.source.",

@@ -9,6 +9,9 @@ from .bounds import IMAGE
 from .enums import ConnectorSource, Switch
 from .fields import Cel, Doc, Free, Items, Quantities, Text, Whole
 
+# Two hours: docs/operations.md says which downloads fit in.
+STARTUP_SECONDS = 7200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvVar:
@@ -77,6 +80,14 @@ class EngineOverride:
         ConnectorSource | None,
         Doc("says where the connector comes from: Bundled mounts the operator's own copy."),
     ] = None
+    startup_timeout_seconds: Annotated[
+        int | None,
+        Doc(
+            "is how long an engine may take from its start until it serves, in seconds: download, "
+            "load, compilation. Then its container is restarted."
+        ),
+        Whole(60, 604_800),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +104,14 @@ class SharedEngine(EngineOverride):
         ConnectorSource | None,
         Doc("says where the connector comes from: Bundled mounts the operator's own copy."),
     ] = ConnectorSource.BUNDLED
+    startup_timeout_seconds: Annotated[
+        int | None,
+        Doc(
+            "is how long an engine may take from its start until it serves, in seconds: download, "
+            "load, compilation. Then its container is restarted."
+        ),
+        Whole(60, 604_800),
+    ] = STARTUP_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ class Rule(StrEnum):
     ARGUMENTS_OVERLAID = "ArgumentsOverlaid"
     NOTHING_TO_PAIR = "NothingToPair"
     HOST_PATH_NOT_ADMITTED = "HostPathNotAdmitted"
+    HOST_NAMESPACE = "HostNamespace"
     INSECURE_SIDE_CHANNEL = "InsecureSideChannel"
     REQUEST_LIMIT_MISMATCH = "RequestLimitMismatch"
     NO_MEMORY_REQUEST = "NoMemoryRequest"

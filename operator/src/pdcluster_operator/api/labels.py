@@ -171,9 +171,9 @@ def service_account_name(cluster: str) -> str:
     return f"{cluster}-pods"
 
 
-def budget_name(cluster: str, role: Role) -> str:
-    """Name of a role's PodDisruptionBudget."""
-    return f"{cluster}-{role}"
+def budget_name(cluster: str, component: str) -> str:
+    """Name of the PodDisruptionBudget of a role or of the routers."""
+    return f"{cluster}-{component}"
 
 
 def engines_policy_name(cluster: str) -> str:

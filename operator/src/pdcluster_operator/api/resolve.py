@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .arguments import Flag, merge_flags, parse_flags
-from .engine_types import EngineOverride, EnvVar, SharedEngine
+from .engine_types import STARTUP_SECONDS, EngineOverride, EnvVar, SharedEngine
 from .enums import ConnectorSource, Device, Role, Switch
 from .types import Cluster, Parallelism
 
@@ -34,6 +34,7 @@ class Engine:
     extra_args: tuple[str, ...]
     env: tuple[EnvVar, ...]
     connector: ConnectorSource
+    startup_timeout_seconds: int
     parallelism: Parallelism
 
     @property
@@ -65,6 +66,9 @@ def resolve_engine(cluster: Cluster, role: Role) -> Engine:
         extra_args=merge_flags(shared.extra_args, own.extra_args),
         env=_merge_env(shared, own),
         connector=own.connector or shared.connector or ConnectorSource.BUNDLED,
+        startup_timeout_seconds=own.startup_timeout_seconds
+        or shared.startup_timeout_seconds
+        or STARTUP_SECONDS,
         parallelism=spec.parallelism,
     )
 

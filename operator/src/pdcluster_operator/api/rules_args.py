@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pdcluster_connector.compat.versions import ANY_VERSION
+from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 
 from .arguments import OWNED_FLAGS, Flag, owned_flag, parse_flags
 from .engine_types import EngineOverride
@@ -90,10 +91,18 @@ def owned_variables(cluster: Cluster) -> frozenset[str]:
     source = cluster.spec.model.source.hugging_face
     download = {"HF_HOME"} if source is not None else set()
     token = {"HF_TOKEN"} if source is not None and source.token_secret_ref is not None else set()
-    return frozenset({"POD_IP", "VLLM_HOST_IP"} | download | token)
+    return frozenset({"POD_IP", "VLLM_HOST_IP", API_KEY_VARIABLE} | download | token)
 
 
 def _owned_variable(path: str, name: str) -> FieldError:
+    if name == API_KEY_VARIABLE:
+        return FieldError(
+            path,
+            name,
+            Rule.OWNED_VARIABLE,
+            "belongs to the operator: the router and the canary must send the key too",
+            "Name the Secret in spec.router.apiKeySecretRef.",
+        )
     return FieldError(
         path,
         name,

@@ -23,7 +23,7 @@ from .enums import (
     RouterPolicy,
     Switch,
 )
-from .fields import Doc, Free, Items, JsonName, Text, Whole
+from .fields import Doc, Free, Items, JsonName, Quantities, Text, Whole
 from .model_types import (
     ClaimSource,
     HostPathSource,
@@ -38,8 +38,8 @@ __all__ = [
     "Backend", "Canary", "ClaimSource", "Cluster", "ConnectorSource", "Device", "EngineOverride",
     "EnvVar", "HostPathSource", "HuggingFaceSource", "LoadFailurePolicy", "Model", "ModelCache",
     "ModelSource", "Parallelism", "Rdma", "Resources", "Role", "RoleSpec", "Rollout",
-    "RolloutType", "Router", "RouterPolicy", "SecretKeyRef", "SharedEngine", "Spec", "Switch",
-    "Transfer", "Verification",
+    "RolloutType", "Router", "RouterPolicy", "RouterResources", "SecretKeyRef", "SharedEngine",
+    "Spec", "Switch", "Transfer", "Verification",
 ]  # fmt: skip
 
 
@@ -93,6 +93,22 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterResources:
+    """Compute resources of each router pod.
+
+    The defaults are measured, see docs/operations.md. There is no CPU limit: a router that is
+    throttled delays every token of every request.
+    """
+
+    requests: Annotated[Quantities, Doc("are the resources that a pod is promised.")] = field(
+        default_factory=lambda: Quantities(cpu="250m", memory="256Mi")
+    )
+    limits: Annotated[Quantities, Doc("are the resources that a pod may use at most.")] = field(
+        default_factory=lambda: Quantities(memory="2Gi")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
     """The router before the engines: vLLM's own vllm-router."""
 
@@ -105,6 +121,24 @@ class Router:
         Doc("is the router's container image: one that holds vllm-router."),
         IMAGE,
     ] = "docker.io/vllm/vllm-router:nightly-20260710-b93cbcb"
+    resources: Annotated[RouterResources, Doc("are the compute resources of each router pod.")] = (
+        field(default_factory=RouterResources)
+    )
+    api_key_secret_ref: Annotated[
+        SecretKeyRef | None,
+        Doc(
+            "is the Secret that holds the key that clients must send, as Authorization: Bearer "
+            "KEY. The router and the engines ask for it; without it nobody needs one."
+        ),
+    ] = None
+    allow_from: Annotated[
+        tuple[Free, ...] | None,
+        Doc(
+            "are the NetworkPolicyPeers that may reach the router, or the engines' API where "
+            "replicas is 0; anybody if not given."
+        ),
+        Items(64, 1),
+    ] = None
     pod_template: Annotated[
         Free | None,
         Doc("is a Kubernetes pod template, merged over ours; containers merge by name (router)."),

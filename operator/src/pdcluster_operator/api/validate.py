@@ -13,6 +13,7 @@ from .rules_args import argument_errors
 from .rules_flags import flag_errors
 from .rules_host_path import host_path_errors, host_path_warnings
 from .rules_images import image_errors, image_warnings
+from .rules_exposure import exposure_errors, exposure_warnings
 from .rules_layout import layout_errors
 from .rules_one_sided import one_sided_warnings
 from .rules_pair import pair_findings
@@ -69,6 +70,7 @@ def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
     yield from argument_errors(cluster)
     yield from flag_errors(cluster)
     yield from trap_errors(cluster)
+    yield from exposure_errors(cluster)
     yield from pair.errors
 
 
@@ -79,3 +81,4 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from resource_warnings(cluster)
     yield from pod_template_warnings(cluster)
     yield from trap_warnings(cluster)
+    yield from exposure_warnings(cluster)

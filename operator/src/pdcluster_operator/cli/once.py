@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from pdcluster_connector.protocol.api_key import headers
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.tables import short
 
@@ -44,12 +45,20 @@ class Answer:
         return self.received > 0
 
 
-async def ask(url: str, model: str, prompt: str, max_tokens: int, decode: Iterable[str]) -> Answer:
+async def ask(
+    url: str,
+    model: str,
+    prompt: str,
+    max_tokens: int,
+    decode: Iterable[str],
+    key: str | None = None,
+) -> Answer:
     """Send one completion.
 
     Args:
         url: base URL of the router.
         decode: base URLs of the decode engines' APIs, whose metrics are read before and after.
+        key: the API key, where the cluster asks for one.
 
     Raises :class:`UserError` when the request fails.
     """
@@ -58,7 +67,7 @@ async def ask(url: str, model: str, prompt: str, max_tokens: int, decode: Iterab
     async with aiohttp.ClientSession(timeout=timeout) as http:
         before = await _received(http, decode)
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        document = await _post(http, f"{url}/v1/completions", body)
+        document = await _post(http, f"{url}/v1/completions", body, headers(key))
         after = await _received(http, decode)
     choice = (document.get("choices") or [{}])[0]
     params = document.get("kv_transfer_params") or {}
@@ -94,9 +103,11 @@ def _logical(path: Mapping[str, Any], role: str) -> str:
     return str(path.get(role) or "?").partition("/")[0]
 
 
-async def _post(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+async def _post(
+    http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], sent: Mapping[str, str]
+) -> dict[str, Any]:
     try:
-        async with http.post(url, json=body) as answer:
+        async with http.post(url, json=body, headers=sent) as answer:
             text = (await answer.content.read(MAX_ANSWER)).decode(errors="replace")
             while chunk := await answer.content.read(MAX_ANSWER):
                 text += chunk.decode(errors="replace")

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
 from pdcluster_operator.adapters.local.cluster import (
     NOT_SIMULATED,
@@ -153,9 +154,11 @@ class _Run:
         self._show(snapshot)
         url = self._endpoint(local, key)
         request = {"model": self._cluster.served_name, "prompt": "Once upon a time"}
+        key = f"${API_KEY_VARIABLE}"
+        sent = f' -H "Authorization: Bearer {key}"' if self._asks_for_key else ""
         self._print(
             f"endpoint: {url}\n\n  curl {url}/v1/completions -H 'Content-Type: application/json' "
-            f"\\\n    -d '{json.dumps(request)}'\n\nCtrl-C stops it."
+            f"\\\n   {sent} -d '{json.dumps(request)}'\n\nCtrl-C stops it."
         )
         self._view.know_conditions(snapshot)
         await self._watch(local, key, lambda _: False)
@@ -207,7 +210,9 @@ class _Run:
             f"http://{pod.address}:{HTTP_PORT}" for pod in snapshot.pods if pod.role == "decode"
         ]
         url = self._endpoint(local, key)
-        answer = await ask(url, self._cluster.served_name, prompt, self._options.max_tokens, decode)
+        model, tokens = self._cluster.served_name, self._options.max_tokens
+        key = os.environ.get(API_KEY_VARIABLE) if self._asks_for_key else None
+        answer = await ask(url, model, prompt, tokens, decode, key)
         self._show(take_snapshot(local, key))
         self._print(
             f"prompt:  {prompt}\nanswer:  {answer.text!r} ({answer.tokens} tokens)\n"
@@ -217,6 +222,10 @@ class _Run:
             self._print("error: the KV cache did not move for this request")
             return Exit.KV_DID_NOT_MOVE
         return Exit.DONE
+
+    @property
+    def _asks_for_key(self) -> bool:
+        return self._cluster.spec.router.api_key_secret_ref is not None
 
     def _endpoint(self, local: LocalCluster, key: Key) -> str:
         """Return the endpoint, with an address of this machine in place of the Service's name."""

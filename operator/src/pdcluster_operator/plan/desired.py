@@ -17,7 +17,7 @@ from pdcluster_operator.api.resolve import Engine, resolve_engine
 from pdcluster_operator.api.types import Cluster, Role
 
 from .builders.connector_configmap import build_connector_configmap
-from .builders.disruption_budget import build_disruption_budget
+from .builders.disruption_budget import build_disruption_budget, build_router_budget
 from .builders.engine_service import build_engine_service
 from .builders.engine_statefulset import build_engine_statefulset, engine_names, engine_revision
 from .builders.network_policies import build_engines_policy, build_router_policy
@@ -100,7 +100,7 @@ class _Build:
         self, names: Mapping[Role, tuple[EngineName, ...]], skipped: AbstractSet[EngineName]
     ) -> Iterator[Wanted]:
         yield from self._fences()
-        if any(engine.connector is ConnectorSource.BUNDLED for engine in self.engines.values()):
+        if self._needs_connector():
             connector = build_connector_configmap(self.cluster, self.connector)
             yield Wanted(connector, "the connector that engines mount")
         for role in Role:
@@ -108,13 +108,23 @@ class _Build:
                 if name not in skipped:
                     yield from self._engine(name)
         router = build_router_deployment(
-            self.cluster, self.pairing_key, names[Role.PREFILL], names[Role.DECODE]
+            self.cluster,
+            self.pairing_key,
+            names[Role.PREFILL],
+            names[Role.DECODE],
+            self.connector.digest,
         )
         if router is not None:
             yield Wanted(router, "the router before the engines")
         service = build_router_service(self.cluster, self.pairing_key)
         if service is not None:
             yield Wanted(service, "the address for clients")
+
+    def _needs_connector(self) -> bool:
+        router = self.cluster.spec.router
+        if router.replicas and router.api_key_secret_ref is not None:
+            return True  # a router's image never holds the gate
+        return any(engine.connector is ConnectorSource.BUNDLED for engine in self.engines.values())
 
     def _fences(self) -> Iterator[Wanted]:
         """Yield what must stand before the first pod: who pods are and who may reach them."""
@@ -127,6 +137,9 @@ class _Build:
         for role in Role:
             budget = build_disruption_budget(self.cluster, role)
             yield Wanted(budget, f"how many {role} engines may be evicted at once")
+        budget_of_routers = build_router_budget(self.cluster, self.pairing_key)
+        if budget_of_routers is not None:
+            yield Wanted(budget_of_routers, "how many routers may be evicted at once")
 
     def _engine(self, name: EngineName) -> Iterator[Wanted]:
         service = build_engine_service(self.cluster, name, self.pairing_key)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.adapters.local.addresses import AddressBook
 from pdcluster_operator.adapters.local.api import LocalApi, Manifest
@@ -53,6 +54,7 @@ INHERITED = (
     "XDG_CACHE_HOME",
     "HF_TOKEN",
     "HF_HUB_OFFLINE",
+    API_KEY_VARIABLE,
     "CUDA_VISIBLE_DEVICES",
     "PDCLUSTER_ANY_VERSION",
 )

@@ -12,6 +12,7 @@ from pdcluster_operator.plan.model import ConnectorBundle
 from .metadata import child_metadata
 
 CONNECTOR_FILE = "connector.pyz"
+CONNECTOR_FOLDER = "/pdcluster"
 
 
 def build_connector_configmap(cluster: Cluster, connector: ConnectorBundle) -> dict[str, Any]:
@@ -24,3 +25,13 @@ def build_connector_configmap(cluster: Cluster, connector: ConnectorBundle) -> d
         "immutable": True,
         "binaryData": {CONNECTOR_FILE: base64.b64encode(connector.data).decode()},
     }
+
+
+def connector_volume(cluster: Cluster, digest: str) -> dict[str, Any]:
+    """Return the volume of a pod that mounts this ConfigMap."""
+    return {"name": "connector", "configMap": {"name": connector_name(cluster.name, digest)}}
+
+
+def connector_mount() -> dict[str, Any]:
+    """Return where a container sees it."""
+    return {"name": "connector", "mountPath": CONNECTOR_FOLDER, "readOnly": True}

@@ -1,7 +1,8 @@
-"""How many pods of a role may be evicted at once: as many as cost one engine."""
+"""How many pods may be evicted at once: as many as cost one engine, or one router."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.api.labels import (
@@ -13,6 +14,7 @@ from pdcluster_operator.api.labels import (
 from pdcluster_operator.api.types import Cluster, Role
 
 from .metadata import child_metadata
+from .router_deployment import ROUTER_COMPONENT, router_selector
 
 
 def build_disruption_budget(cluster: Cluster, role: Role) -> dict[str, Any]:
@@ -22,14 +24,26 @@ def build_disruption_budget(cluster: Cluster, role: Role) -> dict[str, Any]:
     no second engine goes before this one is back. Pods that are not ready may always go, or
     a node could not be drained of a broken engine.
     """
-    labels = cluster_labels(cluster.name, role.value)
+    selector = {CLUSTER_LABEL: cluster.name, ROLE_LABEL: role.value}
+    return _budget(cluster, role.value, selector)
+
+
+def build_router_budget(cluster: Cluster, pairing_key: str) -> dict[str, Any] | None:
+    """Return the routers' PodDisruptionBudget; None for one router, which could never go."""
+    if cluster.spec.router.replicas < 2:
+        return None
+    return _budget(cluster, ROUTER_COMPONENT, router_selector(cluster, pairing_key))
+
+
+def _budget(cluster: Cluster, component: str, selector: Mapping[str, str]) -> dict[str, Any]:
+    labels = cluster_labels(cluster.name, component)
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": child_metadata(cluster, budget_name(cluster.name, role), labels),
+        "metadata": child_metadata(cluster, budget_name(cluster.name, component), labels),
         "spec": {
             "maxUnavailable": 1,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": {CLUSTER_LABEL: cluster.name, ROLE_LABEL: role.value}},
+            "selector": {"matchLabels": dict(selector)},
         },
     }

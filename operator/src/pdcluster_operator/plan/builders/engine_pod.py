@@ -12,7 +12,6 @@ from pdcluster_operator.api.labels import (
     POD_INDEX_LABEL,
     SIDE_CHANNEL_PORT,
     EngineName,
-    connector_name,
     engine_labels,
     service_account_name,
 )
@@ -22,16 +21,19 @@ from pdcluster_operator.api.resources import added_limits
 from pdcluster_operator.api.types import Cluster
 from pdcluster_operator.plan.merge import merge
 
-from .connector_configmap import CONNECTOR_FILE
+from .api_key import api_key_env
+from .connector_configmap import (
+    CONNECTOR_FILE,
+    CONNECTOR_FOLDER,
+    connector_mount,
+    connector_volume,
+)
 from .model_volumes import model_env, model_mounts, model_volumes
 from .vllm_args import NODE_RANK_VARIABLE, vllm_args
 
-CONNECTOR_FOLDER = "/pdcluster"
 SHARED_MEMORY = {Device.CUDA: "8Gi", Device.CPU: "2Gi"}
 TERMINATION_LOG = "/dev/termination-log"
 SHM_FOLDER = "/dev/shm"  # noqa: S108 (a mount of the pod's own)
-# A download of hundreds of gigabytes and a compilation fit in; a hang does not stay unseen.
-STARTUP_SECONDS = 7200
 PROBE_PERIOD_SECONDS = 2
 # Channels before positions: so a Mamba model's convolution states can be cut by tensor rank, and
 # the two roles may differ in tensor size. Other models do not look at it.
@@ -55,7 +57,7 @@ def build_engine_pod(
             "terminationGracePeriodSeconds": grace_period(cluster),
             "containers": [_container(cluster, engine, name)],
             "volumes": [
-                *_connector_volumes(engine, cluster, digest),
+                *_volumes(engine, cluster, digest),
                 *model_volumes(cluster),
                 {
                     "name": "shm",
@@ -99,9 +101,9 @@ def _container(cluster: Cluster, engine: Engine, name: EngineName) -> dict[str, 
         "env": _env(cluster, engine),
         "ports": _ports(engine),
         "resources": _resources(cluster, engine),
-        "volumeMounts": [*_connector_mounts(engine), *model_mounts(cluster),
+        "volumeMounts": [*_mounts(engine), *model_mounts(cluster),
                          {"name": "shm", "mountPath": SHM_FOLDER}],
-        "startupProbe": _probe(failures=STARTUP_SECONDS // PROBE_PERIOD_SECONDS),
+        "startupProbe": _probe(failures=engine.startup_timeout_seconds // PROBE_PERIOD_SECONDS),
         "readinessProbe": _probe(failures=3),
         "securityContext": _security(cluster),
         "terminationMessagePath": TERMINATION_LOG,
@@ -129,6 +131,7 @@ def _env(cluster: Cluster, engine: Engine) -> list[dict[str, Any]]:
         label = {"fieldRef": {"fieldPath": f"metadata.labels['{POD_INDEX_LABEL}']"}}
         env.append({"name": NODE_RANK_VARIABLE, "valueFrom": label})
     env += model_env(cluster)
+    env += api_key_env(cluster)
     for var in engine.env:
         if var.value_from is not None:
             env.append({"name": var.name, "valueFrom": dict(var.value_from)})
@@ -165,13 +168,9 @@ def _security(cluster: Cluster) -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
-def _connector_volumes(engine: Engine, cluster: Cluster, digest: str) -> list[dict[str, Any]]:
-    if engine.connector is ConnectorSource.IMAGE:
-        return []
-    return [{"name": "connector", "configMap": {"name": connector_name(cluster.name, digest)}}]
+def _volumes(engine: Engine, cluster: Cluster, digest: str) -> list[dict[str, Any]]:
+    return [] if engine.connector is ConnectorSource.IMAGE else [connector_volume(cluster, digest)]
 
 
-def _connector_mounts(engine: Engine) -> list[dict[str, Any]]:
-    if engine.connector is ConnectorSource.IMAGE:
-        return []
-    return [{"name": "connector", "mountPath": CONNECTOR_FOLDER, "readOnly": True}]
+def _mounts(engine: Engine) -> list[dict[str, Any]]:
+    return [] if engine.connector is ConnectorSource.IMAGE else [connector_mount()]

@@ -40,25 +40,36 @@ def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> di
         "podSelector": {"matchLabels": dict(OPERATOR_LABELS)},
     }
     router = {"podSelector": {"matchLabels": _router(cluster)}}
-    clients: dict[str, Any] = {"ports": _ports(HTTP_PORT)}
-    if cluster.spec.router.replicas:
-        clients["from"] = [router]
+    clients = [router] if cluster.spec.router.replicas else _clients(cluster)
     ingress = [
         {"from": [{"podSelector": _engines(cluster)}]},
         {"from": [operator], "ports": _ports(LAUNCHER_PORT)},
-        clients,
+        _rule(clients, HTTP_PORT),
     ]
     name = engines_policy_name(cluster.name)
     return _policy(cluster, name, "engine", _engines(cluster), ingress)
 
 
 def build_router_policy(cluster: Cluster) -> dict[str, Any] | None:
-    """Return what routers let in: clients from anywhere, and whoever reads metrics."""
+    """Return what routers let in: their clients, and whoever reads metrics."""
     if cluster.spec.router.replicas == 0:
         return None
-    ingress = [{"ports": _ports(ROUTER_PORT, ROUTER_METRICS_PORT)}]
+    clients = _clients(cluster)
+    ingress = [_rule(clients, ROUTER_PORT, ROUTER_METRICS_PORT)]
+    if clients:
+        ingress = [_rule(clients, ROUTER_PORT), _rule([], ROUTER_METRICS_PORT)]
     name = router_policy_name(cluster.name)
     return _policy(cluster, name, ROUTER_COMPONENT, {"matchLabels": _router(cluster)}, ingress)
+
+
+def _clients(cluster: Cluster) -> list[dict[str, Any]]:
+    return [dict(peer) for peer in cluster.spec.router.allow_from or ()]
+
+
+def _rule(peers: list[dict[str, Any]], *ports: int) -> dict[str, Any]:
+    """Return an ingress rule; without peers it lets anybody in."""
+    rule: dict[str, Any] = {"ports": _ports(*ports)}
+    return {**rule, "from": peers} if peers else rule
 
 
 def _policy(

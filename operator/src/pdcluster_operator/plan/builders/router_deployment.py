@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdcluster_operator.api.enums import RouterPolicy
 from pdcluster_operator.api.labels import (
     CLUSTER_LABEL,
+    LAUNCHER_PORT,
     PAIRING_LABEL,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
@@ -20,6 +21,13 @@ from pdcluster_operator.api.pod_templates import ROUTER_CONTAINER
 from pdcluster_operator.api.types import Cluster
 from pdcluster_operator.plan.merge import merge
 
+from .api_key import api_key_env
+from .connector_configmap import (
+    CONNECTOR_FILE,
+    CONNECTOR_FOLDER,
+    connector_mount,
+    connector_volume,
+)
 from .metadata import child_metadata
 
 ROUTER_COMPONENT = "router"
@@ -31,6 +39,7 @@ POLICIES = {
     RouterPolicy.CONSISTENT_HASH: "consistent_hash",
 }
 NOBODY = 65_532
+GATE_MODULE = "pdcluster_connector.launcher.router_gate"
 # The router listens only once every engine answers, and gives up after this long.
 WORKER_STARTUP_SECONDS = 86_400
 
@@ -40,13 +49,18 @@ def build_router_deployment(
     pairing_key: str,
     prefill: Sequence[EngineName],
     decode: Sequence[EngineName],
+    digest: str,
 ) -> dict[str, Any] | None:
-    """Return the Deployment; None without routers, or without engines of both roles."""
+    """Return the Deployment; None without routers, or without engines of both roles.
+
+    Args:
+        digest: of the connector, which holds the gate that asks for the API key.
+    """
     router = cluster.spec.router
     if router.replicas == 0 or not prefill or not decode:
         return None
     labels = router_labels(cluster, pairing_key)
-    template = {
+    template: dict[str, Any] = {
         "metadata": {"labels": labels},
         "spec": {
             "serviceAccountName": service_account_name(cluster.name),
@@ -65,6 +79,8 @@ def build_router_deployment(
             "containers": [_container(cluster, prefill, decode)],
         },
     }
+    if router.api_key_secret_ref is not None:
+        template["spec"]["volumes"] = [connector_volume(cluster, digest)]
     merged = merge(merge(template, router.pod_template or {}), {"metadata": {"labels": labels}})
     name = router_deployment_name(cluster.name, pairing_key)
     return {
@@ -111,7 +127,7 @@ def _container(
         "--prometheus-host", "0.0.0.0",  # noqa: S104 (a pod's own network)
         "--prometheus-port", str(ROUTER_METRICS_PORT),
     ]  # fmt: skip
-    return {
+    container = {
         "name": ROUTER_CONTAINER,
         "image": cluster.spec.router.image,
         "command": ["vllm-router"],
@@ -120,6 +136,7 @@ def _container(
             {"name": "http", "containerPort": ROUTER_PORT, "protocol": "TCP"},
             {"name": "metrics", "containerPort": ROUTER_METRICS_PORT, "protocol": "TCP"},
         ],
+        "resources": _resources(cluster),
         "readinessProbe": {
             "httpGet": {"path": "/readiness", "port": "http"},
             "periodSeconds": 2,
@@ -132,3 +149,42 @@ def _container(
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+    return (
+        container if cluster.spec.router.api_key_secret_ref is None else _gated(cluster, container)
+    )
+
+
+def _gated(cluster: Cluster, container: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the container with the gate as its process, which starts the router.
+
+    The router then answers nobody without the key, not even a kubelet: the gate asks for it.
+    """
+    return {
+        **container,
+        "command": ["python3", "-m", GATE_MODULE],
+        "args": [
+            "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
+            "--port", str(LAUNCHER_PORT),
+            "--",
+            *container["args"],
+        ],
+        "env": [
+            {"name": "PYTHONPATH", "value": f"{CONNECTOR_FOLDER}/{CONNECTOR_FILE}"},
+            *api_key_env(cluster),
+        ],
+        "ports": [
+            *container["ports"],
+            {"name": "gate", "containerPort": LAUNCHER_PORT, "protocol": "TCP"},
+        ],
+        "volumeMounts": [connector_mount()],
+        "readinessProbe": {
+            **container["readinessProbe"],
+            "httpGet": {"path": "/readyz", "port": "gate"},
+        },
+    }  # fmt: skip
+
+
+def _resources(cluster: Cluster) -> dict[str, Any]:
+    given = cluster.spec.router.resources
+    parts = {"requests": dict(given.requests), "limits": dict(given.limits)}
+    return {name: part for name, part in parts.items() if part}

@@ -13,6 +13,8 @@ from pdcluster_operator.api.labels import HTTP_PORT, MASTER_PORT, SIDE_CHANNEL_P
 from pdcluster_operator.api.resolve import Engine
 from pdcluster_operator.api.types import Cluster
 
+from .api_key import api_key_args
+
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 BUFFER_DEVICES = {Device.CUDA: "cuda", Device.CPU: "cpu"}
 NODE_RANK_VARIABLE = "PDCLUSTER_NODE_RANK"
@@ -34,6 +36,7 @@ def vllm_args(cluster: Cluster, engine: Engine, name: EngineName) -> list[str]:
         words += ["--max-model-len", str(engine.max_model_len)]
     if engine.attention_backend is not None:
         words += ["--attention-backend", engine.attention_backend]
+    words += api_key_args(cluster)
     words += ["--kv-transfer-config", kv_transfer_config(cluster, engine.role)]
     return [*words, *engine.extra_args]
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.adapters.local.addresses import AddressBook, PortBusyError
 from pdcluster_operator.adapters.local.api import LocalApi, Manifest
 from pdcluster_operator.adapters.local.kubelet.container import Container
@@ -161,9 +162,13 @@ class PodRun:
         local = Substitutions(self._address, folders, self._kubelet.resolve)
         environment = kubernetes_environment(self.pod, spec, self._address)
         command = [local.apply(word) for word in kubernetes_command(spec, environment)]
-        merged = self._kubelet.environment | {
-            name: local.apply(value) for name, value in environment.items()
+        asked = {entry["name"] for entry in spec.get("env") or ()}
+        inherited = {
+            name: value
+            for name, value in self._kubelet.environment.items()
+            if name != API_KEY_VARIABLE or name in asked
         }
+        merged = inherited | {name: local.apply(value) for name, value in environment.items()}
         return Container(
             spec,
             command=command,

@@ -1,0 +1,185 @@
+"""The real vllm-router behind its gate: nobody gets through, or around it, without the key."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from launched import wait_for
+
+from loopback import free_port
+from pdcluster_connector.launcher import router_gate
+from pdcluster_connector.launcher.router_gate import EX_CONFIG, Gate
+
+KEY = "sk-the-right-one"
+MODULE = "pdcluster_connector.launcher.router_gate"
+
+
+class Engine(BaseHTTPRequestHandler):
+    """An engine that notes whose key it was shown."""
+
+    keys: ClassVar[set[str]] = set()
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path == "/v1/completions":
+            self.keys.add(self.headers["Authorization"])
+        self._answer({"choices": [], "kv_transfer_params": {"do_remote_prefill": True}})
+
+    def _answer(self, document: object) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The router's URL and its gate's."""
+    engines = [ThreadingHTTPServer(("127.0.0.1", 0), Engine) for _ in range(2)]
+    for engine in engines:
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+    prefill, decode = (f"http://127.0.0.1:{engine.server_port}" for engine in engines)
+    port, gate, metrics = free_port(), free_port(), free_port()
+    log = tmp_path_factory.mktemp("router") / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", MODULE, "--port", str(gate), "--",
+                "--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode,
+                "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin",
+                "--worker-startup-check-interval", "1", "--prometheus-port", str(metrics),
+            ],
+            env={**os.environ, "VLLM_API_KEY": KEY},
+            stdout=out,
+            stderr=out,
+        )  # fmt: skip
+    try:
+        wait_for(lambda: asked(f"http://127.0.0.1:{gate}/readyz") == 200, 60)
+        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{gate}"
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        raise AssertionError(f"{error}\n{log.read_text()[-3000:]}") from None
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(20)
+        for engine in engines:
+            engine.shutdown()
+            engine.server_close()
+    assert asked(f"http://127.0.0.1:{port}/liveness", KEY) == 0, "the router ends with its gate"
+
+
+def asked(url: str, key: str | None = None, body: object = None) -> int:
+    """The status of an answer; 0 where nothing listens."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", COMPLETION),
+        ("/v1/completions", {**COMPLETION, "stream": True}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"model": "tiny", "input": "x"}),
+        ("/v1/models", None),
+        ("/v1/anything", COMPLETION),
+        ("/tokenize", COMPLETION),
+        ("/invocations", COMPLETION),
+        ("/workers", None),
+        ("/list_workers", None),
+        ("/readiness", None),
+        ("/flush_cache", {}),
+        ("/remove_worker?url=http://127.0.0.1:1", {}),
+    ],
+)
+def test_every_path_of_the_router_asks_for_the_key(
+    urls: tuple[str, str], path: str, body: object
+) -> None:
+    router = urls[0]
+    assert asked(router + path, None, body) == 401
+    assert asked(router + path, "sk-a-wrong-one", body) == 401
+    assert asked(router + path, "", body) == 401
+    assert asked(router + path, KEY, body) < 300
+
+
+def test_engines_see_the_key_and_no_other(urls: tuple[str, str]) -> None:
+    assert asked(f"{urls[0]}/v1/completions", KEY, COMPLETION) == 200
+    assert Engine.keys == {f"Bearer {KEY}"}
+
+
+def test_the_gate_itself_tells_no_more_than_the_router(urls: tuple[str, str]) -> None:
+    gate = urls[1]
+    assert asked(f"{gate}/check") == 401
+    assert asked(f"{gate}/check", KEY[:-1]) == 401
+    assert asked(f"{gate}/check", KEY) == 200
+    assert asked(f"{gate}/v1/models", KEY) == 404
+
+
+def test_ready_is_what_the_router_says() -> None:
+    nobody = free_port()
+    gate = Gate(("127.0.0.1", 0), KEY, ("127.0.0.1", nobody))
+    threading.Thread(target=gate.serve_forever, daemon=True).start()
+    try:
+        assert asked(f"http://127.0.0.1:{gate.server_port}/readyz") == 503
+    finally:
+        gate.shutdown()
+        gate.server_close()
+
+
+@pytest.mark.parametrize("key", ["", "newline\n", "sp ace", "schlüssel"])
+def test_a_key_that_nobody_can_send_is_refused_at_the_start(key: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", MODULE, "--", "--vllm-pd-disaggregation"],
+        env={**os.environ, "VLLM_API_KEY": key},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == EX_CONFIG
+    assert done.stderr.startswith("pdcluster: VLLM_API_KEY")
+    assert not key or key not in done.stderr
+
+
+def test_an_image_with_the_program_alone_gets_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_gate.importlib.util, "find_spec", lambda _: None)
+    command = router_gate.router_command("http://127.0.0.1:5590/check", ["--port", "8000"])
+    url = ["--api-key-validation-urls", "http://127.0.0.1:5590/check"]
+    assert command == ["vllm-router", *url, "--port", "8000"]

@@ -1,0 +1,109 @@
+"""Who gets to a cluster's API: a key from a Secret, and a NetworkPolicy that is enforced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster_access import Proxy
+from cluster_install import Installation
+from cluster_run import ClusterRun, manifest, running
+
+from cluster.session import Cluster
+from images.for_cluster import template
+from pdcluster_operator.api.labels import HTTP_PORT
+from pdcluster_operator.plan.merge import merge
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+KEY = "sk-cluster-0123456789"
+# Told to a pod that is let in and to one that is not; 0 is: no connection.
+ASK = """
+import json, sys, urllib.error, urllib.request
+url, key = sys.argv[1:3]
+body = json.dumps({"model": "guarded", "prompt": "x", "max_tokens": 2}).encode()
+request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+if key:
+    request.add_header("Authorization", f"Bearer {key}")
+try:
+    print(urllib.request.urlopen(request, timeout=float(sys.argv[3])).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+except OSError:
+    print(0)
+"""
+
+
+def client(name: str, image: str) -> dict[str, Any]:
+    """A pod that waits to be told what to ask."""
+    spec = {
+        "terminationGracePeriodSeconds": 0,
+        "automountServiceAccountToken": False,
+        "containers": [{"name": "client", "image": image, "command": ["sleep", "3600"]}],
+    }
+    pod: dict[str, Any] = merge({"spec": spec}, template_of_client())
+    labels = {"client": name}
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, **pod}
+
+
+def template_of_client() -> dict[str, Any]:
+    text = json.dumps(template("router"))
+    return json.loads(text.replace('"name": "router"', '"name": "client"'))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def guarded(cluster: Cluster, proxy: Proxy, operator: Installation) -> Iterator[ClusterRun]:
+    document = manifest(
+        "guarded",
+        router={
+            "apiKeySecretRef": {"name": "api", "key": "key"},
+            "allowFrom": [{"podSelector": {"matchLabels": {"client": "friend"}}}],
+        },
+    )
+    with running(cluster, proxy, None, "guarded") as run:
+        run.kubectl("create", "secret", "generic", "api", f"--from-literal=key={KEY}")
+        run.apply(document)
+        for name in ("friend", "stranger"):
+            run.kubectl(
+                "apply",
+                "--filename=-",
+                stdin=json.dumps(client(name, document["spec"]["router"]["image"])),
+            )
+        run.wait_ready()
+        run.kubectl("wait", "--for=condition=Ready", "pod/friend", "pod/stranger", "--timeout=60s")
+        yield run
+
+
+def asked(run: ClusterRun, who: str, url: str, key: str = "", seconds: float = 60) -> int:
+    words = ("python3", "-c", ASK, url, key, str(seconds))
+    return int(run.kubectl("exec", who, "--", *words))
+
+
+def test_ready_with_a_key_means_that_the_canary_had_it(guarded: ClusterRun) -> None:
+    assert guarded.condition("KVPathVerified")["status"] == "True"
+    assert guarded.condition("Available")["status"] == "True"
+
+
+def test_the_router_asks_the_friend_for_the_key_and_hears_no_stranger(guarded: ClusterRun) -> None:
+    url = f"http://{guarded.service_address()}:{HTTP_PORT}/v1/completions"
+    assert asked(guarded, "friend", url) == 401
+    assert asked(guarded, "friend", url, "sk-wrong") == 401
+    assert asked(guarded, "friend", url, KEY) == 200
+    assert asked(guarded, "stranger", url, KEY, 5) == 0
+
+
+def test_engines_hear_neither_and_ask_for_the_key_themselves(guarded: ClusterRun) -> None:
+    pod = guarded.pods("decode")[0]
+    url = f"http://{pod['status']['podIP']}:{HTTP_PORT}/v1/completions"
+    for who in ("friend", "stranger"):
+        assert asked(guarded, who, url, KEY, 5) == 0
+    assert guarded.complete("x", role="decode").status == 401
+    assert guarded.at_pod(guarded.pod("decode"), HTTP_PORT, "GET", "/health").status == 200
+
+
+def test_the_key_stands_in_no_object_but_the_secret(guarded: ClusterRun) -> None:
+    kinds = "pdc,pod,statefulset,deployment,replicaset,configmap,event"
+    assert KEY not in guarded.kubectl("get", kinds, "--output=yaml")

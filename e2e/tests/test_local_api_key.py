@@ -1,0 +1,92 @@
+"""A key for the API: real engines, launchers and the router, with it and without."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from kv_load import text
+from local_run import LocalRun, manifest
+from reply import Reply, answer
+
+from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
+from pdcluster_operator.cli.once import ask
+
+pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
+
+KEY = "sk-local-0123456789"
+ENGINES = ("prefill", "decode")
+EVERYWHERE = ("router", *ENGINES)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
+    """Ready: the canary went through both engines, and the router's readiness was asked for."""
+    folder: Path = tmp_path_factory.mktemp("local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", KEY)
+        guarded = manifest(router={"apiKeySecretRef": {"name": "api", "key": "key"}})
+        with LocalRun(guarded, folder) as run:
+            run.wait_ready()
+            yield run
+
+
+def post(run: LocalRun, role: str, path: str, key: str | None) -> Reply:
+    body = {"model": "tiny", "prompt": text(60, 7), "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://{run.address(role)}:{HTTP_PORT}{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    return answer(request)
+
+
+@pytest.mark.parametrize("role", EVERYWHERE)
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations", "/tokenize"])
+@pytest.mark.parametrize("key", [None, "sk-wrong"])
+def test_without_the_key_nothing_is_served(
+    run: LocalRun, role: str, path: str, key: str | None
+) -> None:
+    assert post(run, role, path, key).status == 401
+
+
+@pytest.mark.parametrize("role", ENGINES)
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+def test_probes_and_prometheus_need_none(run: LocalRun, role: str, path: str) -> None:
+    assert (run.get(role, HTTP_PORT, path) == "") is (path == "/health")
+
+
+def test_with_the_key_kv_moves_through_the_router(run: LocalRun) -> None:
+    url = f"http://{run.address('router')}:{HTTP_PORT}"
+    decode = [f"http://{run.address('decode')}:{HTTP_PORT}"]
+    asked = ask(url, "tiny", text(60, 8), 8, decode, KEY)
+    reply = asyncio.run(asked)
+    assert reply.moved
+    assert reply.tokens == 8
+    assert (
+        reply.text
+        == asyncio.run(
+            ask(f"http://{run.address('prefill')}:{HTTP_PORT}", "tiny", text(60, 8), 8, [], KEY)
+        ).text
+    )
+
+
+def test_the_key_stands_in_no_argument_and_in_no_log(run: LocalRun) -> None:
+    for process in psutil.Process().children(recursive=True):
+        assert KEY not in " ".join(process.cmdline())
+    logs = [path.read_text(errors="replace") for path in run.folder.rglob("*.log")]
+    assert len(logs) >= 3
+    assert not [log for log in logs if KEY in log]
+
+
+def test_the_operator_still_hears_the_launchers(run: LocalRun) -> None:
+    for role in ENGINES:
+        assert json.loads(run.get(role, LAUNCHER_PORT, "/readyz"))["state"] == "Ready"
+    assert run.condition("KVPathVerified")["status"] == "True"

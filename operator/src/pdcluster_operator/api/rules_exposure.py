@@ -1,0 +1,99 @@
+"""Who may reach a cluster's pods, and what its pods share with their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .enums import Role
+from .findings import FieldError, Rule, shown
+from .types import Cluster
+
+PEER_FIELDS = ("podSelector", "namespaceSelector", "ipBlock")
+HOST_FIELDS = {
+    "hostPID": "see the processes of the node, and may stop those of their user",
+    "hostIPC": "share memory segments and semaphores with every process of the node that does",
+    "hostNetwork": "share the node's network: two engines on a node want the same ports, and no "
+    "NetworkPolicy holds",
+}
+
+
+def exposure_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield peers that the API server would refuse in our NetworkPolicy."""
+    yield from peer_errors("spec.router.allowFrom", cluster.spec.router.allow_from or ())
+
+
+def peer_errors(path: str, peers: Sequence[Mapping[str, Any]]) -> Iterator[FieldError]:
+    """Yield what is wrong with a list of NetworkPolicyPeers."""
+    for place, peer in enumerate(peers):
+        where = f"{path}[{place}]"
+        unknown = sorted(set(peer) - set(PEER_FIELDS))
+        given = [name for name in PEER_FIELDS if peer.get(name) is not None]
+        if unknown:
+            yield FieldError(
+                f"{where}.{unknown[0]}",
+                "",
+                Rule.UNKNOWN_FIELD,
+                "is no field of a NetworkPolicyPeer",
+                f"Known are: {', '.join(PEER_FIELDS)}.",
+            )
+        elif not given:
+            yield FieldError(
+                where,
+                shown(dict(peer)),
+                Rule.REQUIRED,
+                "names nobody",
+                "Give a podSelector, a namespaceSelector or both, or an ipBlock. "
+                "`namespaceSelector: {}` is every pod of every namespace.",
+            )
+        elif "ipBlock" in given and len(given) > 1:
+            yield FieldError(
+                where,
+                ", ".join(given),
+                Rule.CONFLICTING_SETTINGS,
+                "holds an ipBlock beside a selector",
+                "Write two peers.",
+            )
+        else:
+            for name in given:
+                if not isinstance(peer[name], Mapping):
+                    yield FieldError(
+                        f"{where}.{name}",
+                        shown(peer[name]),
+                        Rule.WRONG_TYPE,
+                        "must be an object",
+                        "Write a mapping, e.g. matchLabels: {team: search}.",
+                    )
+
+
+def exposure_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield what takes down a wall between a pod and its node."""
+    templates: list[tuple[str, Mapping[str, Any] | None, str]] = [
+        (f"spec.{role}", cluster.spec.role(role).pod_template, "engines") for role in Role
+    ]
+    templates.append(("spec.router", cluster.spec.router.pod_template, "routers"))
+    for owner, template, what in templates:
+        spec = template.get("spec") if template is not None else None
+        if not isinstance(spec, Mapping):
+            continue
+        path = f"{owner}.podTemplate.spec"
+        for name, means in HOST_FIELDS.items():
+            if spec.get(name) is True:
+                yield _host(f"{path}.{name}", f"these {what} {means}")
+        containers = spec.get("containers")
+        for place, container in enumerate(containers if isinstance(containers, list) else ()):
+            security = container.get("securityContext") if isinstance(container, Mapping) else None
+            if isinstance(security, Mapping) and security.get("privileged") is True:
+                where = f"{path}.containers[{place}].securityContext.privileged"
+                yield _host(where, f"these {what} may do on the node whatever root may")
+
+
+def _host(path: str, message: str) -> FieldError:
+    return FieldError(
+        path,
+        "true",
+        Rule.HOST_NAMESPACE,
+        message,
+        "Use it only where you trust what runs in the pod and on the node; docs/operations.md "
+        "says what needs it.",
+    )

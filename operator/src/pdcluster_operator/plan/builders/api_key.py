@@ -1,0 +1,27 @@
+"""The API key that clients must send: pods read it from the user's Secret, never from here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdcluster_connector.protocol.api_key import VARIABLE
+from pdcluster_operator.api.types import Cluster
+
+# vLLM's own check leaves open what does not begin with /v1.
+ENGINE_MIDDLEWARE = "pdcluster_connector.vllm.api_guard.RequireKey"
+
+
+def api_key_env(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the variable that engines and routers find the key in; nothing without a key."""
+    ref = cluster.spec.router.api_key_secret_ref
+    if ref is None:
+        return []
+    source = {"secretKeyRef": {"name": ref.name, "key": ref.key}}
+    return [{"name": VARIABLE, "valueFrom": source}]
+
+
+def api_key_args(cluster: Cluster) -> list[str]:
+    """Return what makes vLLM ask for the key on every path."""
+    if cluster.spec.router.api_key_secret_ref is None:
+        return []
+    return ["--middleware", ENGINE_MIDDLEWARE]

@@ -1,0 +1,96 @@
+"""Who may reach a cluster, with which key, and what its pods share with their nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.api.validate import check_manifest
+
+
+def findings(**spec: Any) -> Findings:
+    document = {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PDCluster",
+        "metadata": {"name": "llama"},
+        "spec": {"model": {"source": {"persistentVolumeClaim": {"claimName": "m"}}}, **spec},
+    }
+    return check_manifest(document)[1]
+
+
+@pytest.mark.parametrize(
+    "peer",
+    [
+        {"podSelector": {"matchLabels": {"app": "web"}}},
+        {"namespaceSelector": {}},
+        {"namespaceSelector": {"matchLabels": {"a": "b"}}, "podSelector": {}},
+        {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}},
+    ],
+)
+def test_peers_as_kubernetes_takes_them(peer: dict[str, Any]) -> None:
+    assert findings(router={"allowFrom": [peer]}).ok
+
+
+@pytest.mark.parametrize(
+    ("peers", "path", "rule"),
+    [
+        ([], "spec.router.allowFrom", "OutOfRange"),
+        ([{}], "spec.router.allowFrom[0]", "Required"),
+        ([{"podSelector": None}], "spec.router.allowFrom[0]", "Required"),
+        ([{"namespaceSelector": {}}, {"podSelectors": {}}],
+         "spec.router.allowFrom[1].podSelectors", "UnknownField"),
+        ([{"ipBlock": {"cidr": "10.0.0.0/8"}, "podSelector": {}}], "spec.router.allowFrom[0]",
+         "ConflictingSettings"),
+        ([{"ipBlock": "10.0.0.0/8"}], "spec.router.allowFrom[0].ipBlock", "WrongType"),
+        (["web"], "spec.router.allowFrom[0]", "WrongType"),
+    ],
+)  # fmt: skip
+def test_peers_that_kubernetes_would_refuse_or_read_otherwise(
+    peers: list[Any], path: str, rule: str
+) -> None:
+    """A list without peers would let everybody in, which nobody means who writes one."""
+    assert (path, rule) in {(e.path, e.rule) for e in findings(router={"allowFrom": peers}).errors}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"engine": {"env": [{"name": "VLLM_API_KEY", "value": "sk-1"}]}},
+        {"decode": {"engine": {"env": [{"name": "VLLM_API_KEY", "value": "sk-1"}]}}},
+        {"engine": {"extraArgs": ["--api-key", "sk-1"]}},
+    ],
+)
+def test_a_key_in_the_manifest_is_refused_and_the_field_is_named(place: dict[str, Any]) -> None:
+    (error,) = findings(**place).errors
+    assert "spec.router.apiKeySecretRef" in error.remedy
+
+
+def warned(**spec: Any) -> set[str]:
+    found = findings(**spec)
+    assert found.ok, found.errors
+    return {warning.path for warning in found.warnings if warning.rule == "HostNamespace"}
+
+
+def test_walls_between_pod_and_node_are_taken_down_with_a_warning() -> None:
+    shared = {"podTemplate": {"spec": {"hostPID": True, "hostIPC": True, "hostNetwork": False}}}
+    path = "spec.prefill.podTemplate.spec"
+    assert warned(prefill=shared) == {f"{path}.hostPID", f"{path}.hostIPC"}
+    privileged = {"name": "engine", "securityContext": {"privileged": True}}
+    template = {"podTemplate": {"spec": {"containers": [{"name": "log"}, privileged]}}}
+    assert warned(router=template) == {
+        "spec.router.podTemplate.spec.containers[1].securityContext.privileged"
+    }
+    assert warned() == set()
+
+
+@pytest.mark.parametrize("spec", [None, [], "x", {"containers": {"a": 1}}, {"containers": [1]}])
+def test_templates_of_any_shape_are_looked_at(spec: Any) -> None:
+    found = findings(decode={"podTemplate": {"spec": spec}})
+    assert not [warning for warning in found.warnings if warning.rule == "HostNamespace"]
+
+
+@pytest.mark.parametrize(("seconds", "ok"), [(60, True), (604_800, True), (59, False)])
+def test_how_long_a_start_may_take(seconds: int, ok: bool) -> None:
+    assert findings(engine={"startupTimeoutSeconds": seconds}).ok is ok
