@@ -42,7 +42,7 @@ def problems(
     command: EngineCommand,
     found: Mapping[str, str],
     environment: Mapping[str, str],
-    launcher: Port,
+    launcher: Sequence[Port],
     shm: Path = Path("/dev/shm"),  # noqa: S108 - where POSIX shared memory is
 ) -> list[str]:
     """Everything that stands in the way of starting this engine; empty if nothing does.
@@ -51,13 +51,13 @@ def problems(
         command: the engine's command line.
         found: ``versions.installed()``.
         environment: of the engine.
-        launcher: the launcher's own address.
+        launcher: the launcher's own addresses.
         shm: the shared-memory file system.
     """
     told = versions.problems(found, environment)
     told += model_problems(command.model, command.load_format)
     told += layout_problems(command)
-    ports = (launcher, *_engine_ports(command))
+    ports = (*launcher, *_engine_ports(command))
     told += clash_problems(ports)
     for port in ports:
         told += port_problems(port)

@@ -23,6 +23,7 @@ from pdcluster_connector.launcher.identity import Identity, mint_incarnation
 from pdcluster_connector.launcher.last_words import LastLines, death
 from pdcluster_connector.launcher.links import LinkTable
 from pdcluster_connector.launcher.memory import oom_kills
+from pdcluster_connector.launcher.metrics_page import MetricsPage
 from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.launcher.readiness import Readiness, reachable, url
 from pdcluster_connector.launcher.rendezvous import Followers, Leader, Rendezvous
@@ -85,8 +86,11 @@ class Supervisor:
             server = LauncherServer(
                 self._readiness, self._links, self._token, self._begin_drain, followers
             )
+            metrics = MetricsPage(self._api.metrics)
             try:
                 await server.start(self._options.host, self._options.port)
+                if self._options.metrics_port and self._command.is_leader:
+                    await metrics.start(self._options.host, self._options.metrics_port)
                 self._living = asyncio.create_task(self._live(session))
                 self._handle_signals()
                 code = await self._living
@@ -98,6 +102,7 @@ class Supervisor:
                 for task in self._tasks:
                     task.cancel()
                 self._engine.clean_up()
+                await metrics.stop()
                 await server.stop()
         if self._loss:
             return 1, f"{self._loss}; an engine lives and dies as one"
