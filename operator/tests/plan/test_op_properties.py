@@ -116,6 +116,7 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         engine, parallel = resolve_engine(parsed, role), parsed.spec.role(role).parallelism
         launcher = parse_launcher([expanded(word) for word in container["args"]])
         assert (launcher.role, launcher.host, launcher.port) == (role.value, "0.0.0.0", 5590)
+        assert launcher.metrics_port == 5591
         assert launcher.engine.startswith(f"default.{parsed.name}.{role}.")
         known, rest = vllm_parser().parse_known_args(launcher.vllm)
         assert known.model == engine.model

@@ -57,6 +57,15 @@ class RouterPolicy(StrEnum):
     CONSISTENT_HASH = "ConsistentHash"
 
 
+class SelectorOperator(StrEnum):
+    """How a label is compared with values."""
+
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
+
+
 class RolloutType(StrEnum):
     """How engines are replaced when their revision changes."""
 

@@ -36,6 +36,7 @@ class Rule(StrEnum):
     NOTHING_TO_PAIR = "NothingToPair"
     HOST_PATH_NOT_ADMITTED = "HostPathNotAdmitted"
     INSECURE_SIDE_CHANNEL = "InsecureSideChannel"
+    PEER_UNUSABLE = "PeerUnusable"
 
 
 @dataclass(frozen=True, slots=True)

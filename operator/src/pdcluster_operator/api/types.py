@@ -33,11 +33,12 @@ from .model_types import (
     ModelSource,
     SecretKeyRef,
 )
+from .network_types import NetworkPeer
 
 __all__ = [
     "Backend", "Canary", "ClaimSource", "Cluster", "ConnectorSource", "Device", "EngineOverride",
     "EnvVar", "HostPathSource", "HuggingFaceSource", "LoadFailurePolicy", "Model", "ModelCache",
-    "ModelSource", "Parallelism", "Rdma", "Resources", "Role", "RoleSpec", "Rollout",
+    "ModelSource", "Monitoring", "Parallelism", "Rdma", "Resources", "Role", "RoleSpec", "Rollout",
     "RolloutType", "Router", "RouterPolicy", "SecretKeyRef", "SharedEngine", "Spec", "Switch",
     "Transfer", "Verification",
 ]  # fmt: skip
@@ -145,6 +146,20 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Monitoring:
+    """Who watches the cluster."""
+
+    scrape_from: Annotated[
+        tuple[NetworkPeer, ...],
+        Doc(
+            "are those who may read the metrics of engines and routers, such as Prometheus' pods; "
+            "nobody if it is empty. It opens no other port."
+        ),
+        Items(32),
+    ] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """What a user wants of a PDCluster."""
 
@@ -169,6 +184,10 @@ class Spec:
     )
     verification: Annotated[Verification, Doc("is how the KV path is proved.")] = field(
         default_factory=Verification
+    )
+
+    monitoring: Annotated[Monitoring, Doc("is who watches the cluster.")] = field(
+        default_factory=Monitoring
     )
 
     def role(self, role: Role) -> RoleSpec:

@@ -12,6 +12,7 @@ from .parse import ParseResult, parse_cluster
 from .rules_args import argument_errors
 from .rules_host_path import host_path_errors
 from .rules_layout import layout_errors
+from .rules_network import network_errors
 from .rules_pair import pair_findings
 from .rules_traps import trap_errors, trap_warnings
 from .types import Cluster
@@ -58,4 +59,5 @@ def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
     yield from layout_errors(cluster)
     yield from argument_errors(cluster)
     yield from trap_errors(cluster)
+    yield from network_errors(cluster)
     yield from pair.errors

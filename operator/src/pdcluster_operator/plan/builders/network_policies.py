@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_operator.api.enums import Role
+from pdcluster_operator.api.fields import as_manifest
 from pdcluster_operator.api.labels import (
     CLUSTER_LABEL,
+    ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
     OPERATOR_LABELS,
@@ -29,7 +31,7 @@ def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> di
     """Return what engines let in.
 
     Engines of the cluster reach each other on every port, the operator their launchers, the
-    router their API; without routers of ours, anybody their API.
+    router their API, scrapers their metrics; without routers of ours, anybody their API.
 
     Args:
         operator_namespace: where the operator runs; None lets its labels count in any.
@@ -47,16 +49,17 @@ def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> di
         {"from": [{"podSelector": _engines(cluster)}]},
         {"from": [operator], "ports": _ports(LAUNCHER_PORT)},
         clients,
+        *_scrapers(cluster, ENGINE_METRICS_PORT),
     ]
     name = engines_policy_name(cluster.name)
     return _policy(cluster, name, "engine", _engines(cluster), ingress)
 
 
 def build_router_policy(cluster: Cluster) -> dict[str, Any] | None:
-    """Return what routers let in: clients from anywhere, and whoever reads metrics."""
+    """Return what routers let in: clients from anywhere, and scrapers to their metrics."""
     if cluster.spec.router.replicas == 0:
         return None
-    ingress = [{"ports": _ports(ROUTER_PORT, ROUTER_METRICS_PORT)}]
+    ingress = [{"ports": _ports(ROUTER_PORT)}, *_scrapers(cluster, ROUTER_METRICS_PORT)]
     name = router_policy_name(cluster.name)
     return _policy(cluster, name, ROUTER_COMPONENT, {"matchLabels": _router(cluster)}, ingress)
 
@@ -74,6 +77,12 @@ def _policy(
         "metadata": child_metadata(cluster, name, cluster_labels(cluster.name, component)),
         "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress},
     }
+
+
+def _scrapers(cluster: Cluster, port: int) -> list[dict[str, Any]]:
+    """Return the rule for scrapers; none where there are none: a rule without "from" is for all."""
+    peers = as_manifest(cluster.spec.monitoring.scrape_from)
+    return [{"from": peers, "ports": _ports(port)}] if peers else []
 
 
 def _engines(cluster: Cluster) -> dict[str, Any]:
