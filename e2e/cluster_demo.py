@@ -95,7 +95,7 @@ class Demo:
         if path.get("outcome") != "transferred":
             raise ClusterError(f"no KV was moved for this prompt: {path}")
         print(
-            f"KV path: {path['prefill']} -> {path['decode']}: {path['blocks']} blocks, "
+            f"KV path: {path['blocks']} blocks, "
             f"{path['bytes']:,} bytes in {path['seconds'] * 1e3:.1f} ms"
         )
 

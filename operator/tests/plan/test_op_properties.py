@@ -15,7 +15,7 @@ from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.options import parse as parse_launcher
 from pdcluster_connector.vllm.config import parse_options
 from pdcluster_operator.api.resolve import resolve_engine
-from pdcluster_operator.api.types import Role, Switch
+from pdcluster_operator.api.types import Role, Switch, Visibility
 from pdcluster_operator.api.validate import check_manifest
 
 LABEL = re.compile(r"[a-z0-9A-Z]([-._a-z0-9A-Z]*[a-z0-9A-Z])?")
@@ -133,6 +133,8 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         assert tuple(rest) == engine.extra_args
         options = parse_options(known.kv_transfer_config["kv_connector_extra_config"])
         assert options.lease_seconds == parsed.spec.transfer.lease_seconds
+        shown = parsed.spec.transfer.internal_names is Visibility.SHOWN
+        assert options.show_internal_names == shown
         assert (options.side_channel_host, options.side_channel_port) == ("10.0.0.9", 5600)
         assert known.kv_transfer_config["kv_load_failure_policy"] in ("fail", "recompute")
 

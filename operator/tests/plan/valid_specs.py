@@ -84,6 +84,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 optional(
                     loadFailurePolicy=st.sampled_from(["Fail", "Recompute"]),
                     leaseSeconds=st.integers(5, 3600),
+                    internalNames=st.sampled_from(["Hidden", "Shown"]),
                     rdma=st.just({"resource": "rdma/ib", "perGPU": 2, "networks": ["a"]}),
                 )
             ),

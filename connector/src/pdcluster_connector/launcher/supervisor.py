@@ -28,6 +28,7 @@ from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.launcher.readiness import Readiness, reachable, url
 from pdcluster_connector.launcher.rendezvous import Followers, Leader, Rendezvous
 from pdcluster_connector.launcher.terminal import say
+from pdcluster_connector.protocol.kv_path import key_of
 
 # What vLLM chooses on CPU; on GPUs it is smaller, and the canary then moves more blocks.
 _USUAL_BLOCK: Final = 128
@@ -253,6 +254,7 @@ class Supervisor:
             decode_ranks=self._command.data,
             ready=lambda: self._readiness.ready,
             make_prompt=lambda: canary.prompt(block, size, limit),
+            key=key_of(self._token),
         )
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:

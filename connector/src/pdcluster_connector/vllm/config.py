@@ -41,6 +41,7 @@ class ConnectorOptions:
         drain_deadline_seconds: how long a failed receive may hold its blocks in quarantine.
         allow_insecure: permits a side channel without TLS on other than loopback addresses.
         backends: NIXL's transport backends.
+        show_internal_names: tell clients the engine ids that their KV moved between.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -49,6 +50,7 @@ class ConnectorOptions:
     drain_deadline_seconds: float = 30.0
     allow_insecure: bool = False
     backends: tuple[str, ...] = ("UCX",)
+    show_internal_names: bool = False
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -78,6 +80,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         drain_deadline_seconds=take("drain_deadline_seconds", _seconds),
         allow_insecure=take("allow_insecure", _flag),
         backends=take("backends", _backends),
+        show_internal_names=take("show_internal_names", _flag),
     )
     if options.side_channel_port > 65535:
         problems.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,9 @@ from vllm.v1.request import Request
 from pdcluster_connector import __version__
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.protocol.kv_path import key_of
 from pdcluster_connector.protocol.messages import Malformed, decode_shard
+from pdcluster_connector.runtime.control import TOKEN_VARIABLE
 from pdcluster_connector.runtime.lease_client import LeaseClient
 from pdcluster_connector.runtime.lease_inbox import LeaseInbox
 from pdcluster_connector.runtime.side_channel import SideChannelServer
@@ -83,7 +86,13 @@ class SchedulerRole:
             self._lease_client = LeaseClient()
             self._lease_client.start()
             self.decode = DecodeRole(
-                engine_id, options.lease_seconds, groups, self._lease_client, self._stats
+                engine_id,
+                options.lease_seconds,
+                groups,
+                self._lease_client,
+                self._stats,
+                show_names=options.show_internal_names,
+                key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
             )
 
     # At start.

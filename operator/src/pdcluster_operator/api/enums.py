@@ -66,6 +66,13 @@ class SelectorOperator(StrEnum):
     DOES_NOT_EXIST = "DoesNotExist"
 
 
+class Visibility(StrEnum):
+    """Whether clients see something."""
+
+    HIDDEN = "Hidden"
+    SHOWN = "Shown"
+
+
 class RolloutType(StrEnum):
     """How engines are replaced when their revision changes."""
 

@@ -22,6 +22,7 @@ from .enums import (
     RolloutType,
     RouterPolicy,
     Switch,
+    Visibility,
 )
 from .fields import Doc, Free, Items, JsonName, Text, Whole
 from .model_types import (
@@ -40,7 +41,7 @@ __all__ = [
     "EnvVar", "HostPathSource", "HuggingFaceSource", "LoadFailurePolicy", "Model", "ModelCache",
     "ModelSource", "Monitoring", "Parallelism", "Rdma", "Resources", "Role", "RoleSpec", "Rollout",
     "RolloutType", "Router", "RouterPolicy", "SecretKeyRef", "SharedEngine", "Spec", "Switch",
-    "Transfer", "Verification",
+    "Transfer", "Verification", "Visibility",
 ]  # fmt: skip
 
 
@@ -91,6 +92,13 @@ class Transfer:
         Whole(1, 1_000_000),
     ] = None
     rdma: Annotated[Rdma | None, Doc("asks for RDMA devices.")] = None
+    internal_names: Annotated[
+        Visibility,
+        Doc(
+            "says whether answers to clients name the engines that KV moved between: their "
+            "addresses in the answer's id, their ids in kv_path."
+        ),
+    ] = Visibility.HIDDEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,9 @@ def describe_path(answer: Answer) -> str:
         if answer.received:
             return f"{answer.received:,} bytes were pulled into decode (from its metrics)"
         return "no bytes were pulled: decode computed the prompt itself"
-    pair = f"{short(_logical(path, 'prefill'))} -> {short(_logical(path, 'decode'))}"
+    pair = "prefill -> decode"
+    if path.get("prefill") or path.get("decode"):
+        pair = f"{short(_logical(path, 'prefill'))} -> {short(_logical(path, 'decode'))}"
     if path.get("outcome") != "transferred":
         reason = path.get("reason") or path.get("outcome")
         return f"{pair}: nothing was pulled ({reason}); decode computed the prompt itself"

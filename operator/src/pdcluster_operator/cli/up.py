@@ -20,6 +20,7 @@ from rich.text import Text
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
 from pdcluster_operator.adapters.local.cluster import NOT_SIMULATED, LocalCluster
 from pdcluster_operator.adapters.local.runs import new_run_folder
+from pdcluster_operator.api.enums import Visibility
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.api.labels import HTTP_PORT
 from pdcluster_operator.api.types import Cluster
@@ -66,7 +67,7 @@ def up(options: UpOptions) -> Exit:
         )
     # A pipe has no width of its own; tables shall not be folded at 80 columns in a log.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    document = _with_model(read_cluster(options.file), options.model_dir)
+    document = _with_names(_with_model(read_cluster(options.file), options.model_dir))
     cluster, findings = check_manifest(document)
     if not findings.ok:
         print_findings(console, options.file, findings)
@@ -259,3 +260,13 @@ def _with_model(document: Any, folder: Path | None) -> Any:
         return document
     source = {"hostPath": {"path": os.path.abspath(folder)}}
     return {**document, "spec": {**spec, "model": {**model, "source": source}}}
+
+
+def _with_names(document: Any) -> Any:
+    """Return the manifest with engines named in answers, unless it says otherwise."""
+    spec = document.get("spec") if isinstance(document, dict) else None
+    transfer = spec.get("transfer") if isinstance(spec, dict) else None
+    if not isinstance(spec, dict) or not isinstance(transfer, dict | None):
+        return document
+    shown = {"internalNames": Visibility.SHOWN.value, **(transfer or {})}
+    return {**document, "spec": {**spec, "transfer": shown}}
