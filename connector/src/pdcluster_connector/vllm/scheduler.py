@@ -19,6 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from pdcluster_connector import __version__
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.kv_path import key_of
@@ -140,10 +141,10 @@ class SchedulerRole:
         )
         self._side_channel.start()
         logger.info(
-            "KV of %s: %d rank(s), %d layer(s), side channel %s:%d",
+            "KV of %s: %s, %s, side channel %s:%d",
             self._engine_id,
-            len(workers),
-            len(shape.layers or ()),
+            counted(len(workers), "rank"),
+            counted(len(shape.layers or ()), "layer"),
             self._options.side_channel_host,
             self._side_channel.port,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pdcluster_connector.compat.counted import counted
+
 from .enums import Device, Role
 from .findings import FieldError, Rule
 from .quantity import parse_quantity
@@ -54,7 +56,8 @@ def _workers(cluster: Cluster, role: Role) -> Iterator[FieldError]:
             f"{path}.nodes",
             str(parallel.nodes),
             Rule.NODES_DIVIDE_WORKERS,
-            f"{sizes} = {workers} workers cannot be spread evenly over {parallel.nodes} pods",
+            f"{sizes} = {counted(workers, 'worker')} cannot be spread evenly over "
+            f"{counted(parallel.nodes, 'pod')}",
             "Choose nodes so that it divides the workers.",
             (path,),
         )
@@ -79,7 +82,7 @@ def _gpus(cluster: Cluster, role: Role) -> Iterator[FieldError]:
                 f"spec.{role}.resources.limits.{name}",
                 amount,
                 Rule.GPU_COUNT_MISMATCH,
-                f"spec.{role}.parallelism needs {wanted} GPUs in each pod",
+                f"spec.{role}.parallelism needs {counted(wanted, 'GPU')} in each pod",
                 f"Write {wanted}, or leave it out.",
                 (f"spec.{role}.parallelism", "spec.transfer.device"),
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.tables import short
 
@@ -87,7 +88,8 @@ def describe_path(answer: Answer) -> str:
     size, seconds = int(path.get("bytes") or 0), float(path.get("seconds") or 0)
     speed = f", {size / seconds / 1e9:.3f} GB/s" if seconds > 0 else ""
     return (
-        f"{pair}: {path.get('blocks')} blocks ({path.get('tokens')} tokens), {size:,} bytes "
+        f"{pair}: {counted(int(path.get('blocks') or 0), 'block')} "
+        f"({counted(int(path.get('tokens') or 0), 'token')}), {size:,} bytes "
         f"in {seconds * 1e3:.1f} ms{speed}"
     )
 

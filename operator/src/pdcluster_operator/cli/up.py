@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
 from pdcluster_operator.adapters.local.cluster import NOT_SIMULATED, LocalCluster
 from pdcluster_operator.adapters.local.runs import new_run_folder
@@ -194,7 +195,7 @@ class _Run:
         answer = await ask(url, self._cluster.served_name, prompt, self._options.max_tokens, decode)
         self._show(take_snapshot(local, key))
         self._print(
-            f"prompt:  {prompt}\nanswer:  {answer.text!r} ({answer.tokens} tokens)\n"
+            f"prompt:  {prompt}\nanswer:  {answer.text!r} ({counted(answer.tokens, 'token')})\n"
             f"KV path: {describe_path(answer)}"
         )
         if not answer.moved:
