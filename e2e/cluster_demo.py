@@ -22,6 +22,7 @@ from cluster.session import Cluster, connect
 from images.engine_image import engine_image, for_this_machine
 from images.operator_image import operator_image
 from models.tiny import model_path
+from pdcluster_connector.compat.counted import counted
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
@@ -95,7 +96,7 @@ class Demo:
         if path.get("outcome") != "transferred":
             raise ClusterError(f"no KV was moved for this prompt: {path}")
         print(
-            f"KV path: {path['prefill']} -> {path['decode']}: {path['blocks']} blocks, "
+            f"KV path: {counted(path['blocks'], 'block')}, "
             f"{path['bytes']:,} bytes in {path['seconds'] * 1e3:.1f} ms"
         )
 

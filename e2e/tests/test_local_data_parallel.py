@@ -57,6 +57,7 @@ def run(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalR
         model={"source": {"hostPath": {"path": str(model_path(case.model))}}},
         prefill={"parallelism": {"data": case.prefill, "nodes": case.pods}},
         decode={"parallelism": {"data": case.decode}},
+        transfer={"internalNames": "Shown"},
     )
     with LocalRun(document, tmp_path_factory.mktemp("local")) as run:
         run.wait_ready()

@@ -7,6 +7,8 @@ import random
 import re
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from kv_load import Load, moved, text
 from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, manifest
 from reply import Reply
 
-from pdcluster_operator.api.labels import LAUNCHER_PORT
+from pdcluster_operator.api.labels import ENGINE_METRICS_PORT, HTTP_PORT, LAUNCHER_PORT
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
@@ -47,6 +49,43 @@ def only_link(run: LocalRun) -> dict[str, Any]:
 def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(run: LocalRun) -> None:
     for seed in range(4):
         moved(run, text(60, seed))
+
+
+def test_clients_learn_neither_addresses_nor_engine_ids(run: LocalRun) -> None:
+    """Of all that the router and the engines answer, bodies, headers and streams."""
+    secret = [run.address(role) for role in ("prefill", "decode")]
+    secret += [run.engine_id(role).partition("/")[0] for role in ("prefill", "decode")]
+    for stream in (False, True):
+        asked = {"model": "tiny", "prompt": text(60, 40), "max_tokens": 8, "stream": stream}
+        request = urllib.request.Request(
+            f"http://{run.address('router')}:{HTTP_PORT}/v1/completions",
+            data=json.dumps(asked).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            body, headers = answer.read().decode(), str(answer.headers)
+        print(headers, body[:1000])
+        assert not [name for name in secret if name in body + headers]
+        assert "_addr_" not in body + headers
+        if stream:
+            assert body.count("data: {") >= 8, "still a stream: an event for each token"
+        else:
+            path = json.loads(body)["kv_transfer_params"]["kv_path"]
+            assert path["outcome"] == "transferred"
+            assert path["bytes"] > 0
+            assert {"prefill", "decode", "message"}.isdisjoint(path)
+
+
+def test_each_engine_shows_its_metrics_on_a_port_of_their_own(run: LocalRun) -> None:
+    moved(run, text(60, 41))
+    received = "pdcluster_kv_received_bytes_total"
+    page = run.get("decode", ENGINE_METRICS_PORT, "/metrics")
+    assert [line for line in page.splitlines() if line.startswith(f"{received}{{")]
+    # Prefill's page has the same names, and what only prefill counts.
+    assert "pdcluster_kv_leases_held{" in run.get("prefill", ENGINE_METRICS_PORT, "/metrics")
+    for path in ("/v1/completions", "/v1/models", "/pause"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            run.get("decode", ENGINE_METRICS_PORT, path)
 
 
 def test_the_link_tells_what_its_canary_moved(run: LocalRun) -> None:

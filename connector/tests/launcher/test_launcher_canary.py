@@ -79,12 +79,18 @@ async def result(prefill: Answer, decode: Answer, seconds: float = 5.0) -> Canar
 async def test_kv_that_moved():
     async with engine(params(HANDED)) as (p, to_p), engine(path()) as (d, to_d):
         outcome = await run(
-            p, d, prefill_engine_id=P, decode_engine_id=D, model="llama", tokens=TOKENS
+            p,
+            d,
+            prefill_engine_id=P,
+            decode_engine_id=D,
+            model="llama",
+            tokens=TOKENS,
+            path_key="k",
         )
     assert outcome == CanaryResult("Passed", 65536)
     (first,), (second,) = to_p, to_d
     assert first["kv_transfer_params"] == {"do_remote_decode": True}
-    assert second["kv_transfer_params"] == HANDED
+    assert second["kv_transfer_params"] == {**HANDED, "kv_path_key": "k"}
     for request in (first, second):
         assert request["prompt"] == TOKENS
         assert (request["model"], request["max_tokens"]) == ("llama", 1)
@@ -358,7 +364,8 @@ async def test_the_loop_fills_the_link_table(key):
                     decode_ranks=1,
                     ready=lambda: True,
                     make_prompt=lambda: TOKENS,
-                    key=key,
+                    path_key="k",
+                    api_key=key,
                 )
             )
             async with asyncio.timeout(5):

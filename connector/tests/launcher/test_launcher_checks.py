@@ -41,7 +41,7 @@ def test_data_parallel_ranks_that_span_nodes_are_refused_by_rule():
     both = ("--data-parallel-size", "2", "--nnodes", "4")
     (problem,) = layout_problems(command("m", *both))
     assert problem.startswith("rule LayoutUnsupported/data-nodes refuses an engine of tensor 1 x ")
-    assert "data 2 on 4 node(s); choose parallelism.data as a multiple" in problem
+    assert "data 2 on 4 nodes; choose parallelism.data as a multiple" in problem
     for one in (both[:2], both[2:], (*both[:3], "2"), ()):
         assert list(layout_problems(command("m", *one))) == []
 
@@ -159,7 +159,7 @@ def test_shared_memory_that_is_missing(tmp_path):
 
 def test_shared_memory_that_is_too_small(tmp_path):
     (problem,) = shm_problems(tmp_path, 10**9)
-    assert "1000000000 worker(s) need" in problem
+    assert "less than 1000000000 workers must have" in problem
     assert "sizeLimit" in problem
 
 
@@ -195,7 +195,7 @@ def test_memory_counts_weights_and_every_workers_cache(model):
     engine, environment = command(str(model)), {"VLLM_CPU_KVCACHE_SPACE": "2"}
     assert list(memory_problems(engine, environment, 2, 4 * GIB + 1024)) == []
     (problem,) = memory_problems(engine, environment, 2, 4 * GIB + 1023)
-    assert "VLLM_CPU_KVCACHE_SPACE=2 for each of 2 worker(s)" in problem
+    assert "VLLM_CPU_KVCACHE_SPACE=2 for each of 2 workers" in problem
     assert list(memory_problems(engine, {}, 2, 0)) == []
     (problem,) = memory_problems(engine, {"VLLM_CPU_KVCACHE_SPACE": "1.5"}, 1, 4 * GIB)
     assert "whole number of GiB" in problem
@@ -338,4 +338,5 @@ pdcluster_kv_leases_held_total 7
     assert work(metrics) == Work(6, 4)
     assert work("") == Work(0, 0)
     assert work("vllm:num_requests_running{} NaNo\n\0").done
-    assert str(Work(6, 4)) == "waiting for 6 request(s) and 4 lease(s)"
+    assert str(Work(6, 4)) == "waiting for 6 requests and 4 leases"
+    assert str(Work(1, 1)) == "waiting for 1 request and 1 lease"

@@ -41,7 +41,7 @@ def test_before_any_report():
         "prefill_engine_id": P0.engine_id,
         "state": "Pending",
         "reason": "",
-        "message": "no report in the last 15 s from worker (data,pipeline,tensor) 0,0,0, 0,0,1",
+        "message": "first report pending from worker (data,pipeline,tensor) 0,0,0, 0,0,1",
         "shards": "0/2",
         "bytes_per_second": 0.0,
         "canary": {"state": "Pending", "bytes": 0, "message": ""},
@@ -163,10 +163,22 @@ def test_an_old_report_is_not_believed():
     stale = links.rows(100.1 + REPORT_LIFETIME)[0]
     assert stale.state is WAIT
     assert stale.shards == "0/1"
+    silent = "no report in the last 15 s from worker (data,pipeline,tensor) 0,0,0"
+    assert stale.message == silent
     # Nor is an old failure: nobody knows.
     links.add(RankReport((0, 0), (1, 1), (link(DOWN, reason="BackendError"),)), 200.0)
     assert links.rows(200.0)[0].state is DOWN
     assert links.rows(201.0 + REPORT_LIFETIME)[0].state is WAIT
+
+
+def test_a_worker_that_has_not_heard_of_a_new_peer_is_not_called_silent():
+    """A peer that is told between two reports: the worker is well, its report is on the way."""
+    links = table(P0, shards=(1, 1))
+    links.add(RankReport((0, 0), (1, 1), (link(UP),)), 100.0)
+    links.set_peers(PeersDocument(2, (P0, P1), "llama"))
+    fresh, gone = links.rows(101.0)[1], links.rows(101.0 + REPORT_LIFETIME)[1]
+    assert fresh.message == "first report pending from worker (data,pipeline,tensor) 0,0,0"
+    assert gone.message.startswith("no report in the last 15 s from worker")
 
 
 def test_a_report_replaces_the_former_whole():

@@ -154,7 +154,7 @@ def test_a_stop_waits_for_requests_and_leases(launch):
     engine.ready()
     began = time.monotonic()
     engine.process.send_signal(signal.SIGTERM)
-    told = "waiting for 1 request(s) and 1 lease(s)"
+    told = "waiting for 1 request and 1 lease"
     wait_for(lambda: http(f"{engine.url}/readyz")[1]["message"] == told)
     assert http(f"{engine.url}/readyz")[0] == 503
     assert engine.state == "Draining"

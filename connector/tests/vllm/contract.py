@@ -76,7 +76,11 @@ class ContractEngine:
             "kv_connector": "PDClusterConnector",
             "kv_connector_module_path": "pdcluster_connector.vllm.connector",
             "kv_role": f"kv_{role}",
-            "kv_connector_extra_config": {"side_channel_port": self.port, **extra},
+            "kv_connector_extra_config": {
+                "side_channel_port": self.port,
+                "show_internal_names": True,
+                **extra,
+            },
         }
         if others:
             transfer = {

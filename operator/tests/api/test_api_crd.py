@@ -154,6 +154,9 @@ def test_what_the_parser_accepts_the_schema_accepts(cluster):
         ("spec.prefill.resources.limits", {"cpu": "4 cores"}),
         ("spec.engine.env", [{"value": "no name"}]),
         ("spec.rollout.type", "Surge"),
+        ("spec.monitoring.scrapeFrom", [{"podSelector": {"matchLabels": {"a": "b c"}}}]),
+        ("spec.monitoring.scrapeFrom", [{"podSelector": {"matchLabel": {"a": "b"}}}]),
+        ("spec.monitoring.scrapeFrom", [{"ipBlock": {"cidr": "anywhere"}}]),
     ],
 )
 def test_what_the_schema_refuses_the_parser_refuses(path, value):

@@ -37,12 +37,12 @@ def test_peers_as_kubernetes_takes_them(peer: dict[str, Any]) -> None:
     ("peers", "path", "rule"),
     [
         ([], "spec.router.allowFrom", "OutOfRange"),
-        ([{}], "spec.router.allowFrom[0]", "Required"),
-        ([{"podSelector": None}], "spec.router.allowFrom[0]", "Required"),
+        ([{}], "spec.router.allowFrom[0]", "PeerUnusable"),
+        ([{"podSelector": None}], "spec.router.allowFrom[0]", "PeerUnusable"),
         ([{"namespaceSelector": {}}, {"podSelectors": {}}],
          "spec.router.allowFrom[1].podSelectors", "UnknownField"),
         ([{"ipBlock": {"cidr": "10.0.0.0/8"}, "podSelector": {}}], "spec.router.allowFrom[0]",
-         "ConflictingSettings"),
+         "PeerUnusable"),
         ([{"ipBlock": "10.0.0.0/8"}], "spec.router.allowFrom[0].ipBlock", "WrongType"),
         (["web"], "spec.router.allowFrom[0]", "WrongType"),
     ],
@@ -77,8 +77,9 @@ def test_walls_between_pod_and_node_are_taken_down_with_a_warning() -> None:
     shared = {"podTemplate": {"spec": {"hostPID": True, "hostIPC": True, "hostNetwork": False}}}
     path = "spec.prefill.podTemplate.spec"
     assert warned(prefill=shared) == {f"{path}.hostPID", f"{path}.hostIPC"}
-    privileged = {"name": "engine", "securityContext": {"privileged": True}}
-    template = {"podTemplate": {"spec": {"containers": [{"name": "log"}, privileged]}}}
+    privileged = {"name": "router", "securityContext": {"privileged": True}}
+    containers = [{"name": "log", "image": "log:1"}, privileged]
+    template = {"podTemplate": {"spec": {"containers": containers}}}
     assert warned(router=template) == {
         "spec.router.podTemplate.spec.containers[1].securityContext.privileged"
     }

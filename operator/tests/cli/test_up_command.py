@@ -83,7 +83,7 @@ def test_once_answers_shows_the_kv_path_and_leaves_nothing(start: Callable[..., 
     assert run.left(0.5) == []
     text = run.text()
     assert "answer:  ' and then' (3 tokens)" in text
-    assert "KV path: prefill/0 -> decode/0: 1 blocks (8 tokens), 8,192 bytes" in text
+    assert "KV path: prefill/0 -> decode/0: 1 block (8 tokens), 8,192 bytes" in text
     for words in ("not simulated:", "PREFILL", "Established", "2.00", "Passed", "KVPathVerified"):
         assert words in text
 

@@ -15,7 +15,7 @@ from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.options import parse as parse_launcher
 from pdcluster_connector.vllm.config import parse_options
 from pdcluster_operator.api.resolve import resolve_engine
-from pdcluster_operator.api.types import Role, Switch
+from pdcluster_operator.api.types import Role, Switch, Visibility
 from pdcluster_operator.api.validate import check_manifest
 
 LABEL = re.compile(r"[a-z0-9A-Z]([-._a-z0-9A-Z]*[a-z0-9A-Z])?")
@@ -116,6 +116,7 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         engine, parallel = resolve_engine(parsed, role), parsed.spec.role(role).parallelism
         launcher = parse_launcher([expanded(word) for word in container["args"]])
         assert (launcher.role, launcher.host, launcher.port) == (role.value, "0.0.0.0", 5590)
+        assert launcher.metrics_port == 5591
         assert launcher.engine.startswith(f"default.{parsed.name}.{role}.")
         known, rest = vllm_parser().parse_known_args(launcher.vllm)
         assert known.model == engine.model
@@ -134,6 +135,8 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         assert any(name.endswith(".RequireKey") for name in known.middleware) is guarded
         options = parse_options(known.kv_transfer_config["kv_connector_extra_config"])
         assert options.lease_seconds == parsed.spec.transfer.lease_seconds
+        shown = parsed.spec.transfer.internal_names is Visibility.SHOWN
+        assert options.show_internal_names == shown
         assert (options.side_channel_host, options.side_channel_port) == ("10.0.0.9", 5600)
         assert known.kv_transfer_config["kv_load_failure_policy"] in ("fail", "recompute")
 

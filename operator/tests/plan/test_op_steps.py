@@ -47,8 +47,8 @@ def test_every_data_parallel_rank_has_a_port_with_a_name_that_kubernetes_takes()
         if kind == "StatefulSet" and "-prefill-" in name
     ]
     ports = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
-    assert len(ports) == 2 + 1024
-    assert sorted(ports.values())[1:] == [*range(5600, 5600 + 1024), 8000]
+    assert len(ports) == 3 + 1024
+    assert sorted(ports.values())[2:] == [*range(5600, 5600 + 1024), 8000]
     assert all(re.fullmatch(r"[a-z]([a-z0-9-]{0,13}[a-z0-9])?", name) for name in ports)
 
 

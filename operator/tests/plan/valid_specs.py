@@ -23,6 +23,17 @@ SOURCES = st.one_of(
     st.just({"huggingFace": {"repo": "org/model", "tokenSecretRef": {"name": "hub"}}}),
     st.just({"huggingFace": {"repo": "model", "revision": "main"}}),
 )
+PEERS = st.lists(
+    st.sampled_from(
+        [
+            {"podSelector": {}},
+            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
+            {"podSelector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]}},
+            {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}},
+        ]
+    ),
+    max_size=3,
+)
 ENV = st.lists(
     st.sampled_from(["A", "B", "OMP_NUM_THREADS"]).map(lambda name: {"name": name, "value": "1"}),
     max_size=3,
@@ -73,6 +84,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 optional(
                     loadFailurePolicy=st.sampled_from(["Fail", "Recompute"]),
                     leaseSeconds=st.integers(5, 3600),
+                    internalNames=st.sampled_from(["Hidden", "Shown"]),
                     rdma=st.just({"resource": "rdma/ib", "perGPU": 2, "networks": ["a"]}),
                 )
             ),
@@ -89,6 +101,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 env=ENV,
             )
         ),
+        monitoring=draw(optional(scrapeFrom=PEERS)),
         prefill=draw(roles()),
         decode=draw(roles()),
         router=draw(

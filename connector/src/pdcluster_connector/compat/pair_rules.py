@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, show
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, LayerShape
@@ -30,7 +31,9 @@ def equal(field: str, noun: str) -> PairTest:
 
 def _layer_text(layer: LayerShape) -> str:
     window = "" if layer.window is None else f", window {layer.window}"
-    parts = "".join(f", {p.name}: {p.heads} heads of {p.head_bytes} bytes" for p in layer.parts)
+    parts = "".join(
+        f", {p.name}: {counted(p.heads, 'head')} of {p.head_bytes} bytes" for p in layer.parts
+    )
     return (
         f"{layer.name}: {layer.kind.value}, {layer.kv_heads} KV heads, "
         f"{layer.token_bytes} bytes a token and head{window}{parts}"

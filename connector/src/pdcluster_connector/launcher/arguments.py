@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdcluster_connector.launcher.request_ids import MIDDLEWARE
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.links import MAX_SIDE_CHANNELS
 
@@ -102,6 +103,11 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     config, where = _transfer_config(words, flags)
     _check_role(config, role)
     config["engine_id"] = engine_id
+    extra = config.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, dict):
+        raise ArgumentError(f"{CONNECTOR_FLAG}: kv_connector_extra_config must be a JSON object")
+    if extra.get("show_internal_names") is not True:
+        words += ["--middleware", MIDDLEWARE]
     if flags.get("--node-rank", "0") != "0" and "--headless" not in flags:
         # After everything: no index moves. No server runs there, and vLLM takes the last word.
         servers = ["--api-server-count", "0"] if "--api-server-count" in flags else []
@@ -110,9 +116,6 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     index, inline = where
     words[index] = f"{CONNECTOR_FLAG}={text}" if inline else text
     model = _model(words, flags)
-    extra = config.get("kv_connector_extra_config") or {}
-    if not isinstance(extra, dict):
-        raise ArgumentError(f"{CONNECTOR_FLAG}: kv_connector_extra_config must be a JSON object")
     length = flags.get("--max-model-len", "")
     data = _number(flags, "--data-parallel-size", 1, high=MAX_SIDE_CHANNELS)
     return EngineCommand(

@@ -21,6 +21,7 @@ import aiohttp
 from pdcluster_connector.launcher.engine_api import ApiError, ApiUnreachableError, EngineApi
 from pdcluster_connector.launcher.links import CanaryResult, LinkRow, LinkTable
 from pdcluster_connector.protocol.engine_id import id_of_rank
+from pdcluster_connector.protocol.kv_path import KEY_PARAMETER
 from pdcluster_connector.protocol.links import LinkState
 
 TIMEOUT_SECONDS: Final = 120.0
@@ -52,11 +53,13 @@ async def run(
     model: str,
     tokens: list[int],
     ranks: tuple[int, int] = (0, 0),
+    path_key: str = "",
     seconds: float = TIMEOUT_SECONDS,
 ) -> CanaryResult:
     """Send one request through both engines and judge what the KV path did.
 
     The engine ids are those of the data-parallel ``ranks`` (prefill's, decode's) that it is for.
+    ``path_key`` lets the answer name the engines, which no client is told.
 
     Pending: an API does not answer, so nothing is known. Failed: everything else but KV that
     moved between these two engines. Never raises.
@@ -73,7 +76,7 @@ async def run(
                     message=f"prefill at {prefill.address} handed over no KV: its answer holds no "
                     "kv_transfer_params",
                 )
-            asked = {**request, "kv_transfer_params": parameters}
+            asked = {**request, "kv_transfer_params": {**parameters, KEY_PARAMETER: path_key}}
             second = await decode.complete(asked, seconds, ranks[1])
     except ApiUnreachableError as error:
         return CanaryResult("Pending", message=str(error))
@@ -93,6 +96,7 @@ async def run_ranks(
     sizes: tuple[int, int],
     model: str,
     make_prompt: Callable[[], list[int]],
+    path_key: str = "",
 ) -> CanaryResult:
     """Send requests until each data-parallel rank of both engines has had one.
 
@@ -113,6 +117,7 @@ async def run_ranks(
             model=model,
             tokens=make_prompt(),
             ranks=ranks,
+            path_key=path_key,
         )
         if result.state != "Passed":
             if sizes == (1, 1):
@@ -200,11 +205,12 @@ async def keep_running(
     decode_ranks: int,
     ready: Callable[[], bool],
     make_prompt: Callable[[], list[int]],
-    key: str | None = None,
+    path_key: str,
+    api_key: str | None = None,
 ) -> None:
     """Run canaries one at a time, through whatever link is due, for as long as this task lives.
 
-    ``key`` is the API key of the cluster's engines, where they ask for one.
+    ``api_key`` is the API key of the cluster's engines, where they ask for one.
     """
     schedule = CanarySchedule()
     while True:
@@ -213,7 +219,7 @@ async def keep_running(
         if row is None:
             await asyncio.sleep(_LOOK_EVERY)
             continue
-        prefill = EngineApi(session, row.peer.api.rstrip("/"), key)
+        prefill = EngineApi(session, row.peer.api.rstrip("/"), api_key)
         result = await run_ranks(
             prefill,
             decode,
@@ -222,6 +228,7 @@ async def keep_running(
             sizes=(row.peer.data_parallel_size, decode_ranks),
             model=links.peers.model,
             make_prompt=make_prompt,
+            path_key=path_key,
         )
         links.set_canary(row, result)
         interval = links.peers.canary_interval_seconds

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from pdcluster_connector.compat import rules
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.launcher import versions
 from pdcluster_connector.launcher.arguments import EngineCommand
@@ -43,7 +44,7 @@ def problems(
     command: EngineCommand,
     found: Mapping[str, str],
     environment: Mapping[str, str],
-    launcher: Port,
+    launcher: Sequence[Port],
     shm: Path = Path("/dev/shm"),  # noqa: S108 - where POSIX shared memory is
 ) -> list[str]:
     """Everything that stands in the way of starting this engine; empty if nothing does.
@@ -52,14 +53,14 @@ def problems(
         command: the engine's command line.
         found: ``versions.installed()``.
         environment: of the engine.
-        launcher: the launcher's own address.
+        launcher: the launcher's own addresses.
         shm: the shared-memory file system.
     """
     told = versions.problems(found, environment)
     told += key_problems(environment)
     told += model_problems(command.model, command.load_format)
     told += layout_problems(command)
-    ports = (launcher, *_engine_ports(command))
+    ports = (*launcher, *_engine_ports(command))
     told += clash_problems(ports)
     for port in ports:
         told += port_problems(port)
@@ -87,7 +88,7 @@ def layout_problems(command: EngineCommand) -> Iterator[str]:
         if finding.verdict is rules.Verdict.REFUSED:
             yield (
                 f"rule {finding.rule} refuses an engine of tensor {command.tensor} x pipeline "
-                f"{command.pipeline} x data {command.data} on {command.nodes} node(s); "
+                f"{command.pipeline} x data {command.data} on {counted(command.nodes, 'node')}; "
                 f"{finding.remedy[:1].lower()}{finding.remedy[1:]}"
             )
 
@@ -176,13 +177,15 @@ def shm_problems(shm: Path, workers: int) -> Iterator[str]:
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     if size < needed:
         yield (
-            f"{shm} has {size // MIB} MiB, but {workers} worker(s) need {needed // MIB} MiB; "
+            f"{shm} has {size // MIB} MiB, which is less than {counted(workers, 'worker')} must "
+            f"have ({needed // MIB} MiB); "
             "raise its size (in a pod: sizeLimit of the emptyDir mounted there)"
         )
     elif free < needed:
         yield (
-            f"{shm} is full: {free // MIB} of {size // MIB} MiB are free, but {workers} "
-            f"worker(s) need {needed // MIB} MiB; remove what ended processes left there"
+            f"{shm} is full: {free // MIB} of {size // MIB} MiB are free, which is less than "
+            f"{counted(workers, 'worker')} must have ({needed // MIB} MiB); remove what ended "
+            "processes left there"
         )
 
 
@@ -213,9 +216,9 @@ def memory_problems(
     if cache + weights > available:
         yield (
             f"not enough memory: the KV cache needs {cache / GIB:.1f} GiB (VLLM_CPU_KVCACHE_SPACE="
-            f"{text} for each of {workers} worker(s)) and the weights {weights / GIB:.1f} GiB, but "
-            f"{available / GIB:.1f} GiB are available; lower VLLM_CPU_KVCACHE_SPACE, or raise the "
-            "memory limit"
+            f"{text} for each of {counted(workers, 'worker')}) and the weights "
+            f"{weights / GIB:.1f} GiB, but {available / GIB:.1f} GiB are available; "
+            "lower VLLM_CPU_KVCACHE_SPACE, or raise the memory limit"
         )
 
 

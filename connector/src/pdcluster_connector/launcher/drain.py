@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from pdcluster_connector.compat.counted import counted
+
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (?P<value>\S+)")
 _REQUESTS: Final = frozenset({"vllm:num_requests_running", "vllm:num_requests_waiting"})
 _LEASES: Final = "pdcluster_kv_leases_held"
@@ -31,7 +33,9 @@ class Work:
     def __str__(self) -> str:
         if self.done:
             return "drained: no request and no lease is left"
-        return f"waiting for {self.requests} request(s) and {self.leases} lease(s)"
+        return (
+            f"waiting for {counted(self.requests, 'request')} and {counted(self.leases, 'lease')}"
+        )
 
 
 def work(metrics: str) -> Work:

@@ -12,6 +12,7 @@ from pdcluster_connector.launcher.drain import Work, work
 from pdcluster_connector.protocol import api_key
 
 MAX_ANSWER: Final = 4 << 20
+TEXT_FORMAT: Final = "text/plain;version=0.0.4"
 # vLLM has this rank compute the request, whatever its load.
 DATA_RANK_HEADER: Final = "X-data-parallel-rank"
 
@@ -44,7 +45,11 @@ class EngineApi:
 
     async def work(self, seconds: float = 5.0) -> Work:
         """Ask what the engine still has to do; raises ApiError or ApiUnreachableError."""
-        return work((await self._call("GET", "/metrics", None, seconds)).decode(errors="replace"))
+        return work((await self.metrics(seconds)).decode(errors="replace"))
+
+    async def metrics(self, seconds: float = 5.0) -> bytes:
+        """Read ``/metrics`` as Prometheus' text; raises as :meth:`work`, or TimeoutError."""
+        return await self._call("GET", "/metrics", None, seconds, {"Accept": TEXT_FORMAT})
 
     async def complete(
         self, body: Mapping[str, Any], seconds: float, data_rank: int = 0

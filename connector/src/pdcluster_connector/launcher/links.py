@@ -169,8 +169,9 @@ class LinkTable:
         else:
             pending = [link for link in fresh.values() if link.state is LinkState.PENDING]
             reason = pending[0].reason if pending else ""
-            silent = dict.fromkeys(worker for worker, n in pairs if (worker, n) not in fresh)
-            message = _waits_for(list(silent), pending)
+            unheard = dict.fromkeys(worker for worker, n in pairs if (worker, n) not in fresh)
+            silent = [worker for worker in unheard if self._is_silent(worker, now)]
+            message = _waits_for(silent, list(unheard), pending)
         engine_id = seen.pop() if len(seen) == 1 else peer.engine_id
         establishment: tuple[int, ...] = ()
         if state is LinkState.ESTABLISHED:
@@ -188,6 +189,11 @@ class LinkTable:
             establishment,
         )
 
+    def _is_silent(self, worker: Worker, now: float) -> bool:
+        """Whether a worker has reported before, but not lately."""
+        kept = self._reports.get(worker)
+        return kept is not None and now - kept.at > REPORT_LIFETIME
+
     def _workers(self) -> list[Worker]:
         pipeline, tensor = self.shards
         return list(itertools.product(range(self.data), range(pipeline), range(tensor)))
@@ -203,13 +209,17 @@ class LinkTable:
         return f"{', '.join(ends)}: " if ends else ""
 
 
-def _waits_for(silent: list[Worker], pending: list[LinkReport]) -> str:
-    if not silent:
-        messages = (link.message for link in pending if link.message)
-        return next(messages, "the handshake is under way")
-    named = ", ".join(",".join(map(str, worker)) for worker in silent[:8])
-    more = f" and {len(silent) - 8} more" if len(silent) > 8 else ""
-    return (
-        f"no report in the last {REPORT_LIFETIME:.0f} s from worker (data,pipeline,tensor) "
-        f"{named}{more}"
-    )
+def _waits_for(silent: list[Worker], unheard: list[Worker], pending: list[LinkReport]) -> str:
+    """Say what a link waits for: workers that fell silent, a first report, or a handshake."""
+    if silent:
+        return f"no report in the last {REPORT_LIFETIME:.0f} s from {_named(silent)}"
+    if unheard:
+        return f"first report pending from {_named(unheard)}"
+    messages = (link.message for link in pending if link.message)
+    return next(messages, "the handshake is under way")
+
+
+def _named(workers: list[Worker]) -> str:
+    named = ", ".join(",".join(map(str, worker)) for worker in workers[:8])
+    more = f" and {len(workers) - 8} more" if len(workers) > 8 else ""
+    return f"worker (data,pipeline,tensor) {named}{more}"

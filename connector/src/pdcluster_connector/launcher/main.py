@@ -35,7 +35,10 @@ def main() -> NoReturn:
 def _run(options: Options, identity: Identity, command: EngineCommand) -> int:
     found = versions.installed()
     say(f"{versions.one_line(found)}; {options.role} engine {identity.engine_id}")
-    own = checks.Port(options.host, options.port, "the launcher", "pass another --port before --")
+    own = [checks.Port(options.host, options.port, "the launcher", "pass another --port before --")]
+    if options.metrics_port and command.is_leader:
+        remedy = "pass another --metrics-port before --"
+        own.append(checks.Port(options.host, options.metrics_port, "the metrics page", remedy))
     if problems := checks.problems(command, found, os.environ, own):
         _last_words(options.termination_log, "\n".join(problems))
         return EX_CONFIG

@@ -61,6 +61,7 @@ class Options:
         role: ``prefill`` or ``decode``.
         host: address of the launcher's HTTP interface.
         port: its port.
+        metrics_port: port of the engine's metrics alone; 0 for none.
         termination_log: where the last words go.
         drain_seconds: how long a stop waits for requests and leases.
         stop_seconds: how long the engine may take to end before it is killed.
@@ -72,6 +73,7 @@ class Options:
     role: str
     host: str
     port: int
+    metrics_port: int
     termination_log: Path
     drain_seconds: float
     stop_seconds: float
@@ -101,6 +103,13 @@ def parse(arguments: Sequence[str]) -> Options:
     add("--role", required=True, choices=("prefill", "decode"), help="what this engine does")
     add("--host", default="0.0.0.0", help="address of the launcher's HTTP interface (%(default)s)")  # noqa: S104
     add("--port", type=_port, default=5590, help="its port (%(default)s)")
+    add(
+        "--metrics-port",
+        type=_port,
+        default=0,
+        metavar="PORT",
+        help="also serve the engine's metrics, and nothing else, on this port (not served)",
+    )
     add(
         "--termination-log",
         type=Path,
@@ -132,6 +141,7 @@ def parse(arguments: Sequence[str]) -> Options:
         role=known.role,
         host=known.host,
         port=known.port,
+        metrics_port=known.metrics_port,
         termination_log=known.termination_log,
         drain_seconds=known.drain_seconds,
         stop_seconds=known.stop_seconds,

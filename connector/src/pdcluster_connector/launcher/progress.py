@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from pdcluster_connector.compat.counted import counted
+
 
 class EngineState(StrEnum):
     """Where an engine stands, in the order that it goes through."""
@@ -53,7 +55,7 @@ _RULES: Final = (
     _rule(
         r"Fetching (\d+) files:\s+(\d+)%",
         EngineState.LOADING_WEIGHTS,
-        lambda m: f"downloading {m[1]} files of the model: {m[2]} %",
+        lambda m: f"downloading {counted(int(m[1]), 'file')} of the model: {m[2]} %",
     ),
     _rule(
         r"Starting to load model",

@@ -23,11 +23,13 @@ from pdcluster_connector.launcher.identity import Identity, mint_incarnation
 from pdcluster_connector.launcher.last_words import LastLines, death
 from pdcluster_connector.launcher.links import LinkTable
 from pdcluster_connector.launcher.memory import oom_kills
+from pdcluster_connector.launcher.metrics_page import MetricsPage
 from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.launcher.readiness import Readiness, reachable, url
 from pdcluster_connector.launcher.rendezvous import Followers, Leader, Rendezvous
 from pdcluster_connector.launcher.terminal import say
 from pdcluster_connector.protocol import api_key
+from pdcluster_connector.protocol.kv_path import key_of
 
 # What vLLM chooses on CPU; on GPUs it is smaller, and the canary then moves more blocks.
 _USUAL_BLOCK: Final = 128
@@ -87,8 +89,11 @@ class Supervisor:
             server = LauncherServer(
                 self._readiness, self._links, self._token, self._begin_drain, followers
             )
+            metrics = MetricsPage(self._api.metrics)
             try:
                 await server.start(self._options.host, self._options.port)
+                if self._options.metrics_port and self._command.is_leader:
+                    await metrics.start(self._options.host, self._options.metrics_port)
                 self._living = asyncio.create_task(self._live(session))
                 self._handle_signals()
                 code = await self._living
@@ -100,6 +105,7 @@ class Supervisor:
                 for task in self._tasks:
                     task.cancel()
                 self._engine.clean_up()
+                await metrics.stop()
                 await server.stop()
         if self._loss:
             return 1, f"{self._loss}; an engine lives and dies as one"
@@ -252,7 +258,8 @@ class Supervisor:
             decode_ranks=self._command.data,
             ready=lambda: self._readiness.ready,
             make_prompt=lambda: canary.prompt(block, size, limit),
-            key=self._key,
+            path_key=key_of(self._token),
+            api_key=self._key,
         )
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from math import inf
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 
@@ -257,7 +258,7 @@ class Receive:
         if self.state is State.POSTED:
             return Failure(
                 Reason.TRANSFER_STALLED,
-                f"{len(self.open)} transfer(s) had not landed when the lease ended",
+                f"{counted(len(self.open), 'transfer')} had not landed when the lease ended",
             )
         return Failure(
             Reason.LEASE_EXPIRED, "the lease ended before the prefill engine could be read"

@@ -43,6 +43,7 @@ class ConnectorOptions:
         backends: NIXL's transport backends.
         num_threads: NIXL's threads that post the reads of a decode engine; 0 for none of its own.
         backend_options: further options of NIXL's backends: (backend, option, value).
+        show_internal_names: tell clients the engine ids that their KV moved between.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -53,6 +54,7 @@ class ConnectorOptions:
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 4  # as the stock connector
     backend_options: tuple[tuple[str, str, str], ...] = ()
+    show_internal_names: bool = False
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -84,6 +86,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         backends=take("backends", _backends),
         num_threads=take("num_threads", _threads),
         backend_options=take("backend_options", _backend_options),
+        show_internal_names=take("show_internal_names", _flag),
     )
     if options.side_channel_port > 65535:
         problems.append(

@@ -16,6 +16,7 @@ from typing import Any, Final
 from vllm.v1.request import Request
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.kv_path import has_key, without_names
 from pdcluster_connector.protocol.messages import Malformed
 from pdcluster_connector.protocol.ticket import Ticket, ticket_of
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
@@ -47,7 +48,10 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class Incoming:
-    """One live request. ``reason`` says why its KV does not come from a prefill engine."""
+    """One live request. ``reason`` says why its KV does not come from a prefill engine.
+
+    ``named``: whoever sent it is told between which engines its KV moved.
+    """
 
     ticket: Ticket | None
     stage: Stage
@@ -59,10 +63,16 @@ class Incoming:
     blocks: int = 0
     receipt: Receipt | None = None
     outcome: str = "local"
+    named: bool = False
 
 
 class DecodeRole:
-    """Not thread-safe: lives on the scheduler's thread."""
+    """Not thread-safe: lives on the scheduler's thread.
+
+    Args:
+        show_names: tell every client between which engines its KV moved.
+        key: of requests that are told so in any case; empty for none.
+    """
 
     def __init__(
         self,
@@ -73,6 +83,9 @@ class DecodeRole:
         stats: StatsCollector,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        *,
+        show_names: bool = False,
+        key: str = "",
     ) -> None:
         self._engine_id = engine_id
         self._groups = groups
@@ -80,6 +93,7 @@ class DecodeRole:
         self._tickets = TicketBook(leases, lease_seconds, clock)
         self._stats = stats
         self._wall_clock = wall_clock
+        self._show_names, self._key = show_names, key
         self._requests: dict[str, Incoming] = {}
         self._aborted: dict[str, Incoming] = {}  # finished while parked; blocks still held
         self._orders: list[ReceiveOrder] = []
@@ -100,6 +114,7 @@ class DecodeRole:
         else:
             incoming = Incoming(ticket, Stage.WAITING, self._objection(request, ticket))
             self._tickets.use(ticket, (params or {}).get("lease_seconds"))
+        incoming.named = self._show_names or has_key(params, self._key)
         self._requests[request.request_id] = incoming
 
     def matched(self, request: Request, computed: int) -> tuple[int, bool]:
@@ -214,7 +229,8 @@ class DecodeRole:
             return None
         if incoming.stage is Stage.WAITING:
             self._settle(incoming)
-        return {"kv_path": self._path(incoming)}
+        path = self._path(incoming)
+        return {"kv_path": path if incoming.named else without_names(path)}
 
     def forget(self, request_id: str) -> None:
         """Drop a request; if it is parked, only when all ranks are through with it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +19,12 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from pdcluster_connector import __version__
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.protocol.kv_path import key_of
 from pdcluster_connector.protocol.messages import Malformed, decode_shard
+from pdcluster_connector.runtime.control import TOKEN_VARIABLE
 from pdcluster_connector.runtime.lease_client import LeaseClient
 from pdcluster_connector.runtime.lease_inbox import LeaseInbox
 from pdcluster_connector.runtime.side_channel import SideChannelServer
@@ -83,7 +87,13 @@ class SchedulerRole:
             self._lease_client = LeaseClient()
             self._lease_client.start()
             self.decode = DecodeRole(
-                engine_id, options.lease_seconds, groups, self._lease_client, self._stats
+                engine_id,
+                options.lease_seconds,
+                groups,
+                self._lease_client,
+                self._stats,
+                show_names=options.show_internal_names,
+                key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
             )
 
     # At start.
@@ -131,10 +141,10 @@ class SchedulerRole:
         )
         self._side_channel.start()
         logger.info(
-            "KV of %s: %d rank(s), %d layer(s), side channel %s:%d",
+            "KV of %s: %s, %s, side channel %s:%d",
             self._engine_id,
-            len(workers),
-            len(shape.layers or ()),
+            counted(len(workers), "rank"),
+            counted(len(shape.layers or ()), "layer"),
             self._options.side_channel_host,
             self._side_channel.port,
         )

@@ -26,3 +26,15 @@ EXTENDED_RESOURCE = Text(
     pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$",
     says="an extended resource name, domain/name, e.g. rdma/ib",
 )
+LABEL_KEY = Text(
+    316,
+    pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+    says="the key of a label",
+)
+LABEL_VALUE = Text(
+    63,
+    shortest=0,
+    pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$",
+    says="the value of a label",
+)
+CIDR = Text(64, pattern=r"^[0-9A-Fa-f.:]+/[0-9]{1,3}$", says="a CIDR, e.g. 10.0.0.0/8")

@@ -57,6 +57,22 @@ class RouterPolicy(StrEnum):
     CONSISTENT_HASH = "ConsistentHash"
 
 
+class SelectorOperator(StrEnum):
+    """How a label is compared with values."""
+
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
+
+
+class Visibility(StrEnum):
+    """Whether clients see something."""
+
+    HIDDEN = "Hidden"
+    SHOWN = "Shown"
+
+
 class RolloutType(StrEnum):
     """How engines are replaced when their revision changes."""
 

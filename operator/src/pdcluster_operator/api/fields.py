@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-Kind = Literal["text", "whole", "flag", "choice", "object", "list", "quantities", "free"]
+Kind = Literal[
+    "text", "whole", "flag", "choice", "object", "list", "quantities", "labels", "free"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,10 @@ class Quantities(dict[str, str]):
     """Resource names to Kubernetes quantities."""
 
 
+class Labels(dict[str, str]):
+    """Labels of Kubernetes objects."""
+
+
 class Free(dict[str, Any]):
     """An object of Kubernetes' own API, passed through as it is."""
 
@@ -159,7 +165,8 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
 
 def _kind(hint: Any) -> tuple[Kind, Any]:
     plain: dict[Any, Kind] = {
-        str: "text", int: "whole", bool: "flag", Quantities: "quantities", Free: "free",
+        str: "text", int: "whole", bool: "flag", Quantities: "quantities", Labels: "labels",
+        Free: "free",
     }  # fmt: skip
     if hint in plain:
         return plain[hint], None
@@ -170,3 +177,17 @@ def _kind(hint: Any) -> tuple[Kind, Any]:
     if dataclasses.is_dataclass(hint):
         return "object", hint
     raise TypeError(f"unsupported type {hint}")
+
+
+def as_manifest(value: Any) -> Any:
+    """Return a parsed value as JSON again, without what was not given."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {field.json_name: getattr(value, field.name) for field in describe(type(value))}
+        return {
+            name: as_manifest(part) for name, part in parts.items() if part not in (None, (), {})
+        }
+    if isinstance(value, tuple):
+        return [as_manifest(item) for item in value]
+    if isinstance(value, StrEnum):
+        return value.value
+    return dict(value) if isinstance(value, dict) else value

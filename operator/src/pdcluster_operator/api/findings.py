@@ -48,6 +48,7 @@ class Rule(StrEnum):
     WEIGHTS_NOT_PINNED = "WeightsNotPinned"
     IMAGE_NOT_PINNED = "ImageNotPinned"
     IMAGES_DIFFER = "ImagesDiffer"
+    PEER_UNUSABLE = "PeerUnusable"
 
 
 @dataclass(frozen=True, slots=True)

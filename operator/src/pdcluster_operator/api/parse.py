@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import FieldInfo, Free, Items, Kind, Quantities, Text, Whole, describe
+from .bounds import LABEL_KEY, LABEL_VALUE
+from .fields import FieldInfo, Free, Items, Kind, Labels, Quantities, Text, Whole, describe
 from .findings import FieldError, Rule, quoted, shown
 from .labels import API_VERSION, KIND, name_errors
 from .places import where_it_belongs
@@ -138,6 +139,7 @@ class _Reader:
             "whole": self._integer,
             "flag": self._flag,
             "quantities": self._quantities,
+            "labels": self._labels,
             "free": self._free,
         }
         return readers[field.kind](field, value, path)
@@ -238,6 +240,21 @@ class _Reader:
                 self.error(f"{path}.{name}", amount, Rule.BAD_FORMAT, why, remedy)
             else:
                 read[str(name)] = str(amount)
+        return read
+
+    def _labels(self, _field: FieldInfo, value: object, path: str) -> Labels:
+        if not isinstance(value, Mapping):
+            self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
+            return Labels()
+        read = Labels()
+        for key, text in value.items():
+            here = f"{path}.{key}"
+            if not isinstance(text, str):
+                self.error(here, text, Rule.WRONG_TYPE, "must be a string", "Put it in quotes.")
+            elif self._text_fits(LABEL_KEY, str(key), here) and self._text_fits(
+                LABEL_VALUE, text, here
+            ):
+                read[str(key)] = text
         return read
 
 

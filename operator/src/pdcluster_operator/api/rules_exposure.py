@@ -1,69 +1,20 @@
-"""Who may reach a cluster's pods, and what its pods share with their nodes."""
+"""What a cluster's pods share with their nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .enums import Role
-from .findings import FieldError, Rule, shown
+from .findings import FieldError, Rule
 from .types import Cluster
 
-PEER_FIELDS = ("podSelector", "namespaceSelector", "ipBlock")
 HOST_FIELDS = {
     "hostPID": "see the processes of the node, and may stop those of their user",
     "hostIPC": "share memory segments and semaphores with every process of the node that does",
     "hostNetwork": "share the node's network: two engines on a node want the same ports, and no "
     "NetworkPolicy holds",
 }
-
-
-def exposure_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield peers that the API server would refuse in our NetworkPolicy."""
-    yield from peer_errors("spec.router.allowFrom", cluster.spec.router.allow_from or ())
-
-
-def peer_errors(path: str, peers: Sequence[Mapping[str, Any]]) -> Iterator[FieldError]:
-    """Yield what is wrong with a list of NetworkPolicyPeers."""
-    for place, peer in enumerate(peers):
-        where = f"{path}[{place}]"
-        unknown = sorted(set(peer) - set(PEER_FIELDS))
-        given = [name for name in PEER_FIELDS if peer.get(name) is not None]
-        if unknown:
-            yield FieldError(
-                f"{where}.{unknown[0]}",
-                "",
-                Rule.UNKNOWN_FIELD,
-                "is no field of a NetworkPolicyPeer",
-                f"Known are: {', '.join(PEER_FIELDS)}.",
-            )
-        elif not given:
-            yield FieldError(
-                where,
-                shown(dict(peer)),
-                Rule.REQUIRED,
-                "names nobody",
-                "Give a podSelector, a namespaceSelector or both, or an ipBlock. "
-                "`namespaceSelector: {}` is every pod of every namespace.",
-            )
-        elif "ipBlock" in given and len(given) > 1:
-            yield FieldError(
-                where,
-                ", ".join(given),
-                Rule.CONFLICTING_SETTINGS,
-                "holds an ipBlock beside a selector",
-                "Write two peers.",
-            )
-        else:
-            for name in given:
-                if not isinstance(peer[name], Mapping):
-                    yield FieldError(
-                        f"{where}.{name}",
-                        shown(peer[name]),
-                        Rule.WRONG_TYPE,
-                        "must be an object",
-                        "Write a mapping, e.g. matchLabels: {team: search}.",
-                    )
 
 
 def exposure_warnings(cluster: Cluster) -> Iterator[FieldError]:

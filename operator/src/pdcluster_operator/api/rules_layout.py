@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pdcluster_connector.compat.counted import counted
+
 from .enums import Role
 from .findings import FieldError, Rule
 from .types import Cluster
@@ -52,7 +54,8 @@ def _workers(cluster: Cluster, role: Role) -> Iterator[FieldError]:
             f"{path}.nodes",
             str(parallel.nodes),
             Rule.NODES_DIVIDE_WORKERS,
-            f"{sizes} = {workers} workers cannot be spread evenly over {parallel.nodes} pods",
+            f"{sizes} = {counted(workers, 'worker')} cannot be spread evenly over "
+            f"{counted(parallel.nodes, 'pod')}",
             "Choose nodes so that it divides the workers.",
             (path,),
         )

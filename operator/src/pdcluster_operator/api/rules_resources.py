@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 
+from pdcluster_connector.compat.counted import counted
+
 from .enums import Device, Role
 from .findings import FieldError, Rule, shown
 from .pod_templates import amounts, containers, engine_container, pod_templates
@@ -136,12 +138,11 @@ def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
     if not named or sum(numbers) == wanted:
         return
     first = next(iter(named.values()))
-    count = "1 GPU" if wanted == 1 else f"{wanted} GPUs"
     yield FieldError(
         first.path,
         shown(" + ".join(amount.text for amount in named.values())),
         Rule.GPU_COUNT_MISMATCH,
-        f"spec.{engine.role}.parallelism needs {count} in each pod",
+        f"spec.{engine.role}.parallelism needs {counted(wanted, 'GPU')} in each pod",
         f"Write {wanted}, or leave it out.",
         (f"spec.{engine.role}.parallelism", "spec.transfer.device"),
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
+from .bounds import LABEL_VALUE
 from .fields import Cel, FieldInfo, Items, Kind, Text, Whole, describe
 
 QUANTITY = (
@@ -18,6 +19,7 @@ QUANTITY = (
     r"([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
 )
 MAX_RESOURCES = 32
+MAX_LABELS = 32
 INT32 = 2**31
 
 
@@ -75,6 +77,7 @@ def _bare(field: FieldInfo) -> dict[str, Any]:
         "flag": lambda _: {"type": "boolean"},
         "list": _list,
         "quantities": lambda _: _quantities(),
+        "labels": lambda _: _labels(),
         "free": lambda _: {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
     }
     return builders[field.kind](field)
@@ -123,6 +126,14 @@ def _quantities() -> dict[str, Any]:
         "x-kubernetes-int-or-string": True,
     }
     return {"type": "object", "maxProperties": MAX_RESOURCES, "additionalProperties": amount}
+
+
+def _labels() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "maxProperties": MAX_LABELS,
+        "additionalProperties": _text(LABEL_VALUE),
+    }
 
 
 def _defaults(schema: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .enums import (
     RolloutType,
     RouterPolicy,
     Switch,
+    Visibility,
 )
 from .fields import Doc, Free, Items, JsonName, Quantities, Text, Whole
 from .model_types import (
@@ -33,13 +34,15 @@ from .model_types import (
     ModelSource,
     SecretKeyRef,
 )
+from .network_types import NetworkPeer
 
 __all__ = [
-    "Backend", "Canary", "ClaimSource", "Cluster", "ConnectorSource", "Device", "EngineOverride",
-    "EnvVar", "HostPathSource", "HuggingFaceSource", "LoadFailurePolicy", "Model", "ModelCache",
-    "ModelSource", "Parallelism", "Rdma", "Resources", "Role", "RoleSpec", "Rollout",
-    "RolloutType", "Router", "RouterPolicy", "RouterResources", "SecretKeyRef", "SharedEngine",
-    "Spec", "Switch", "Transfer", "Verification",
+    "Backend", "Canary", "ClaimSource", "Cluster", "ConnectorSource", "Device",
+    "EngineOverride", "EnvVar", "HostPathSource", "HuggingFaceSource", "LoadFailurePolicy",
+    "Model", "ModelCache", "ModelSource", "Monitoring", "NetworkPeer", "Parallelism", "Rdma",
+    "Resources", "Role", "RoleSpec", "Rollout", "RolloutType", "Router", "RouterPolicy",
+    "RouterResources", "SecretKeyRef", "SharedEngine", "Spec", "Switch", "Transfer",
+    "Verification", "Visibility",
 ]  # fmt: skip
 
 
@@ -90,6 +93,13 @@ class Transfer:
         Whole(1, 1_000_000),
     ] = None
     rdma: Annotated[Rdma | None, Doc("asks for RDMA devices.")] = None
+    internal_names: Annotated[
+        Visibility,
+        Doc(
+            "says whether answers to clients name the engines that KV moved between: their "
+            "addresses in the answer's id, their ids in kv_path."
+        ),
+    ] = Visibility.HIDDEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +142,9 @@ class Router:
         ),
     ] = None
     allow_from: Annotated[
-        tuple[Free, ...] | None,
+        tuple[NetworkPeer, ...] | None,
         Doc(
-            "are the NetworkPolicyPeers that may reach the router, or the engines' API where "
+            "are those who may reach the router, or the engines' API where "
             "replicas is 0; anybody if not given."
         ),
         Items(64, 1),
@@ -179,6 +189,20 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Monitoring:
+    """Who watches the cluster."""
+
+    scrape_from: Annotated[
+        tuple[NetworkPeer, ...],
+        Doc(
+            "are those who may read the metrics of engines and routers, such as Prometheus' pods; "
+            "nobody if it is empty. It opens no other port."
+        ),
+        Items(32),
+    ] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """What a user wants of a PDCluster."""
 
@@ -203,6 +227,10 @@ class Spec:
     )
     verification: Annotated[Verification, Doc("is how the KV path is proved.")] = field(
         default_factory=Verification
+    )
+
+    monitoring: Annotated[Monitoring, Doc("is who watches the cluster.")] = field(
+        default_factory=Monitoring
     )
 
     def role(self, role: Role) -> RoleSpec:

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from .findings import FieldError, Findings, under
 from .parse import ParseResult, parse_cluster
 from .rules_args import argument_errors
+from .rules_exposure import exposure_warnings
 from .rules_flags import flag_errors
 from .rules_host_path import host_path_errors, host_path_warnings
 from .rules_images import image_errors, image_warnings
-from .rules_exposure import exposure_errors, exposure_warnings
 from .rules_layout import layout_errors
+from .rules_network import network_errors
 from .rules_one_sided import one_sided_warnings
 from .rules_pair import pair_findings
 from .rules_pod_template import pod_template_errors, pod_template_warnings
@@ -70,7 +71,7 @@ def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
     yield from argument_errors(cluster)
     yield from flag_errors(cluster)
     yield from trap_errors(cluster)
-    yield from exposure_errors(cluster)
+    yield from network_errors(cluster)
     yield from pair.errors
 
 

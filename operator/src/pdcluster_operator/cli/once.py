@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.api_key import headers
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.tables import short
@@ -87,14 +88,17 @@ def describe_path(answer: Answer) -> str:
         if answer.received:
             return f"{answer.received:,} bytes were pulled into decode (from its metrics)"
         return "no bytes were pulled: decode computed the prompt itself"
-    pair = f"{short(_logical(path, 'prefill'))} -> {short(_logical(path, 'decode'))}"
+    pair = "prefill -> decode"
+    if path.get("prefill") or path.get("decode"):
+        pair = f"{short(_logical(path, 'prefill'))} -> {short(_logical(path, 'decode'))}"
     if path.get("outcome") != "transferred":
         reason = path.get("reason") or path.get("outcome")
         return f"{pair}: nothing was pulled ({reason}); decode computed the prompt itself"
     size, seconds = int(path.get("bytes") or 0), float(path.get("seconds") or 0)
     speed = f", {size / seconds / 1e9:.3f} GB/s" if seconds > 0 else ""
     return (
-        f"{pair}: {path.get('blocks')} blocks ({path.get('tokens')} tokens), {size:,} bytes "
+        f"{pair}: {counted(int(path.get('blocks') or 0), 'block')} "
+        f"({counted(int(path.get('tokens') or 0), 'token')}), {size:,} bytes "
         f"in {seconds * 1e3:.1f} ms{speed}"
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
 from pdcluster_operator.adapters.local.cluster import (
@@ -28,6 +29,7 @@ from pdcluster_operator.adapters.local.cluster import (
 from pdcluster_operator.adapters.local.facts import gather
 from pdcluster_operator.adapters.local.preflight import COMMAND_LINE, judge
 from pdcluster_operator.adapters.local.runs import new_run_folder
+from pdcluster_operator.api.enums import Visibility
 from pdcluster_operator.api.findings import Findings, Rule, under
 from pdcluster_operator.api.labels import HTTP_PORT
 from pdcluster_operator.api.types import Cluster
@@ -73,7 +75,7 @@ def up(options: UpOptions) -> Exit:
             Exit.MACHINE,
         )
     console = Console(highlight=False)
-    document = _with_model(read_cluster(options.file), options.model_dir)
+    document = _with_names(_with_model(read_cluster(options.file), options.model_dir))
     cluster, findings = check_manifest(document)
     if not findings.ok:
         print_findings(console, options.file, findings)
@@ -215,7 +217,7 @@ class _Run:
         answer = await ask(url, model, prompt, tokens, decode, key)
         self._show(take_snapshot(local, key))
         self._print(
-            f"prompt:  {prompt}\nanswer:  {answer.text!r} ({answer.tokens} tokens)\n"
+            f"prompt:  {prompt}\nanswer:  {answer.text!r} ({counted(answer.tokens, 'token')})\n"
             f"KV path: {describe_path(answer)}"
         )
         if not answer.moved:
@@ -285,3 +287,13 @@ def _with_model(document: Any, folder: Path | None) -> Any:
         return document
     source = {"hostPath": {"path": os.path.abspath(folder)}}
     return {**document, "spec": {**spec, "model": {**model, "source": source}}}
+
+
+def _with_names(document: Any) -> Any:
+    """Return the manifest with engines named in answers, unless it says otherwise."""
+    spec = document.get("spec") if isinstance(document, dict) else None
+    transfer = spec.get("transfer") if isinstance(spec, dict) else None
+    if not isinstance(spec, dict) or not isinstance(transfer, dict | None):
+        return document
+    shown = {"internalNames": Visibility.SHOWN.value, **(transfer or {})}
+    return {**document, "spec": {**spec, "transfer": shown}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.engine_types import Parallelism
 from pdcluster_operator.api.enums import Role
@@ -96,7 +97,9 @@ def _judge(
     name: EngineName, nodes: int, pods: Sequence[Manifest], report: EngineReport | None
 ) -> tuple[bool | None, Trouble]:
     if len(pods) < nodes or _name(pods[0]) != name.pod():
-        return False, Trouble(StatusReason.PODS_MISSING, f"{len(pods)} of {nodes} pods exist")
+        return False, Trouble(
+            StatusReason.PODS_MISSING, f"{len(pods)} of {counted(nodes, 'pod')} so far"
+        )
     for pod in pods:
         trouble = pod_trouble(pod)
         if trouble is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import StatusReason, Verdict, no, unknown, yes
 from pdcluster_operator.api.findings import Findings
 
@@ -48,7 +49,7 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
     if not engines:
         return no(StatusReason.SCALED_TO_ZERO, "no engine is wanted")
     ready = sum(engine.ready is True for engine in engines)
-    count = f"{ready} of {len(engines)} engines ready"
+    count = f"{ready} of {counted(len(engines), 'engine')} ready"
     failing = [engine for engine in engines if engine.ready is False]
     if failing:
         worst = min(failing, key=lambda engine: SEVERITY.index(engine.reason))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no, unknown, yes
 from pdcluster_operator.api.types import Transfer
@@ -26,11 +27,12 @@ def links_established(pairs: Sequence[PairView], before: Mapping[str, Any]) -> V
     failed = [pair for pair in pairs if pair.state is PairState.FAILED]
     if failed:
         first = failed[0]
-        count = f"{len(failed)} of {len(pairs)} links failed; " if len(pairs) > 1 else ""
+        count = f"{len(failed)} of {counted(len(pairs), 'link')} failed; " if len(pairs) > 1 else ""
         detail = f": {first.message}" if first.message else ""
         return no(first.reason or Reason.BACKEND_ERROR, f"{count}{first.label}{detail}")
     return _undecided(pairs, before) or yes(
-        StatusReason.LINKS_ESTABLISHED, f"{len(pairs)} of {len(pairs)} links established"
+        StatusReason.LINKS_ESTABLISHED,
+        f"{len(pairs)} of {counted(len(pairs), 'link')} established",
     )
 
 
@@ -53,7 +55,9 @@ def path_verified(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdi
         detail = f": {waiting.canary.message}" if waiting.canary.message else ""
         message = f"{waiting.label}: no canary since the link was established{detail}"
         return _open(StatusReason.CANARY_PENDING, message, before)
-    return yes(StatusReason.CANARY_PASSED, f"KV was seen to move over {len(pairs)} links")
+    return yes(
+        StatusReason.CANARY_PASSED, f"KV was seen to move over {counted(len(pairs), 'link')}"
+    )
 
 
 def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
@@ -70,7 +74,8 @@ def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
     if slow:
         return no(
             StatusReason.PROBABLE_TCP_FALLBACK,
-            f"{len(slow)} of {len(pairs)} links are slower than {least} MB/s; {slow[0].label}",
+            f"{len(slow)} of {counted(len(pairs), 'link')} slower than {least} MB/s; "
+            f"{slow[0].label}",
         )
     if not pairs or len(measured) < len(pairs):
         return unknown(StatusReason.BANDWIDTH_UNMEASURED, "not every link is measured")

@@ -21,6 +21,7 @@ from pdcluster_operator.adapters.local.controllers import Workloads
 from pdcluster_operator.adapters.local.kubelet.kubelet import Kubelet
 from pdcluster_operator.adapters.local.names import Names
 from pdcluster_operator.api.labels import (
+    ENGINE_METRICS_PORT,
     HTTP_PORT,
     KIND,
     LAUNCHER_PORT,
@@ -34,7 +35,9 @@ from pdcluster_operator.runtime.queue import Backoff, Key
 
 log = logging.getLogger(__name__)
 
-POD_PORTS = (HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT, ROUTER_METRICS_PORT)
+POD_PORTS = (
+    HTTP_PORT, LAUNCHER_PORT, ENGINE_METRICS_PORT, SIDE_CHANNEL_PORT, ROUTER_METRICS_PORT,
+)  # fmt: skip
 NOT_SIMULATED = (
     "container images (pods run this machine's Python and vllm-router)",
     "resource limits and GPU isolation",

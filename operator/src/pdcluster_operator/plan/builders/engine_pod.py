@@ -7,6 +7,7 @@ from typing import Any
 from pdcluster_operator.api.drain import STOP_SECONDS, drain_seconds, grace_period
 from pdcluster_operator.api.enums import ConnectorSource, Device
 from pdcluster_operator.api.labels import (
+    ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
     POD_INDEX_LABEL,
@@ -92,6 +93,7 @@ def _container(cluster: Cluster, engine: Engine, name: EngineName) -> dict[str, 
             "--role", engine.role.value,
             "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
             "--port", str(LAUNCHER_PORT),
+            "--metrics-port", str(ENGINE_METRICS_PORT),
             "--drain-seconds", str(drain_seconds(cluster)),
             "--stop-seconds", str(STOP_SECONDS),
             "--termination-log", TERMINATION_LOG,
@@ -147,7 +149,8 @@ def _ports(engine: Engine) -> list[dict[str, Any]]:
         "side-channel" if rank == 0 else f"side-ch-{rank}": SIDE_CHANNEL_PORT + rank
         for rank in range(engine.parallelism.data)
     }
-    ports = {"http": HTTP_PORT, "launcher": LAUNCHER_PORT} | side_channels
+    own = {"http": HTTP_PORT, "launcher": LAUNCHER_PORT, "metrics": ENGINE_METRICS_PORT}
+    ports = own | side_channels
     return [
         {"name": name, "containerPort": number, "protocol": "TCP"} for name, number in ports.items()
     ]

@@ -7,6 +7,7 @@ from typing import Any
 from pdcluster_operator.api.labels import (
     CLUSTER_LABEL,
     ENGINE_LABEL,
+    ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
     SIDE_CHANNEL_PORT,
@@ -21,7 +22,12 @@ from .metadata import child_metadata
 def build_engine_service(cluster: Cluster, name: EngineName, pairing_key: str) -> dict[str, Any]:
     """Return the Service; pods that are not ready have names too: followers dial leaders."""
     labels = engine_labels(name, pairing_key)
-    ports = {"http": HTTP_PORT, "launcher": LAUNCHER_PORT, "side-channel": SIDE_CHANNEL_PORT}
+    ports = {
+        "http": HTTP_PORT,
+        "launcher": LAUNCHER_PORT,
+        "metrics": ENGINE_METRICS_PORT,
+        "side-channel": SIDE_CHANNEL_PORT,
+    }
     return {
         "apiVersion": "v1",
         "kind": "Service",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_operator.api.enums import Role
+from pdcluster_operator.api.fields import as_manifest
 from pdcluster_operator.api.labels import (
     CLUSTER_LABEL,
+    ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
     OPERATOR_LABELS,
@@ -29,7 +31,7 @@ def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> di
     """Return what engines let in.
 
     Engines of the cluster reach each other on every port, the operator their launchers, the
-    router their API; without routers of ours, anybody their API.
+    router their API, scrapers their metrics; without routers of ours, anybody their API.
 
     Args:
         operator_namespace: where the operator runs; None lets its labels count in any.
@@ -45,25 +47,24 @@ def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> di
         {"from": [{"podSelector": _engines(cluster)}]},
         {"from": [operator], "ports": _ports(LAUNCHER_PORT)},
         _rule(clients, HTTP_PORT),
+        *_scrapers(cluster, ENGINE_METRICS_PORT),
     ]
     name = engines_policy_name(cluster.name)
     return _policy(cluster, name, "engine", _engines(cluster), ingress)
 
 
 def build_router_policy(cluster: Cluster) -> dict[str, Any] | None:
-    """Return what routers let in: their clients, and whoever reads metrics."""
+    """Return what routers let in: their clients, and scrapers to their metrics."""
     if cluster.spec.router.replicas == 0:
         return None
-    clients = _clients(cluster)
-    ingress = [_rule(clients, ROUTER_PORT, ROUTER_METRICS_PORT)]
-    if clients:
-        ingress = [_rule(clients, ROUTER_PORT), _rule([], ROUTER_METRICS_PORT)]
+    ingress = [_rule(_clients(cluster), ROUTER_PORT), *_scrapers(cluster, ROUTER_METRICS_PORT)]
     name = router_policy_name(cluster.name)
     return _policy(cluster, name, ROUTER_COMPONENT, {"matchLabels": _router(cluster)}, ingress)
 
 
 def _clients(cluster: Cluster) -> list[dict[str, Any]]:
-    return [dict(peer) for peer in cluster.spec.router.allow_from or ()]
+    peers: list[dict[str, Any]] = as_manifest(cluster.spec.router.allow_from or ())
+    return peers
 
 
 def _rule(peers: list[dict[str, Any]], *ports: int) -> dict[str, Any]:
@@ -85,6 +86,12 @@ def _policy(
         "metadata": child_metadata(cluster, name, cluster_labels(cluster.name, component)),
         "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress},
     }
+
+
+def _scrapers(cluster: Cluster, port: int) -> list[dict[str, Any]]:
+    """Return the rule for scrapers; none where there are none: a rule without "from" is for all."""
+    peers = as_manifest(cluster.spec.monitoring.scrape_from)
+    return [{"from": peers, "ports": _ports(port)}] if peers else []
 
 
 def _engines(cluster: Cluster) -> dict[str, Any]:

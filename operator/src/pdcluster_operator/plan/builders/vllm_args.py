@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from pdcluster_operator.api.drain import DRAIN_DEADLINE_SECONDS
-from pdcluster_operator.api.enums import Device, LoadFailurePolicy, Role, Switch
+from pdcluster_operator.api.enums import Device, LoadFailurePolicy, Role, Switch, Visibility
 from pdcluster_operator.api.labels import HTTP_PORT, MASTER_PORT, SIDE_CHANNEL_PORT, EngineName
 from pdcluster_operator.api.resolve import Engine
 from pdcluster_operator.api.types import Cluster
@@ -88,6 +88,7 @@ def kv_transfer_config(cluster: Cluster, role: Role) -> str:
             "lease_seconds": transfer.lease_seconds,
             "drain_deadline_seconds": DRAIN_DEADLINE_SECONDS,
             "backends": list(transfer.backends),
+            "show_internal_names": transfer.internal_names is Visibility.SHOWN,
             # A pod's address is not loopback, and the side channel has no TLS yet.
             "allow_insecure": True,
         },

@@ -1,0 +1,8 @@
+"""Numbers of things in messages, as English has them."""
+
+from __future__ import annotations
+
+
+def counted(number: int, thing: str) -> str:
+    """Return ``1 link`` or ``2 links``; ``thing`` is the singular of a regular noun."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

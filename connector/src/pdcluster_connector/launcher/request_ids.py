@@ -1,0 +1,46 @@
+"""An ASGI middleware for vLLM's API: request ids without the router's addresses.
+
+vllm-router sends ``X-Request-Id: ___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UUID``, and vLLM
+makes the answer's ``id`` of it. Some connectors read the addresses; ours does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Any, Any], Awaitable[None]]
+
+MIDDLEWARE: Final = f"{__name__}.PlainRequestIds"
+_HEADER: Final = b"x-request-id"
+_MARKS: Final = (b"___prefill_addr_", b"___decode_addr_")
+_UNIQUE: Final = re.compile(rb"_([0-9A-Fa-f-]{16,64})\Z")
+
+
+class PlainRequestIds:
+    """Changes one header on the way in; bodies and answers, streams too, pass as they are."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Handle one connection."""
+        if scope["type"] == "http":
+            headers = [
+                (name, plain(value) if name == _HEADER else value)
+                for name, value in scope["headers"]
+            ]
+            scope = {**scope, "headers": headers}
+        await self._app(scope, receive, send)
+
+
+def plain(request_id: bytes) -> bytes:
+    """Return the id's unique part where it holds addresses; the same in every engine."""
+    if not any(mark in request_id for mark in _MARKS):
+        return request_id
+    unique = _UNIQUE.search(request_id)
+    # Of another form than is known: the addresses go all the same.
+    return unique[1] if unique else hashlib.sha256(request_id).hexdigest()[:32].encode()

@@ -1,0 +1,95 @@
+"""The metrics page: the engine's metrics, and no way to its API."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+
+import aiohttp
+import pytest
+from aiohttp import web
+from launched import http, wait_for
+
+from loopback import free_port
+from pdcluster_connector.launcher.engine_api import EngineApi
+from pdcluster_connector.launcher.metrics_page import CONTENT_TYPE, MetricsPage
+
+
+def test_the_page_shows_the_engines_metrics_and_nothing_else(launch):
+    port = free_port()
+    engine = launch("serve", "--metrics-port", str(port))
+    engine.ready()
+    page = f"http://127.0.0.1:{port}"
+    with urllib.request.urlopen(f"{page}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+        assert answer.headers["Content-Type"] == CONTENT_TYPE
+    assert text == http(f"{engine.api}/metrics")[1]
+    assert "pdcluster_kv_leases_held" in text
+    for path in ("/v1/completions", "/v1/models", "/readyz", "/v1/drain", "/v1/peers", "/"):
+        assert http(f"{page}{path}")[0] == 404
+        assert http(f"{page}{path}", {}, "POST")[0] == 404
+    assert http(f"{page}/metrics", {}, "POST")[0] == 405
+
+
+def test_the_page_says_why_there_are_no_metrics_yet(launch):
+    port = free_port()
+    engine = launch("slow:600", "--metrics-port", str(port))
+    status, said = wait_for(lambda: (a := http(f"http://127.0.0.1:{port}/metrics"))[0] and a)
+    assert status == 503
+    assert said.startswith(f"{engine.api}/metrics does not answer")
+
+
+def test_there_is_no_page_where_none_is_asked_for(launch):
+    engine = launch("serve")
+    engine.ready()
+    assert http(f"{engine.url}/metrics")[0] == 404
+
+
+def test_a_port_that_is_taken_is_named_before_the_engine_starts(launch):
+    port = free_port()
+    first = launch("serve", "--metrics-port", str(port))
+    first.ready()
+    second = launch("serve", "--metrics-port", str(port))
+    assert second.end() == 78
+    assert f"port 127.0.0.1:{port} (the metrics page) is in use" in second.termination
+    assert "--metrics-port" in second.termination
+
+
+@pytest.fixture
+async def slow_engine():
+    """An engine's API that counts how many ask for metrics at once; Prometheus' text is asked."""
+    seen = {"now": 0, "most": 0, "accept": set()}
+
+    async def metrics(request: web.Request) -> web.Response:
+        seen["accept"].add(request.headers["Accept"])
+        seen["now"] += 1
+        seen["most"] = max(seen["most"], seen["now"])
+        await asyncio.sleep(0.02)
+        seen["now"] -= 1
+        return web.Response(text="up 1\n")
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    yield port, seen
+    await runner.cleanup()
+
+
+async def test_many_scrapers_are_one_to_the_engine(slow_engine):
+    port, seen = slow_engine
+    async with aiohttp.ClientSession() as session:
+        page = MetricsPage(EngineApi(session, f"http://127.0.0.1:{port}").metrics)
+        own = free_port()
+        await page.start("127.0.0.1", own)
+
+        async def scrape() -> tuple[int, str]:
+            async with session.get(f"http://127.0.0.1:{own}/metrics") as answer:
+                return answer.status, await answer.text()
+
+        assert await asyncio.gather(*(scrape() for _ in range(10))) == [(200, "up 1\n")] * 10
+        await page.stop()
+    assert seen["most"] == 1
+    assert seen["accept"] == {"text/plain;version=0.0.4"}

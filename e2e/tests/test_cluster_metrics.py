@@ -1,0 +1,140 @@
+"""Who may read metrics: a scraper of another namespace that the spec names, and no other pod."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+from cluster_install import Installation
+from cluster_run import ClusterRun
+from kv_load import moved, text
+
+from cluster.report import ClusterError
+from images.for_cluster import load_engine_image, template
+from pdcluster_operator.api.labels import (
+    ENGINE_METRICS_PORT,
+    HTTP_PORT,
+    LAUNCHER_PORT,
+    ROUTER_METRICS_PORT,
+    SIDE_CHANNEL_PORT,
+)
+from pdcluster_operator.plan.merge import merge
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+MONITORING = "e2e-monitoring"
+SCRAPER = [
+    {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": MONITORING}},
+        "podSelector": {"matchLabels": {"app": "prometheus"}},
+    }
+]
+RECEIVED = "pdcluster_kv_received_bytes_total{"
+GET = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=3).read().decode())"
+
+
+class Clients:
+    """A Prometheus and a stranger, in a namespace that is no PDCluster's."""
+
+    def __init__(self, run: ClusterRun) -> None:
+        self._run = run
+
+    def kubectl(self, *words: str, stdin: str | None = None) -> str:
+        return self._run.cluster.kubectl("--namespace", MONITORING, *words, stdin=stdin)
+
+    def start(self, image: str, name: str) -> None:
+        idle = ["python3", "-c", "import time; time.sleep(3600)"]
+        container = {"name": "engine", "image": image, "command": idle}
+        spec = {"terminationGracePeriodSeconds": 0, "containers": [container]}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "labels": {"app": name}},
+            "spec": merge(template("prefill").get("spec", {}), spec),
+        }
+        self.kubectl("apply", "--filename=-", stdin=json.dumps(pod))
+        self.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=120s")
+
+    def get(self, client: str, role: str, port: int) -> str:
+        """What a client's GET of a role's /metrics is answered; empty where nobody answers."""
+        address = self._run.pods(role)[0]["status"]["podIP"]
+        url = f"http://{address}:{port}/metrics"
+        try:
+            return self.kubectl("exec", client, "--", "python3", "-c", GET, url)
+        except ClusterError as error:
+            # A status would be an answer: the port must not be reached at all.
+            if "timed out" in str(error) or "refused" in str(error):
+                return ""
+            raise
+
+
+@pytest.fixture
+def clients(tiny: ClusterRun, operator: Installation) -> Iterator[Clients]:
+    tiny.wait_ready()
+    delete = ("delete", "namespace", MONITORING, "--ignore-not-found")
+    tiny.cluster.kubectl(*delete)
+    tiny.cluster.kubectl("create", "namespace", MONITORING)
+    made = Clients(tiny)
+    image = load_engine_image(tiny.cluster)
+    for name in ("prometheus", "stranger"):
+        made.start(image, name)
+    yield made
+    scrape_from(tiny, [])
+    tiny.cluster.kubectl(*delete)
+
+
+def scrape_from(run: ClusterRun, peers: list[dict[str, object]]) -> None:
+    patch = json.dumps({"spec": {"monitoring": {"scrapeFrom": peers}}})
+    run.kubectl("patch", "pdc", run.name, "--type=merge", f"--patch={patch}")
+
+
+def test_a_scraper_that_the_spec_names_reads_metrics_and_nothing_else(
+    tiny: ClusterRun, clients: Clients
+) -> None:
+    moved(tiny, text(60, 7000))
+    metrics = {
+        "prefill": ENGINE_METRICS_PORT,
+        "decode": ENGINE_METRICS_PORT,
+        "router": ROUTER_METRICS_PORT,
+    }
+    for role, port in metrics.items():
+        for client in ("prometheus", "stranger"):
+            assert clients.get(client, role, port) == "", "nobody is let in by default"
+
+    restarts = {role: tiny.restarts(role) for role in metrics}
+    scrape_from(tiny, SCRAPER)
+    began = time.monotonic()
+    tiny.wait("answer to the scraper", lambda: clients.get("prometheus", "decode", 5591), 60)
+    print(f"the scraper is let in after {time.monotonic() - began:.1f} s")
+    pages = {role: clients.get("prometheus", role, port) for role, port in metrics.items()}
+    assert RECEIVED in pages["decode"]
+    assert "pdcluster_kv_leases_held{" in pages["prefill"]
+    assert "vllm:generation_tokens_total{" in pages["decode"]
+    assert "vllm_router_" in pages["router"]
+    for role, port in metrics.items():
+        assert clients.get("stranger", role, port) == "", "no other pod of the namespace"
+    for port in (HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT):
+        assert clients.get("prometheus", "decode", port) == "", "an engine's API stays closed"
+    assert {role: tiny.restarts(role) for role in metrics} == restarts
+
+    scrape_from(tiny, [])
+    tiny.wait("refusal", lambda: not clients.get("prometheus", "decode", 5591), 60)
+    moved(tiny, text(60, 7001))
+
+
+def test_clients_learn_neither_addresses_nor_engine_ids(tiny: ClusterRun) -> None:
+    tiny.wait_ready()
+    pods = [*tiny.pods("prefill"), *tiny.pods("decode")]
+    secret = [pod["status"]["podIP"] for pod in pods] + [pod["metadata"]["name"] for pod in pods]
+    secret += [tiny.engine_id(role) for role in ("prefill", "decode")]
+    reply = tiny.complete(text(60, 7002))
+    assert reply.kv_path["outcome"] == "transferred"
+    assert {"prefill", "decode", "message"}.isdisjoint(reply.kv_path)
+    streamed = tiny.complete(text(60, 7003), stream=True)
+    assert streamed.status == 200
+    assert streamed.text.count("data: {") >= 16
+    for answer in (reply, streamed):
+        assert not [name for name in secret if name in answer.text]
+        assert "_addr_" not in answer.text
