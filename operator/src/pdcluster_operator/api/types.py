@@ -23,7 +23,7 @@ from .enums import (
     RouterPolicy,
     Switch,
 )
-from .fields import Doc, Free, Items, JsonName, Text, Whole
+from .fields import Doc, Example, Free, Items, JsonName, Text, Whole
 from .model_types import (
     ClaimSource,
     HostPathSource,
@@ -49,14 +49,20 @@ class Rdma:
 
     resource: Annotated[
         str,
+        Example("rdma/ib"),
         Doc("is the extended resource that a device plugin offers, e.g. rdma/ib."),
         Text(253, pattern=r"^[a-z0-9A-Z./_-]+$", says="an extended resource name"),
     ]
     per_gpu: Annotated[
-        int, JsonName("perGPU"), Doc("is how many of them a pod asks for each GPU."), Whole(1, 16)
+        int,
+        JsonName("perGPU"),
+        Example(1),
+        Doc("is how many of them a pod asks for each GPU."),
+        Whole(1, 16),
     ] = 1
     networks: Annotated[
         tuple[Annotated[str, Text(253)], ...],
+        Example(["roce-a", "roce-b"]),
         Doc("are Multus networks that the pods join, in order."),
         Items(32),
     ] = ()
@@ -67,10 +73,13 @@ class Transfer:
     """How KV moves from prefill to decode."""
 
     device: Annotated[
-        Device, Doc("is where KV lives: CUDA for GPU memory, CPU for host memory.")
+        Device,
+        Example("CUDA"),
+        Doc("is where KV lives: CUDA for GPU memory, CPU for host memory."),
     ] = Device.CUDA
     backends: Annotated[
         tuple[Backend, ...],
+        Example(["UCX"]),
         Doc(
             "are NIXL's transport backends, best first. GDS is refused: it reads and writes files."
         ),
@@ -78,14 +87,19 @@ class Transfer:
     ] = (Backend.UCX,)
     load_failure_policy: Annotated[
         LoadFailurePolicy,
+        Example("Recompute"),
         Doc("says what happens to a request whose KV did not arrive."),
     ] = LoadFailurePolicy.FAIL
     lease_seconds: Annotated[
-        int, Doc("is how long prefill holds KV for a decode engine, in seconds."), Whole(5, 3600)
+        int,
+        Example(120),
+        Doc("is how long prefill holds KV for a decode engine, in seconds."),
+        Whole(5, 3600),
     ] = 60
     min_bandwidth_mbps: Annotated[
         int | None,
         JsonName("minBandwidthMBps"),
+        Example(20000),
         Doc("is the least bandwidth of a healthy link, in megabytes a second."),
         Whole(1, 1_000_000),
     ] = None
@@ -96,17 +110,21 @@ class Transfer:
 class Router:
     """The router before the engines: vLLM's own vllm-router."""
 
-    replicas: Annotated[int, Doc("is the number of router pods; 0 for none."), Whole(0, 64)] = 1
-    policy: Annotated[RouterPolicy, Doc("is how the router picks engines.")] = (
-        RouterPolicy.ROUND_ROBIN
-    )
+    replicas: Annotated[
+        int, Example(2), Doc("is the number of router pods; 0 for none."), Whole(0, 64)
+    ] = 1
+    policy: Annotated[
+        RouterPolicy, Example("CacheAware"), Doc("is how the router picks engines.")
+    ] = RouterPolicy.ROUND_ROBIN
     image: Annotated[
         str,
+        Example("docker.io/vllm/vllm-router:nightly-20260710-b93cbcb"),
         Doc("is the router's container image: one that holds vllm-router."),
         IMAGE,
     ] = "docker.io/vllm/vllm-router:nightly-20260710-b93cbcb"
     pod_template: Annotated[
         Free | None,
+        Example({"spec": {"priorityClassName": "high"}}),
         Doc("is a Kubernetes pod template, merged over ours; containers merge by name (router)."),
     ] = None
 
@@ -116,11 +134,16 @@ class Rollout:
     """How a change of the spec reaches the engines."""
 
     type: Annotated[
-        RolloutType, Doc("is how engines are replaced when their revision changes.")
+        RolloutType,
+        Example("Recreate"),
+        Doc("is how engines are replaced when their revision changes."),
     ] = RolloutType.RECREATE
-    paused: Annotated[bool, Doc("keeps engines as they are when the spec changes.")] = False
+    paused: Annotated[
+        bool, Example(True), Doc("keeps engines as they are when the spec changes.")
+    ] = False
     progress_deadline_seconds: Annotated[
         int,
+        Example(7200),
         Doc("is how long a change may take before Progressing turns False, in seconds."),
         Whole(10, 86_400),
     ] = 3600
@@ -131,7 +154,10 @@ class Canary:
     """The request that proves that KV moves."""
 
     interval_seconds: Annotated[
-        int, Doc("is how often each link is proved again, in seconds."), Whole(5, 86_400)
+        int,
+        Example(60),
+        Doc("is how often each link is proved again, in seconds."),
+        Whole(5, 86_400),
     ] = 300
 
 
