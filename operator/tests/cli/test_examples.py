@@ -1,4 +1,4 @@
-"""examples/*.yaml: clean under our own rules, admitted by a default install, with a head of comment."""
+"""examples/*.yaml: clean under our own rules, admitted by a default install, pinned."""
 
 from __future__ import annotations
 
