@@ -12,9 +12,12 @@ import jsonschema
 import pytest
 import yaml
 
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.rules import RULES
 from pdcluster_operator.api import api_page
+from pdcluster_operator.api.api_page_reasons import OBSERVED, REASONS
 from pdcluster_operator.api.api_page_status import EXAMPLE, MEANINGS
-from pdcluster_operator.api.conditions import ConditionType
+from pdcluster_operator.api.conditions import ConditionType, StatusReason
 from pdcluster_operator.api.crd import crd
 from pdcluster_operator.api.fields import Doc, Example, Items, Text, describe
 from pdcluster_operator.api.parse import parse_cluster
@@ -164,6 +167,8 @@ def test_the_status_on_the_page_names_every_field_and_condition() -> None:
     shown = {re.sub(r"\[\d+\]", "[]", path) for path in paths_of(EXAMPLE, "status")}
     assert set(schema_fields(schema, "status")) == shown
     assert set(MEANINGS) == set(ConditionType)
+    assert set(REASONS) == set(StatusReason)
+    assert set(OBSERVED) == set(Reason) - {rule.reason for rule in RULES}
 
 
 def paths_of(value: Any, path: str) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from .api_page_reasons import reasons_part
 from .api_page_status import sentence, status_part
 from .fields import Example, FieldInfo, Items, Text, Whole, describe
 from .labels import API_VERSION, KIND
@@ -126,7 +127,12 @@ def page() -> str:
     found = sections()
     homes = {place: section.places[0] for section in found for place in section.places}
     return "\n".join(
-        [INTRODUCTION, *(_section(section, homes) for section in found), status_part()]
+        [
+            INTRODUCTION,
+            *(_section(section, homes) for section in found),
+            status_part(),
+            reasons_part(),
+        ]
     )
 
 
