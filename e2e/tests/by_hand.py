@@ -26,12 +26,13 @@ def transfer_configs(text: str) -> list[dict[str, Any]]:
     return [json.loads(config) for config in found]
 
 
-def background(text: str, program: str) -> list[list[str]]:
-    """The words after a program, of each command that runs in the background."""
-    found = re.findall(rf"\b{program} (.+?) &$", text, re.MULTILINE | re.DOTALL)
-    return [shlex.split(words.replace("\\\n", " ")) for words in found]
+def engines(text: str) -> list[list[str]]:
+    """The words of both engines: those they share, in the array SERVE, and their own."""
+    [shared] = re.findall(r"^SERVE=\((.+?)\)$", text, re.MULTILINE | re.DOTALL)
+    own = re.findall(r'"\$\{SERVE\[@\]\}" (.+?) > \S+ 2>&1 &$', text, re.MULTILINE | re.DOTALL)
+    return [shlex.split(f"{shared} {words}".replace("\\\n", "")) for words in own]
 
 
-def request(text: str) -> str:
-    """The request that is sent once the router is ready, and how its readiness is asked."""
-    return text[text.index("until curl") :]
+def router_and_request(text: str) -> str:
+    """All that comes after the engines."""
+    return text[text.index("\nvllm-router ") :]

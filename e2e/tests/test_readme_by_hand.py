@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import psutil
 import pytest
-from by_hand import ROOT, background, request, snippet, transfer_configs
+from by_hand import ROOT, engines, router_and_request, snippet, transfer_configs
 
 from pdcluster_connector.vllm.config import parse_options
 
@@ -39,18 +41,25 @@ for words in json.load(sys.stdin):
 def test_the_snippet_for_a_cpu_moves_kv() -> None:
     isolate = os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
     command = [*(OWN_NETWORK if isolate else []), "bash", "-c", snippet(CPU)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    said = f"{done.stdout}\n{done.stderr[-5000:]}"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 1, said
-    answer = json.loads(lines[0])
-    assert answer["usage"]["completion_tokens"] == 16, said
-    path = answer["kv_transfer_params"]["kv_path"]
-    assert path["bytes"] > 0, said
-    _, alive = psutil.wait_procs(started_here(), timeout=30)
-    assert alive == [], said
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        said = f"{done.stdout}\n{done.stderr}\n{last_words()}"
+        answer = json.loads(done.stdout or "{}")
+        assert answer.get("usage", {}).get("completion_tokens") == 16, said
+        assert answer["kv_transfer_params"]["kv_path"]["bytes"] > 0, said
+        _, alive = psutil.wait_procs(started_here(), timeout=30)
+        assert alive == [], said
+    finally:
+        for process in started_here():
+            process.kill()
+
+
+def last_words() -> str:
+    """The end of the logs that the snippet writes."""
+    logs = [Path(f"/tmp/{name}.log") for name in ("prefill", "decode", "router")]
+    return "\n".join(f"{log}:\n{log.read_text()[-3000:]}" for log in logs if log.exists())
 
 
 def started_here() -> list[psutil.Process]:
@@ -82,14 +91,13 @@ def test_a_snippet_is_shell_and_its_options_are_known_to_the_connector(heading: 
 def test_both_snippets_differ_in_how_engines_start_alone() -> None:
     cpu, gpu = snippet(CPU), snippet(GPU)
     assert transfer_configs(cpu) == transfer_configs(gpu)
-    assert background(cpu, "vllm-router") == background(gpu, "vllm-router")
-    assert request(cpu) == request(gpu)
+    assert router_and_request(cpu) == router_and_request(gpu)
 
 
 def test_on_gpus_each_engine_has_one_of_its_own_and_pip_knows_the_extra() -> None:
     text = snippet(GPU)
-    assert "CUDA_VISIBLE_DEVICES=0 vllm serve" in text
-    assert "CUDA_VISIBLE_DEVICES=1 vllm serve" in text
+    devices = re.findall(r'^CUDA_VISIBLE_DEVICES=(\d) "\$\{SERVE\[@\]\}"', text, re.MULTILINE)
+    assert devices == ["0", "1"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [install] = [line for line in text.splitlines() if line.startswith("pip install")]
     [extra] = [word[2:-1] for word in shlex.split(install) if word.startswith(".[")]
@@ -98,7 +106,7 @@ def test_on_gpus_each_engine_has_one_of_its_own_and_pip_knows_the_extra() -> Non
 
 @pytest.mark.vllm
 def test_vllms_own_parser_takes_the_flags_for_gpus() -> None:
-    lines = background(snippet(GPU), "vllm serve")
+    lines = [words[2:] for words in engines(snippet(GPU)) if words[:2] == ["vllm", "serve"]]
     done = subprocess.run(
         [sys.executable, "-c", PARSE],
         input=json.dumps(lines),
