@@ -62,7 +62,7 @@ def sections() -> list[Section]:
             (other for other in places if other is not cls and issubclass(other, cls)), cls
         )
         same = wider is not cls and len(describe(wider)) == len(describe(cls))
-        example = None if paths[0].endswith("[]") or same else _leaves(cls, paths[0])
+        example = None if "[]" in paths[0] or same else _leaves(cls, paths[0])
         found.append(Section(tuple(paths), cls, example, places[wider][0] if same else None))
     return found
 
@@ -74,7 +74,7 @@ def field_examples() -> Iterator[tuple[str, Any]]:
         ExampleMissingError: a field has none.
     """
     for path, cls in _objects("spec", Spec):
-        if not path.endswith("[]"):
+        if "[]" not in path:
             yield from ((f"{path}.{f.json_name}", _example(f, path)) for f in describe(cls))
 
 
@@ -110,16 +110,30 @@ def _example(field: FieldInfo, path: str) -> Any:
 
 
 def _names_all(field: FieldInfo, value: Any, where: str) -> None:
-    """Refuse an example of a list of objects that leaves out one of their fields."""
+    """Refuse an example of a list of objects that leaves out a field within them."""
     if field.kind != "list" or field.item_info.kind != "object":
         return
-    shown = {name for item in value for name in item}
-    for part in describe(field.item_info.item):
-        if part.json_name not in shown:
-            raise ExampleMissingError(
-                f"{where}[].{part.json_name} has no example for docs/api.md; "
-                f"name it in the Example of {where}"
-            )
+    wanted = [
+        f"{path}.{part.json_name}"
+        for path, cls in _objects(f"{where}[]", field.item_info.item)
+        for part in describe(cls)
+    ]
+    shown = set(_paths(value, where))
+    missing = next((path for path in wanted if path not in shown), None)
+    if missing is not None:
+        raise ExampleMissingError(
+            f"{missing} has no example for docs/api.md; name it in the Example of {where}"
+        )
+
+
+def _paths(value: Any, where: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield f"{where}.{name}"
+            yield from _paths(part, f"{where}.{name}")
+    elif isinstance(value, list):
+        for item in value:
+            yield from _paths(item, f"{where}[]")
 
 
 def page() -> str:
@@ -184,7 +198,11 @@ def _type(field: FieldInfo, path: str, homes: Mapping[str, str]) -> str:
         case "text":
             says = field.mark(Text).says
             return f"string: {says}" if says else "string"
-    others = {"flag": "true or false", "quantities": "resource names to quantities"}
+    others = {
+        "flag": "true or false",
+        "quantities": "resource names to quantities",
+        "labels": "label keys to values",
+    }
     return others.get(field.kind, "Kubernetes object")
 
 
