@@ -35,6 +35,13 @@ def test_every_page_and_the_index_of_examples_are_linked() -> None:
         assert f"]({page.relative_to(ROOT)})" in README, page
 
 
+def test_make_has_the_targets_that_pages_name() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = re.findall(r"(?:`|^|\()make (?:-s )?([a-z0-9-]+)", page.read_text(), re.MULTILINE)
+        assert set(named) <= targets, page.name
+
+
 def test_the_range_of_vllm_is_the_same_on_every_page_and_in_the_code() -> None:
     wanted = PROJECT["tool"]["pdcluster"]["vllm"]
     found = {

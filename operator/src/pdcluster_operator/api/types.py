@@ -118,7 +118,7 @@ class Router:
     ] = RouterPolicy.ROUND_ROBIN
     image: Annotated[
         str,
-        Example("docker.io/vllm/vllm-router:nightly-20260710-b93cbcb"),
+        Example("registry.example/team/vllm-router:0.1.17"),
         Doc("is the router's container image: one that holds vllm-router."),
         IMAGE,
     ] = "docker.io/vllm/vllm-router:nightly-20260710-b93cbcb"
