@@ -11,6 +11,7 @@ FILES = {
     # A chart cannot read files outside of itself.
     "charts/pdcluster/files/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.crd",
     "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.crd",
+    "docs/api.md": "pdcluster_operator.api.api_page",
     "docs/layouts.md": "pdcluster_connector.compat.layouts_page",
     "docs/rules.md": "pdcluster_connector.compat.rules_page",
     "operator/src/pdcluster_operator/api/pod_fields.py": "dev.pod_fields",

@@ -26,6 +26,17 @@ class Doc:
 
 
 @dataclass(frozen=True, slots=True)
+class Example:
+    """A value that a user could write, as JSON; docs/api.md shows it.
+
+    An object without one is shown with the examples of its fields. The example of a list of
+    objects names every field of such an object.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
     """Bounds of a string: lengths in characters and an RE2-compatible pattern."""
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from .bounds import ABSOLUTE, NAME, RELATIVE, WORD
-from .fields import Doc, Text
+from .fields import Doc, Example, Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretKeyRef:
     """One key of a Secret in the cluster's namespace."""
 
-    name: Annotated[str, Doc("is the name of the Secret."), NAME]
-    key: Annotated[str, Doc("is the key in the Secret."), Text(253)] = "token"
+    name: Annotated[str, Example("hub-token"), Doc("is the name of the Secret."), NAME]
+    key: Annotated[str, Example("token"), Doc("is the key in the Secret."), Text(253)] = "token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class HuggingFaceSource:
 
     repo: Annotated[
         str,
+        Example("Qwen/Qwen2.5-0.5B-Instruct"),
         Doc("is the repository, as owner/name."),
         Text(
             200,
@@ -32,6 +33,7 @@ class HuggingFaceSource:
     ]
     revision: Annotated[
         str | None,
+        Example("7ae557604adf67be50417f59c2c2f167def9a775"),
         Doc("is the branch, tag or commit. A commit keeps both roles on the same weights."),
         WORD,
     ] = None
@@ -45,10 +47,16 @@ class ClaimSource:
     """A folder on a PersistentVolumeClaim."""
 
     claim_name: Annotated[
-        str, Doc("is the name of a PersistentVolumeClaim in the cluster's namespace."), NAME
+        str,
+        Example("weights"),
+        Doc("is the name of a PersistentVolumeClaim in the cluster's namespace."),
+        NAME,
     ]
     path: Annotated[
-        str | None, Doc("is the folder in the volume; the volume's root if not given."), RELATIVE
+        str | None,
+        Example("llama-3.3-70b"),
+        Doc("is the folder in the volume; the volume's root if not given."),
+        RELATIVE,
     ] = None
 
 
@@ -58,6 +66,7 @@ class HostPathSource:
 
     path: Annotated[
         str,
+        Example("/var/lib/pdcluster/models/tiny-llama"),
         Doc("is the absolute path of the folder on the node."),
         ABSOLUTE,
     ]
@@ -98,6 +107,7 @@ class Model:
     source: Annotated[ModelSource, Doc("is where the weights come from: exactly one field.")]
     name: Annotated[
         str | None,
+        Example("llama-3.3-70b"),
         Doc("is the name that clients ask for; metadata.name if not given."),
         WORD,
     ] = None

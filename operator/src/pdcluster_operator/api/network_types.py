@@ -7,7 +7,7 @@ know, and a selector without fields selects every pod.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
 from .bounds import CIDR, LABEL_KEY, LABEL_VALUE
 from .enums import SelectorOperator
@@ -79,3 +79,19 @@ class NetworkPeer:
         Doc("selects namespaces; all pods in them where podSelector is not given."),
     ] = None
     ip_block: Annotated[IpBlock | None, Doc("is a range of addresses.")] = None
+
+
+# An example of a list of peers: Prometheus' pods in one namespace, and a range of addresses.
+PEERS: Final[list[dict[str, Any]]] = [
+    {
+        "namespaceSelector": {
+            "matchLabels": {"team": "platform"},
+            "matchExpressions": [{"key": "env", "operator": "NotIn", "values": ["test"]}],
+        },
+        "podSelector": {
+            "matchLabels": {"app.kubernetes.io/name": "prometheus"},
+            "matchExpressions": [{"key": "tier", "operator": "In", "values": ["prod"]}],
+        },
+    },
+    {"ipBlock": {"cidr": "10.20.0.0/16", "except": ["10.20.7.0/24"]}},
+]

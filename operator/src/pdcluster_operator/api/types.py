@@ -24,7 +24,7 @@ from .enums import (
     Switch,
     Visibility,
 )
-from .fields import Doc, Free, Items, JsonName, Quantities, Text, Whole
+from .fields import Doc, Example, Free, Items, JsonName, Quantities, Text, Whole
 from .model_types import (
     ClaimSource,
     HostPathSource,
@@ -34,7 +34,7 @@ from .model_types import (
     ModelSource,
     SecretKeyRef,
 )
-from .network_types import NetworkPeer
+from .network_types import PEERS, NetworkPeer
 
 __all__ = [
     "Backend", "Canary", "ClaimSource", "Cluster", "ConnectorSource", "Device",
@@ -52,14 +52,20 @@ class Rdma:
 
     resource: Annotated[
         str,
+        Example("rdma/ib"),
         Doc("is the extended resource that a device plugin offers, e.g. rdma/ib."),
         EXTENDED_RESOURCE,
     ]
     per_gpu: Annotated[
-        int, JsonName("perGPU"), Doc("is how many of them a pod asks for each GPU."), Whole(1, 16)
+        int,
+        JsonName("perGPU"),
+        Example(1),
+        Doc("is how many of them a pod asks for each GPU."),
+        Whole(1, 16),
     ] = 1
     networks: Annotated[
         tuple[Annotated[str, Text(253)], ...],
+        Example(["roce-a", "roce-b"]),
         Doc("are Multus networks that the pods join, in order."),
         Items(32),
     ] = ()
@@ -70,10 +76,13 @@ class Transfer:
     """How KV moves from prefill to decode."""
 
     device: Annotated[
-        Device, Doc("is where KV lives: CUDA for GPU memory, CPU for host memory.")
+        Device,
+        Example("CUDA"),
+        Doc("is where KV lives: CUDA for GPU memory, CPU for host memory."),
     ] = Device.CUDA
     backends: Annotated[
         tuple[Backend, ...],
+        Example(["UCX"]),
         Doc(
             "are NIXL's transport backends, best first. GDS is refused: it reads and writes files."
         ),
@@ -81,20 +90,26 @@ class Transfer:
     ] = (Backend.UCX,)
     load_failure_policy: Annotated[
         LoadFailurePolicy,
+        Example("Recompute"),
         Doc("says what happens to a request whose KV did not arrive."),
     ] = LoadFailurePolicy.FAIL
     lease_seconds: Annotated[
-        int, Doc("is how long prefill holds KV for a decode engine, in seconds."), Whole(5, 3600)
+        int,
+        Example(120),
+        Doc("is how long prefill holds KV for a decode engine, in seconds."),
+        Whole(5, 3600),
     ] = 60
     min_bandwidth_mbps: Annotated[
         int | None,
         JsonName("minBandwidthMBps"),
+        Example(20000),
         Doc("is the least bandwidth of a healthy link, in megabytes a second."),
         Whole(1, 1_000_000),
     ] = None
     rdma: Annotated[Rdma | None, Doc("asks for RDMA devices.")] = None
     internal_names: Annotated[
         Visibility,
+        Example("Hidden"),
         Doc(
             "says whether answers to clients name the engines that KV moved between: their "
             "addresses in the answer's id, their ids in kv_path."
@@ -110,24 +125,31 @@ class RouterResources:
     throttled delays every token of every request.
     """
 
-    requests: Annotated[Quantities, Doc("are the resources that a pod is promised.")] = field(
-        default_factory=lambda: Quantities(cpu="250m", memory="256Mi")
-    )
-    limits: Annotated[Quantities, Doc("are the resources that a pod may use at most.")] = field(
-        default_factory=lambda: Quantities(memory="2Gi")
-    )
+    requests: Annotated[
+        Quantities,
+        Example({"cpu": "1", "memory": "512Mi"}),
+        Doc("are the resources that a pod is promised."),
+    ] = field(default_factory=lambda: Quantities(cpu="250m", memory="256Mi"))
+    limits: Annotated[
+        Quantities,
+        Example({"memory": "4Gi"}),
+        Doc("are the resources that a pod may use at most."),
+    ] = field(default_factory=lambda: Quantities(memory="2Gi"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
     """The router before the engines: vLLM's own vllm-router."""
 
-    replicas: Annotated[int, Doc("is the number of router pods; 0 for none."), Whole(0, 64)] = 1
-    policy: Annotated[RouterPolicy, Doc("is how the router picks engines.")] = (
-        RouterPolicy.ROUND_ROBIN
-    )
+    replicas: Annotated[
+        int, Example(2), Doc("is the number of router pods; 0 for none."), Whole(0, 64)
+    ] = 1
+    policy: Annotated[
+        RouterPolicy, Example("CacheAware"), Doc("is how the router picks engines.")
+    ] = RouterPolicy.ROUND_ROBIN
     image: Annotated[
         str,
+        Example("registry.example/team/vllm-router:0.1.17"),
         Doc("is the router's container image: one that holds vllm-router."),
         IMAGE,
     ] = "docker.io/vllm/vllm-router:nightly-20260710-b93cbcb"
@@ -143,6 +165,7 @@ class Router:
     ] = None
     allow_from: Annotated[
         tuple[NetworkPeer, ...] | None,
+        Example(PEERS),
         Doc(
             "are those who may reach the router, or the engines' API where "
             "replicas is 0; anybody if not given."
@@ -151,6 +174,7 @@ class Router:
     ] = None
     pod_template: Annotated[
         Free | None,
+        Example({"spec": {"priorityClassName": "high"}}),
         Doc("is a Kubernetes pod template, merged over ours; containers merge by name (router)."),
     ] = None
 
@@ -160,11 +184,16 @@ class Rollout:
     """How a change of the spec reaches the engines."""
 
     type: Annotated[
-        RolloutType, Doc("is how engines are replaced when their revision changes.")
+        RolloutType,
+        Example("Recreate"),
+        Doc("is how engines are replaced when their revision changes."),
     ] = RolloutType.RECREATE
-    paused: Annotated[bool, Doc("keeps engines as they are when the spec changes.")] = False
+    paused: Annotated[
+        bool, Example(True), Doc("keeps engines as they are when the spec changes.")
+    ] = False
     progress_deadline_seconds: Annotated[
         int,
+        Example(7200),
         Doc("is how long a change may take before Progressing turns False, in seconds."),
         Whole(10, 86_400),
     ] = 3600
@@ -175,7 +204,10 @@ class Canary:
     """The request that proves that KV moves."""
 
     interval_seconds: Annotated[
-        int, Doc("is how often each link is proved again, in seconds."), Whole(5, 86_400)
+        int,
+        Example(60),
+        Doc("is how often each link is proved again, in seconds."),
+        Whole(5, 86_400),
     ] = 300
 
 
@@ -194,6 +226,7 @@ class Monitoring:
 
     scrape_from: Annotated[
         tuple[NetworkPeer, ...],
+        Example(PEERS),
         Doc(
             "are those who may read the metrics of engines and routers, such as Prometheus' pods; "
             "nobody if it is empty. It opens no other port."

@@ -1,0 +1,38 @@
+"""The shell snippets of the README's part "The connector by hand", as they stand there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+
+
+def snippet(heading: str) -> str:
+    """The one shell snippet below a heading of the README."""
+    part = re.split(rf"^### {re.escape(heading)}$", README.read_text(), flags=re.MULTILINE)[1]
+    part = re.split(r"^##+ ", part, flags=re.MULTILINE)[0]
+    [text] = re.findall(r"^```bash\n(.+?)^```$", part, re.MULTILINE | re.DOTALL)
+    return str(text)
+
+
+def transfer_configs(text: str) -> list[dict[str, Any]]:
+    """Every --kv-transfer-config of a snippet, read as the JSON that it must be."""
+    found = re.findall(r"--kv-transfer-config '(.+?)'", text, re.DOTALL)
+    return [json.loads(config) for config in found]
+
+
+def engines(text: str) -> list[list[str]]:
+    """The words of both engines: those they share, in the array SERVE, and their own."""
+    [shared] = re.findall(r"^SERVE=\((.+?)\)$", text, re.MULTILINE | re.DOTALL)
+    own = re.findall(r'"\$\{SERVE\[@\]\}" (.+?) > \S+ 2>&1 &$', text, re.MULTILINE | re.DOTALL)
+    return [shlex.split(f"{shared} {words}".replace("\\\n", "")) for words in own]
+
+
+def router_and_request(text: str) -> str:
+    """All that comes after the engines."""
+    return text[text.index("\nvllm-router ") :]

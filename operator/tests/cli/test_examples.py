@@ -1,0 +1,106 @@
+"""examples/*.yaml: clean under our own rules, admitted by a default install, pinned."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pdcluster_operator.api.quantity import parse_quantity
+from pdcluster_operator.api.types import Role
+from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.cli.main import main
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+FILES = sorted(EXAMPLES.glob("*.yaml"))
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+
+
+def cluster_of(path: Path) -> dict[str, Any]:
+    documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
+    [cluster] = [document for document in documents if document["kind"] == "PDCluster"]
+    return cluster
+
+
+def head_of(path: Path) -> str:
+    """The comment that a file begins with, without its marks."""
+    lines = path.read_text().splitlines()
+    head = lines[: next(n for n, line in enumerate(lines) if not line.startswith("#"))]
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in head)
+
+
+@every_file
+def test_a_default_install_admits_it_or_the_file_says_what_to_set(path: Path) -> None:
+    _, findings = check_manifest(cluster_of(path), host_paths=False)
+    refused = {str(error.rule) for error in findings.errors}
+    assert refused <= {"HostPathNotAdmitted"}, findings.errors
+    if refused:
+        assert "operator.allowHostPathModels=true" in head_of(path)
+
+
+@every_file
+def test_lint_finds_no_error_and_no_warning_that_the_file_does_not_name(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lint", str(path)]) == 0
+    printed = capsys.readouterr().out
+    for rule in re.findall(r"\[([A-Z]\w+)\]$", printed, re.MULTILINE):
+        assert rule in head_of(path), printed
+
+
+@every_file
+def test_it_begins_with_what_for_whom_what_it_needs_and_how_to_apply_it(path: Path) -> None:
+    head = head_of(path)
+    assert re.match(r"\S.+\.$", head.splitlines()[0])
+    for label in ("For:", "Needs:", "Apply:"):
+        assert len(re.findall(rf"^{label} +\S", head, re.MULTILINE)) == 1
+    assert f"examples/{path.name}" in head or "make demo" in head
+    for name in re.findall(r"--for=condition=Ready pdc/(\S+)", head):
+        assert name == cluster_of(path)["metadata"]["name"]
+
+
+@every_file
+def test_what_it_runs_is_pinned_and_bounded(path: Path) -> None:
+    """Weights by commit, the image by a release, memory by request and limit."""
+    cluster, _ = check_manifest(cluster_of(path))
+    source = cluster.spec.model.source.hugging_face
+    if source is not None:
+        assert re.fullmatch(r"[0-9a-f]{40}", source.revision or "")
+    assert re.search(r":v\d+\.\d+\.\d+$", cluster.spec.engine.image or "")
+    for role in Role:
+        spec = cluster.spec.role(role)
+        requested = parse_quantity(spec.resources.requests["memory"])
+        limit = parse_quantity(spec.resources.limits.get("memory", "1Ei"))
+        assert requested is not None
+        assert limit is not None
+        assert requested <= limit
+        if spec.parallelism.nodes > 1:
+            assert cluster.spec.transfer.rdma is not None
+
+
+def test_an_autoscaler_scales_a_cluster_of_its_file_that_leaves_the_number_to_it() -> None:
+    scalers = [
+        (path, document)
+        for path in FILES
+        for document in yaml.safe_load_all(path.read_text())
+        if document and document["kind"] == "HorizontalPodAutoscaler"
+    ]
+    assert scalers
+    for path, scaler in scalers:
+        cluster = cluster_of(path)
+        target = {key: cluster[key] for key in ("apiVersion", "kind")}
+        name = cluster["metadata"]["name"]
+        assert scaler["spec"]["scaleTargetRef"] == target | {"name": name}
+        assert "replicas" not in cluster["spec"]["decode"]
+
+
+def test_the_index_lists_every_file() -> None:
+    listed = re.findall(
+        r"^\| \[(.+?)\]\((.+?)\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE
+    )
+    assert sorted(name for name, _ in listed) == [path.name for path in FILES]
+    assert all(name == link for name, link in listed)
+    assert len(FILES) >= 11
