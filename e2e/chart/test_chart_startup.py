@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 
 import pytest
 from chart_release import CHART, Release
@@ -61,13 +62,32 @@ def test_the_first_apply_is_reviewed(release, image, policy):
         release.helm("uninstall", "chart", "--wait")
 
 
-def test_an_upgrade_that_replaces_the_webhook_is_waited_for(release, image):
+def test_reviews_go_on_while_an_upgrade_replaces_the_webhook(release, image):
     one = ("--set", "webhook.replicas=1,watchNamespaces={default}")
     release.install(*image, *one)
-    change = ("--set", "webhook.podAnnotations.example/restart=now")
-    release.helm("upgrade", "chart", *release.words()[2:], *image, *one, *change)
-    assert RULE in tried(release, "bad")
-    # Notes and test go on as the installation says: `helm test` is the same program.
+    component = "--selector=app.kubernetes.io/component=webhook"
+    webhook = release.cluster.kubectl(
+        *("get", "pods", "--namespace", release.namespace, component, "--output=name")
+    )
+    said: list[str] = []
+    ended = threading.Event()
+
+    def apply() -> None:
+        while not ended.is_set():
+            said.append(tried(release, "bad"))
+
+    thread = threading.Thread(target=apply)
+    thread.start()
+    try:
+        change = ("--set", "webhook.podAnnotations.example/restart=now")
+        release.helm("upgrade", "chart", *release.words()[2:], *image, *one, *change)
+        gone = ("wait", webhook.strip(), "--for=delete", "--timeout=90s")
+        release.cluster.kubectl("--namespace", release.namespace, *gone)
+    finally:
+        ended.set()
+        thread.join()
+    assert [one for one in said if RULE not in one] == []
+    assert len(said) > 10
     assert "Succeeded" in release.helm("test", "chart")
 
 
