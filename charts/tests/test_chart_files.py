@@ -6,6 +6,7 @@ import http.server
 import importlib.util
 import itertools
 import json
+import re
 import threading
 import types
 
@@ -68,6 +69,24 @@ def test_samples_are_judged_as_the_check_expects(name):
     _, findings = check_manifest(manifest)
     rules = {str(error.rule) for error in findings.errors}
     assert rules == {"good": set(), "bad": {RULE}, "malformed": {"ExactlyOne"}}[name]
+
+
+def test_notes_name_examples_that_are_there_and_what_a_default_installation_admits():
+    notes = (CHART / "templates" / "NOTES.txt").read_text()
+    named = set(re.findall(r"examples/(\S+\.yaml)", notes))
+    admitted = set()
+    for name in named:
+        manifest = yaml.safe_load((REPOSITORY / "examples" / name).read_text())
+        manifest["metadata"]["namespace"] = "default"
+        _, findings = check_manifest(manifest, host_paths=False)
+        if not findings.errors:
+            admitted.add(name)
+    # The one that is refused is named with the value that admits it.
+    assert named - admitted == {"tiny-cpu.yaml"}
+    assert "operator.allowHostPathModels=true" in notes
+    applied = set(re.findall(r"kubectl (?:apply|wait).*examples/(\S+\.yaml)", notes))
+    assert applied
+    assert applied <= admitted
 
 
 class Admission(http.server.BaseHTTPRequestHandler):
