@@ -54,6 +54,12 @@ cluster-programs: ## build what a cluster needs with Go, and the images, once in
 cluster-demo: ## from helm install to tokens on a real Kubernetes on this machine (as root)
 	$(PY) -m cluster_demo
 
+image: ## build the operator's image with docker, podman or buildah: REPOSITORY=… PUSH=1 (dev/image.py)
+	@$(PYTHON) dev/image.py operator
+
+router-image: ## build an image of the router's release, for spec.router.image: REPOSITORY=… PUSH=1
+	@$(PYTHON) dev/image.py router
+
 charts: ## render and lint the chart with helm 3 and helm 4 (built with Go at their first use)
 	$(PY) -m pytest charts/tests
 
@@ -74,4 +80,4 @@ lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
 .PHONY: help env model demo check test e2e local-e2e cluster-e2e fast charts cluster-programs \
-	cluster-demo cluster-up cluster-down format generate lock
+	image router-image cluster-demo cluster-up cluster-down format generate lock

@@ -12,6 +12,8 @@ import yaml
 CHART = Path(__file__).resolve().parent.parent / "pdcluster"
 GOLDEN = Path(__file__).resolve().parent / "golden"
 RELEASE, NAMESPACE = "pdcluster", "pdcluster-system"
+# The one value that has no default.
+REQUIRED = Path(__file__).resolve().parent / "values" / "default.yaml"
 # What a rendering is made for, so that it does not depend on helm's built-in default.
 KUBERNETES = "1.36.3"
 
@@ -45,7 +47,7 @@ class Helm:
     ) -> str:
         """The text of all manifests, hooks included."""
         words = ["template", release, str(CHART), "--namespace", namespace]
-        words += ["--kube-version", KUBERNETES, *arguments]
+        words += ["--kube-version", KUBERNETES, "--values", str(REQUIRED), *arguments]
         if values is not None:
             words += ["--values", str(values)]
         return self.run(*words)

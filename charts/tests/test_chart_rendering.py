@@ -15,15 +15,14 @@ import yaml
 from chart_helm import CHART, GOLDEN, KUBERNETES, NAMESPACE, HelmError, of_kind, one, pod_specs
 
 REGENERATE = "PDCLUSTER_REGENERATE"
-VALUES = {path.stem: path for path in sorted(Path(__file__).parent.glob("values/*.yaml"))}
-CASES = {"default": None, **VALUES}
+CASES = {path.stem: path for path in sorted(Path(__file__).parent.glob("values/*.yaml"))}
 CRD_SOURCE = "templates/crd.yaml"
 
 pytestmark = pytest.mark.helm
 
 
 @pytest.fixture(params=CASES.values(), ids=CASES)
-def values(request) -> Path | None:
+def values(request) -> Path:
     return request.param
 
 
@@ -56,7 +55,7 @@ def test_no_golden_file_without_a_case():
 
 def test_lint_finds_nothing(helm, values):
     words = ["lint", "--strict", str(CHART), "--kube-version", KUBERNETES]
-    said = helm.run(*words, *(["--values", str(values)] if values else []))
+    said = helm.run(*words, "--values", str(values))
     assert "[ERROR]" not in said
     assert "[WARNING]" not in said
 
@@ -89,6 +88,9 @@ def test_crd_goes_with_the_release_if_so_wanted(helm):
         ("watchNamespaces={Team}", "watchNamespaces"),
         ("operator.allowHostPathModels=perhaps", "allowHostPathModels"),
         (f"test.namespace={NAMESPACE}", "test.namespace"),
+        ("watchNamespaces={a,b},test.namespace=c", "test.namespace"),
+        ("webhook.startupCheck.timeoutSeconds=0", "timeoutSeconds"),
+        ("image.repository=", "make image"),
     ],
 )
 def test_wrong_value_is_refused_by_name(helm, setting, named):
@@ -172,3 +174,70 @@ def test_webhook_reaches_the_pods_that_serve_it(helm, values):
         assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
         ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
         assert service["spec"]["ports"][0]["targetPort"] in ports
+
+
+HOOK, EVENTS = "helm.sh/hook", "post-install,post-upgrade"
+
+
+def hooks(objects: list, event: str) -> dict:
+    """What helm makes at an event, by kind."""
+    annotated = (o for o in objects if o["metadata"].get("annotations", {}).get(HOOK) == event)
+    return {one["kind"]: one for one in annotated}
+
+
+def test_startup_check_tries_in_a_namespace_that_admission_reviews(helm, values):
+    objects = helm.objects(values=values)
+    made = hooks(objects, EVENTS)
+    if not of_kind(objects, "ValidatingWebhookConfiguration"):
+        assert not made
+        return
+    (hook,) = one(objects, "ValidatingWebhookConfiguration")["webhooks"]
+    (container,) = made["Job"]["spec"]["template"]["spec"]["containers"]
+    mode, namespace, rule, seconds = container["args"]
+    assert mode == "wait"
+    for expression in hook["namespaceSelector"]["matchExpressions"]:
+        assert (namespace in expression["values"]) is (expression["operator"] == "In")
+    # What only the webhook refuses: an answer proves it also where failurePolicy is Ignore.
+    assert rule == "PrefixCachingHeterogeneousBlocks"
+    assert '"blockSize": 64' in made["ConfigMap"]["data"]["bad.json"]
+    assert int(seconds) + 120 == made["Job"]["spec"]["activeDeadlineSeconds"]
+
+
+def test_startup_check_leaves_nothing_and_comes_after_its_rights(helm):
+    for event in (EVENTS, "test"):
+        made = hooks(helm.objects(), event)
+        last = made.pop("Job" if event == EVENTS else "Pod")
+        assert set(made) == {"ServiceAccount", "Role", "RoleBinding", "ConfigMap"}
+        for manifest in (*made.values(), last):
+            policy = manifest["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
+            assert policy == "before-hook-creation,hook-succeeded"
+        weights = {int(o["metadata"]["annotations"][f"{HOOK}-weight"]) for o in made.values()}
+        assert max(weights) < int(last["metadata"]["annotations"][f"{HOOK}-weight"])
+
+
+def test_a_pod_that_tries_admission_serves_nothing(helm, values):
+    """A Service or a NetworkPolicy of the chart must not take it for the webhook's."""
+    objects = helm.objects(values=values)
+    check = hooks(objects, EVENTS).get("Job", {"spec": {"template": hooks(objects, "test")["Pod"]}})
+    labels = check["spec"]["template"]["metadata"]["labels"]
+    selectors = [service["spec"]["selector"] for service in of_kind(objects, "Service")]
+    selectors += [d["spec"]["selector"]["matchLabels"] for d in of_kind(objects, "Deployment")]
+    assert not any(selector.items() <= labels.items() for selector in selectors)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "webhook.enabled=false",
+        "webhook.startupCheck.enabled=false",
+        # Admission leaves the release's own namespace out, and nothing else is watched.
+        f"watchNamespaces={{{NAMESPACE}}}",
+    ],
+)
+def test_no_startup_check_where_it_is_off_or_nothing_is_reviewed(helm, setting):
+    objects = helm.objects("--set", setting)
+    assert not hooks(objects, EVENTS)
+    # `helm test` then tries what the CRD alone refuses, unless the webhook is there to be tried.
+    (container,) = hooks(objects, "test")["Pod"]["spec"]["containers"]
+    expected = "PrefixCaching" if "startupCheck" in setting else "spec.model.source"
+    assert container["args"][2].startswith(expected)

@@ -83,10 +83,13 @@ def test_own_certificate_needs_no_right_to_secrets(helm):
     assert not of_kind(objects, "Secret")
 
 
-def test_test_pod_may_only_create_pdclusters(helm):
+@pytest.mark.parametrize("account", ["pdcluster-test", "pdcluster-startup-check"])
+def test_who_tries_admission_may_only_create_pdclusters(helm, account):
     objects = helm.objects(values=NAMESPACED)
-    assert rights(objects, "pdcluster-test", "team-a") == {"pdcluster.dev/pdclusters": {"create"}}
-    assert rights(objects, "pdcluster-test") == {}
+    assert rights(objects, account, "team-a") == {"pdcluster.dev/pdclusters": {"create"}}
+    assert rights(objects, account, "team-b") == {}
+    assert rights(objects, account, NAMESPACE) == {}
+    assert rights(objects, account) == {}
 
 
 def test_users_get_pdclusters_through_the_built_in_roles(helm):

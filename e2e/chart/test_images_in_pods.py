@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 import sys
 
 import pytest
 
+from images.base import base_name
+from images.buildah import Buildah
+from images.built import REPOSITORY, images_folder
 from images.for_cluster import load_engine_image, operator_values, template
+from images.operator_image import operator_image
+from images.pip_settings import pip_options
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -92,3 +99,42 @@ def test_engine_image_holds_vllm_and_nixl_and_not_our_connector(cluster, run_pod
     if cluster.ours:
         assert said[-2].endswith(sys.prefix)
     assert said[-1] == "No module named 'pdcluster_connector'"
+
+
+@pytest.mark.parametrize(
+    ("target", "command", "said"),
+    [
+        ("image", ["pdcluster", "--version"], "pdcluster "),
+        ("router-image", ["vllm-router", "--help"], "--vllm-pd-disaggregation"),
+    ],
+)
+def test_make_builds_what_runs_restricted(cluster, run_pod, tmp_path, target, command, said):
+    if not cluster.ours:
+        pytest.skip("no image can be brought to this cluster's nodes from here")
+    operator_image()  # its base is in the store then
+    home = images_folder()
+    buildah = Buildah(home)
+    name = f"registry.example/test/{target}:1"
+    with pip_options(home) as options:
+        words = [
+            f"BUILDER={shlex.join(buildah._command)}",
+            f"REPOSITORY={name.rpartition(':')[0]}",
+            "TAG=1",
+            f"BASE=localhost/{base_name()}",
+            f"OPTIONS={shlex.join(['--isolation', 'chroot', *options])}",
+        ]
+        done = subprocess.run(
+            ["make", "--no-print-directory", target, f"PYTHON={sys.executable}", *words],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert name in done.stdout
+    buildah.export(name, name, tmp_path / "image.tar")
+    subprocess.run([*buildah._command, "rmi", name], capture_output=True, check=True)
+    cluster.load(tmp_path / "image.tar")
+    container = {"name": "test", "image": name, "command": command, "securityContext": SECURITY}
+    seen = run_pod(f"made-{target}", {"containers": [container], "securityContext": POD_SECURITY})
+    assert said in seen

@@ -97,6 +97,8 @@ NODE_PROGRAMS = (
 )
 HELM_PROGRAMS = (_helm(3), _helm(4))
 PROGRAMS = (*NODE_PROGRAMS, *HELM_PROGRAMS)
+# Names for a person's shell, beside the programs' own: what the chart's notes say can be typed.
+CALLED = {"helm": "helm4"}
 
 
 def provide(programs: Iterable[Program], places: Places) -> dict[str, Path]:
@@ -108,7 +110,8 @@ def provide(programs: Iterable[Program], places: Places) -> dict[str, Path]:
     with alone(places.home / "programs.lock", "builds the cluster's programs"):
         paths = {program.name: _provide(program, places) for program in programs}
         places.links.mkdir(exist_ok=True)
-        for name, path in paths.items():
+        called = {name: paths[program] for name, program in CALLED.items() if program in paths}
+        for name, path in {**paths, **called}.items():
             link = places.links / name
             if not link.is_symlink() or link.readlink() != path:
                 link.unlink(missing_ok=True)

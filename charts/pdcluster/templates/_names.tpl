@@ -44,6 +44,9 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 
 {{- define "pdcluster.image" -}}
 {{- with .Values.image }}
+{{- if not .repository }}
+{{- fail "image.repository is empty: the operator's image is published nowhere yet. Build it in a clone with `make image REPOSITORY=REGISTRY/pdcluster-operator PUSH=1`, or take one that a registry of yours has; then --set image.repository=REGISTRY/pdcluster-operator,image.tag=TAG" }}
+{{- end }}
 {{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ default $.Chart.AppVersion .tag }}{{ end }}
 {{- end }}
 {{- end }}
@@ -52,7 +55,17 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- default (include "pdcluster.name" (list . "webhook-tls")) .Values.webhook.certificate.existingSecret }}
 {{- end }}
 
+{{- /* Where admission is tried: a namespace that it reviews, if there is one. */}}
 {{- define "pdcluster.testNamespace" -}}
+{{- $given := .Values.test.namespace }}
+{{- $watched := .Values.watchNamespaces }}
+{{- if and $given .Values.webhook.enabled }}
+{{- if eq $given .Release.Namespace }}
+{{- fail (printf "test.namespace is %s, the release's own, which admission leaves out: choose another" $given) }}
+{{- else if and $watched (not (has $given $watched)) }}
+{{- fail (printf "test.namespace is %s, where admission reviews nothing: choose one of watchNamespaces (%s)" $given (join ", " $watched)) }}
+{{- end }}
+{{- end }}
 {{- $fallback := ternary "kube-public" "default" (eq .Release.Namespace "default") }}
-{{- default (first (append (without .Values.watchNamespaces .Release.Namespace) $fallback)) .Values.test.namespace }}
+{{- default (first (append (without $watched .Release.Namespace) $fallback)) $given }}
 {{- end }}

@@ -1,4 +1,4 @@
-{{- /* Parts that the pods of the operator and of the webhook share. */}}
+{{- /* Parts that the pods of the chart share. */}}
 
 {{- /* "pdcluster.podMetadata" (list . "operator") */}}
 {{- define "pdcluster.podMetadata" -}}
@@ -15,11 +15,10 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{- /* "pdcluster.podSettings" (list . "operator"): identity, security and scheduling. */}}
+{{- /* "pdcluster.podSettings" (list . "operator"): security and scheduling. */}}
 {{- define "pdcluster.podSettings" -}}
 {{- $root := index . 0 }}
 {{- $values := index $root.Values (index . 1) -}}
-serviceAccountName: {{ include "pdcluster.account" . }}
 enableServiceLinks: false
 securityContext:
   {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
@@ -34,7 +33,7 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{- /* "pdcluster.container" (list . "operator"): what is the same in both containers. */}}
+{{- /* "pdcluster.container" (list . "operator"): what is the same in all containers. */}}
 {{- define "pdcluster.container" -}}
 {{- $root := index . 0 -}}
 image: {{ include "pdcluster.image" $root }}

@@ -74,6 +74,15 @@ def test_path_is_used_at_the_pinned_version_only(monkeypatch, tmp_path, says, fo
     assert bool(built) is not found
 
 
+def test_a_shell_finds_helm_by_its_usual_name(monkeypatch, tmp_path):
+    """The chart's notes say `helm test`; only helm3 and helm4 were on the demo's PATH."""
+    monkeypatch.setattr(binaries, "_provide", lambda program, _: tmp_path / program.name)
+    places = Places(tmp_path / "home")
+    for programs in (binaries.HELM_PROGRAMS, binaries.HELM_PROGRAMS[:1]):
+        binaries.provide(programs, places)
+        assert (places.links / "helm").readlink() == tmp_path / "helm4"
+
+
 @pytest.mark.skipif(not shutil.which("go"), reason="needs Go")
 def test_build_that_fails_shows_what_go_said(monkeypatch, tmp_path):
     (tmp_path / "broken").mkdir()

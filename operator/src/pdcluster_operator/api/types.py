@@ -150,9 +150,13 @@ class Router:
     image: Annotated[
         str,
         Example("registry.example/team/vllm-router:0.1.17"),
-        Doc("is the router's container image: one that holds vllm-router."),
+        Doc(
+            "is the router's container image: one that holds vllm-router. The default is a tag "
+            "that moves every day, for its dated tags are deleted after two weeks; name an image "
+            "of your own for what must stay as it is (docs/images.md)."
+        ),
         IMAGE,
-    ] = "docker.io/vllm/vllm-router:nightly-20260710-b93cbcb"
+    ] = "docker.io/vllm/vllm-router:nightly"
     resources: Annotated[RouterResources, Doc("are the compute resources of each router pod.")] = (
         field(default_factory=RouterResources)
     )

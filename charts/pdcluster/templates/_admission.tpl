@@ -1,0 +1,112 @@
+{{- /* What tries admission through the API server: `helm test`, and the hook after an installation. */}}
+
+{{- /* Not empty where admission reviews PDClusters in the namespace of the test. */}}
+{{- define "pdcluster.reviewed" -}}
+{{- $namespace := include "pdcluster.testNamespace" . }}
+{{- $watched := .Values.watchNamespaces }}
+{{- if and .Values.webhook.enabled (ne $namespace .Release.Namespace) (or (not $watched) (has $namespace $watched)) }}true{{ end }}
+{{- end }}
+
+{{- /* "pdcluster.hook" (list "test" "0"): annotations of a hook; a weight orders those of one event. */}}
+{{- define "pdcluster.hook" -}}
+helm.sh/hook: {{ index . 0 }}
+helm.sh/hook-weight: {{ index . 1 | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end }}
+
+{{- /* "pdcluster.admissionAccess" (list . "test" "test"): component and events; the files, and
+exactly the right to try a PDCluster in the namespace of the test. */}}
+{{- define "pdcluster.admissionAccess" -}}
+{{- $root := index . 0 }}
+{{- $name := include "pdcluster.name" . }}
+{{- $labels := include "pdcluster.labels" . }}
+{{- $hook := include "pdcluster.hook" (list (index . 2) "-1") }}
+{{- $namespace := include "pdcluster.testNamespace" $root -}}
+---
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ $name }}
+  namespace: {{ $root.Release.Namespace }}
+  labels:
+    {{- $labels | nindent 4 }}
+  annotations:
+    {{- $hook | nindent 4 }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata:
+  name: {{ $name }}
+  namespace: {{ $namespace }}
+  labels:
+    {{- $labels | nindent 4 }}
+  annotations:
+    {{- $hook | nindent 4 }}
+rules:
+  - apiGroups: [pdcluster.dev]
+    resources: [pdclusters]
+    verbs: [create]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata:
+  name: {{ $name }}
+  namespace: {{ $namespace }}
+  labels:
+    {{- $labels | nindent 4 }}
+  annotations:
+    {{- $hook | nindent 4 }}
+roleRef:
+  apiGroup: rbac.authorization.k8s.io
+  kind: Role
+  name: {{ $name }}
+subjects:
+  - kind: ServiceAccount
+    name: {{ $name }}
+    namespace: {{ $root.Release.Namespace }}
+---
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {{ $name }}
+  namespace: {{ $root.Release.Namespace }}
+  labels:
+    {{- $labels | nindent 4 }}
+  annotations:
+    {{- $hook | nindent 4 }}
+data:
+  admission_check.py: |
+    {{- $root.Files.Get "files/admission_check.py" | nindent 4 }}
+  good.json: |
+    {{- $root.Files.Get "files/samples/good.json" | nindent 4 }}
+  # Where the webhook reviews nothing, only the CRD's own schema and rules refuse.
+  bad.json: |
+    {{- $root.Files.Get (ternary "files/samples/bad.json" "files/samples/malformed.json" (eq "true" (include "pdcluster.reviewed" $root))) | nindent 4 }}
+{{- end }}
+
+{{- /* "pdcluster.admissionPod" (list . "startup-check" "wait" 120): component, mode of the program,
+further arguments. It has the settings of the webhook's pods. */}}
+{{- define "pdcluster.admissionPod" -}}
+{{- $root := index . 0 }}
+{{- $name := include "pdcluster.name" . -}}
+restartPolicy: Never
+serviceAccountName: {{ $name }}
+{{ include "pdcluster.podSettings" (list $root "webhook") }}
+containers:
+  - name: {{ index . 1 }}
+    {{- include "pdcluster.container" (list $root "webhook") | nindent 4 }}
+    command: [python3, /check/admission_check.py]
+    args:
+      - {{ index . 2 }}
+      - {{ include "pdcluster.testNamespace" $root }}
+      - {{ ternary "PrefixCachingHeterogeneousBlocks" "spec.model.source" (eq "true" (include "pdcluster.reviewed" $root)) }}
+      {{- range slice . 3 }}
+      - {{ . | quote }}
+      {{- end }}
+    volumeMounts:
+      - {name: check, mountPath: /check, readOnly: true}
+volumes:
+  - name: check
+    configMap:
+      name: {{ $name }}
+{{- end }}

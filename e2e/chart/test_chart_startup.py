@@ -1,0 +1,132 @@
+"""When helm returns, the API server reaches the webhook: no first `kubectl apply` that fails."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+
+import pytest
+from chart_release import CHART, Release
+
+from cluster.report import ClusterError
+from images.for_cluster import operator_values
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+SAMPLES = CHART / "files" / "samples"
+RULE = "PrefixCachingHeterogeneousBlocks"
+ROUNDS = 3
+SERVICE = "chart-pdcluster-webhook"
+
+
+@pytest.fixture(params=(3, 4), ids="helm{}".format)
+def release(cluster, request) -> Release:
+    one = Release(cluster, request.param)
+    cluster.kubectl("create", "namespace", one.namespace)
+    yield one
+    one.take_away()
+
+
+@pytest.fixture(scope="module")
+def image(cluster) -> tuple[str, str]:
+    values = operator_values(cluster)
+    return ("--set", ",".join(f"image.{key}={value}" for key, value in values.items()))
+
+
+def tried(release: Release, sample: str) -> str:
+    """What comes of applying a sample, as a dry run so that no pod starts."""
+    words = ("apply", "--dry-run=server", "--namespace=default", "--filename")
+    try:
+        return release.cluster.kubectl(*words, str(SAMPLES / f"{sample}.json"))
+    except ClusterError as error:
+        return str(error)
+
+
+def left(release: Release) -> str:
+    kinds = "jobs,pods,configmaps,serviceaccounts,roles,rolebindings"
+    names = [
+        release.cluster.kubectl("get", kinds, "--namespace", namespace, "--output=name")
+        for namespace in (release.namespace, "default")
+    ]
+    return "".join(names)
+
+
+@pytest.mark.parametrize("policy", ["Fail", "Ignore"])
+def test_the_first_apply_is_reviewed(release, image, policy):
+    """Without --wait: the hook alone holds helm back until the webhook answers."""
+    for number in range(ROUNDS):
+        release.install(*image, "--set", f"webhook.failurePolicy={policy},webhook.replicas=1")
+        assert RULE in tried(release, "bad"), f"round {number}"
+        assert "created (server dry run)" in tried(release, "good"), f"round {number}"
+        assert "startup-check" not in left(release)
+        release.helm("uninstall", "chart", "--wait")
+
+
+def test_reviews_go_on_while_an_upgrade_replaces_the_webhook(release, image):
+    one = ("--set", "webhook.replicas=1,watchNamespaces={default}")
+    release.install(*image, *one)
+    component = "--selector=app.kubernetes.io/component=webhook"
+    webhook = release.cluster.kubectl(
+        *("get", "pods", "--namespace", release.namespace, component, "--output=name")
+    )
+    said: list[str] = []
+    ended = threading.Event()
+
+    def apply() -> None:
+        while not ended.is_set():
+            said.append(tried(release, "bad"))
+
+    thread = threading.Thread(target=apply)
+    thread.start()
+    try:
+        change = ("--set", "webhook.podAnnotations.example/restart=now")
+        release.helm("upgrade", "chart", *release.words()[2:], *image, *one, *change)
+        gone = ("wait", webhook.strip(), "--for=delete", "--timeout=90s")
+        release.cluster.kubectl("--namespace", release.namespace, *gone)
+    finally:
+        ended.set()
+        thread.join()
+    assert [one for one in said if RULE not in one] == []
+    assert len(said) > 10
+    assert "Succeeded" in release.helm("test", "chart")
+
+
+def test_a_certificate_of_the_users_is_enough(release, image, tmp_path):
+    key, certificate = tmp_path / "tls.key", tmp_path / "tls.crt"
+    name = f"{SERVICE}.{release.namespace}.svc"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-subj", "/CN=webhook", "-addext", f"subjectAltName=DNS:{name}"),
+            *("-days", "1", "-keyout", str(key), "-out", str(certificate)),
+        ],
+        capture_output=True,
+        check=True,
+    )
+    words = ("create", "secret", "tls", "own", f"--cert={certificate}", f"--key={key}")
+    release.cluster.kubectl("--namespace", release.namespace, *words)
+    own = ("--set", "webhook.certificate.existingSecret=own")
+    bundle = ("--set-file", f"webhook.certificate.caBundle={certificate}")
+    release.install(*image, *own, *bundle, "--set", "webhook.replicas=1")
+    assert RULE in tried(release, "bad")
+
+
+@pytest.mark.parametrize("policy", ["Fail", "Ignore"])
+def test_helm_fails_with_the_reason_where_the_webhook_never_answers(release, image, policy):
+    """Its pod waits for a Secret that nobody makes; under Ignore the API server admits all."""
+    settings = (
+        f"webhook.failurePolicy={policy}",
+        "webhook.certificate.existingSecret=missing",
+        "webhook.startupCheck.timeoutSeconds=5",
+    )
+    done = release.run(*release.words(*image, "--set", ",".join(settings)))
+    said = done.stdout + done.stderr
+    print(said)
+    assert done.returncode != 0
+    assert "FAILED: no review by the webhook within 5 s" in said
+    assert ("admitted" if policy == "Ignore" else "failed calling webhook") in said
+    assert "webhook.startupCheck.enabled=false" in said
+    # The rights are gone, what can be read is there.
+    remains = left(release)
+    assert "job.batch/chart-pdcluster-startup-check" in remains
+    assert "role.rbac.authorization.k8s.io/chart-pdcluster-startup-check" not in remains
