@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "local"))
 from manifests import tiny
 from pods import carrying
 
+from pdcluster_operator.cli.up import with_names
+
 SCRIPT = Path(__file__).with_name("up_with_small_engines.py")
 
 
@@ -237,3 +239,23 @@ def test_once_does_not_wait_for_a_folder_that_is_not_there(start: Callable[..., 
     assert run.wait(40) == 6, run.text()
     last = run.text().strip().splitlines()[-1]
     assert re.match(r"error: tiny-\S+ cannot start: /no/such/folder .* --model-dir", last), last
+
+
+@pytest.mark.parametrize(
+    ("spec", "transfer"),
+    [
+        ({}, {"internalNames": "Shown"}),
+        ({"transfer": {"device": "CPU"}}, {"internalNames": "Shown", "device": "CPU"}),
+        ({"transfer": {"internalNames": "Hidden"}}, {"internalNames": "Hidden"}),
+        ({"transfer": "wrong"}, "wrong"),
+    ],
+)
+def test_local_mode_names_engines_unless_the_manifest_says_otherwise(
+    spec: dict, transfer: object
+) -> None:
+    assert with_names({"spec": spec})["spec"]["transfer"] == transfer
+
+
+@pytest.mark.parametrize("document", [None, [], {}, {"spec": None}])
+def test_what_is_no_cluster_is_left_to_lint(document: object) -> None:
+    assert with_names(document) == document

@@ -68,7 +68,7 @@ def up(options: UpOptions) -> Exit:
         )
     # A pipe has no width of its own; tables shall not be folded at 80 columns in a log.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    document = _with_names(_with_model(read_cluster(options.file), options.model_dir))
+    document = with_names(_with_model(read_cluster(options.file), options.model_dir))
     cluster, findings = check_manifest(document)
     if not findings.ok:
         print_findings(console, options.file, findings)
@@ -263,7 +263,7 @@ def _with_model(document: Any, folder: Path | None) -> Any:
     return {**document, "spec": {**spec, "model": {**model, "source": source}}}
 
 
-def _with_names(document: Any) -> Any:
+def with_names(document: Any) -> Any:
     """Return the manifest with engines named in answers, unless it says otherwise."""
     spec = document.get("spec") if isinstance(document, dict) else None
     transfer = spec.get("transfer") if isinstance(spec, dict) else None
