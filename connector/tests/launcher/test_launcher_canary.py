@@ -75,7 +75,13 @@ async def result(prefill: Answer, decode: Answer, seconds: float = 5.0) -> Canar
 async def test_kv_that_moved():
     async with engine(params(HANDED)) as (p, to_p), engine(path()) as (d, to_d):
         outcome = await run(
-            p, d, prefill_engine_id=P, decode_engine_id=D, model="llama", tokens=TOKENS, key="k"
+            p,
+            d,
+            prefill_engine_id=P,
+            decode_engine_id=D,
+            model="llama",
+            tokens=TOKENS,
+            names_key="k",
         )
     assert outcome == CanaryResult("Passed", 65536)
     (first,), (second,) = to_p, to_d
@@ -352,7 +358,7 @@ async def test_the_loop_fills_the_link_table():
                     decode_ranks=1,
                     ready=lambda: True,
                     make_prompt=lambda: TOKENS,
-                    key="k",
+                    names_key="k",
                 )
             )
             async with asyncio.timeout(5):

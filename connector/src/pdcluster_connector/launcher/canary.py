@@ -53,13 +53,13 @@ async def run(
     model: str,
     tokens: list[int],
     ranks: tuple[int, int] = (0, 0),
-    key: str = "",
+    names_key: str = "",
     seconds: float = TIMEOUT_SECONDS,
 ) -> CanaryResult:
     """Send one request through both engines and judge what the KV path did.
 
     The engine ids are those of the data-parallel ``ranks`` (prefill's, decode's) that it is for.
-    ``key`` lets the answer name the engines, which no client is told.
+    ``names_key`` lets the answer name the engines, which no client is told.
 
     Pending: an API does not answer, so nothing is known. Failed: everything else but KV that
     moved between these two engines. Never raises.
@@ -76,7 +76,7 @@ async def run(
                     message=f"prefill at {prefill.address} handed over no KV: its answer holds no "
                     "kv_transfer_params",
                 )
-            asked = {**request, "kv_transfer_params": {**parameters, KEY_PARAMETER: key}}
+            asked = {**request, "kv_transfer_params": {**parameters, KEY_PARAMETER: names_key}}
             second = await decode.complete(asked, seconds, ranks[1])
     except ApiUnreachableError as error:
         return CanaryResult("Pending", message=str(error))
@@ -96,7 +96,7 @@ async def run_ranks(
     sizes: tuple[int, int],
     model: str,
     make_prompt: Callable[[], list[int]],
-    key: str = "",
+    names_key: str = "",
 ) -> CanaryResult:
     """Send requests until each data-parallel rank of both engines has had one.
 
@@ -117,7 +117,7 @@ async def run_ranks(
             model=model,
             tokens=make_prompt(),
             ranks=ranks,
-            key=key,
+            names_key=names_key,
         )
         if result.state != "Passed":
             if sizes == (1, 1):
@@ -205,7 +205,7 @@ async def keep_running(
     decode_ranks: int,
     ready: Callable[[], bool],
     make_prompt: Callable[[], list[int]],
-    key: str,
+    names_key: str,
 ) -> None:
     """Run canaries one at a time, through whatever link is due, for as long as this task lives."""
     schedule = CanarySchedule()
@@ -224,7 +224,7 @@ async def keep_running(
             sizes=(row.peer.data_parallel_size, decode_ranks),
             model=links.peers.model,
             make_prompt=make_prompt,
-            key=key,
+            names_key=names_key,
         )
         links.set_canary(row, result)
         interval = links.peers.canary_interval_seconds

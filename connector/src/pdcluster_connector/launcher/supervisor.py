@@ -254,7 +254,7 @@ class Supervisor:
             decode_ranks=self._command.data,
             ready=lambda: self._readiness.ready,
             make_prompt=lambda: canary.prompt(block, size, limit),
-            key=key_of(self._token),
+            names_key=key_of(self._token),
         )
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
