@@ -187,6 +187,8 @@ def text(body: bytes) -> Answer:
         (params(HANDED), path(bytes=True), "but True bytes moved"),
         (params(HANDED), path(prefill="other/cccc"), "another prefill engine: 'other/cccc'"),
         (params(HANDED), path(decode="other/cccc"), "another decode engine: 'other/cccc'"),
+        (params(HANDED), path(prefill=""), "names no prefill engine: it did not take our key"),
+        (params(HANDED), path(decode=None), "names no decode engine: it did not take our key"),
     ],
 )
 async def test_each_way_to_fail(prefill, decode, says):

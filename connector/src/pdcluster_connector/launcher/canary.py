@@ -140,8 +140,10 @@ def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> Cana
     if outcome != "transferred":
         return _failed(f"the KV transfer ended as {outcome!r}{why}")
     for name, wanted in (("prefill", prefill_engine_id), ("decode", decode_engine_id)):
-        if path.get(name) not in {None, "", wanted}:
-            return _failed(f"the KV went through another {name} engine: {path.get(name)!r}")
+        if (named := path.get(name)) != wanted:
+            unnamed = f"decode's answer names no {name} engine: it did not take our key"
+            another = f"the KV went through another {name} engine: {named!r}"
+            return _failed(another if named else unnamed)
     if not isinstance(moved, int) or isinstance(moved, bool) or moved <= 0:
         return _failed(f"the transfer is reported as done, but {moved!r} bytes moved")
     return CanaryResult("Passed", moved)
