@@ -134,7 +134,7 @@ def test_clients_learn_neither_addresses_nor_engine_ids(tiny: ClusterRun) -> Non
     assert {"prefill", "decode", "message"}.isdisjoint(reply.kv_path)
     streamed = tiny.complete(text(60, 7003), stream=True)
     assert streamed.status == 200
-    assert streamed.text.count("data: {") >= 16
+    assert streamed.text.count("data: {") > 1
     for answer in (reply, streamed):
         assert not [name for name in secret if name in answer.text]
         assert "_addr_" not in answer.text

@@ -85,7 +85,7 @@ async def test_kv_that_moved():
             decode_engine_id=D,
             model="llama",
             tokens=TOKENS,
-            path_key="k",
+            names_key="k",
         )
     assert outcome == CanaryResult("Passed", 65536)
     (first,), (second,) = to_p, to_d
@@ -191,6 +191,8 @@ def text(body: bytes) -> Answer:
         (params(HANDED), path(bytes=True), "but True bytes moved"),
         (params(HANDED), path(prefill="other/cccc"), "another prefill engine: 'other/cccc'"),
         (params(HANDED), path(decode="other/cccc"), "another decode engine: 'other/cccc'"),
+        (params(HANDED), path(prefill=""), "names no prefill engine: it did not take our key"),
+        (params(HANDED), path(decode=None), "names no decode engine: it did not take our key"),
     ],
 )
 async def test_each_way_to_fail(prefill, decode, says):
@@ -364,7 +366,7 @@ async def test_the_loop_fills_the_link_table(key):
                     decode_ranks=1,
                     ready=lambda: True,
                     make_prompt=lambda: TOKENS,
-                    path_key="k",
+                    names_key="k",
                     api_key=key,
                 )
             )

@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "local"))
 from manifests import tiny
 from pods import carrying
 
+from pdcluster_operator.cli.up import with_names
+
 SCRIPT = Path(__file__).with_name("up_with_small_engines.py")
 
 
@@ -266,3 +268,23 @@ def test_a_pipe_gets_whole_lines_without_trailing_spaces(start: Callable[..., Up
     run = start("--once", "Once upon a time")
     assert run.wait(60) == 0, run.text()
     assert [line for line in run.text().splitlines() if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "transfer"),
+    [
+        ({}, {"internalNames": "Shown"}),
+        ({"transfer": {"device": "CPU"}}, {"internalNames": "Shown", "device": "CPU"}),
+        ({"transfer": {"internalNames": "Hidden"}}, {"internalNames": "Hidden"}),
+        ({"transfer": "wrong"}, "wrong"),
+    ],
+)
+def test_local_mode_names_engines_unless_the_manifest_says_otherwise(
+    spec: dict, transfer: object
+) -> None:
+    assert with_names({"spec": spec})["spec"]["transfer"] == transfer
+
+
+@pytest.mark.parametrize("document", [None, [], {}, {"spec": None}])
+def test_what_is_no_cluster_is_left_to_lint(document: object) -> None:
+    assert with_names(document) == document

@@ -53,13 +53,13 @@ async def run(
     model: str,
     tokens: list[int],
     ranks: tuple[int, int] = (0, 0),
-    path_key: str = "",
+    names_key: str = "",
     seconds: float = TIMEOUT_SECONDS,
 ) -> CanaryResult:
     """Send one request through both engines and judge what the KV path did.
 
     The engine ids are those of the data-parallel ``ranks`` (prefill's, decode's) that it is for.
-    ``path_key`` lets the answer name the engines, which no client is told.
+    ``names_key`` lets the answer name the engines, which no client is told.
 
     Pending: an API does not answer, so nothing is known. Failed: everything else but KV that
     moved between these two engines. Never raises.
@@ -76,7 +76,7 @@ async def run(
                     message=f"prefill at {prefill.address} handed over no KV: its answer holds no "
                     "kv_transfer_params",
                 )
-            asked = {**request, "kv_transfer_params": {**parameters, KEY_PARAMETER: path_key}}
+            asked = {**request, "kv_transfer_params": {**parameters, KEY_PARAMETER: names_key}}
             second = await decode.complete(asked, seconds, ranks[1])
     except ApiUnreachableError as error:
         return CanaryResult("Pending", message=str(error))
@@ -96,7 +96,7 @@ async def run_ranks(
     sizes: tuple[int, int],
     model: str,
     make_prompt: Callable[[], list[int]],
-    path_key: str = "",
+    names_key: str = "",
 ) -> CanaryResult:
     """Send requests until each data-parallel rank of both engines has had one.
 
@@ -117,7 +117,7 @@ async def run_ranks(
             model=model,
             tokens=make_prompt(),
             ranks=ranks,
-            path_key=path_key,
+            names_key=names_key,
         )
         if result.state != "Passed":
             if sizes == (1, 1):
@@ -140,8 +140,10 @@ def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> Cana
     if outcome != "transferred":
         return _failed(f"the KV transfer ended as {outcome!r}{why}")
     for name, wanted in (("prefill", prefill_engine_id), ("decode", decode_engine_id)):
-        if path.get(name) not in {None, "", wanted}:
-            return _failed(f"the KV went through another {name} engine: {path.get(name)!r}")
+        if (named := path.get(name)) != wanted:
+            unnamed = f"decode's answer names no {name} engine: it did not take our key"
+            another = f"the KV went through another {name} engine: {named!r}"
+            return _failed(another if named else unnamed)
     if not isinstance(moved, int) or isinstance(moved, bool) or moved <= 0:
         return _failed(f"the transfer is reported as done, but {moved!r} bytes moved")
     return CanaryResult("Passed", moved)
@@ -205,7 +207,7 @@ async def keep_running(
     decode_ranks: int,
     ready: Callable[[], bool],
     make_prompt: Callable[[], list[int]],
-    path_key: str,
+    names_key: str,
     api_key: str | None = None,
 ) -> None:
     """Run canaries one at a time, through whatever link is due, for as long as this task lives.
@@ -228,7 +230,7 @@ async def keep_running(
             sizes=(row.peer.data_parallel_size, decode_ranks),
             model=links.peers.model,
             make_prompt=make_prompt,
-            path_key=path_key,
+            names_key=names_key,
         )
         links.set_canary(row, result)
         interval = links.peers.canary_interval_seconds

@@ -258,7 +258,7 @@ class Supervisor:
             decode_ranks=self._command.data,
             ready=lambda: self._readiness.ready,
             make_prompt=lambda: canary.prompt(block, size, limit),
-            path_key=key_of(self._token),
+            names_key=key_of(self._token),
             api_key=self._key,
         )
 

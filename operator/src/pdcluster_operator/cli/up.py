@@ -75,7 +75,7 @@ def up(options: UpOptions) -> Exit:
             Exit.MACHINE,
         )
     console = Console(highlight=False)
-    document = _with_names(_with_model(read_cluster(options.file), options.model_dir))
+    document = with_names(_with_model(read_cluster(options.file), options.model_dir))
     cluster, findings = check_manifest(document)
     if not findings.ok:
         print_findings(console, options.file, findings)
@@ -289,7 +289,7 @@ def _with_model(document: Any, folder: Path | None) -> Any:
     return {**document, "spec": {**spec, "model": {**model, "source": source}}}
 
 
-def _with_names(document: Any) -> Any:
+def with_names(document: Any) -> Any:
     """Return the manifest with engines named in answers, unless it says otherwise."""
     spec = document.get("spec") if isinstance(document, dict) else None
     transfer = spec.get("transfer") if isinstance(spec, dict) else None
