@@ -38,7 +38,7 @@ def http(url: str, body: Any = None, method: str = "GET") -> tuple[int, Any]:
         return status, text.decode()
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 15.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if answer := what():
@@ -78,7 +78,7 @@ class Launched:
     def ready(self) -> dict[str, Any]:
         """Wait for 200 of /readyz."""
         try:
-            return wait_for(lambda: (a := http(f"{self.url}/readyz"))[0] == 200 and a[1], 30)
+            return wait_for(lambda: (a := http(f"{self.url}/readyz"))[0] == 200 and a[1])
         except AssertionError:
             raise AssertionError(f"never ready: {self.describe()}") from None
 
@@ -86,7 +86,7 @@ class Launched:
         """What the stand-in wrote about itself: arguments, environment, process ids."""
         return json.loads(wait_for(lambda: self.out.startswith("{") and self.out.split("\n")[0]))
 
-    def end(self, seconds: float = 20.0) -> int:
+    def end(self, seconds: float = 60.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -2,8 +2,9 @@
 
 ``STAND_IN`` is a ``;``-separated list: ``serve``, ``say:TEXT``, ``err:TEXT``, ``exit:CODE``,
 ``signal:N``, ``children``, ``deaf`` (ignores SIGTERM), ``slow:SECONDS``, ``busy:SECONDS``,
-``log:FILE``, ``hungry`` (takes memory until it ends), ``core:DOING`` (waits for a process
-EngineCore that is ``idle``, ``hungry`` or ``stopped``, and fails as vLLM's API server does).
+``busy:FILE`` (as long as it exists), ``log:FILE``, ``hungry`` (takes memory until it ends),
+``core:DOING`` (waits for a process EngineCore that is ``idle``, ``hungry`` or ``stopped``, and fails
+as vLLM's API server does).
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from pdcluster_connector.launcher.deaths import tell_deaths
 
 class Handler(BaseHTTPRequestHandler):
     busy_until = 0.0
+    busy_with: Path | None = None
 
     def do_GET(self) -> None:
-        busy = float(time.monotonic() < self.busy_until)
+        held = self.busy_with is not None and self.busy_with.exists()
+        busy = float(held or time.monotonic() < self.busy_until)
         text = f'vllm:num_requests_running{{engine="0"}} {busy}\npdcluster_kv_leases_held {busy}\n'
         self.send_response(200)
         self.end_headers()
@@ -37,15 +40,19 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(arguments: list[str]) -> None:
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    if "--headless" in arguments:
-        time.sleep(600)
-    port = int(arguments[arguments.index("--port") + 1])
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    while True:
-        time.sleep(60)
+    heeds = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if heeds:
+        # Waited for, not handled: Python runs a handler only once the main thread wakes up, and
+        # the kernel may give the signal to another one.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    if "--headless" not in arguments:
+        port = int(arguments[arguments.index("--port") + 1])
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    if heeds:
+        signal.sigwait({signal.SIGTERM})
+        os._exit(0)
+    time.sleep(600)
 
 
 def start_children() -> list[int]:
@@ -60,6 +67,13 @@ def start_children() -> list[int]:
         subprocess.Popen(forever, start_new_session=True).pid,
         int(parent.stdout),
     ]
+
+
+def be_busy(value: str) -> None:
+    if value.startswith("/"):
+        Handler.busy_with = Path(value)
+    else:
+        Handler.busy_until = time.monotonic() + float(value)
 
 
 def idle() -> None:
@@ -109,7 +123,7 @@ def take(step: str) -> None:
     elif name == "slow":
         time.sleep(float(value))
     elif name == "busy":
-        Handler.busy_until = time.monotonic() + float(value)
+        be_busy(value)
 
 
 def main() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
+import tempfile
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -91,13 +94,40 @@ def test_a_folder_without_weights(model):
     assert list(model_problems(str(model), "dummy")) == []
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
+NOBODY = 65534
+
+
+@contextlib.contextmanager
+def unprivileged() -> Iterator[int]:
+    """Be another user where the tests run as root, who reads everything; yields the user's id."""
+    if os.getuid() != 0:
+        yield os.getuid()
+        return
+    os.setresuid(NOBODY, NOBODY, 0)
+    try:
+        yield NOBODY
+    finally:
+        os.setresuid(0, 0, 0)
+
+
 def test_unreadable(model):
-    (model / "model.safetensors").chmod(0)
-    assert "cannot be read by uid" in next(model_problems(str(model)))
-    model.chmod(0)
-    assert "cannot be read (permission denied)" in next(model_problems(str(model)))
-    model.chmod(0o700)
+    with tempfile.TemporaryDirectory() as open_to_all:  # pytest's own folders are not
+        os.chmod(open_to_all, 0o755)
+        folder = Path(shutil.copytree(model, f"{open_to_all}/model"))
+        with unprivileged() as uid:
+            assert list(model_problems(str(folder))) == []
+        weights = folder / "model.safetensors"
+        weights.chmod(0)
+        with unprivileged():
+            assert list(model_problems(str(folder))) == [
+                f"{weights} cannot be read by uid {uid}; correct its permissions"
+            ]
+        folder.chmod(0)
+        with unprivileged():
+            (problem,) = model_problems(str(folder))
+        folder.chmod(0o755)
+        assert "cannot be read (permission denied)" in problem
+        assert f"give uid {uid} read access" in problem
 
 
 def test_a_config_that_is_a_folder(model):

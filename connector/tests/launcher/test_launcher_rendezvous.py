@@ -113,10 +113,8 @@ def test_a_follower_of_the_leaders_last_start_is_not_counted(node):
 def test_a_follower_that_waits_can_be_stopped(node):
     follower = node(1)
     wait_for(lambda: follower.state == "Starting")
-    began = time.monotonic()
     follower.process.send_signal(signal.SIGTERM)
     assert follower.end() == 143
-    assert time.monotonic() - began < 5
 
 
 def alive(engine: Launched) -> bool:
@@ -131,36 +129,43 @@ def busy(node, drain: str) -> tuple[Launched, Launched]:
     return leader, follower
 
 
-def test_a_follower_lives_until_its_leader_has_drained(node):
+@pytest.mark.parametrize("first", ["leader", "follower"])
+def test_a_follower_lives_until_its_leader_has_drained(node, tmp_path, first):
     """Pods of one engine are told to stop at the same time, and requests may be under way."""
-    leader, follower = busy(node, "4")
-    for launcher in (follower, leader):
+    work = tmp_path / "work"
+    work.touch()
+    leader, follower = node(0, f"busy:{work};serve", "600"), node(1, drain="600")
+    leader.ready()
+    follower.ready()
+    for launcher in (leader, follower) if first == "leader" else (follower, leader):
         launcher.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: (leader.state, follower.state) == ("Draining", "Draining"), 3)
+        wait_for(lambda: leader.state == "Draining")  # also once its follower says that it leaves
+    wait_for(lambda: follower.state == "Draining")
     time.sleep(2)
     assert alive(follower), "the leader's requests need its ranks"
+    work.unlink()
     assert leader.end() == 0
-    assert follower.end(10) == 0
+    assert follower.end() == 0
 
 
 def test_when_the_follower_is_told_to_stop_the_engine_drains(node):
     leader, follower = busy(node, "3")
     follower.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: leader.state == "Draining", 5)
+    wait_for(lambda: leader.state == "Draining")
     assert alive(follower)
     assert leader.end() == 1
     assert leader.termination == (
         "node 1 of this engine was told to stop; an engine lives and dies as one"
     )
-    assert follower.end(10) == 0
+    assert follower.end() == 0
 
 
 def test_a_second_stop_does_not_wait_for_the_leader(node):
     _, follower = busy(node, "60")
     follower.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: follower.state == "Draining", 5)
+    wait_for(lambda: follower.state == "Draining")
     follower.process.send_signal(signal.SIGTERM)
-    assert follower.end(5) == 137
+    assert follower.end() == 137
 
 
 def test_the_rendezvous_is_for_this_engines_followers(node, launch):

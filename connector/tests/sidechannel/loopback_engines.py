@@ -54,19 +54,19 @@ class Answer:
         self.values.append(value)
         self._came.set()
 
-    def wait(self, seconds: float = 10.0) -> m.EngineMetadata | Failure:
+    def wait(self, seconds: float = 30.0) -> m.EngineMetadata | Failure:
         assert self._came.wait(seconds), "no answer"
         assert len(self.values) == 1
         return self.values[0]
 
 
-def connect(book: PeerBook, port: int, engine_id: str = PREFILL, seconds: float = 10.0) -> Answer:
+def connect(book: PeerBook, port: int, engine_id: str = PREFILL, seconds: float = 30.0) -> Answer:
     answer = Answer()
     book.connect(engine_id, "127.0.0.1", port, time.monotonic() + seconds, answer)
     return answer
 
 
-def until(condition: Callable[[], object], seconds: float = 5.0) -> float:
+def until(condition: Callable[[], object], seconds: float = 30.0) -> float:
     """Wait for a condition; return how long it took, or fail."""
     start = time.monotonic()
     while not condition():

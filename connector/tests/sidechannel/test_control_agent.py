@@ -163,7 +163,7 @@ def entry(server: SideChannelServer, engine_id: str = FIRST) -> links.PeerEntry:
 @pytest.mark.usefixtures("agent")
 def test_a_link_comes_up_and_is_reported(launcher: Launcher, probe: Probe, serve: Serve) -> None:
     launcher.put(entry(serve(FIRST)))
-    assert until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST)) < 2.0
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
     link = launcher.link()
     assert link is not None
     assert (link.bytes_per_second, link.probe_bytes) == (2.5e9, 65536)

@@ -44,25 +44,28 @@ def test_two_books_shake_hands_each_once_however_often_they_ask(serve: Serve, bo
 def test_a_dead_engine_delays_no_other(
     serve: Serve, books: Books, record_property: Callable[[str, object], None]
 ) -> None:
-    """20 engines at once; one port swallows connections and never answers."""
+    """21 engines at once; one port swallows connections and never answers."""
     alive = [serve(f"ns.c.prefill.r.{n}/{n:016x}") for n in range(19)]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, never reads
         book = books()
         start = time.monotonic()
-        dead = connect(book, silent.getsockname()[1], "ns.c.prefill.r.99/00", seconds=2.0)
+        port = silent.getsockname()[1]
+        dead = connect(book, port, "ns.c.prefill.r.99/00", seconds=2.0)
+        waited_for = connect(book, port, "ns.c.prefill.r.98/00", seconds=600.0)
         answers = [
             connect(book, server.port, f"ns.c.prefill.r.{n}/{n:016x}")
             for n, server in enumerate(alive)
         ]
         assert all(isinstance(answer.wait(), m.EngineMetadata) for answer in answers)
         took = sorted(answer.at - start for answer in answers)
+        assert not waited_for.values, "the others were answered only after it"
         failure = dead.wait()
         assert isinstance(failure, Failure)
         assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
-        assert 1.9 < dead.at - start < 3.0  # its own deadline, no fixed timeout
+        assert dead.at - start > 1.9  # its own deadline, no fixed timeout
+        assert not waited_for.values
     record_property("slowest_of_19_ms", round(took[-1] * 1000, 1))
     record_property("median_of_19_ms", round(statistics.median(took) * 1000, 1))
-    assert took[-1] < 1.0
 
 
 def test_refusals_make_room_for_other_peers(
@@ -141,23 +144,24 @@ def test_each_request_has_its_own_deadline(books: Books) -> None:
 def test_a_refusal_reaches_all_at_once_and_is_remembered_for_a_while(
     serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdcluster_connector.runtime.peers.REFUSAL_SECONDS", 0.5)
+    monkeypatch.setattr(peers_module, "REFUSAL_SECONDS", 600.0)
     packed = {"token_sliceable": False, "packing": "CPU_ATTN/vec"}
     server = serve(block_size=32, **packed)
     book = books(**packed)
-    start = time.monotonic()
-    answers = [connect(book, server.port, seconds=60.0) for _ in range(30)]
+    answers = [connect(book, server.port, seconds=600.0) for _ in range(30)]
     for answer in answers:
-        failure = answer.wait(2.0)
+        failure = answer.wait()
         assert isinstance(failure, Failure)
         assert failure.reason is Reason.BLOCK_INTERIOR_OPAQUE
         assert "32" in failure.message
         assert "16" in failure.message
-    assert time.monotonic() - start < 1.5
     assert server.counts["refusals"] == 1
-    time.sleep(0.6)
-    connect(book, server.port).wait()
-    assert server.counts["refusals"] == 2
+    monkeypatch.setattr(peers_module, "REFUSAL_SECONDS", 0.1)
+    forgetful = books(**packed)
+    connect(forgetful, server.port).wait()
+    time.sleep(0.2)
+    connect(forgetful, server.port).wait()
+    assert server.counts["refusals"] == 3
 
 
 @pytest.mark.parametrize(
@@ -279,4 +283,3 @@ def test_handshake_latency(
         book.forget(PREFILL, Failure(Reason.BACKEND_ERROR, "again"))
     record_property("handshake_median_ms", round(statistics.median(took) * 1000, 2))
     assert server.counts["handshakes"] == 50
-    assert statistics.median(took) < 0.5

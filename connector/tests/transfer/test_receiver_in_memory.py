@@ -471,8 +471,10 @@ def test_a_warm_up_that_hangs_holds_no_blocks(rig: Rig) -> None:
     rig.fabric.behave = lambda _: Behaviour(hang=True)
     rig.send("r")
     assert rig.decode.wait("r").failed["r"].reason is Reason.TRANSFER_STALLED
-    rig.send("s", 2)  # at once: the link is known to hang
-    assert rig.decode.wait("s", timeout=0.1).failed["s"].reason is Reason.TRANSFER_STALLED
+    posted = rig.fabric.posted
+    rig.send("s", 2)
+    assert rig.decode.wait("s").failed["s"].reason is Reason.TRANSFER_STALLED
+    assert rig.fabric.posted == posted, "the link is known to hang: nothing is tried"
     eventually(lambda: rig.fabric.flying == [])  # with nothing else to lose, the agent goes
     rig.works("next")
 
@@ -484,7 +486,7 @@ def test_abort_during_the_handshake(rig: Rig) -> None:
     rig.peers.hold = True
     rig.send("r")
     rig.decode.receiver.abandon(["r"])
-    results = rig.decode.wait("r", timeout=0.5)
+    results = rig.decode.wait("r")
     assert results.abandoned == {"r"}
     assert "r" in results.failed
     rig.peers.release()
@@ -496,7 +498,7 @@ def test_abort_during_the_warm_up(rig: Rig) -> None:
     rig.send("r")
     eventually(lambda: len(rig.fabric.flying) == 1)
     rig.decode.receiver.abandon(["r"])
-    assert rig.decode.wait("r", timeout=0.5).abandoned == {"r"}
+    assert rig.decode.wait("r").abandoned == {"r"}
     rig.works("next")
 
 
@@ -563,8 +565,8 @@ def test_a_dead_thread_fails_everything_instead_of_hanging(
     assert {failure.reason for failure in results.failed.values()} == {Reason.BACKEND_ERROR}
     assert rig.fabric.land() == 0
     rig.send("later", 4)
-    assert rig.decode.wait("later", timeout=0.1).failed["later"].reason is Reason.BACKEND_ERROR
-    probe = rig.decode.receiver.probe(rig.prefill.metadata).result(timeout=0.1)
+    assert rig.decode.wait("later").failed["later"].reason is Reason.BACKEND_ERROR
+    probe = rig.decode.receiver.probe(rig.prefill.metadata).result(timeout=10)
     assert probe.failure is not None
 
 
@@ -575,7 +577,7 @@ def test_closing_fails_what_is_under_way(rig: Rig) -> None:
     rig.peers.hold = True
     rig.send_from(rig.add_prefill("prefill/2"), "waiting", 2)
     assert rig.decode.receiver.close()
-    assert set(rig.decode.wait("posted", "waiting", timeout=0.1).failed) == {"posted", "waiting"}
+    assert set(rig.decode.wait("posted", "waiting").failed) == {"posted", "waiting"}
     assert rig.fabric.land() == 0
 
 
@@ -687,8 +689,8 @@ def test_a_cut_link_is_found_by_a_check_and_used_no_more(rig: Rig) -> None:
         assert word in failure.message
     eventually(lambda: rig.peers.causes == [failure])
     rig.send("r", 2)
-    assert rig.decode.wait("r", timeout=1.0).failed["r"] == failure  # not at the lease's end
-    again = rig.decode.receiver.probe(rig.prefill.metadata).result(timeout=1)
+    assert rig.decode.wait("r").failed["r"] == failure  # not at the lease's end
+    again = rig.decode.receiver.probe(rig.prefill.metadata).result(timeout=10)
     assert again.failure == failure
     rig.fabric.land()  # the network delivers late what it held
     eventually(lambda: rig.decode.receiver._links.get("prefill/1") is None)
@@ -701,7 +703,7 @@ def test_a_cut_link_is_made_anew_beside_traffic_that_does_not_stop(rig: Rig) -> 
     assert cut(rig, other).reason is Reason.TRANSFER_STALLED
     agents = {name for name in rig.fabric.agents if name.startswith("decode")}
     sent, ended = 0, 0
-    until = time.monotonic() + 8.0
+    until = time.monotonic() + 60.0
     while ended < sent or agents & set(rig.fabric.agents):
         assert time.monotonic() < until, "the agent is never rebuilt"
         while sent - ended < 3 and agents & set(rig.fabric.agents):  # never idle

@@ -63,7 +63,7 @@ async def running_kubelet(
         book.close()
 
 
-async def until(condition: Callable[[], object], seconds: float = 10) -> object:
+async def until(condition: Callable[[], object], seconds: float = 120) -> object:
     async with asyncio.timeout(seconds):
         while not (value := condition()):  # noqa: ASYNC110 - it watches other processes
             await asyncio.sleep(0.02)

@@ -167,7 +167,8 @@ class Supervisor:
                 self._lose(loss)
             elif (rank := self._followers.leaving) is not None and not self._stops:
                 await self._drain(time.monotonic() + self._options.drain_seconds)
-                self._lose(f"node {rank} of this engine was told to stop")
+                if not self._stops:  # else the engine is being stopped, and need not be killed
+                    self._lose(f"node {rank} of this engine was told to stop")
             await asyncio.sleep(_SERVING_POLL)
 
     def _lose(self, why: str) -> None:
