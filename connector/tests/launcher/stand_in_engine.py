@@ -3,8 +3,8 @@
 ``STAND_IN`` is a ``;``-separated list: ``serve``, ``say:TEXT``, ``err:TEXT``, ``exit:CODE``,
 ``signal:N``, ``children``, ``deaf`` (ignores SIGTERM), ``slow:SECONDS``, ``busy:SECONDS``,
 ``busy:FILE`` (as long as it exists), ``log:FILE``, ``hungry`` (takes memory until it ends),
-``core:DOING`` (waits for a process EngineCore that is ``idle``, ``hungry`` or ``stopped``, and fails
-as vLLM's API server does).
+``core:DOING`` (waits for a process EngineCore that is ``idle``, ``hungry`` or ``stopped``, and
+fails as vLLM's API server does).
 """
 
 from __future__ import annotations
