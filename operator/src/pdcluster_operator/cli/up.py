@@ -156,8 +156,8 @@ class _Run:
         self._show(snapshot)
         url = self._endpoint(local, key)
         request = {"model": self._cluster.served_name, "prompt": "Once upon a time"}
-        key = f"${API_KEY_VARIABLE}"
-        sent = f' -H "Authorization: Bearer {key}"' if self._asks_for_key else ""
+        secret = f"${API_KEY_VARIABLE}"
+        sent = f' -H "Authorization: Bearer {secret}"' if self._asks_for_key else ""
         self._print(
             f"endpoint: {url}\n\n  curl {url}/v1/completions -H 'Content-Type: application/json' "
             f"\\\n   {sent} -d '{json.dumps(request)}'\n\nCtrl-C stops it."
@@ -213,8 +213,8 @@ class _Run:
         ]
         url = self._endpoint(local, key)
         model, tokens = self._cluster.served_name, self._options.max_tokens
-        key = os.environ.get(API_KEY_VARIABLE) if self._asks_for_key else None
-        answer = await ask(url, model, prompt, tokens, decode, key)
+        secret = os.environ.get(API_KEY_VARIABLE) if self._asks_for_key else None
+        answer = await ask(url, model, prompt, tokens, decode, secret)
         self._show(take_snapshot(local, key))
         self._print(
             f"prompt:  {prompt}\nanswer:  {answer.text!r} ({counted(answer.tokens, 'token')})\n"
