@@ -26,8 +26,7 @@ class MetricsPage:
 
     def __init__(self, fetch: Callable[[], Awaitable[bytes]]) -> None:
         self._fetch = fetch
-        # However many scrape, the engine is asked one question at a time.
-        self._one_at_a_time = asyncio.Lock()
+        self._asked: asyncio.Future[bytes] | None = None
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> None:
@@ -45,10 +44,18 @@ class MetricsPage:
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
         try:
-            async with self._one_at_a_time:
-                text = await self._fetch()
+            text = await self._ask_once()
         except TimeoutError:
             return web.Response(status=503, text="the engine's /metrics is too slow\n")
         except (ApiError, ApiUnreachableError) as error:
             return web.Response(status=503, text=f"{error}\n")
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _ask_once(self) -> bytes:
+        """Ask the engine, or wait for the answer to a question that is under way.
+
+        However many scrape at once, the engine answers one of them, and none waits in a line.
+        """
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(self._fetch())
+        return await asyncio.shield(self._asked)
