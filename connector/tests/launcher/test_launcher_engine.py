@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from launched import Launched, http, wait_for
 
@@ -92,20 +92,17 @@ def test_a_launcher_that_is_killed_takes_its_engine_along(launch, tiny_llama):
     assert time.monotonic() - began < 30
 
 
-def core_of(engine: Launched) -> int:
-    """vLLM names its processes itself."""
-    for pid in engine_processes(engine):
-        if "EngineCore" in Path(f"/proc/{pid}/comm").read_text() + Path(
-            f"/proc/{pid}/cmdline"
-        ).read_text(errors="replace"):
-            return pid
-    return 0
+def core_of(engine: Launched) -> psutil.Process:
+    """vLLM gives its processes titles, where their environment was."""
+    processes = psutil.Process(engine.process.pid).children(recursive=True)
+    [core] = [process for process in processes if "EngineCore" in "".join(process.cmdline())]
+    return core
 
 
 def test_a_killed_engine_core_is_named_with_its_signal(launch, tiny_llama):
     engine = start(launch, tiny_llama)
     wait_for(lambda: engine.state == "Ready" or engine.process.poll() is not None, 300)
-    os.kill(wait_for(lambda: core_of(engine)), signal.SIGKILL)
+    core_of(engine).send_signal(signal.SIGKILL)
     assert engine.end(60) == 1
     assert engine.termination == "vLLM's process EngineCore was killed by SIGKILL"
     assert engine_processes(engine) == []

@@ -196,7 +196,8 @@ def test_an_engine_that_keeps_dying_ends_once_with_its_last_words(
     assert run.wait(60) == 3, run.text()
     last = run.text().strip().splitlines()[-1]
     assert last.startswith("error: tiny-")
-    assert "died 2 times: OSError: shard 3 is truncated" in last
+    assert "died 2 times: OSError: shard 3 is truncated (exit code 1); see " in last
+    assert "OSError: shard 3 is truncated" in Path(last.rpartition("; see ")[2]).read_text()
 
 
 def test_not_ready_in_time_says_what_it_waits_for(start: Callable[..., Up], tmp_path: Path) -> None:

@@ -236,6 +236,22 @@ def test_volumes_and_secrets_that_local_mode_lacks_are_named_by_their_field(tmp_
     assert [problem.subject for _, problem in facts.problems] == ["cache", "cache"]
 
 
+def test_a_variable_from_a_secret_is_named_where_it_stands(tmp_path: Path) -> None:
+    secret = {"valueFrom": {"secretKeyRef": {"name": "keys", "key": "k"}}}
+    document = tiny(tmp_path)
+    document["spec"]["engine"]["env"].append({"name": "API_KEY", **secret})
+    document["spec"]["model"]["source"] = {"hostPath": {"path": str(tmp_path / "none")}}
+    cluster, findings = check_manifest(document)
+    assert findings.ok, findings.errors
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    facts = gather(document, cluster, FakeConnector().bundle(), environment, ())
+    told = [(f.rule, f.path) for f in judge(cluster, facts, once=True, model_flag=False)]
+    assert told == [
+        ("ModelUnusable", "spec.model.source.hostPath.path"),
+        ("VariableMissing", "spec.engine.env"),
+    ], "each thing once, however many pods lack it"
+
+
 def test_only_a_listener_on_every_address_takes_a_port_everywhere() -> None:
     with socket.socket() as one, socket.socket() as all_of_them:
         one.bind(("127.0.0.1", 0))

@@ -26,6 +26,7 @@ class PodLine:
         doing: a sentence: the launcher's message, or why the pod waits.
         log: the file that its output goes to; None before its first start.
         restarts: how often its container was started again.
+        end: how its last process ended; empty if none has.
     """
 
     name: str
@@ -35,6 +36,7 @@ class PodLine:
     doing: str
     log: Path | None
     restarts: int
+    end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,11 @@ def _pod_line(
         else str(metadata["labels"].get("app.kubernetes.io/component", ""))
     )
     container = (status.get("containerStatuses") or [{}])[0]
-    state, doing = _state(pod, container, engine, reports.get(engine.logical) if engine else None)
+    ended = (container.get("lastState") or {}).get("terminated")
+    end = describe_end(ended) if ended else ""
+    state, doing = _state(
+        pod, container, end, engine, reports.get(engine.logical) if engine else None
+    )
     name = metadata["name"]
     return PodLine(
         name,
@@ -108,12 +114,14 @@ def _pod_line(
         doing,
         logs.get(name),
         container.get("restartCount", 0),
+        end,
     )
 
 
 def _state(
     pod: Mapping[str, Any],
     container: Mapping[str, Any],
+    end: str,
     engine: EngineName | None,
     report: EngineReport | None,
 ) -> tuple[str, str]:
@@ -121,9 +129,8 @@ def _state(
         return "Terminating", ""
     waiting = container.get("state", {}).get("waiting")
     if waiting is not None:
-        ended = container.get("lastState", {}).get("terminated", {})
         if waiting["reason"] == "CrashLoopBackOff":
-            return "Died", f"{describe_end(ended)}; {waiting['message']}"
+            return "Died", f"{end}; {waiting['message']}"
         return waiting["reason"], waiting.get("message", "")
     for condition in pod.get("status", {}).get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":

@@ -176,7 +176,7 @@ class _Run:
             for pod in snapshot.pods:
                 if pod.state == "Died" and pod.restarts + 1 >= DEATHS:
                     raise UserError(
-                        f"{pod.name} died {pod.restarts + 1} times: {pod.doing}; see {pod.log}",
+                        f"{pod.name} died {pod.restarts + 1} times: {pod.end}; see {pod.log}",
                         Exit.NOT_READY,
                     )
                 if pod.state in CANNOT_START and time.monotonic() > began + PATIENCE_SECONDS:

