@@ -133,6 +133,8 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         options = parse_options(known.kv_transfer_config["kv_connector_extra_config"])
         assert options.lease_seconds == parsed.spec.transfer.lease_seconds
         assert (options.side_channel_host, options.side_channel_port) == ("10.0.0.9", 5600)
+        threads = parsed.spec.transfer.nixl_threads
+        assert options.num_threads == (4 if threads is None else threads)
         assert known.kv_transfer_config["kv_load_failure_policy"] in ("fail", "recompute")
 
 

@@ -73,6 +73,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 optional(
                     loadFailurePolicy=st.sampled_from(["Fail", "Recompute"]),
                     leaseSeconds=st.integers(5, 3600),
+                    nixlThreads=st.integers(0, 64),
                     rdma=st.just({"resource": "rdma/ib", "perGPU": 2, "networks": ["a"]}),
                 )
             ),

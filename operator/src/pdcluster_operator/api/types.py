@@ -90,6 +90,11 @@ class Transfer:
         Whole(1, 1_000_000),
     ] = None
     rdma: Annotated[Rdma | None, Doc("asks for RDMA devices.")] = None
+    nixl_threads: Annotated[
+        int | None,
+        Doc("is the number of NIXL's threads in each decode worker; by default the connector's."),
+        Whole(0, 64),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
