@@ -273,3 +273,11 @@ def test_long_messages_are_cut():
     links = table(P0, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(DOWN, message="x" * 100_000),)), 0.0)
     assert len(links.rows(0.0)[0].document()["message"]) == 1000
+
+
+def test_an_established_link_says_what_makes_it_slow() -> None:
+    links = table(P0)
+    links.add(RankReport((0, 0), (1, 2), (link(UP),)), 0.0)
+    links.add(RankReport((0, 1), (1, 2), (link(UP, message="many descriptors"),)), 0.0)
+    row = links.rows(0.0)[0]
+    assert (row.state, row.reason, row.message) == (UP, "", "many descriptors")

@@ -103,6 +103,7 @@ class Probed:
     failure: Failure | None = None
     bytes_per_second: float = 2.5e9
     nbytes: int = 65536
+    notice: str = ""
 
 
 class Probe:
@@ -229,6 +230,16 @@ def test_a_refusal_names_the_rule_and_both_values(launcher: Launcher, serve: Ser
     assert link is not None
     assert "another model" in link.message
     assert "0123456789abcdef" in link.message
+
+
+@pytest.mark.usefixtures("agent")
+def test_what_makes_a_link_slow_is_reported(launcher: Launcher, probe: Probe, serve: Serve) -> None:
+    probe.outcome = Probed(notice="1,000 tokens take 3,024 descriptors")
+    launcher.put(entry(serve(FIRST)))
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
+    link = launcher.link()
+    assert link is not None
+    assert link.message == "1,000 tokens take 3,024 descriptors"
 
 
 @pytest.mark.usefixtures("agent")

@@ -6,16 +6,21 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
+import msgspec
 import pytest
 from loopback_engines import PREFILL, SHAPE, Answer, connect, shards_of, until
+from msgspec.structs import replace
 
 from loopback import free_port
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.mirrors import from_shape, to_shape
+from pdcluster_connector.protocol.mirrors import from_shape, to_shape, to_shard
 from pdcluster_connector.runtime import peers as peers_module
+from pdcluster_connector.runtime.handshake import Introduction, judge
 from pdcluster_connector.runtime.peers import PeerBook
 from pdcluster_connector.runtime.side_channel import SideChannelServer
 
@@ -194,6 +199,50 @@ def test_another_protocol_is_refused_by_name(
     assert refusal is not None
     assert refusal.reason == Reason.PROTOCOL_VERSION_MISMATCH
     assert (refusal.prefill_value, refusal.decode_value) == ("7..9", "1..1")
+
+
+def handshake_of_protocol(newest: int, port: int) -> tuple[int, m.EngineMetadata | m.Refusal]:
+    """What a decode engine of protocols 1 to ``newest`` is answered."""
+    request = m.encode(m.HandshakeRequest((1, newest), "d/1", from_shape(SHAPE), (0, 0)))
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/v1/handshake", request, timeout=5) as response:
+            status, raw = response.status, response.read()
+    except HTTPError as error:
+        status, raw = error.code, error.read()
+    reply = m.decode_handshake_reply(raw)
+    assert not isinstance(reply, m.Malformed)
+    return status, reply
+
+
+def test_decode_of_the_protocol_before_is_answered_in_its_own(serve: Serve) -> None:
+    server = serve()
+    for newest, expected in ((1, 1), (2, 2), (9, m.PROTOCOL_NEWEST)):
+        status, reply = handshake_of_protocol(newest, server.port)
+        assert (status, reply.protocol) == (200, expected)  # type: ignore[union-attr]
+
+
+def test_decode_that_knows_no_slices_is_refused_only_where_there_are_some(serve: Serve) -> None:
+    server = serve()
+    server.set_shards([replace(shard, seams=(1 << 31,)) for shard in shards_of(PREFILL)])
+    status, refusal = handshake_of_protocol(1, server.port)
+    assert isinstance(refusal, m.Refusal)
+    assert (status, refusal.reason) == (409, Reason.PROTOCOL_VERSION_MISMATCH)
+    assert "registered in slices" in refusal.message
+    assert (refusal.prefill_value, refusal.decode_value) == ("2", "1")
+    status, reply = handshake_of_protocol(2, server.port)
+    assert isinstance(reply, m.EngineMetadata)
+    assert reply.shards[0].seams == (1 << 31,)
+
+
+def test_prefill_of_the_protocol_before_names_no_seams() -> None:
+    (shard,) = shards_of(PREFILL)
+    told = m.EngineMetadata(1, PREFILL, from_shape(SHAPE), (shard,), 60.0)
+    fields = msgspec.msgpack.decode(m.encode(told))
+    del fields["shards"][0]["seams"]
+    reply = m.decode_handshake_reply(msgspec.msgpack.encode(fields))
+    me = Introduction("d/1", SHAPE, (0, 0))
+    assert judge(reply, me, PREFILL, "here") == told
+    assert to_shard(told.shards[0]).seams == ()
 
 
 def test_metadata_that_contradicts_itself_is_not_used(books: Books) -> None:

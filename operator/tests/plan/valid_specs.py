@@ -85,6 +85,7 @@ def manifests(draw: st.DrawFn) -> dict:
                     loadFailurePolicy=st.sampled_from(["Fail", "Recompute"]),
                     leaseSeconds=st.integers(5, 3600),
                     internalNames=st.sampled_from(["Hidden", "Shown"]),
+                    nixlThreads=st.integers(0, 64),
                     rdma=st.just({"resource": "rdma/ib", "perGPU": 2, "networks": ["a"]}),
                 )
             ),

@@ -47,7 +47,7 @@ class LinkRow:
         engine_id: its incarnation as the workers see it, else the operator's.
         state: Established only when every pair is, with one incarnation; Failed when any is.
         reason: of the first pair that failed.
-        message: its message, or what the link waits for.
+        message: its message, or what the link waits for; of an established one what makes it slow.
         shards: ``2/4``: pairs that are established, of all.
         bytes_per_second: the slowest pair's, since a request waits for the slowest.
         canary: the latest canary's result since the link was established.
@@ -164,6 +164,7 @@ class LinkTable:
             message = self._ranks_named(peer, failed[0]) + first.message
         elif len(established) == len(pairs) and len(seen) == 1:
             state = LinkState.ESTABLISHED
+            message = next((link.message for link in established if link.message), "")
         elif len(seen) > 1:
             message = f"the workers see several incarnations: {', '.join(sorted(seen))}"
         else:

@@ -80,6 +80,7 @@ class FamilyKey:
     grain: int
     prefill: Side
     decode: Side
+    by_token: bool = False  # a head's tokens of a grain are in descriptors of their own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +131,8 @@ def families(assignments: Sequence[Assignment], grain: int | None) -> dict[Famil
         decode = np.add.outer(decode_bases, decode_offsets).ravel()
         parts = Parts(prefill, decode, np.full(prefill.size, unit, np.int64))
         sides = (_side(first.prefill, tokens), _side(first.decode, tokens))
-        family = FamilyKey((first.prefill.group, first.decode.group), tokens, *sides)
+        by_token = tokens > 1 and unit < tokens * first.prefill.token_bytes
+        family = FamilyKey((first.prefill.group, first.decode.group), tokens, *sides, by_token)
         found.setdefault(family, []).append(parts)
     return {family: _concatenated(parts).merged() for family, parts in found.items()}
 

@@ -33,7 +33,7 @@ class BlockIds(Sequence[int]):
         if len(ids) > MAX_BLOCKS:
             raise ValueError(f"{len(ids)} block ids in one group, more than {MAX_BLOCKS}")
         try:
-            self._ids = np.asarray(ids, np.int32)
+            self._ids = np.asarray(ids, np.int32).view()  # the caller may go on writing to its own
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"block ids that are no numbers of 32 bits: {error}") from error
         if self._ids.ndim != 1 or (self._ids.size and int(self._ids.min()) < LOWEST):

@@ -60,6 +60,11 @@ class ProbeOutcome(Protocol):
         """Bytes read, over all source shards."""
         ...
 
+    @property
+    def notice(self) -> str:
+        """What makes the link slow though it works."""
+        ...
+
 
 class Probe(Protocol):
     """Reads the probe memory of a peer (``Receiver.probe``)."""
@@ -140,6 +145,7 @@ class LinkKeeper:
             return probed
         self._set(
             LinkState.ESTABLISHED,
+            message=probed.notice,
             bytes_per_second=probed.bytes_per_second,
             probe_bytes=probed.nbytes,
             establishment=next(_ESTABLISHMENTS),

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan.cost import cost_notice
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.slices import seams
 from pdcluster_connector.plan.transfer import PeerPlan, plan_peer
@@ -113,6 +114,9 @@ class Links:
         if plan is None:
             plan = plan_peer(self._shard, [to_shard(shard) for shard in metadata.shards])
         link = self.agent.open(metadata, plan)
+        link.notice = cost_notice(plan, metadata.shape.layout)
+        if link.notice:
+            logger.warning("%s: %s", metadata.engine_id, link.notice)
         self._links[metadata.engine_id] = link
         self._plans[metadata.engine_id] = plan
         if len(self._plans) > 2 * MAX_LINKS:

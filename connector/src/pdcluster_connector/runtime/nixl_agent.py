@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import secrets
 import weakref
@@ -31,6 +32,8 @@ from pdcluster_connector.runtime.nixl_port import (
     PortErrorKind,
     Rows,
 )
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -161,6 +164,8 @@ class NixlAgent:
             # Older nixl knows no strided lists; if the rows are wrong, this raises as well.
             dense = rows_nx3(rows)
             native = self._call(lambda: self._agent.prep_xfer_dlist(agent, dense, memory.value))
+            if self._strided is None:
+                logger.warning("nixl takes no strided lists: %d descriptors instead", len(dense))
             self._strided = False
         dlist = Dlist(native, peer)
         self._open.add(dlist)

@@ -59,11 +59,13 @@ class ProbeResult:
         engine_id: the peer's incarnation.
         sources: the shards that were read and found right, in the plan's order.
         failure: why the probe ended early; None when all shards were right.
+        notice: what makes the link slow though it works.
     """
 
     engine_id: str
     sources: tuple[SourceProbe, ...]
     failure: Failure | None = None
+    notice: str = ""
 
     @property
     def nbytes(self) -> int:

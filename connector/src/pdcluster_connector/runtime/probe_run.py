@@ -94,7 +94,8 @@ class ProbeRun:
         """Tell the result, once."""
         if not self.reported:
             self.reported = True
-            self._done(self.link, ProbeResult(self.link.engine_id, tuple(self._probes), failure))
+            link, probes = self.link, tuple(self._probes)
+            self._done(link, ProbeResult(link.engine_id, probes, failure, link.notice))
 
     def _run(self) -> Iterator[None]:
         if self._offset is None:

@@ -62,6 +62,7 @@ class Link:
         sources: in the order of ``plan.sources``.
         flying: transfers that may still run over it.
         broken: why no new transfer may start; the link closes when ``flying`` is 0.
+        notice: what makes the link slow though it works; empty if nothing is known to.
         waiting: receives (by serial number) that wait for the warm-up, or for a broken link
             to close; None when there is nothing to wait for.
     """
@@ -73,6 +74,7 @@ class Link:
     flying: int = 0
     broken: Failure | None = None
     waiting: list[int] | None = field(default_factory=list)
+    notice: str = ""
 
     @property
     def engine_id(self) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.slices import SLICE_BYTES, sliced
 from pdcluster_connector.runtime.nixl_port import MemoryRange
 
 
@@ -39,6 +40,7 @@ class LabelledCache:
         rank: tensor rank of ``tensor``; heads are spread over ranks, or replicated when there
             are more ranks than heads.
         opaque: whether a block's interior can only be moved whole.
+        slice_bytes: the longest range that is registered.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class LabelledCache:
         block_tokens: int = 16,
         token_bytes: int = 8,
         opaque: bool = True,
+        slice_bytes: int = SLICE_BYTES,
     ) -> None:
         first = rank * kv_heads // tensor
         self.heads = range(first, first + max(1, kv_heads // tensor))
@@ -59,7 +62,6 @@ class LabelledCache:
         self.token_bytes = token_bytes
         shape = (layers, num_blocks, len(self.heads), block_tokens, token_bytes)
         self.bytes = np.zeros(shape, np.uint8)
-        self.memory = [MemoryRange(self.bytes.ctypes.data, self.bytes.nbytes)]
         head = block_tokens * token_bytes
         self.shard = Shard(
             rank=(0, rank),
@@ -79,6 +81,9 @@ class LabelledCache:
                 for layer in range(layers)
             ),
         )
+        span = self.bytes.ctypes.data, self.bytes.ctypes.data + self.bytes.nbytes
+        slices = sliced(span, self.shard.regions, slice_bytes)
+        self.memory = [MemoryRange(start, stop - start) for start, stop in slices]
 
     def write(self, seed: int, blocks: Sequence[int], tokens: int) -> None:
         """Fill ``blocks`` with request ``seed``'s KV of its first ``tokens`` tokens."""

@@ -115,6 +115,12 @@ class Transfer:
             "addresses in the answer's id, their ids in kv_path."
         ),
     ] = Visibility.HIDDEN
+    nixl_threads: Annotated[
+        int | None,
+        Example(4),
+        Doc("is the number of NIXL's threads in each decode worker; by default the connector's."),
+        Whole(0, 64),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ def links_table(links: Iterable[tuple[str, LinkReport]]) -> Columns:
     table = Columns("PREFILL", "DECODE", "STATE", "SHARDS", "GB/s", "CANARY", "REASON")
     for decode, link in links:
         canary = link.canary.state.value
-        reason = " ".join(filter(None, (link.reason, link.message))) or link.canary.message
+        reason = link.canary.message or " ".join(filter(None, (link.reason, link.message)))
         speed = f"{link.bytes_per_second / 1e9:.2f}" if link.bytes_per_second else ""
         table.add(
             short(link.prefill),

@@ -76,6 +76,7 @@ def kv_transfer_config(cluster: Cluster, role: Role) -> str:
     """Return the JSON of ``--kv-transfer-config``; the launcher adds ``engine_id``."""
     transfer = cluster.spec.transfer
     policy = "fail" if transfer.load_failure_policy is LoadFailurePolicy.FAIL else "recompute"
+    threads = {} if transfer.nixl_threads is None else {"num_threads": transfer.nixl_threads}
     document = {
         "kv_connector": "PDClusterConnector",
         "kv_connector_module_path": "pdcluster_connector.vllm.connector",
@@ -89,6 +90,7 @@ def kv_transfer_config(cluster: Cluster, role: Role) -> str:
             "drain_deadline_seconds": DRAIN_DEADLINE_SECONDS,
             "backends": list(transfer.backends),
             "show_internal_names": transfer.internal_names is Visibility.SHOWN,
+            **threads,
             # A pod's address is not loopback, and the side channel has no TLS yet.
             "allow_insecure": True,
         },

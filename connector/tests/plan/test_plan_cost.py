@@ -1,0 +1,73 @@
+"""How many descriptors a request takes, counted against the very indices that would be posted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cache_orders import laid_out
+
+from pdcluster_connector.plan.cost import cost_notice, descriptors
+from pdcluster_connector.plan.geometry import Shard
+from pdcluster_connector.plan.pairing import BlockList, pair_blocks
+from pdcluster_connector.plan.transfer import PeerPlan, plan_peer
+
+LAYERS, BLOCKS, TOKENS, HEADS = 3, 80, 16, 8
+
+
+def engine(order: str, tensor: int, base: int, tokens: int = TOKENS) -> list[Shard]:
+    local = HEADS // tensor
+    return [
+        Shard((0, rank), laid_out(
+            order, base + (rank << 30), LAYERS, BLOCKS, local, tokens, 32, first_head=rank * local
+        )[0])
+        for rank in range(tensor)
+    ]  # fmt: skip
+
+
+def plan(orders: tuple[str, str], tensors: tuple[int, int], blocks: int = TOKENS) -> PeerPlan:
+    prefill = engine(orders[0], tensors[0], 1 << 40, blocks)
+    return plan_peer(engine(orders[1], tensors[1], 1 << 41)[0], prefill)
+
+
+def posted(of: PeerPlan, tokens: int, block: int = TOKENS) -> int:
+    blocks = np.random.default_rng(1).permutation(BLOCKS).astype(np.int32)
+    pairs = pair_blocks(
+        BlockList(blocks[: -(-tokens // block)], block), BlockList(blocks, TOKENS), 0, tokens
+    )
+    return sum(len(part.decode_indices) for part in of.indices(pairs))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 100, 1000])
+@pytest.mark.parametrize("tensors", [(1, 1), (2, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize(
+    "orders", [("LBHNC", "LBHNC"), ("LBNHC", "LBNHC"), ("LBNHC", "LBHNC"), ("BLHNC", "BLHNC")]
+)
+def test_as_many_as_are_posted(
+    orders: tuple[str, str], tensors: tuple[int, int], tokens: int
+) -> None:
+    made = plan(orders, tensors)
+    assert descriptors(made, tokens)[0] == posted(made, tokens)
+
+
+def test_heads_first_needs_one_descriptor_a_block_and_layer() -> None:
+    for tensors, sources in (((1, 1), 1), ((2, 4), 1), ((4, 2), 2)):
+        made = plan(("LBHNC", "LBHNC"), tensors)
+        assert descriptors(made, 1000) == (63 * LAYERS * sources,) * 2
+        assert cost_notice(made, "LBHNC") == ""
+
+
+def test_tokens_first_needs_one_a_token_between_different_sizes_and_says_so() -> None:
+    made = plan(("LBNHC", "LBNHC"), (2, 4))
+    assert descriptors(made, 1000) == (63 * 16 * LAYERS, 63 * LAYERS)
+    notice = cost_notice(made, "LBNHC")
+    assert "1,000 tokens take 3,024 descriptors on this rank where 189 would do" in notice
+    assert "(LBNHC)" in notice
+    assert "VLLM_KV_CACHE_LAYOUT=LBHNC" in notice
+    assert cost_notice(plan(("LBNHC", "LBNHC"), (2, 2)), "LBNHC") == "", "equal sizes: whole blocks"
+    assert "on prefill" not in cost_notice(made, None)
+
+
+def test_blocks_of_different_sizes_are_not_blamed_on_the_layout() -> None:
+    made = plan(("LBHNC", "LBHNC"), (1, 1), blocks=32)
+    assert descriptors(made, 960)[0] == posted(made, 960, 32) == 60 * LAYERS * HEADS
+    assert cost_notice(made, "LBHNC") == ""

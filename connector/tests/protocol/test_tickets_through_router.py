@@ -1,0 +1,116 @@
+"""The longest ticket through vLLM's own router: from prefill's answer into decode's request."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from loopback import free_port
+from pdcluster_connector.protocol.block_ids import BlockIds
+from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params, ticket_of
+
+ROUTER = Path(sys.executable).with_name("vllm-router")
+
+pytestmark = [
+    pytest.mark.nixl,  # starts processes, as those tests do
+    pytest.mark.skipif(not ROUTER.exists(), reason="vllm-router is not installed"),
+]
+
+
+class Engine(ThreadingHTTPServer):
+    """Answers a completion with ``params`` and keeps what it was asked."""
+
+    def __init__(self, params: dict[str, Any]) -> None:
+        self.asked: list[dict[str, Any]] = []
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._answer({"object": "list", "data": [{"id": "m", "object": "model"}]})
+
+            def do_POST(self) -> None:
+                raw = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.path == "/v1/completions":  # the router also asks for …/render
+                    engine.asked.append(json.loads(raw))
+                choices = [{"index": 0, "text": "x", "finish_reason": "length"}]
+                self._answer({"id": "x", "object": "text_completion", "created": 1, "model": "m",
+                              "choices": choices, "kv_transfer_params": params})  # fmt: skip
+
+            def _answer(self, document: dict[str, Any]) -> None:
+                body = json.dumps(document).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@contextmanager
+def router(prefill: Engine, decode: Engine) -> Iterator[str]:
+    port = free_port()
+    words = [str(ROUTER), "--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode",
+             decode.url, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port",
+             str(free_port()), "--worker-startup-check-interval", "1"]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    process = subprocess.Popen(
+        words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def complete(url: str, seconds: float = 60.0) -> None:
+    body = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 4}).encode()
+    request = Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            with urlopen(request, timeout=20) as response:
+                response.read()
+            return
+        except (URLError, ConnectionError):
+            assert time.monotonic() < until, "the router does not answer"
+            time.sleep(0.2)
+
+
+def test_a_million_tokens_in_four_groups_reach_decode() -> None:
+    dice = random.Random(4)
+    blocks = tuple(BlockIds(dice.sample(range(1, 300_000), 62_500)) for _ in range(4))
+    ticket = Ticket("e/1", "h", 5600, "r", 7, blocks, 16, 1_000_000, b"d" * 16, 0.0)
+    prefill, decode = Engine(kv_transfer_params(ticket)), Engine({})
+    with router(prefill, decode) as url:
+        complete(url)
+    for engine in (prefill, decode):
+        engine.shutdown()
+        engine.server_close()
+    (asked,) = decode.asked
+    params = asked["kv_transfer_params"]
+    assert len(params["ticket"]) > 1_300_000
+    assert ticket_of(params) == ticket
