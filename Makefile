@@ -69,6 +69,9 @@ cluster-up: ## a real one-node Kubernetes on this machine (builds it with Go onc
 cluster-down: ## end it, leaving nothing behind
 	@$(PY) -m cluster down
 
+newest-vllm: ## see whether the newest vLLM on the package index is what we promise
+	PDCLUSTER_ASK_INDEX=1 $(PY) -m pytest connector/tests/vllm/test_vllm_versions.py -k newest
+
 format: ## rewrite files the way `make check` wants them
 	$(BIN)ruff check --fix .
 	$(BIN)ruff format .
@@ -80,4 +83,4 @@ lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
 .PHONY: help env model demo check test e2e local-e2e cluster-e2e fast charts cluster-programs \
-	image router-image cluster-demo cluster-up cluster-down format generate lock
+	image router-image cluster-demo cluster-up cluster-down newest-vllm format generate lock
