@@ -110,20 +110,20 @@ def _example(field: FieldInfo, path: str) -> Any:
 
 
 def _names_all(field: FieldInfo, value: Any, where: str) -> None:
-    """Refuse an example of a list of objects that leaves out a field within them."""
+    """Refuse an example of a list of objects that shows a field of theirs nowhere."""
     if field.kind != "list" or field.item_info.kind != "object":
         return
-    wanted = [
-        f"{path}.{part.json_name}"
-        for path, cls in _objects(f"{where}[]", field.item_info.item)
-        for part in describe(cls)
-    ]
     shown = set(_paths(value, where))
-    missing = next((path for path in wanted if path not in shown), None)
-    if missing is not None:
-        raise ExampleMissingError(
-            f"{missing} has no example for docs/api.md; name it in the Example of {where}"
-        )
+    places: dict[type[Any], list[str]] = {}
+    for path, cls in _objects(f"{where}[]", field.item_info.item):
+        places.setdefault(cls, []).append(path)
+    for cls, paths in places.items():
+        for part in describe(cls):
+            if shown.isdisjoint(f"{path}.{part.json_name}" for path in paths):
+                raise ExampleMissingError(
+                    f"{paths[0]}.{part.json_name} has no example for docs/api.md; "
+                    f"name it in the Example of {where}"
+                )
 
 
 def _paths(value: Any, where: str) -> Iterator[str]:
