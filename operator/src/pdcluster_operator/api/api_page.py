@@ -212,6 +212,8 @@ def _default(field: FieldInfo) -> str:
     default = field.default
     if isinstance(default, StrEnum):
         return f"`{default.value}`"
+    if isinstance(default, dict) and default:
+        return f"`{json.dumps(default)}`"
     if isinstance(default, tuple) and default:
         return f"`{json.dumps([str(item) for item in default])}`"
     plain = default is not None and isinstance(default, (str, int)) and default != ""
