@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -89,7 +90,9 @@ def _objects(path: str, cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
 
 def _leaves(cls: type[Any], path: str) -> dict[str, Any]:
     return {
-        field.json_name: _example(field, path) for field in describe(cls) if field.kind != "object"
+        field.json_name: _example(field, path)
+        for field in describe(cls)
+        if field.kind != "object" or field.mark(Example) is not None
     }
 
 
@@ -155,7 +158,7 @@ def _section(section: Section, homes: Mapping[str, str]) -> str:
     parts = [f"## `{first}`\n"]
     if others:
         parts.append(f"Also {', '.join(f'`{place}`' for place in others)}.\n")
-    parts.append(f"{(section.cls.__doc__ or '').strip()}\n")
+    parts.append(f"{inspect.cleandoc(section.cls.__doc__ or '')}\n")
     if section.same_as is not None:
         link = _link(section.same_as)
         parts.append(f"The fields of {link}; none has a default here. A field given here wins.\n")
