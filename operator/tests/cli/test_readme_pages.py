@@ -76,3 +76,11 @@ def test_the_size_of_the_kv_cache_is_that_of_the_example() -> None:
 def test_the_first_paragraphs_say_that_no_gpu_has_run_it() -> None:
     before_the_first_table = README.partition("\n|")[0]
     assert "No GPU has run it yet" in before_the_first_table
+
+
+def test_pip_installs_the_commands_that_the_readme_names() -> None:
+    project = PROJECT["project"]
+    assert {"pdcluster", "kubectl-pdcluster"} <= set(project["scripts"])
+    extras = re.findall(r"pip install '\.\[(\w+)\]'", README)
+    assert {"operator", "connector"} == set(extras)
+    assert set(extras) <= set(project["optional-dependencies"])

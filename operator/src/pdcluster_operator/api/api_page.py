@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -89,7 +90,9 @@ def _objects(path: str, cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
 
 def _leaves(cls: type[Any], path: str) -> dict[str, Any]:
     return {
-        field.json_name: _example(field, path) for field in describe(cls) if field.kind != "object"
+        field.json_name: _example(field, path)
+        for field in describe(cls)
+        if field.kind != "object" or field.mark(Example) is not None
     }
 
 
@@ -110,20 +113,20 @@ def _example(field: FieldInfo, path: str) -> Any:
 
 
 def _names_all(field: FieldInfo, value: Any, where: str) -> None:
-    """Refuse an example of a list of objects that leaves out a field within them."""
+    """Refuse an example of a list of objects that shows a field of theirs nowhere."""
     if field.kind != "list" or field.item_info.kind != "object":
         return
-    wanted = [
-        f"{path}.{part.json_name}"
-        for path, cls in _objects(f"{where}[]", field.item_info.item)
-        for part in describe(cls)
-    ]
     shown = set(_paths(value, where))
-    missing = next((path for path in wanted if path not in shown), None)
-    if missing is not None:
-        raise ExampleMissingError(
-            f"{missing} has no example for docs/api.md; name it in the Example of {where}"
-        )
+    places: dict[type[Any], list[str]] = {}
+    for path, cls in _objects(f"{where}[]", field.item_info.item):
+        places.setdefault(cls, []).append(path)
+    for cls, paths in places.items():
+        for part in describe(cls):
+            if shown.isdisjoint(f"{path}.{part.json_name}" for path in paths):
+                raise ExampleMissingError(
+                    f"{paths[0]}.{part.json_name} has no example for docs/api.md; "
+                    f"name it in the Example of {where}"
+                )
 
 
 def _paths(value: Any, where: str) -> Iterator[str]:
@@ -155,7 +158,7 @@ def _section(section: Section, homes: Mapping[str, str]) -> str:
     parts = [f"## `{first}`\n"]
     if others:
         parts.append(f"Also {', '.join(f'`{place}`' for place in others)}.\n")
-    parts.append(f"{(section.cls.__doc__ or '').strip()}\n")
+    parts.append(f"{inspect.cleandoc(section.cls.__doc__ or '')}\n")
     if section.same_as is not None:
         link = _link(section.same_as)
         parts.append(f"The fields of {link}; none has a default here. A field given here wins.\n")
@@ -212,6 +215,8 @@ def _default(field: FieldInfo) -> str:
     default = field.default
     if isinstance(default, StrEnum):
         return f"`{default.value}`"
+    if isinstance(default, dict) and default:
+        return f"`{json.dumps(default)}`"
     if isinstance(default, tuple) and default:
         return f"`{json.dumps([str(item) for item in default])}`"
     plain = default is not None and isinstance(default, (str, int)) and default != ""
