@@ -150,7 +150,7 @@ def test_without_our_router_anybody_reaches_the_api_and_nothing_else():
 def test_routers_let_in_clients_from_anywhere_on_their_own_ports_alone():
     policy = one("NetworkPolicy", "router")
     assert admits(policy, {}, 8000, "elsewhere")
-    assert admits(policy, {}, 29000, "elsewhere")
+    assert not admits(policy, {}, 29000, "elsewhere")  # metrics: spec.monitoring.scrapeFrom
     assert not admits(policy, {}, 22, "elsewhere")
 
 

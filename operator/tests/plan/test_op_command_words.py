@@ -36,6 +36,8 @@ def manifest(path):
     spec = {"model": {"source": {source: copy.deepcopy(SOURCES[source])}}}
     if path[:2] == ("model", "cache"):
         spec["model"]["cache"] = {"persistentVolumeClaim": {"claimName": "c"}}
+    if path[:2] == ("router", "apiKeySecretRef"):
+        spec["router"] = {"apiKeySecretRef": {"name": "k"}}
     *parents, last = path
     target = spec
     for parent in parents:
@@ -52,7 +54,7 @@ def words(cluster):
         pod = build_engine_pod(cluster, engine, name, "key", "digest")
         container = pod["spec"]["containers"][0]
         yield from (*container["command"], *container["args"])
-    router = build_router_deployment(cluster, "key", *[[names[role]] for role in Role])
+    router = build_router_deployment(cluster, "key", *[[names[role]] for role in Role], "digest")
     container = router["spec"]["template"]["spec"]["containers"][0]
     yield from (*container["command"], *container["args"])
 

@@ -20,7 +20,8 @@ from pdcluster_operator.adapters.kube_client import KubeClient, find_configurati
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
 from pdcluster_operator.adapters.sweep import Sweeper
-from pdcluster_operator.runtime.control_loop import ControlLoop, Place
+from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.reconcile import Place
 
 log = logging.getLogger(__name__)
 

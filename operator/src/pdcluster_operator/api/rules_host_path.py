@@ -42,3 +42,15 @@ def host_path_warnings(cluster: Cluster) -> Iterator[FieldError]:
 
 def _error(path: str, value: object) -> FieldError:
     return FieldError(path, shown(value), Rule.HOST_PATH_NOT_ADMITTED, MESSAGE, REMEDY)
+
+
+def node_local_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield a model's folder, of which every node needs its own."""
+    if cluster.spec.model.source.host_path is not None:
+        yield FieldError(
+            "spec.model.source.hostPath.path",
+            cluster.spec.model.source.host_path.path,
+            Rule.NODE_LOCAL_MODEL,
+            "the folder must exist on every node that an engine may run on",
+            "Use a persistentVolumeClaim on a cluster of several nodes.",
+        )

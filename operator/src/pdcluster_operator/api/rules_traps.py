@@ -82,14 +82,6 @@ def trap_warnings(cluster: Cluster) -> Iterator[FieldError]:
             )
     yield from _overlay(cluster.spec.router.pod_template, "spec.router.podTemplate", "router")
     yield from _tcp(cluster)
-    if cluster.spec.model.source.host_path is not None:
-        yield FieldError(
-            "spec.model.source.hostPath.path",
-            cluster.spec.model.source.host_path.path,
-            Rule.NODE_LOCAL_MODEL,
-            "the folder must exist on every node that an engine may run on",
-            "Use a persistentVolumeClaim on a cluster of several nodes.",
-        )
 
 
 def _tcp(cluster: Cluster) -> Iterator[FieldError]:

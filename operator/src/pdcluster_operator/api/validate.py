@@ -12,7 +12,7 @@ from .parse import ParseResult, parse_cluster
 from .rules_args import argument_errors
 from .rules_exposure import exposure_warnings
 from .rules_flags import flag_errors
-from .rules_host_path import host_path_errors, host_path_warnings
+from .rules_host_path import host_path_errors, host_path_warnings, node_local_warnings
 from .rules_images import image_errors, image_warnings
 from .rules_layout import layout_errors
 from .rules_network import network_errors
@@ -25,12 +25,15 @@ from .rules_weights import weight_warnings
 from .types import Cluster
 
 
-def check_manifest(manifest: object, *, host_paths: bool | None = True) -> tuple[Cluster, Findings]:
+def check_manifest(
+    manifest: object, *, host_paths: bool | None = True, one_node: bool = False
+) -> tuple[Cluster, Findings]:
     """Parse and validate: everything that is wrong, at once.
 
     Args:
         host_paths: whether folders of the nodes may be mounted; whoever installs the operator
             decides. None where the operator is not known: a warning says what a default one does.
+        one_node: whether all pods run on one machine, as in local mode.
 
     A finding that was computed from a field that could not be read is left out: it would
     only repeat the first mistake in other words.
@@ -44,7 +47,9 @@ def check_manifest(manifest: object, *, host_paths: bool | None = True) -> tuple
         return not any(under(path, source) for path in broken for source in sources)
 
     refused = tuple(host_path_errors(parsed.cluster)) if host_paths is False else ()
-    told = tuple(host_path_warnings(parsed.cluster)) if host_paths is None else ()
+    told = list(host_path_warnings(parsed.cluster)) if host_paths is None else []
+    if not one_node:
+        told += node_local_warnings(parsed.cluster)
     errors = (*parsed.errors, *filter(stands, (*found.errors, *refused)))
     return parsed.cluster, Findings(
         errors=errors,

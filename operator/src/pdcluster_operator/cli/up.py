@@ -30,7 +30,7 @@ from pdcluster_operator.adapters.local.facts import gather
 from pdcluster_operator.adapters.local.preflight import COMMAND_LINE, judge
 from pdcluster_operator.adapters.local.runs import new_run_folder
 from pdcluster_operator.api.enums import Visibility
-from pdcluster_operator.api.findings import Findings, Rule, under
+from pdcluster_operator.api.findings import Findings, under
 from pdcluster_operator.api.labels import HTTP_PORT
 from pdcluster_operator.api.types import Cluster
 from pdcluster_operator.api.validate import check_manifest
@@ -76,14 +76,14 @@ def up(options: UpOptions) -> Exit:
         )
     console = Console(highlight=False)
     document = with_names(_with_model(read_cluster(options.file), options.model_dir))
-    cluster, findings = check_manifest(document)
+    cluster, findings = check_manifest(document, one_node=True)
     if not findings.ok:
         print_findings(console, options.file, findings)
         return Exit.MANIFEST
     for warning in findings.warnings:
-        # There is one node, and a source that --model-dir replaced is nobody's.
+        # A source that --model-dir replaced is nobody's.
         replaced = options.model_dir is not None and under(warning.path, "spec.model.source")
-        if warning.rule != Rule.NODE_LOCAL_MODEL and not replaced:
+        if not replaced:
             console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     try:
         connector = BuiltConnector()

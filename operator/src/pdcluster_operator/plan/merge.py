@@ -31,8 +31,8 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
                 merged.pop(name, None)
             elif name in merged:
                 merged[name] = merge(merged[name], value, name)
-            else:
-                merged[name] = value
+            else:  # a null inside of it would reach the API server
+                merged[name] = merge({}, value) if isinstance(value, Mapping) else value
         return merged
     if _is_list(base) and _is_list(overlay) and key in KEYED_LISTS:
         return _merge_items(base, overlay, KEYED_LISTS[key], whole=key in WHOLE_ITEMS)

@@ -38,6 +38,7 @@ class Observed:
         operator_namespace: where the operator runs; None where that is not known.
         host_path_models: whether whoever installed the operator trusts a PDCluster's author
             with folders of the nodes.
+        one_node: whether all pods run on one machine, as in local mode.
     """
 
     cluster: Manifest
@@ -48,6 +49,7 @@ class Observed:
     connector: ConnectorBundle
     operator_namespace: str | None = None
     host_path_models: bool = True
+    one_node: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,9 @@ def make_plan(observed: Observed, now: float) -> Plan:
     if observed.cluster.get("metadata", {}).get("deletionTimestamp"):
         # Kubernetes' garbage collector takes the children; they are owned.
         return Plan(steps=(), status=before)
-    cluster, findings = check_manifest(observed.cluster, host_paths=observed.host_path_models)
+    cluster, findings = check_manifest(
+        observed.cluster, host_paths=observed.host_path_models, one_node=observed.one_node
+    )
     desired = desire(observed, cluster) if findings.ok else _frozen(observed)
     steps = tuple(_steps(observed, desired)) if findings.ok else ()
     view = _view(observed, cluster, desired)

@@ -10,12 +10,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from pdcluster_operator.runtime.link_monitor import LinkMonitor
 from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink, Launchers
 from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
-from pdcluster_operator.runtime.reconcile import Reconciler
+from pdcluster_operator.runtime.reconcile import Place, Reconciler
 from pdcluster_operator.runtime.store import Manifest, Store
 
 RESYNC_SECONDS = 300.0
@@ -23,19 +22,6 @@ RESYNC_SECONDS = 300.0
 
 Worked = Callable[[float, bool], None]
 """Told of every reconcile: seconds that it took, and whether it failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the operator runs, and what it was allowed there.
-
-    Attributes:
-        namespace: of the operator's pod; None where that is not known.
-        host_path_models: whether a PDCluster may mount folders of the nodes.
-    """
-
-    namespace: str | None = None
-    host_path_models: bool = True
 
 
 class ControlLoop:
@@ -66,8 +52,7 @@ class ControlLoop:
             events=events,
             connector=connector,
             clock=clock,
-            operator_namespace=place.namespace,
-            host_path_models=place.host_path_models,
+            place=place,
         )
         self._resync: asyncio.Task[None] | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, no, set_conditions
@@ -28,6 +29,21 @@ STALE_SECONDS = 2.0
 """After which a cluster is looked at again whose store entry is behind the server."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the operator runs, and what it was allowed there.
+
+    Attributes:
+        namespace: of the operator's pod; None where that is not known.
+        host_path_models: whether a PDCluster may mount folders of the nodes.
+        one_node: whether all pods run on one machine, as in local mode.
+    """
+
+    namespace: str | None = None
+    host_path_models: bool = True
+    one_node: bool = False
+
+
 class Reconciler:
     """Brings one cluster a step nearer to its spec, each time that it is called."""
 
@@ -40,8 +56,7 @@ class Reconciler:
         events: EventSink,
         connector: ConnectorSource,
         clock: Clock,
-        operator_namespace: str | None = None,
-        host_path_models: bool = True,
+        place: Place | None = None,
     ) -> None:
         self._store = store
         self._api = api
@@ -49,8 +64,7 @@ class Reconciler:
         self._events = events
         self._connector = connector
         self._clock = clock
-        self._operator_namespace = operator_namespace
-        self._host_path_models = host_path_models
+        self._place = place or Place()
 
     async def reconcile(self, key: Key) -> float | None:
         """Return seconds until the next look, or None where an event will tell.
@@ -108,8 +122,9 @@ class Reconciler:
             engines=self._monitor.engines(key),
             links=self._monitor.links(key),
             connector=self._connector.bundle(),
-            operator_namespace=self._operator_namespace,
-            host_path_models=self._host_path_models,
+            operator_namespace=self._place.namespace,
+            host_path_models=self._place.host_path_models,
+            one_node=self._place.one_node,
         )
 
     async def _perform(self, key: Key, cluster: Manifest, steps: Iterable[Step]) -> bool:

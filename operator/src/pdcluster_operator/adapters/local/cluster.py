@@ -32,6 +32,7 @@ from pdcluster_operator.plan.model import Delete, Event, RestartPod
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.ports import ConnectorSource
 from pdcluster_operator.runtime.queue import Backoff, Key
+from pdcluster_operator.runtime.reconcile import Place
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class LocalCluster:
             connector=connector,
             clock=_WallClock(),
             backoff=Backoff(last=10.0),
+            place=Place(one_node=True),
         )
         self._controllers: asyncio.Task[None] | None = None
 
