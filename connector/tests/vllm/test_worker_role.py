@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.plan.request import GroupBlocks
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.config import ConfigError
@@ -170,6 +171,15 @@ def test_memory_that_ucx_cannot_share_is_refused() -> None:
     with pytest.raises(ConfigError, match="enable_sleep_mode") as caught:
         PDClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace())
     assert "--enable-cumem-allocator" not in str(caught.value), "there is no such flag to remove"
+
+
+@pytest.mark.parametrize("flag", REFUSED_FLAGS)
+def test_what_admission_refuses_by_its_flag_is_refused_at_start_with_the_same_words(flag) -> None:
+    config = vllm_config()
+    setattr(config.model_config, flag[2:].replace("-", "_"), True)
+    with pytest.raises(ConfigError) as caught:
+        PDClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace())
+    assert REFUSED_FLAGS[flag] in str(caught.value)
 
 
 def test_a_buffer_device_is_not_ignored() -> None:

@@ -124,6 +124,17 @@ def test_a_pod_template_has_the_last_word_about_a_limit():
     assert not errors(resources, overlay={"limits": {"cpu": 4}})
 
 
+def test_the_routers_resources_are_judged_too():
+    made = manifest()
+    # The default limit of memory is 2Gi.
+    made["spec"]["router"] = {"resources": {"requests": {"memory": "3Gi", "mem": 1}}}
+    found = {error.path: error.rule for error in check_manifest(made)[1].errors}
+    assert found == {
+        "spec.router.resources.requests.mem": "BadFormat",
+        "spec.router.resources.requests.memory": "RequestLimitMismatch",
+    }
+
+
 def test_other_containers_are_judged_too():
     sidecar = {"name": "x", "image": "x",
                "resources": {"requests": {"cpu": 2}, "limits": {"cpu": 1}}}  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
 
@@ -122,17 +123,15 @@ def refuse_unsupported(vllm_config: Any, device: str) -> None:
                 f"{field}: {size}: {Reason.CONTEXT_PARALLEL_UNSUPPORTED}: it spreads one "
                 "sequence's tokens over ranks; run with size 1"
             )
-    if vllm_config.model_config.enable_sleep_mode:
-        problems.append(
-            "enable_sleep_mode: True: sleep unmaps the KV cache whose memory is registered with "
-            "NIXL, and peers would read other pages after waking up; remove --enable-sleep-mode"
-        )
-    elif vllm_config.model_config.enable_cumem_allocator:  # sleep mode sets it too
-        problems.append(
-            "enable_cumem_allocator: True: UCX cannot share memory of CUDA's virtual memory "
-            "management over NVLink and would move KV over TCP without a word; remove "
-            "--enable-cumem-allocator"
-        )
+    model = vllm_config.model_config
+    given = {
+        "--enable-sleep-mode": model.enable_sleep_mode,
+        "--enable-cumem-allocator": model.enable_cumem_allocator,
+    }
+    flag = next((flag for flag, on in given.items() if on), None)  # the first sets the second too
+    if flag is not None:
+        field = flag.removeprefix("--").replace("-", "_")
+        problems.append(f"{field}: True: it {REFUSED_FLAGS[flag]}; remove {flag}")
     buffer_device = vllm_config.kv_transfer_config.kv_buffer_device
     if buffer_device != device:
         problems.append(

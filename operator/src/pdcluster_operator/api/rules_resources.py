@@ -14,7 +14,7 @@ from .pod_templates import amounts, containers, engine_container, pod_templates
 from .quantity import parse_quantity
 from .resolve import Engine, resolve_engine, workers_per_pod
 from .resources import STANDARD, added_limits, is_accelerator, is_countable
-from .types import Cluster
+from .types import Cluster, Resources, RouterResources
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,16 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
             _amounts(cluster, engine, "requests"),
             _amounts(cluster, engine, "limits"),
         )
-        yield from _names(cluster, role)
+        yield from _names(f"spec.{role}.resources", cluster.spec.role(role).resources)
         yield from _pairs(requests, limits)
         if cluster.spec.transfer.device is Device.CUDA:
             yield from _gpus(engine, limits)
+    router = cluster.spec.router.resources
+    yield from _names("spec.router.resources", router)
+    yield from _pairs(
+        _written({"resources": {"requests": router.requests}}, "spec.router", "requests"),
+        _written({"resources": {"limits": router.limits}}, "spec.router", "limits"),
+    )
     yield from _other_containers(cluster)
 
 
@@ -82,14 +88,13 @@ def _written(container: Mapping[str, object], path: str, kind: str) -> dict[str,
     }
 
 
-def _names(cluster: Cluster, role: Role) -> Iterator[FieldError]:
-    given = cluster.spec.role(role).resources
+def _names(path: str, given: Resources | RouterResources) -> Iterator[FieldError]:
     for kind, amounts_of in (("requests", given.requests), ("limits", given.limits)):
         for name, text in amounts_of.items():
             if name in STANDARD or is_countable(name):
                 continue
             yield FieldError(
-                f"spec.{role}.resources.{kind}.{name}",
+                f"{path}.{kind}.{name}",
                 shown(text),
                 Rule.BAD_FORMAT,
                 f"{name} is no resource of Kubernetes; others are written as domain/name",
