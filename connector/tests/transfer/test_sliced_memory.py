@@ -13,6 +13,7 @@ from transfer_rig import Decode, FakePeers
 from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.runtime.nixl_agent import NixlAgent
 from pdcluster_connector.runtime.nixl_port import Dlist, MemoryRange, PortError, Rows
+from pdcluster_connector.runtime.receiver import ReceiverOptions
 
 pytestmark = pytest.mark.nixl
 
@@ -55,7 +56,9 @@ def test_reads_across_the_seams_are_right(
     ticket = prefill.ticket(f"prefill-{engine}/1", 7, theirs, 950)
     for rank in range(tensor):
         agents = Watched()
-        decode = Decode(agents, peers, rank=rank, tensor=tensor, **{**CACHE, **KINDS[kind]})  # type: ignore[arg-type]
+        options = ReceiverOptions()  # the rig's own are for the in-memory NIXL
+        cache = {**CACHE, **KINDS[kind]}
+        decode = Decode(agents, peers, rank=rank, tensor=tensor, options=options, **cache)  # type: ignore[arg-type]
         assert (len(decode.cache.memory) > 4) == (kind == "sliced")
         decode.cache.bytes[:] = 0xEE
         decode.receiver.receive([decode.request("r", ticket, ours, start=32)])
