@@ -70,6 +70,31 @@ def test_a_window_is_held_for_the_last_token_on_both_sides(
     assert decode.params["d0"]["kv_path"]["blocks"] == 2 * blocks - needed
 
 
+@pytest.mark.parametrize(("length", "hit"), [(49, True), (65, True), (50, False), (64, False)])
+def test_a_whole_local_prefix_hit_releases_without_a_transfer(
+    engines: Any, length: int, hit: bool
+) -> None:
+    """The ticket ends before the last token; so may the blocks that decode still has."""
+    prefill = engines("producer", specs=(WINDOW, FULL))
+    decode = engines("consumer", specs=(WINDOW, FULL))
+    before = prefill.free_blocks()
+    decode.add("warm", prompt(length), None)
+    decode.run(lambda: "warm" in decode.finished)
+    params = prefill.prefill("p0", prompt(length))
+    decode.add("d0", prompt(length), params, max_tokens=2)
+    if hit:
+        decode.run(lambda: "d0" in decode.finished)
+        path = decode.params["d0"]["kv_path"]
+        assert (path["outcome"], path["reason"]) == ("local", "PrefixHit")
+        assert decode.total("decodes_without_transfer") == {"NoTicket": 1, "PrefixHit": 1}
+    else:
+        assert received(decode, "d0").start == (length - 1) // BLOCK * BLOCK
+        assert decode.params["d0"]["kv_path"]["outcome"] == "transferred"
+    assert decode.tokens["d0"] == 2
+    prefill.run(lambda: not prefill.scheduler.requests)
+    assert prefill.free_blocks() == before
+
+
 def test_a_state_is_one_slot(engines: Any) -> None:
     prefill = engines("producer", specs=(STATE, FULL), prefixes=False)
     decode = engines("consumer", specs=(STATE, FULL), prefixes=False)
