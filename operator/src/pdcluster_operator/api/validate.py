@@ -47,9 +47,8 @@ def check_manifest(
         return not any(under(path, source) for path in broken for source in sources)
 
     refused = tuple(host_path_errors(parsed.cluster)) if host_paths is False else ()
-    told = list(host_path_warnings(parsed.cluster)) if host_paths is None else []
-    if not one_node:
-        told += node_local_warnings(parsed.cluster)
+    told = [] if one_node else list(node_local_warnings(parsed.cluster))
+    told += host_path_warnings(parsed.cluster) if host_paths is None else ()
     errors = (*parsed.errors, *filter(stands, (*found.errors, *refused)))
     return parsed.cluster, Findings(
         errors=errors,
