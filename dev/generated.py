@@ -9,12 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {
     # A chart cannot read files outside of itself.
-    "charts/pdcluster/files/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.crd",
-    "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.crd",
-    "docs/api.md": "pdcluster_operator.api.api_page",
+    "charts/pdcluster/files/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
+    "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
+    "docs/api.md": "pdcluster_operator.api.schema.api_page",
     "docs/layouts.md": "pdcluster_connector.compat.layouts_page",
     "docs/rules.md": "pdcluster_connector.compat.rules_page",
-    "operator/src/pdcluster_operator/api/pod_fields.py": "dev.pod_fields",
+    "operator/src/pdcluster_operator/api/rules/pod_fields.py": "dev.pod_fields",
 }
 
 

@@ -16,7 +16,7 @@ import yaml
 from chart_helm import CHART
 
 from pdcluster_operator.api.labels import GROUP, PLURAL
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
 
 REPOSITORY = CHART.parent.parent
 SAMPLES = CHART / "files" / "samples"

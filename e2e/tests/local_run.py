@@ -24,9 +24,9 @@ from reply import Reply, answer
 
 from models.tiny import model_path
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
-from pdcluster_operator.adapters.local.cluster import LocalCluster
 from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
 from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
+from pdcluster_operator.local.cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"

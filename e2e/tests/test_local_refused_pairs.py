@@ -9,7 +9,7 @@ import pytest
 from local_run import LocalRun, appended, manifest, mounted
 
 from models.tiny import model_path
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 

@@ -24,13 +24,13 @@ from wrong_plans import SPOILERS
 
 from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.nixl_io.interface import Dlist, Handle, Indices, MemoryRange, Rows
+from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
+from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.protocol import messages, ticket
-from pdcluster_connector.runtime import receive_job
-from pdcluster_connector.runtime.nixl_agent import NixlAgent
-from pdcluster_connector.runtime.nixl_port import Dlist, Handle, Indices, MemoryRange, Rows
-from pdcluster_connector.runtime.peers import PeerBook
-from pdcluster_connector.runtime.receiver import Receiver, ReceiveRequest, ReceiverOptions
-from pdcluster_connector.runtime.serving import ServingAgent
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.transfer import receive_job
+from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, ReceiverOptions
 
 Rank = tuple[int, int]
 SECONDS = 60.0
@@ -136,7 +136,7 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
     receiver = Receiver(
         shard=shard,
         memory=[MemoryRange(memory.ctypes.data, memory.nbytes)],
-        port_factory=agent,
+        make_agent=agent,
         peers=peers,
         options=ReceiverOptions(descriptors_per_transfer=256),
     )

@@ -14,7 +14,7 @@ from modelled_engine import Modelled
 
 from pdcluster_connector.protocol.messages import Malformed, ShardMetadata, decode_shard
 from pdcluster_connector.protocol.ticket import Ticket, encode
-from pdcluster_connector.runtime.side_channel import SideChannelServer
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 ANSWER_SECONDS = 90
 

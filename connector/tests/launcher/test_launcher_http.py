@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.http import LauncherServer
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.links import LinkTable
+from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.readiness import Readiness
 
 TOKEN = {"Authorization": "Bearer secret"}

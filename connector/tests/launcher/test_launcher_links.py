@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster_connector.launcher.links import REPORT_LIFETIME, CanaryResult, LinkTable
-from pdcluster_connector.protocol.links import (
+from pdcluster_connector.launcher.link_table import REPORT_LIFETIME, CanaryResult, LinkTable
+from pdcluster_connector.protocol.link_documents import (
     LinkReport,
     LinkState,
     PeerEntry,

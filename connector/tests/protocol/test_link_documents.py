@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster_connector.protocol import links
+from pdcluster_connector.protocol import link_documents as links
 from pdcluster_connector.protocol.messages import Malformed
 
 ENTRY = links.PeerEntry("ns.c.prefill.r.0", "127.0.0.2:5600", "ns.c.prefill.r.0/1", "http://a:8000")

@@ -18,7 +18,7 @@ from pdcluster_connector.compat.shape import (
 )
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.mirrors import from_region, from_shape, to_shape
+from pdcluster_connector.protocol.conversion import from_region, from_shape, to_shape
 from pdcluster_connector.protocol.refusal import failure_of, refusal_of
 from pdcluster_connector.protocol.validation import validate_metadata
 

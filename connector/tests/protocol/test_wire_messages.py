@@ -21,7 +21,7 @@ from pdcluster_connector.compat.shape import (
 )
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.mirrors import from_region, from_shape, to_shape, to_shard
+from pdcluster_connector.protocol.conversion import from_region, from_shape, to_shape, to_shard
 
 DECODERS = [
     m.decode_handshake_request,

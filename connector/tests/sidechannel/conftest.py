@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
 
-from pdcluster_connector.runtime.peers import PeerBook
-from pdcluster_connector.runtime.side_channel import SideChannelServer
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.conversion import from_region
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.mirrors import from_region
-from pdcluster_connector.runtime.peers import PeerBook
+from pdcluster_connector.sidechannel.peers import PeerBook
 
 LAYERS = tuple(
     LayerShape(f"model.layers.{i}.self_attn.attn", LayerKind.FULL_ATTENTION, 0, 2, 64)

@@ -15,15 +15,15 @@ from loopback_engines import until
 from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol import links
+from pdcluster_connector.link_health import link_keeper
+from pdcluster_connector.link_health.control_agent import ControlAgent
+from pdcluster_connector.protocol import link_documents as links
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.links import LinkReport, LinkState
-from pdcluster_connector.runtime import link_keeper
-from pdcluster_connector.runtime.control import ControlAgent
-from pdcluster_connector.runtime.loop_thread import LoopThread
-from pdcluster_connector.runtime.peers import PeerBook
-from pdcluster_connector.runtime.side_channel import SideChannelError, SideChannelServer
+from pdcluster_connector.protocol.link_documents import LinkReport, LinkState
+from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.server import SideChannelError, SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
 ENGINE = "ns.c.prefill.r.0"

@@ -17,12 +17,12 @@ from msgspec.structs import replace
 from loopback import free_port
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.conversion import from_shape, to_shape, to_shard
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.mirrors import from_shape, to_shape, to_shard
-from pdcluster_connector.runtime import peers as peers_module
-from pdcluster_connector.runtime.handshake import Introduction, judge
-from pdcluster_connector.runtime.peers import PeerBook
-from pdcluster_connector.runtime.side_channel import SideChannelServer
+from pdcluster_connector.sidechannel import peers as peers_module
+from pdcluster_connector.sidechannel.handshake import Introduction, judge
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
 Books = Callable[..., PeerBook]

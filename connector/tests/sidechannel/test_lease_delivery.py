@@ -11,9 +11,9 @@ import pytest
 from loopback_engines import PREFILL, until
 
 from pdcluster_connector.protocol.messages import LeaseRequest
-from pdcluster_connector.runtime.lease_client import BATCH, LeaseClient
-from pdcluster_connector.runtime.lease_inbox import LeaseInbox, LeaseNews
-from pdcluster_connector.runtime.side_channel import SideChannelServer
+from pdcluster_connector.sidechannel.lease_client import BATCH, LeaseClient
+from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox, LeaseNews
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
 

@@ -16,14 +16,14 @@ from loopback_engines import until
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.http import LauncherServer
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.links import LinkTable
+from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.readiness import Readiness
+from pdcluster_connector.link_health.control_agent import ControlAgent
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.runtime.control import ControlAgent
-from pdcluster_connector.runtime.loop_thread import LoopThread
-from pdcluster_connector.runtime.peers import PeerBook
-from pdcluster_connector.runtime.side_channel import SideChannelServer
+from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 ENGINE = "ns.c.prefill.r.0"
 FIRST, SECOND = f"{ENGINE}/00000000000000aa", f"{ENGINE}/00000000000000bb"

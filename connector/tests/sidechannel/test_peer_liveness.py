@@ -17,11 +17,11 @@ from loopback_engines import PREFILL, SHAPE, connect, shards_of, until
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.conversion import from_shape
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.mirrors import from_shape
-from pdcluster_connector.runtime import peers as peers_module
-from pdcluster_connector.runtime.peers import HEALTH_SECONDS, POLL_SECONDS, PeerBook
-from pdcluster_connector.runtime.side_channel import SideChannelServer
+from pdcluster_connector.sidechannel import peers as peers_module
+from pdcluster_connector.sidechannel.peers import HEALTH_SECONDS, POLL_SECONDS, PeerBook
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
 Books = Callable[..., PeerBook]

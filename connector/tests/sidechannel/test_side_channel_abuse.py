@@ -16,11 +16,11 @@ import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, connect, until
 
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.mirrors import from_shape
-from pdcluster_connector.runtime.http_guard import ConnectionGuard
-from pdcluster_connector.runtime.lease_inbox import LeaseInbox, LeaseNews
-from pdcluster_connector.runtime.peers import PeerBook
-from pdcluster_connector.runtime.side_channel import (
+from pdcluster_connector.protocol.conversion import from_shape
+from pdcluster_connector.sidechannel.http_guard import ConnectionGuard
+from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox, LeaseNews
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.server import (
     SideChannelError,
     SideChannelRefusedError,
     SideChannelServer,
@@ -169,8 +169,8 @@ def test_a_compressed_bomb_is_not_unpacked(serve: Serve) -> None:
 def test_slow_clients_are_dropped_and_hold_up_nobody(
     serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdcluster_connector.runtime.side_channel.IDLE_SECONDS", 1.0)
-    monkeypatch.setattr("pdcluster_connector.runtime.side_channel.BODY_SECONDS", 1.0)
+    monkeypatch.setattr("pdcluster_connector.sidechannel.server.IDLE_SECONDS", 1.0)
+    monkeypatch.setattr("pdcluster_connector.sidechannel.server.BODY_SECONDS", 1.0)
     server = serve()
     starts = [
         b"",  # connects and says nothing
@@ -207,7 +207,7 @@ def test_slow_clients_are_dropped_and_hold_up_nobody(
 def test_connections_over_the_limit_are_turned_away_at_once(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdcluster_connector.runtime.side_channel.MAX_CONNECTIONS", 8)
+    monkeypatch.setattr("pdcluster_connector.sidechannel.server.MAX_CONNECTIONS", 8)
     server = serve()
     guard = server._guard
     assert isinstance(guard, ConnectionGuard)

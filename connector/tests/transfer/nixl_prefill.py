@@ -11,9 +11,9 @@ from typing import Any
 
 from transfer_rig import Prefill
 
+from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.runtime.nixl_agent import NixlAgent
 
 
 class Agents:

@@ -17,7 +17,7 @@ from nixl_prefill import Agents, PrefillProcess
 from transfer_rig import Decode, FakePeers, eventually
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.runtime.receiver import ReceiverOptions
+from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 pytestmark = [
     pytest.mark.nixl,

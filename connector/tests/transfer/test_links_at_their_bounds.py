@@ -10,17 +10,17 @@ from transfer_rig import FakePeers, Prefill
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
+from pdcluster_connector.nixl_io.probe import PROBE_SLOTS, ProbeResult
 from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.runtime import links as links_module
-from pdcluster_connector.runtime.links import Closed, Links, Warmed
-from pdcluster_connector.runtime.probe import PROBE_SLOTS, ProbeResult
-from pdcluster_connector.runtime.probe_run import NO_ROOM
-from pdcluster_connector.runtime.receive_executor import HANDSHAKE_GRACE_SECONDS, ReceiveExecutor
-from pdcluster_connector.runtime.receive_job import ReceiveRequest, ReceiverOptions
-from pdcluster_connector.runtime.results import Outbox, ReceiveResults
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer import connections as links_module
+from pdcluster_connector.transfer.connections import Closed, Links, Warmed
+from pdcluster_connector.transfer.probe_run import NO_ROOM
+from pdcluster_connector.transfer.receive_job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.receives import HANDSHAKE_GRACE_SECONDS, ReceiveExecutor
+from pdcluster_connector.transfer.results import Outbox, ReceiveResults
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 PROBE_SECONDS = 10.0

@@ -9,10 +9,10 @@ import pytest
 from nixl_prefill import Agents, PrefillProcess
 from transfer_rig import Decode, FakePeers
 
-from pdcluster_connector.runtime import nixl_agent
-from pdcluster_connector.runtime.nixl_agent import NixlAgent
-from pdcluster_connector.runtime.nixl_port import PortError, PortErrorKind
-from pdcluster_connector.runtime.receiver import ReceiverOptions
+from pdcluster_connector.nixl_io import nixl_agent
+from pdcluster_connector.nixl_io.interface import NixlError, NixlErrorKind
+from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
+from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 pytestmark = pytest.mark.nixl
 
@@ -30,10 +30,10 @@ def test_ucx_is_told_before_nixl_is_loaded(
 
     def load() -> None:
         found.append(os.environ.get(LIMIT))
-        raise PortError(PortErrorKind.INVALID, "only looked at")
+        raise NixlError(NixlErrorKind.INVALID, "only looked at")
 
     monkeypatch.setattr(nixl_agent, "_load_nixl", load)
-    with pytest.raises(PortError):
+    with pytest.raises(NixlError):
         NixlAgent("a")
     assert found == [expected]
 
@@ -48,7 +48,7 @@ def test_threads_and_options_reach_the_backend() -> None:
     assert threads[2] - threads[1] == 3
     for agent in agents:
         agent.close()
-    with pytest.raises(PortError):
+    with pytest.raises(NixlError):
         NixlAgent("three", backend_options=[("UCX", "num_workers", "many")])
 
 

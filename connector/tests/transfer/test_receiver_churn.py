@@ -15,11 +15,11 @@ import numpy as np
 from transfer_rig import Decode, FakePeers, Prefill
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.runtime.nixl_port import PortErrorKind
-from pdcluster_connector.runtime.receiver import ReceiverOptions
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 REQUESTS = 10_000
 UNDER_WAY = 96
@@ -72,12 +72,12 @@ class Engine:
         faults = [
             (0.01, Behaviour(hang=True)),
             (0.01, Behaviour(hang=True, refuse_release=True)),
-            (0.01, Behaviour(post_error=PortErrorKind.INVALID)),
-            (0.0005, Behaviour(post_error=PortErrorKind.DISCONNECTED)),
-            (0.0005, Behaviour(post_error=PortErrorKind.TRANSPORT, hang=True)),
-            (0.002, Behaviour(polls=2, poll_error=PortErrorKind.TRANSPORT)),
-            (0.0005, Behaviour(polls=1, poll_error=PortErrorKind.DISCONNECTED)),
-            (0.0005, Behaviour(polls=2, poll_error=PortErrorKind.LOST)),
+            (0.01, Behaviour(post_error=NixlErrorKind.INVALID)),
+            (0.0005, Behaviour(post_error=NixlErrorKind.DISCONNECTED)),
+            (0.0005, Behaviour(post_error=NixlErrorKind.TRANSPORT, hang=True)),
+            (0.002, Behaviour(polls=2, poll_error=NixlErrorKind.TRANSPORT)),
+            (0.0005, Behaviour(polls=1, poll_error=NixlErrorKind.DISCONNECTED)),
+            (0.0005, Behaviour(polls=2, poll_error=NixlErrorKind.LOST)),
             (0.0005, Behaviour(poll_raises=RuntimeError("broken port"))),
         ]
         for share, fault in faults:

@@ -12,12 +12,12 @@ import pytest
 from transfer_rig import PROBE_BYTES, Decode, FakePeers, Prefill, eventually
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.interface import NixlErrorKind
+from pdcluster_connector.nixl_io.probe import ProbeResult
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.runtime.nixl_port import PortErrorKind
-from pdcluster_connector.runtime.probe import ProbeResult
-from pdcluster_connector.runtime.probe_run import RECENT_SECONDS
-from pdcluster_connector.runtime.receiver import ReceiverOptions
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer.probe_run import RECENT_SECONDS
+from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 # Long enough for a busy machine to post a request before its lease ends.
 POSTED_IN_TIME = 1.5
@@ -210,9 +210,9 @@ def test_what_does_not_fit_fails_that_request_alone(
 
 
 @pytest.mark.parametrize(
-    "kind", [PortErrorKind.DISCONNECTED, PortErrorKind.INVALID, PortErrorKind.INTERNAL]
+    "kind", [NixlErrorKind.DISCONNECTED, NixlErrorKind.INVALID, NixlErrorKind.INTERNAL]
 )
-def test_error_at_post(rig: Rig, kind: PortErrorKind) -> None:
+def test_error_at_post(rig: Rig, kind: NixlErrorKind) -> None:
     rig.of_kv(Behaviour(post_error=kind))
     rig.send("r")
     failure = rig.decode.wait("r").failed["r"]
@@ -222,7 +222,7 @@ def test_error_at_post(rig: Rig, kind: PortErrorKind) -> None:
 
 def test_a_post_that_failed_but_writes_costs_the_agent_first(rig: Rig) -> None:
     """Part of a transfer may be under way when posting it fails."""
-    rig.of_kv(Behaviour(post_error=PortErrorKind.TRANSPORT, hang=True))
+    rig.of_kv(Behaviour(post_error=NixlErrorKind.TRANSPORT, hang=True))
     before = set(rig.fabric.agents)
     rig.send("r")
     assert rig.decode.wait("r").failed["r"].reason is Reason.BACKEND_ERROR
@@ -232,8 +232,8 @@ def test_a_post_that_failed_but_writes_costs_the_agent_first(rig: Rig) -> None:
     rig.works("next")
 
 
-@pytest.mark.parametrize("kind", [PortErrorKind.DISCONNECTED, PortErrorKind.TRANSPORT])
-def test_error_at_poll(rig: Rig, kind: PortErrorKind) -> None:
+@pytest.mark.parametrize("kind", [NixlErrorKind.DISCONNECTED, NixlErrorKind.TRANSPORT])
+def test_error_at_poll(rig: Rig, kind: NixlErrorKind) -> None:
     rig.of_kv(Behaviour(polls=2, poll_error=kind))
     rig.send("r")
     assert rig.decode.wait("r").failed["r"].reason is Reason.BACKEND_ERROR
@@ -244,7 +244,7 @@ def test_error_at_poll(rig: Rig, kind: PortErrorKind) -> None:
 
 def test_a_failed_sibling_waits_for_the_other_transfer(two: Rig) -> None:
     # The hanging one first: were the other polled before it is posted, it would not be.
-    behaviours = [Behaviour(hang=True), Behaviour(poll_error=PortErrorKind.TRANSPORT)]
+    behaviours = [Behaviour(hang=True), Behaviour(poll_error=NixlErrorKind.TRANSPORT)]
     two.fabric.behave = lambda t: Behaviour() if len(t.copies) == 1 else behaviours.pop(0)
     two.send("r")
     eventually(lambda: not behaviours and len(two.fabric.flying) == 1)
@@ -254,7 +254,7 @@ def test_a_failed_sibling_waits_for_the_other_transfer(two: Rig) -> None:
 
 
 def test_no_sibling_is_posted_after_a_failure(two: Rig) -> None:
-    two.of_kv(Behaviour(post_error=PortErrorKind.DISCONNECTED), first=1)
+    two.of_kv(Behaviour(post_error=NixlErrorKind.DISCONNECTED), first=1)
     two.send("warm")
     two.decode.wait("warm")
     assert [item.peer for item in two.fabric.flying] == []
@@ -326,11 +326,11 @@ def test_data_parallel_ranks_live_side_by_side_and_are_retired_together(rig: Rig
     assert rig.fabric.open_dlists() == lists + grown // 2
 
 
-@pytest.mark.parametrize("broken", [PortErrorKind.LOST, RuntimeError("x"), SystemExit("x")])
+@pytest.mark.parametrize("broken", [NixlErrorKind.LOST, RuntimeError("x"), SystemExit("x")])
 def test_an_unseen_transfer_costs_the_agent_but_not_the_healthy(
-    rig: Rig, broken: PortErrorKind | BaseException
+    rig: Rig, broken: NixlErrorKind | BaseException
 ) -> None:
-    if isinstance(broken, PortErrorKind):
+    if isinstance(broken, NixlErrorKind):
         unseen = Behaviour(poll_error=broken, polls=3)
     else:
         unseen = Behaviour(poll_raises=broken, polls=3)
@@ -348,7 +348,7 @@ def test_an_unseen_transfer_costs_the_agent_but_not_the_healthy(
 
 
 def test_requests_that_come_while_the_agent_drains_wait_for_the_new_one(rig: Rig) -> None:
-    behaviours = [Behaviour(hang=True), Behaviour(poll_error=PortErrorKind.LOST)]
+    behaviours = [Behaviour(hang=True), Behaviour(poll_error=NixlErrorKind.LOST)]
     rig.fabric.behave = lambda t: Behaviour() if len(t.copies) == 1 else behaviours.pop(0)
     rig.send("slow", 2)
     eventually(lambda: rig.hanging == 1)  # or the loss alone would rebuild the agent at once
@@ -754,7 +754,7 @@ def test_a_check_cut_short_by_a_rebuild_accuses_nobody(rig: Rig) -> None:
 
 def test_a_cut_is_seen_within_fifteen_seconds() -> None:
     """The operator asks every second, and a report takes a moment."""
-    from pdcluster_connector.runtime.link_keeper import CHECK_SECONDS
+    from pdcluster_connector.link_health.link_keeper import CHECK_SECONDS
 
     assert CHECK_SECONDS[1] + RECENT_SECONDS + ReceiverOptions().check_seconds <= 14.0
 
@@ -766,7 +766,7 @@ def test_a_cancelled_probe_is_no_trouble(rig: Rig) -> None:
 
 
 def test_pages_of_the_pattern_differ_between_places_ranks_and_incarnations() -> None:
-    from pdcluster_connector.runtime.probe import pattern
+    from pdcluster_connector.nixl_io.probe import pattern
 
     pages = [
         pattern("a/1", (0, 0), 8192)[:4096],

@@ -17,9 +17,9 @@ from nixl_prefill import Agents, PrefillProcess
 from transfer_rig import PROBE_BYTES, Decode, FakePeers, eventually
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.runtime.nixl_agent import NixlAgent
-from pdcluster_connector.runtime.probe_run import RECENT_SECONDS
-from pdcluster_connector.runtime.receiver import ReceiverOptions
+from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
+from pdcluster_connector.transfer.probe_run import RECENT_SECONDS
+from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 pytestmark = pytest.mark.nixl
 

@@ -11,9 +11,9 @@ from nixl_prefill import Agents, PrefillProcess
 from transfer_rig import Decode, FakePeers
 
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.runtime.nixl_agent import NixlAgent
-from pdcluster_connector.runtime.nixl_port import Dlist, MemoryRange, PortError, Rows
-from pdcluster_connector.runtime.receiver import ReceiverOptions
+from pdcluster_connector.nixl_io.interface import Dlist, MemoryRange, NixlError, Rows
+from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
+from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 pytestmark = pytest.mark.nixl
 
@@ -82,6 +82,6 @@ def test_nixl_looks_up_a_strided_row_as_a_whole() -> None:
 
     prepare(0, 8)
     prepare(half, 8)
-    with pytest.raises(PortError):
+    with pytest.raises(NixlError):
         prepare(0, 9)
     agent.close()

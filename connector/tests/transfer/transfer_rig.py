@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
+from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata, ShapeMessage
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.runtime.receiver import (
+from pdcluster_connector.testing.caches import LabelledCache
+from pdcluster_connector.testing.nixl import Fabric
+from pdcluster_connector.transfer.receiver import (
     Receiver,
     ReceiveRequest,
     ReceiveResults,
     ReceiverOptions,
 )
-from pdcluster_connector.runtime.serving import ServingAgent
-from pdcluster_connector.testing.caches import LabelledCache
-from pdcluster_connector.testing.nixl import Fabric
 
 PROBE_BYTES = 64 * 1024
 
@@ -131,7 +131,7 @@ class Decode:
         self.receiver = Receiver(
             shard=self.cache.shard,
             memory=self.cache.memory,
-            port_factory=lambda: fabric.agent(f"decode-{rank}"),
+            make_agent=lambda: fabric.agent(f"decode-{rank}"),
             peers=peers,
             options=options
             or ReceiverOptions(

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from pdcluster_connector.vllm.step import Receipt, StepOrders, StepReport
+from pdcluster_connector.vllm.step_messages import Receipt, StepOrders, StepReport
 
 
 class InventedWorker:

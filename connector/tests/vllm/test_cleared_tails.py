@@ -21,8 +21,8 @@ from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks, Unfilled, unfilled
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.registration import register
-from pdcluster_connector.vllm.step import ReceiveOrder, StepOrders
-from pdcluster_connector.vllm.tails import Tails
+from pdcluster_connector.vllm.step_messages import ReceiveOrder, StepOrders
+from pdcluster_connector.vllm.unfilled_blocks import Tails
 from pdcluster_connector.vllm.worker import WorkerRole
 
 pytestmark = pytest.mark.vllm

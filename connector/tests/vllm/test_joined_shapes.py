@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape, Memory
-from pdcluster_connector.vllm.shape import decode_shape, encode_shape, join_shapes
+from pdcluster_connector.vllm.joined_shape import decode_shape, encode_shape, join_shapes
 
 pytestmark = pytest.mark.vllm
 

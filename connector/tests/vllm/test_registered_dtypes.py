@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import (
 
 from pdcluster_connector.compat.rules import check, refused
 from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.vllm.joined_shape import join_layers
 from pdcluster_connector.vllm.registration import register
-from pdcluster_connector.vllm.shape import join_layers
 
 pytestmark = pytest.mark.vllm
 

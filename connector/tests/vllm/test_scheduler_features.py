@@ -15,7 +15,7 @@ from test_scheduler_contract import abort, released
 from vllm.lora.request import LoRARequest
 
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.vllm.shape import encode_shape
+from pdcluster_connector.vllm.joined_shape import encode_shape
 
 pytestmark = pytest.mark.vllm
 

@@ -21,7 +21,7 @@ from pdcluster_connector.plan.request import GroupBlocks
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.config import ConfigError
 from pdcluster_connector.vllm.connector import PDClusterConnector
-from pdcluster_connector.vllm.step import Receipt, ReceiveOrder, StepOrders, StepReport
+from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders, StepReport
 
 pytestmark = pytest.mark.vllm
 
@@ -209,7 +209,8 @@ def test_importing_the_module_stays_light() -> None:
     code = (
         "import sys, pdcluster_connector.vllm.connector\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('nixl', 'nixl_cu12', 'nixl_cu13')"
-        " or m.startswith(('pdcluster_connector.runtime', 'pdcluster_connector.vllm.worker',"
+        " or m.startswith(('pdcluster_connector.nixl_io', 'pdcluster_connector.transfer',"
+        " 'pdcluster_connector.vllm.worker',"
         " 'pdcluster_connector.vllm.scheduler'))])"
     )
     done = subprocess.run(

@@ -16,7 +16,7 @@ import yaml
 
 from images import base, built, engine_image, pip_settings, standalone_engine
 from images.operator_image import RECIPE
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
 
 
 @pytest.fixture

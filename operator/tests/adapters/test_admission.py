@@ -24,9 +24,9 @@ from operator_runs import (
 from rights import CERTIFICATE_RULES, RBAC, SUBJECT
 
 from loopback import free_ports
-from pdcluster_operator.adapters.certificate_keeper import CertificateKeeper, WebhookPlace
-from pdcluster_operator.adapters.certificates import LIFETIME, read_certificates
-from pdcluster_operator.adapters.kube_client import KubeClient, find_configuration
+from pdcluster_operator.adapters.api_server.client import KubeClient, find_configuration
+from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
+from pdcluster_operator.adapters.tls.certificates import LIFETIME, read_certificates
 
 pytestmark = pytest.mark.cluster
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pdcluster_operator.adapters.certificates import (
+from pdcluster_operator.adapters.tls.certificates import (
     LIFETIME,
     RENEW_BEFORE,
     Certificate,

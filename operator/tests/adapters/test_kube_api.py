@@ -8,10 +8,10 @@ import pytest
 from operator_runs import CHILDREN, GROUP, create, events, get
 from operator_runs import cluster as pdcluster
 
-from pdcluster_operator.adapters.events import KubeEvents
-from pdcluster_operator.adapters.kinds import BY_NAME, PDCLUSTER, WATCHED
-from pdcluster_operator.adapters.kube import KubeApi, NameConflict
-from pdcluster_operator.adapters.kube_client import KubeClient, NotFound, find_configuration
+from pdcluster_operator.adapters.api_server.children import KubeApi, NameConflict
+from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, find_configuration
+from pdcluster_operator.adapters.api_server.events import KubeEvents
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, WATCHED
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
 from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, Event, Observed
 from pdcluster_operator.plan.planner import is_applied, make_plan
@@ -143,7 +143,7 @@ async def test_the_live_uid_is_none_once_deletion_began(real, api, live, namespa
 
 
 async def test_lists_hold_every_page_and_only_what_is_ours(real, api, live, namespace, monkeypatch):
-    monkeypatch.setattr("pdcluster_operator.adapters.kube.PAGE", "2")
+    monkeypatch.setattr("pdcluster_operator.adapters.api_server.children.PAGE", "2")
     for number in range(4):
         create(real, namespace, pdcluster(f"more-{number}"))
     assert len(await api.list(PDCLUSTER, (namespace,))) == 5

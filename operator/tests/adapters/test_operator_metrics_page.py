@@ -11,7 +11,7 @@ import yaml
 
 from metrics_page import PAGE, check_section, documented
 from pdcluster_operator.adapters.metrics import Metrics
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 SNIPPETS = re.compile(r"```yaml\n(.*?)```", re.DOTALL)

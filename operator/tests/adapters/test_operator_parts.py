@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
-from pdcluster_operator.adapters.kinds import BY_NAME, WATCHED, slim
+from pdcluster_operator.adapters.admission.webhook_process import ask_review
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, slim
 from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import Metrics, resource_of
-from pdcluster_operator.adapters.webhook_process import ask_review
 from pdcluster_operator.cli import operator as command
 from pdcluster_operator.plan.planner import MANAGED_KINDS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_operator.api.pod_fields import TYPES
+from pdcluster_operator.api.rules.pod_fields import TYPES
 
 pytestmark = pytest.mark.cluster
 

@@ -5,8 +5,8 @@ import copy
 import pytest
 from operator_runs import cluster
 
-from pdcluster_operator.adapters.webhook import review
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.adapters.admission.webhook import review
+from pdcluster_operator.api.rules.validate import check_manifest
 
 
 def manifest(**spec):

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 
-from pdcluster_operator.api.crd import crd, render
-from pdcluster_operator.api.parse import parse_cluster
-from pdcluster_operator.api.plain_yaml import to_yaml
+from pdcluster_operator.api.schema.crd import crd, render
+from pdcluster_operator.api.schema.plain_yaml import to_yaml
+from pdcluster_operator.api.spec.parse import parse_cluster
 
 ROOT = Path(__file__).parents[3]
 CRD_FILE = ROOT / "crds" / "pdcluster.dev_pdclusters.yaml"
@@ -50,7 +50,7 @@ def properties(schema, path=""):
 
 
 def test_the_checked_in_crd_is_the_generated_one():
-    assert CRD_FILE.read_text() == render(), "run `python -m pdcluster_operator.api.crd`"
+    assert CRD_FILE.read_text() == render(), "run `python -m pdcluster_operator.api.schema.crd`"
     assert yaml.safe_load(CRD_FILE.read_text()) == crd()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
 
 
 def findings(**spec: Any) -> Findings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
 
 CLAIM = {"persistentVolumeClaim": {"claimName": "models"}}
 FOLDER = {"hostPath": {"path": "/etc"}}

@@ -14,13 +14,13 @@ import yaml
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import RULES
-from pdcluster_operator.api import api_page
-from pdcluster_operator.api.api_page_reasons import OBSERVED, REASONS
-from pdcluster_operator.api.api_page_status import EXAMPLE, MEANINGS
 from pdcluster_operator.api.conditions import ConditionType, StatusReason
-from pdcluster_operator.api.crd import crd
-from pdcluster_operator.api.fields import Doc, Example, Items, Text, describe
-from pdcluster_operator.api.parse import parse_cluster
+from pdcluster_operator.api.schema.api_page_reasons import OBSERVED, REASONS
+from pdcluster_operator.api.schema.api_page_status import EXAMPLE, MEANINGS
+from pdcluster_operator.api.schema.crd import crd
+from pdcluster_operator.api.schema.object_schema import api_page
+from pdcluster_operator.api.spec.fields import Doc, Example, Items, Text, describe
+from pdcluster_operator.api.spec.parse import parse_cluster
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
 SCHEMA = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster_operator.api.parse import MAX_ERRORS, parse_cluster
-from pdcluster_operator.api.types import Device, Role, RouterPolicy, Switch
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.parse import MAX_ERRORS, parse_cluster
+from pdcluster_operator.api.spec.types import Device, Role, RouterPolicy, Switch
 
 MINIMAL = {
     "apiVersion": "pdcluster.dev/v1alpha1",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_operator.api.enums import ConnectorSource, Role, Switch
-from pdcluster_operator.api.resolve import resolve_engine
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.enums import ConnectorSource, Role, Switch
+from pdcluster_operator.api.spec.resolve import resolve_engine
 
 
 def engine_of_role(role, **spec):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_operator.api.enums import Role
 from pdcluster_operator.api.labels import EngineName
-from pdcluster_operator.api.resolve import resolve_engine
-from pdcluster_operator.api.resources import is_accelerator
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.resources import is_accelerator
 from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
 
 

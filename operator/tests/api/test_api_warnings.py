@@ -6,8 +6,8 @@ import pytest
 
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.versions import SUPPORTED, text_of
-from pdcluster_operator.api.rules_images import Image, parse_image
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.images import Image, parse_image
+from pdcluster_operator.api.rules.validate import check_manifest
 
 CLAIM = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pdcluster_operator.api.quantity import parse_quantity
-from pdcluster_operator.api.types import Role
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.api.spec.types import Role
 from pdcluster_operator.cli.main import main
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

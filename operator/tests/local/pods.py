@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-from pdcluster_operator.adapters.local.addresses import AddressBook
-from pdcluster_operator.adapters.local.api import LocalApi
-from pdcluster_operator.adapters.local.controllers import is_ready
-from pdcluster_operator.adapters.local.kubelet.kubelet import Kubelet
-from pdcluster_operator.adapters.local.names import Names
+from pdcluster_operator.local.addresses import AddressBook
+from pdcluster_operator.local.api import LocalApi
+from pdcluster_operator.local.controllers import is_ready
+from pdcluster_operator.local.kubelet.kubelet import Kubelet
+from pdcluster_operator.local.names import Names
 
 ENVIRONMENT = {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
 

@@ -21,8 +21,8 @@ from pods import (
     until,
 )
 
-from pdcluster_operator.adapters.local.addresses import AddressBook, PortBusyError
-from pdcluster_operator.adapters.local.machine import CONFIG, UNSCHEDULABLE
+from pdcluster_operator.local.addresses import AddressBook, PortBusyError
+from pdcluster_operator.local.machine import CONFIG, UNSCHEDULABLE
 
 PORT = 18472
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_operator.adapters.local.api import LocalApi
-from pdcluster_operator.adapters.local.controllers import Workloads
+from pdcluster_operator.local.api import LocalApi
+from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.runtime.errors import Conflict, Invalid
 
 

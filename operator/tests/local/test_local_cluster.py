@@ -14,8 +14,8 @@ from fake_engine import FakeConnector
 from manifests import tiny
 from pods import alive, carrying, until
 
-from pdcluster_operator.adapters.local.cluster import LocalCluster
 from pdcluster_operator.cli.once import ask, describe_path
+from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.runtime.queue import Key
 
 CHILDREN = ("StatefulSet", "Deployment", "Service", "ConfigMap", "Pod")
@@ -150,7 +150,7 @@ async def test_a_missing_model_folder_is_named_in_the_conditions(tmp_path: Path)
 async def test_a_port_that_is_taken_everywhere_is_named_in_the_conditions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdcluster_operator.adapters.local.cluster.POD_PORTS", (18477,))
+    monkeypatch.setattr("pdcluster_operator.local.cluster.POD_PORTS", (18477,))
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 18477))
         taken.listen(1)
@@ -170,7 +170,7 @@ async def test_a_missing_router_is_named_in_the_conditions(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python3").symlink_to(sys.executable)
     monkeypatch.setattr(
-        "pdcluster_operator.adapters.local.cluster.container_environment",
+        "pdcluster_operator.local.cluster.container_environment",
         lambda: {"PATH": str(tmp_path / "bin")},
     )
     async with local_cluster(tmp_path) as cluster:

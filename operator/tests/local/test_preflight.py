@@ -13,13 +13,13 @@ import pytest
 from fake_engine import FakeConnector
 from manifests import tiny
 
-from pdcluster_operator.adapters.local.addresses import taken_everywhere
-from pdcluster_operator.adapters.local.facts import gather
-from pdcluster_operator.adapters.local.preflight import Facts, Folder, judge
-from pdcluster_operator.adapters.local.preflight_gpus import Gpus
-from pdcluster_operator.api.enums import Role
 from pdcluster_operator.api.findings import FieldError
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.local.addresses import taken_everywhere
+from pdcluster_operator.local.facts import gather
+from pdcluster_operator.local.preflight import Facts, Folder, judge
+from pdcluster_operator.local.preflight_gpus import Gpus
 
 GIB = 1 << 30
 ON_CPU = {"vllm": "0.32.0+cpu", "nixl": "1.5.1"}

@@ -12,13 +12,13 @@ from pathlib import Path
 from fake_engine import FakeConnector
 from manifests import tiny
 
-import pdcluster_operator.adapters.local.kubelet as kubelet_package
-from pdcluster_operator.adapters.local.addresses import AddressBook
-from pdcluster_operator.adapters.local.api import LocalApi
-from pdcluster_operator.adapters.local.controllers import Workloads
-from pdcluster_operator.adapters.local.kubelet.kubelet import Kubelet, PodRun
-from pdcluster_operator.adapters.local.kubelet.translate import Substitutions, expand
-from pdcluster_operator.adapters.local.names import Names
+import pdcluster_operator.local.kubelet as kubelet_package
+from pdcluster_operator.local.addresses import AddressBook
+from pdcluster_operator.local.api import LocalApi
+from pdcluster_operator.local.controllers import Workloads
+from pdcluster_operator.local.kubelet.kubelet import Kubelet, PodRun
+from pdcluster_operator.local.kubelet.translate import Substitutions, expand
+from pdcluster_operator.local.names import Names
 from pdcluster_operator.plan.model import Apply, Observed
 from pdcluster_operator.plan.planner import make_plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulated_cluster import manifest
 
-from pdcluster_operator.api.parse import parse_cluster
+from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders.network_policies import (
     build_engines_policy,
     build_router_policy,

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 
-from pdcluster_operator.api.crd import crd
-from pdcluster_operator.api.enums import Role
 from pdcluster_operator.api.labels import EngineName
-from pdcluster_operator.api.resolve import resolve_engine
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.schema.crd import crd
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
 from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster_operator.api.quantity import parse_quantity
+from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.plan.drift import covers
 from pdcluster_operator.plan.merge import merge
-from pdcluster_operator.plan.subset import covers
 
 BASE = {
     "spec": {

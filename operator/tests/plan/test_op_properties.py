@@ -14,9 +14,9 @@ from valid_specs import manifests
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.options import parse as parse_launcher
 from pdcluster_connector.vllm.config import parse_options
-from pdcluster_operator.api.resolve import resolve_engine
-from pdcluster_operator.api.types import Role, Switch, Visibility
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.types import Role, Switch, Visibility
 
 LABEL = re.compile(r"[a-z0-9A-Z]([-._a-z0-9A-Z]*[a-z0-9A-Z])?")
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")

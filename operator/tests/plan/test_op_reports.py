@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_connector.launcher.links import CanaryResult, LinkTable
-from pdcluster_connector.protocol.links import LinkReport as WireLink
-from pdcluster_connector.protocol.links import LinkState as WireState
-from pdcluster_connector.protocol.links import (
+from pdcluster_connector.launcher.link_table import CanaryResult, LinkTable
+from pdcluster_connector.protocol.link_documents import LinkReport as WireLink
+from pdcluster_connector.protocol.link_documents import LinkState as WireState
+from pdcluster_connector.protocol.link_documents import (
     PeersDocument,
     RankReport,
     decode_peers,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_connector.protocol.links import PeersDocument, decode_peers
+from pdcluster_connector.protocol.link_documents import PeersDocument, decode_peers
 from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, RestartPod
 
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import pdcluster_connector
-from pdcluster_operator.api.arguments import OWNED_FLAGS, SHORT_NAMES
+from pdcluster_operator.api.spec.arguments import OWNED_FLAGS, SHORT_NAMES
 
 HERE = Path(__file__).parent
 CHILD = """

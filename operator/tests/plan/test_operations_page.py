@@ -12,7 +12,7 @@ import yaml
 from simulated_cluster import CONNECTOR, START
 
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.plan.model import Apply, Observed
 from pdcluster_operator.plan.planner import make_plan
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.api.enums import Role
+from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import LauncherError
-from pdcluster_operator.runtime.link_monitor import FIRST_LOOK_SECONDS, LinkMonitor, Target
+from pdcluster_operator.runtime.launcher_monitor import FIRST_LOOK_SECONDS, LauncherMonitor, Target
 from pdcluster_operator.runtime.queue import Key
 
 KEY = Key("ns", "tiny")
@@ -57,9 +57,9 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def monitor_of(launchers: Launchers) -> tuple[LinkMonitor, list[Key]]:
+def monitor_of(launchers: Launchers) -> tuple[LauncherMonitor, list[Key]]:
     woken: list[Key] = []
-    return LinkMonitor(launchers, woken.append, period=0.01), woken
+    return LauncherMonitor(launchers, woken.append, period=0.01), woken
 
 
 def peers(generation: int) -> PeerAssignment:
@@ -201,7 +201,7 @@ async def test_a_first_look_ends_and_wakes_when_an_engine_stays_silent() -> None
 async def test_a_first_look_ends_in_time_although_one_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(f"{LinkMonitor.__module__}.FIRST_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(f"{LauncherMonitor.__module__}.FIRST_LOOK_SECONDS", 0.1)
     launchers = Launchers()
     launchers.hang.add("http://p")
     monitor, _ = monitor_of(launchers)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.adapters.local.api import LocalApi
 from pdcluster_operator.api.labels import API_VERSION
+from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.plan.model import ConnectorBundle, Delete, Event, RestartPod
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.link_monitor import FIRST_LOOK_SECONDS, LinkMonitor
+from pdcluster_operator.runtime.launcher_monitor import FIRST_LOOK_SECONDS, LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.reconcile import Reconciler, leaders
 from pdcluster_operator.runtime.store import Store
@@ -109,7 +109,7 @@ class World:
 
     def start(self, launchers: object) -> None:
         """A process of the operator, which has not asked anybody yet."""
-        self.monitor = LinkMonitor(launchers, lambda _: None, period=0.01)  # type: ignore[arg-type]
+        self.monitor = LauncherMonitor(launchers, lambda _: None, period=0.01)  # type: ignore[arg-type]
         self.reconciler = Reconciler(
             store=self.store,
             api=self.port,

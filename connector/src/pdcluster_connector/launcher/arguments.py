@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pdcluster_connector.launcher.request_ids import MIDDLEWARE
 from pdcluster_connector.plan.topology import node_of_data_rank
-from pdcluster_connector.protocol.links import MAX_SIDE_CHANNELS
+from pdcluster_connector.protocol.link_documents import MAX_SIDE_CHANNELS
 
 CONNECTOR_FLAG: Final = "--kv-transfer-config"
 KV_ROLE: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}

@@ -19,10 +19,10 @@ from typing import Any, Final
 import aiohttp
 
 from pdcluster_connector.launcher.engine_api import ApiError, ApiUnreachableError, EngineApi
-from pdcluster_connector.launcher.links import CanaryResult, LinkRow, LinkTable
+from pdcluster_connector.launcher.link_table import CanaryResult, LinkRow, LinkTable
 from pdcluster_connector.protocol.engine_id import id_of_rank
 from pdcluster_connector.protocol.kv_path import KEY_PARAMETER
-from pdcluster_connector.protocol.links import LinkState
+from pdcluster_connector.protocol.link_documents import LinkState
 
 TIMEOUT_SECONDS: Final = 120.0
 _BLOCKS: Final = 3

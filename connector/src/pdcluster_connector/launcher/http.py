@@ -15,10 +15,14 @@ from typing import Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from pdcluster_connector.launcher.links import LinkTable
+from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.readiness import Readiness
 from pdcluster_connector.launcher.rendezvous import Followers, Rendezvous
-from pdcluster_connector.protocol.links import MAX_DOCUMENT_BYTES, decode_peers, decode_report
+from pdcluster_connector.protocol.link_documents import (
+    MAX_DOCUMENT_BYTES,
+    decode_peers,
+    decode_report,
+)
 from pdcluster_connector.protocol.messages import Malformed
 
 MAX_WAIT_SECONDS: Final = 30.0

@@ -21,7 +21,7 @@ from pdcluster_connector.launcher.engine_process import EngineProcess
 from pdcluster_connector.launcher.http import LauncherServer
 from pdcluster_connector.launcher.identity import Identity, mint_incarnation
 from pdcluster_connector.launcher.last_words import LastLines, death
-from pdcluster_connector.launcher.links import LinkTable
+from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.memory import oom_kills
 from pdcluster_connector.launcher.metrics_page import MetricsPage
 from pdcluster_connector.launcher.options import Options

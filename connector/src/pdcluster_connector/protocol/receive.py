@@ -7,7 +7,7 @@
                 |          +-> QUARANTINE -> FAILED
                 +------------------------------^
 
-The machine does no I/O and reads no clock. Its executor (``runtime.receive_executor``) tells
+The machine does no I/O and reads no clock. Its executor (``transfer.receives``) tells
 it what happened and carries out the actions that come back. Two promises rest here:
 
 * exactly one :attr:`Action.REPORT` per request, whatever happens in whatever order;

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import Finding
-from pdcluster_connector.protocol.claims import claims, contradiction
 from pdcluster_connector.protocol.messages import EngineMetadata, RegionMessage, ShardMetadata
+from pdcluster_connector.protocol.shape_against_regions import claims, contradiction
 
 MAX_RANKS = 4096
 MAX_REGION_BYTES = 2**48

@@ -5,7 +5,7 @@ transfer under way, and only destroying the agent does; indices and addresses ar
 transfer may land long after everybody stopped waiting.
 """
 
-# ruff: noqa: D102 - the methods of an agent are documented in NixlPort
+# ruff: noqa: D102 - the methods of an agent are documented in AgentInterface
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.runtime.nixl_port import (
+from pdcluster_connector.nixl_io.interface import (
     AgentSurvivedError,
     Dlist,
     Handle,
     Indices,
     MemoryRange,
-    PortError,
-    PortErrorKind,
+    NixlError,
+    NixlErrorKind,
     Rows,
 )
 
 _MAGIC = b"in-memory-nixl:"
-_GONE = PortErrorKind.DISCONNECTED
-_ENDED = (PortErrorKind.DISCONNECTED, PortErrorKind.TRANSPORT)
+_GONE = NixlErrorKind.DISCONNECTED
+_ENDED = (NixlErrorKind.DISCONNECTED, NixlErrorKind.TRANSPORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Behaviour:
 
     polls: int = 0
     hang: bool = False
-    post_error: PortErrorKind | None = None
-    poll_error: PortErrorKind | None = None
+    post_error: NixlErrorKind | None = None
+    poll_error: NixlErrorKind | None = None
     poll_raises: BaseException | None = None
     refuse_release: bool = False
 
@@ -68,7 +68,7 @@ class Transfer:
     copies: list[tuple[int, int, int]]
     behaviour: Behaviour = Behaviour()
     polls: int = 0
-    error: PortErrorKind | None = None
+    error: NixlErrorKind | None = None
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +99,7 @@ class Fabric:
         self._serial = itertools.count()
 
     def agent(self, name: str) -> InMemoryAgent:
-        """Make an agent: a :class:`~pdcluster_connector.runtime.nixl_port.NixlPort`."""
+        """Make an agent: a :class:`~pdcluster_connector.nixl_io.interface.AgentInterface`."""
         with self.lock:
             agent = InMemoryAgent(self, f"{name}#{next(self._serial)}")
             self.agents[agent.name] = agent
@@ -112,7 +112,7 @@ class Fabric:
             for transfer in self.flying:
                 if transfer.peer in self.dead:
                     transfer.copies.clear()
-                    transfer.error = PortErrorKind.DISCONNECTED
+                    transfer.error = NixlErrorKind.DISCONNECTED
             self.flying = [item for item in self.flying if item.peer not in self.dead]
 
     def disconnect(self, agent: InMemoryAgent, peer: str) -> None:
@@ -121,7 +121,7 @@ class Fabric:
             for transfer in self.flying:
                 if (transfer.agent, transfer.peer) == (agent.name, peer):
                     transfer.copies.clear()
-                    transfer.error = PortErrorKind.DISCONNECTED
+                    transfer.error = NixlErrorKind.DISCONNECTED
             self.flying = [item for item in self.flying if item.error is None]
             agent.peers.discard(peer)
 
@@ -178,14 +178,14 @@ class InMemoryAgent:
         name = metadata.removeprefix(_MAGIC).decode(errors="replace")
         with self.fabric.lock:
             if not metadata.startswith(_MAGIC) or name not in self.fabric.agents:
-                raise PortError(PortErrorKind.INVALID, "this is no agent's metadata")
+                raise NixlError(NixlErrorKind.INVALID, "this is no agent's metadata")
             self.peers.add(name)
         return name
 
     def remove_peer(self, name: str) -> None:
         self._check()
         if name not in self.peers:
-            raise PortError(PortErrorKind.LOST, f"no peer {name}")
+            raise NixlError(NixlErrorKind.LOST, f"no peer {name}")
         self.peers.remove(name)
 
     def prepare(self, peer: str | None, rows: Rows, memory: Memory) -> Dlist:
@@ -194,7 +194,7 @@ class InMemoryAgent:
         whole = np.stack([rows[:, 0], (rows[:, 4] - 1) * rows[:, 3] + rows[:, 1]], axis=1)
         with self.fabric.lock:
             if peer is not None and peer not in self.peers:
-                raise PortError(PortErrorKind.LOST, f"no peer {peer}")
+                raise NixlError(NixlErrorKind.LOST, f"no peer {peer}")
             ranges = self.ranges if peer is None else self.fabric.agents[peer].ranges
             self._inside(whole, ranges, memory)  # NIXL looks a strided row up as a whole
             dlist = Dlist(_Elements(dense, memory), peer)
@@ -206,18 +206,18 @@ class InMemoryAgent:
     ) -> Handle:
         self._check()
         if local not in self.dlists or remote not in self.dlists or remote.peer is None:
-            raise PortError(PortErrorKind.INVALID, "a descriptor list that is not prepared")
+            raise NixlError(NixlErrorKind.INVALID, "a descriptor list that is not prepared")
         to = self._pick(local, local_indices)
         source = self._pick(remote, remote_indices)
         if to.shape != source.shape or (to[:, 1] != source[:, 1]).any():
-            raise PortError(PortErrorKind.INVALID, "the two sides differ in count or length")
+            raise NixlError(NixlErrorKind.INVALID, "the two sides differ in count or length")
         copies = [
             (int(a), int(b), int(n))
             for a, b, n in zip(to[:, 0], source[:, 0], to[:, 1], strict=True)
         ]
         with self.fabric.lock:
             if remote.peer not in self.peers or remote.peer in self.fabric.dead:
-                raise PortError(PortErrorKind.DISCONNECTED, f"{remote.peer} is gone")
+                raise NixlError(NixlErrorKind.DISCONNECTED, f"{remote.peer} is gone")
             transfer = Transfer(self.name, remote.peer, copies)
             transfer.behaviour = self.fabric.behave(transfer)
             self.fabric.posted += 1
@@ -227,7 +227,7 @@ class InMemoryAgent:
             if error is not None:
                 if error is _GONE:
                     self.fabric.disconnect(self, remote.peer)
-                raise PortError(error, "posting failed, as asked", flying=error is not _GONE)
+                raise NixlError(error, "posting failed, as asked", flying=error is not _GONE)
             handle = Handle(transfer)
             self.handles.add(handle)
         return handle
@@ -237,11 +237,11 @@ class InMemoryAgent:
         with self.fabric.lock:
             transfer = self._transfer(handle)
             if transfer.error is not None:
-                raise PortError(transfer.error, f"{transfer.peer} is dead")
+                raise NixlError(transfer.error, f"{transfer.peer} is dead")
             if transfer not in self.fabric.flying:
                 return "DONE"
             if transfer.peer not in self.peers:
-                raise PortError(PortErrorKind.LOST, f"no peer {transfer.peer}", flying=True)
+                raise NixlError(NixlErrorKind.LOST, f"no peer {transfer.peer}", flying=True)
             behaviour = transfer.behaviour
             transfer.polls += 1
             if transfer.polls <= behaviour.polls:
@@ -254,7 +254,7 @@ class InMemoryAgent:
                     self.fabric.disconnect(self, transfer.peer)
                 elif not flying:
                     self.fabric.flying.remove(transfer)
-                raise PortError(behaviour.poll_error, "polling failed, as asked", flying=flying)
+                raise NixlError(behaviour.poll_error, "polling failed, as asked", flying=flying)
             if behaviour.hang:
                 return "PROC"
             self.fabric.land(transfer)
@@ -265,19 +265,19 @@ class InMemoryAgent:
         with self.fabric.lock:
             transfer = self._transfer(handle)
             if transfer.behaviour.refuse_release and transfer in self.fabric.flying:
-                raise PortError(PortErrorKind.INTERNAL, "cannot be cancelled", flying=True)
+                raise NixlError(NixlErrorKind.INTERNAL, "cannot be cancelled", flying=True)
             self.handles.remove(handle)
 
     def release_dlist(self, dlist: Dlist) -> None:
         self._check()
         if dlist not in self.dlists:
-            raise PortError(PortErrorKind.INVALID, "released twice")
+            raise NixlError(NixlErrorKind.INVALID, "released twice")
         self.dlists.remove(dlist)
 
     def close(self) -> None:
         with self.fabric.lock:
             if self.fabric.survive_close:
-                raise AgentSurvivedError(PortErrorKind.INTERNAL, "survives, as asked", flying=True)
+                raise AgentSurvivedError(NixlErrorKind.INTERNAL, "survives, as asked", flying=True)
             self.closed = True
             self.fabric.flying = [t for t in self.fabric.flying if t.agent != self.name]
             self.fabric.agents.pop(self.name, None)
@@ -291,17 +291,17 @@ class InMemoryAgent:
         if thread != self.owner:
             raise AssertionError(f"agent {self.name} called from two threads")
         if self.closed:
-            raise PortError(PortErrorKind.INVALID, f"agent {self.name} is closed")
+            raise NixlError(NixlErrorKind.INVALID, f"agent {self.name} is closed")
 
     def _transfer(self, handle: Handle) -> Transfer:
         if handle not in self.handles or not isinstance(handle.native, Transfer):
-            raise PortError(PortErrorKind.INVALID, "a handle that is not open")
+            raise NixlError(NixlErrorKind.INVALID, "a handle that is not open")
         return handle.native
 
     def _pick(self, dlist: Dlist, indices: Indices) -> NDArray[np.uint64]:
         rows: Rows = dlist.native.rows
         if len(indices) == 0 or indices.min() < 0 or indices.max() >= len(rows):
-            raise PortError(PortErrorKind.INVALID, "an index outside the descriptor list")
+            raise NixlError(NixlErrorKind.INVALID, "an index outside the descriptor list")
         return rows[indices]
 
     def _inside(self, whole: Rows, ranges: Sequence[MemoryRange], memory: Memory) -> None:
@@ -312,7 +312,7 @@ class InMemoryAgent:
             if item.memory is memory:
                 covered |= (start >= item.address) & (stop <= item.address + item.length)
         if not covered.all():
-            raise PortError(PortErrorKind.INVALID, "memory that is not registered")
+            raise NixlError(NixlErrorKind.INVALID, "memory that is not registered")
 
 
 def _elements(rows: Rows) -> Rows:

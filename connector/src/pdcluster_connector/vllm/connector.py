@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from pdcluster_connector.vllm.scheduler import SchedulerRole
-    from pdcluster_connector.vllm.step import StepOrders, StepReport
+    from pdcluster_connector.vllm.step_messages import StepOrders, StepReport
     from pdcluster_connector.vllm.worker import WorkerRole
 
 NAME = "PDClusterConnector"
 
 
 def _no_orders() -> KVConnectorMetadata:
-    from pdcluster_connector.vllm.step import StepOrders
+    from pdcluster_connector.vllm.step_messages import StepOrders
 
     return StepOrders()
 
@@ -261,7 +261,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _orders(self) -> StepOrders:
-        from pdcluster_connector.vllm.step import StepOrders
+        from pdcluster_connector.vllm.step_messages import StepOrders
 
         metadata = self._connector_metadata
         return metadata if isinstance(metadata, StepOrders) else StepOrders()

@@ -23,7 +23,7 @@ from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.prefill import is_prefill
 from pdcluster_connector.vllm.prompt import digest_of_prompt
-from pdcluster_connector.vllm.step import Receipt, ReceiveOrder
+from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
 from pdcluster_connector.vllm.ticket_book import LeaseSender, TicketBook
 
 # Why a request was decoded without a transfer.

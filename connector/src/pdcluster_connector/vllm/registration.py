@@ -37,13 +37,13 @@ from pdcluster_connector.compat.shape import (
     Memory,
     PartShape,
 )
+from pdcluster_connector.nixl_io.interface import MemoryRange
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.slices import SLICE_BYTES, joined, sliced
 from pdcluster_connector.plan.topology import head_interval
-from pdcluster_connector.runtime.nixl_port import MemoryRange
-from pdcluster_connector.vllm.elements import engine_dtype, layer_dtype, layer_scales
+from pdcluster_connector.vllm.element_types import engine_dtype, layer_dtype, layer_scales
 from pdcluster_connector.vllm.groups import cache_groups
-from pdcluster_connector.vllm.states import describe_states
+from pdcluster_connector.vllm.mamba_states import describe_states
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Scheduler role: the prefill and the decode half, the side channel, and their inboxes.
 
 Runs in vLLM's EngineCore, on the step's critical path: everything that waits for the network
-has a thread of its own (runtime.side_channel, runtime.lease_client).
+has a thread of its own (sidechannel.server, sidechannel.lease_client).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pdcluster_connector import __version__
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.link_health.control_agent import TOKEN_VARIABLE
 from pdcluster_connector.protocol.kv_path import key_of
 from pdcluster_connector.protocol.messages import Malformed, decode_shard
-from pdcluster_connector.runtime.control import TOKEN_VARIABLE
-from pdcluster_connector.runtime.lease_client import LeaseClient
-from pdcluster_connector.runtime.lease_inbox import LeaseInbox
-from pdcluster_connector.runtime.side_channel import SideChannelServer
+from pdcluster_connector.sidechannel.lease_client import LeaseClient
+from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox
+from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.decode import DecodeRole
 from pdcluster_connector.vllm.groups import cache_groups
+from pdcluster_connector.vllm.joined_shape import decode_shape, join_layers
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.prefill import PrefillRole
-from pdcluster_connector.vllm.shape import decode_shape, join_layers
-from pdcluster_connector.vllm.step import StepOrders, StepReport, WorkerHandshake
+from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
 
 logger = logging.getLogger(__name__)
 

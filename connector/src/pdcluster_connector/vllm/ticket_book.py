@@ -21,7 +21,7 @@ _Key = tuple[str, str, int]
 
 
 class LeaseSender(Protocol):
-    """Tells prefill engines about leases; never blocks (runtime.lease_client)."""
+    """Tells prefill engines about leases; never blocks (sidechannel.lease_client)."""
 
     def release(
         self, host: str, port: int, engine_id: str, request_id: str, token: int, deadline: float

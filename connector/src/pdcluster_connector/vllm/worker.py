@@ -1,7 +1,7 @@
 """Worker role: registers this rank's caches, starts receives and reports what ended.
 
 The engine step only swaps queues: NIXL belongs to the receiver's transfer thread
-(runtime.receiver), handshakes to the peer book's (runtime.peers).
+(transfer.receiver), handshakes to the peer book's (sidechannel.peers).
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.link_health.control_agent import ControlAgent
+from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
+from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.request import EngineBlocks, groups_of
 from pdcluster_connector.protocol.messages import encode
-from pdcluster_connector.runtime.control import ControlAgent
-from pdcluster_connector.runtime.nixl_agent import NixlAgent
-from pdcluster_connector.runtime.peers import PeerBook
-from pdcluster_connector.runtime.receiver import (
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.transfer.receiver import (
     Receiver,
     ReceiveRequest,
     ReceiveResults,
     ReceiverOptions,
 )
-from pdcluster_connector.runtime.serving import ServingAgent
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.fingerprint import digest_of_engine
+from pdcluster_connector.vllm.joined_shape import decode_shape, encode_shape, join_shapes
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.registration import Registration, register
-from pdcluster_connector.vllm.shape import decode_shape, encode_shape, join_shapes
-from pdcluster_connector.vllm.step import (
+from pdcluster_connector.vllm.step_messages import (
     Receipt,
     ReceiveOrder,
     StepOrders,
     StepReport,
     WorkerHandshake,
 )
-from pdcluster_connector.vllm.tails import Tails
+from pdcluster_connector.vllm.unfilled_blocks import Tails
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class WorkerRole:
         self._receiver = Receiver(
             shard=registration.shard,
             memory=registration.memory,
-            port_factory=lambda: self._new_agent(threads=self._options.num_threads),
+            make_agent=lambda: self._new_agent(threads=self._options.num_threads),
             peers=self._peers,
             options=ReceiverOptions(drain_deadline_seconds=self._options.drain_deadline_seconds),
             prepare_thread=self._select_device,

@@ -10,16 +10,20 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.adapters import kopf_app
-from pdcluster_operator.adapters.certificate_keeper import CertificateKeeper, WebhookPlace
+from pdcluster_operator.adapters.api_server import watch as kopf_app
+from pdcluster_operator.adapters.api_server.children import KubeApi
+from pdcluster_operator.adapters.api_server.client import (
+    KubeClient,
+    find_configuration,
+    own_namespace,
+)
+from pdcluster_operator.adapters.api_server.events import KubeEvents
+from pdcluster_operator.adapters.api_server.sweep import Sweeper
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.adapters.events import KubeEvents
-from pdcluster_operator.adapters.kube import KubeApi
-from pdcluster_operator.adapters.kube_client import KubeClient, find_configuration, own_namespace
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
-from pdcluster_operator.adapters.sweep import Sweeper
+from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.reconcile import Place
 

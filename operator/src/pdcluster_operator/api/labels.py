@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .enums import Role
+from pdcluster_operator.api.spec.enums import Role
 
 GROUP = "pdcluster.dev"
 VERSION = "v1alpha1"

@@ -107,8 +107,8 @@ Work = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 
 def _operator(options: argparse.Namespace) -> Work:
-    from pdcluster_operator.adapters.certificate_keeper import WebhookPlace
     from pdcluster_operator.adapters.operator_process import OperatorOptions, run_operator
+    from pdcluster_operator.adapters.tls.certificate_keeper import WebhookPlace
 
     place = None
     if options.webhook_configuration is not None:
@@ -128,7 +128,7 @@ def _operator(options: argparse.Namespace) -> Work:
 
 
 def _webhook(options: argparse.Namespace) -> Work:
-    from pdcluster_operator.adapters.webhook_process import WebhookOptions, run_webhook
+    from pdcluster_operator.adapters.admission.webhook_process import WebhookOptions, run_webhook
 
     chosen = WebhookOptions(
         folder=options.certificate_folder,

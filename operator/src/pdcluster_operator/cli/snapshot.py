@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdcluster_operator.adapters.local.cluster import LocalCluster
-from pdcluster_operator.adapters.local.controllers import is_ready
 from pdcluster_operator.api.labels import CLUSTER_LABEL, EngineName, engine_of
+from pdcluster_operator.local.cluster import LocalCluster
+from pdcluster_operator.local.controllers import is_ready
 from pdcluster_operator.plan.pods import describe_end
 from pdcluster_operator.plan.reports import EngineReport, LinkReport
 from pdcluster_operator.runtime.queue import Key

@@ -20,20 +20,11 @@ from rich.text import Text
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
-from pdcluster_operator.adapters.local.cluster import (
-    NOT_SIMULATED,
-    POD_PORTS,
-    LocalCluster,
-    container_environment,
-)
-from pdcluster_operator.adapters.local.facts import gather
-from pdcluster_operator.adapters.local.preflight import COMMAND_LINE, judge
-from pdcluster_operator.adapters.local.runs import new_run_folder
-from pdcluster_operator.api.enums import Visibility
 from pdcluster_operator.api.findings import Findings, under
 from pdcluster_operator.api.labels import HTTP_PORT
-from pdcluster_operator.api.types import Cluster
-from pdcluster_operator.api.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.enums import Visibility
+from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.lint import print_findings
 from pdcluster_operator.cli.manifest import read_cluster
@@ -41,6 +32,15 @@ from pdcluster_operator.cli.once import ask, describe_path
 from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
 from pdcluster_operator.cli.tables import conditions_table, links_table, waiting_for
 from pdcluster_operator.cli.view import View
+from pdcluster_operator.local.cluster import (
+    NOT_SIMULATED,
+    POD_PORTS,
+    LocalCluster,
+    container_environment,
+)
+from pdcluster_operator.local.facts import gather
+from pdcluster_operator.local.preflight import COMMAND_LINE, judge
+from pdcluster_operator.local.runs import new_run_folder
 from pdcluster_operator.runtime.queue import Key
 
 LOOK_SECONDS = 0.3

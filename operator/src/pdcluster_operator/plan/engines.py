@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.engine_types import Parallelism
-from pdcluster_operator.api.enums import Role
 from pdcluster_operator.api.labels import ENGINE_LABEL, EngineName
-
-from .model import Manifest, Observed
-from .pods import (
+from pdcluster_operator.api.spec.engine_types import Parallelism
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.model import Manifest, Observed
+from pdcluster_operator.plan.pods import (
     Trouble,
     is_pod_ready,
     metadata_of,
@@ -25,7 +24,7 @@ from .pods import (
     status_of,
     text_of,
 )
-from .reports import EngineReport
+from pdcluster_operator.plan.reports import EngineReport
 
 REPORTED_STATES = {
     "Starting": StatusReason.STARTING,

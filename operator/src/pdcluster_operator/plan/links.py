@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdcluster_operator.api.conditions import StatusReason
-
-from .engines import EngineView
-from .reports import CanaryReport, LinkReport, LinksReport, LinkState
+from pdcluster_operator.plan.engines import EngineView
+from pdcluster_operator.plan.reports import CanaryReport, LinkReport, LinksReport, LinkState
 
 
 class PairState(StrEnum):

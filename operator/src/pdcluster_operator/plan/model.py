@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .reports import EngineReport, LinksReport
+from pdcluster_operator.plan.reports import EngineReport, LinksReport
 
 Manifest = Mapping[str, Any]
 

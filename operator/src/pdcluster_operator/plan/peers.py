@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
-from pdcluster_operator.api.types import Cluster
-
-from .engines import EngineView
-from .model import PeerAssignment
-from .reports import LinksReport
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.engines import EngineView
+from pdcluster_operator.plan.model import PeerAssignment
+from pdcluster_operator.plan.reports import LinksReport
 
 GENERATION_DIGITS = 12
 

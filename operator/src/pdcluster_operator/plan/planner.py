@@ -13,19 +13,27 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import seconds
 from pdcluster_operator.api.labels import APPLIED_ANNOTATION, EngineName, engine_of
-from pdcluster_operator.api.types import Cluster, Role
-from pdcluster_operator.api.validate import check_manifest
-
-from .builders.router_deployment import ROUTER_COMPONENT
-from .desired import Desired, Wanted, desire, identity, live_engines
-from .engines import observe_engines
-from .links import observe_pairs
-from .model import Apply, Delete, Manifest, Observed, PeerAssignment, Plan, RestartPod, Step
-from .peers import assign_peers
-from .pods import pod_trouble
-from .status import View, build_status, transitions
-from .subset import covers
-from .verdicts_change import ChangeView
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT
+from pdcluster_operator.plan.drift import covers
+from pdcluster_operator.plan.engines import observe_engines
+from pdcluster_operator.plan.links import observe_pairs
+from pdcluster_operator.plan.model import (
+    Apply,
+    Delete,
+    Manifest,
+    Observed,
+    PeerAssignment,
+    Plan,
+    RestartPod,
+    Step,
+)
+from pdcluster_operator.plan.peers import assign_peers
+from pdcluster_operator.plan.pods import pod_trouble
+from pdcluster_operator.plan.rollout.desired import Desired, Wanted, desire, identity, live_engines
+from pdcluster_operator.plan.status.build import View, build_status, transitions
+from pdcluster_operator.plan.status.progress import ChangeView
 
 MANAGED_KINDS = frozenset(
     {

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
-
-from .model import Manifest
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
+from pdcluster_operator.plan.model import Manifest
 
 IMAGE_TROUBLE = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull")
 CONFIG_TROUBLE = (

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from pdcluster_operator.runtime.link_monitor import LinkMonitor
+from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink, Launchers
 from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
 from pdcluster_operator.runtime.reconcile import Place, Reconciler
@@ -44,7 +44,7 @@ class ControlLoop:
         self._worked = worked
         self.store = Store()
         self.queue = KeyedQueue(self._work, backoff=backoff)
-        self.monitor = LinkMonitor(launchers, self.queue.add, period=poll_seconds)
+        self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
         self._reconciler = Reconciler(
             store=self.store,
             api=api,

@@ -17,7 +17,7 @@ from pdcluster_operator.plan.engines import known_ids
 from pdcluster_operator.plan.model import Apply, Observed, Plan, Step
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.link_monitor import LinkMonitor, Target
+from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor, Target
 from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store
@@ -52,7 +52,7 @@ class Reconciler:
         *,
         store: Store,
         api: Api,
-        monitor: LinkMonitor,
+        monitor: LauncherMonitor,
         events: EventSink,
         connector: ConnectorSource,
         clock: Clock,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_connector.protocol.api_key import VARIABLE
-from pdcluster_operator.api.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster
 
 # vLLM's own check leaves open what does not begin with /v1.
 ENGINE_MIDDLEWARE = "pdcluster_connector.vllm.api_guard.RequireKey"

@@ -6,10 +6,9 @@ import base64
 from typing import Any
 
 from pdcluster_operator.api.labels import cluster_labels, connector_name
-from pdcluster_operator.api.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.metadata import child_metadata
 from pdcluster_operator.plan.model import ConnectorBundle
-
-from .metadata import child_metadata
 
 CONNECTOR_FILE = "connector.pyz"
 CONNECTOR_FOLDER = "/pdcluster"

@@ -11,10 +11,9 @@ from pdcluster_operator.api.labels import (
     budget_name,
     cluster_labels,
 )
-from pdcluster_operator.api.types import Cluster, Role
-
-from .metadata import child_metadata
-from .router_deployment import ROUTER_COMPONENT, router_selector
+from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.plan.builders.metadata import child_metadata
+from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT, router_selector
 
 
 def build_disruption_budget(cluster: Cluster, role: Role) -> dict[str, Any]:

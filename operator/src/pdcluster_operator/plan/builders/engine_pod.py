@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.api.drain import STOP_SECONDS, drain_seconds, grace_period
-from pdcluster_operator.api.enums import ConnectorSource, Device
 from pdcluster_operator.api.labels import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
@@ -16,21 +14,22 @@ from pdcluster_operator.api.labels import (
     engine_labels,
     service_account_name,
 )
-from pdcluster_operator.api.pod_templates import ENGINE_CONTAINER
-from pdcluster_operator.api.resolve import Engine
-from pdcluster_operator.api.resources import added_limits
-from pdcluster_operator.api.types import Cluster
-from pdcluster_operator.plan.merge import merge
-
-from .api_key import api_key_env
-from .connector_configmap import (
+from pdcluster_operator.api.spec.drain import STOP_SECONDS, drain_seconds, grace_period
+from pdcluster_operator.api.spec.enums import ConnectorSource, Device
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
+from pdcluster_operator.api.spec.resolve import Engine
+from pdcluster_operator.api.spec.resources import added_limits
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.api_key import api_key_env
+from pdcluster_operator.plan.builders.connector_configmap import (
     CONNECTOR_FILE,
     CONNECTOR_FOLDER,
     connector_mount,
     connector_volume,
 )
-from .model_volumes import model_env, model_mounts, model_volumes
-from .vllm_args import NODE_RANK_VARIABLE, vllm_args
+from pdcluster_operator.plan.builders.model_volumes import model_env, model_mounts, model_volumes
+from pdcluster_operator.plan.builders.vllm_args import NODE_RANK_VARIABLE, vllm_args
+from pdcluster_operator.plan.merge import merge
 
 SHARED_MEMORY = {Device.CUDA: "8Gi", Device.CPU: "2Gi"}
 TERMINATION_LOG = "/dev/termination-log"

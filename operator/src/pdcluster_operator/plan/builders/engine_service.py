@@ -14,9 +14,8 @@ from pdcluster_operator.api.labels import (
     EngineName,
     engine_labels,
 )
-from pdcluster_operator.api.types import Cluster
-
-from .metadata import child_metadata
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.metadata import child_metadata
 
 
 def build_engine_service(cluster: Cluster, name: EngineName, pairing_key: str) -> dict[str, Any]:

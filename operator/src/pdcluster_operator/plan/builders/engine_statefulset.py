@@ -10,12 +10,11 @@ from pdcluster_operator.api.labels import (
     EngineName,
     engine_labels,
 )
-from pdcluster_operator.api.resolve import Engine
-from pdcluster_operator.api.types import Cluster, Role
-from pdcluster_operator.plan.revision import role_revision
-
-from .engine_pod import build_engine_pod
-from .metadata import child_metadata
+from pdcluster_operator.api.spec.resolve import Engine
+from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
+from pdcluster_operator.plan.builders.metadata import child_metadata
+from pdcluster_operator.plan.rollout.revision import role_revision
 
 
 def build_engine_statefulset(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.api.labels import API_VERSION, KIND
-from pdcluster_operator.api.types import Cluster
+from pdcluster_operator.api.spec.types import Cluster
 
 
 def child_metadata(cluster: Cluster, name: str, labels: Mapping[str, str]) -> dict[str, Any]:

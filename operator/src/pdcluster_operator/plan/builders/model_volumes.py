@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.api.resolve import CACHE_FOLDER, MODEL_FOLDER
-from pdcluster_operator.api.types import Cluster
+from pdcluster_operator.api.spec.resolve import CACHE_FOLDER, MODEL_FOLDER
+from pdcluster_operator.api.spec.types import Cluster
 
 
 def model_volumes(cluster: Cluster) -> list[dict[str, Any]]:

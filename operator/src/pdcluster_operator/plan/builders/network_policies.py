@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.api.enums import Role
-from pdcluster_operator.api.fields import as_manifest
 from pdcluster_operator.api.labels import (
     CLUSTER_LABEL,
     ENGINE_METRICS_PORT,
@@ -19,10 +17,11 @@ from pdcluster_operator.api.labels import (
     engines_policy_name,
     router_policy_name,
 )
-from pdcluster_operator.api.types import Cluster
-
-from .metadata import child_metadata
-from .router_deployment import ROUTER_COMPONENT
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.fields import as_manifest
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.metadata import child_metadata
+from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT
 
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdcluster_operator.api.enums import RouterPolicy
 from pdcluster_operator.api.labels import (
     CLUSTER_LABEL,
     LAUNCHER_PORT,
@@ -17,18 +16,18 @@ from pdcluster_operator.api.labels import (
     router_deployment_name,
     service_account_name,
 )
-from pdcluster_operator.api.pod_templates import ROUTER_CONTAINER
-from pdcluster_operator.api.types import Cluster
-from pdcluster_operator.plan.merge import merge
-
-from .api_key import api_key_env
-from .connector_configmap import (
+from pdcluster_operator.api.spec.enums import RouterPolicy
+from pdcluster_operator.api.spec.pod_templates import ROUTER_CONTAINER
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.api_key import api_key_env
+from pdcluster_operator.plan.builders.connector_configmap import (
     CONNECTOR_FILE,
     CONNECTOR_FOLDER,
     connector_mount,
     connector_volume,
 )
-from .metadata import child_metadata
+from pdcluster_operator.plan.builders.metadata import child_metadata
+from pdcluster_operator.plan.merge import merge
 
 ROUTER_COMPONENT = "router"
 POLICIES = {

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_operator.api.labels import ROUTER_PORT, cluster_labels, router_name
-from pdcluster_operator.api.types import Cluster
-
-from .metadata import child_metadata
-from .router_deployment import ROUTER_COMPONENT, router_selector
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.metadata import child_metadata
+from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT, router_selector
 
 
 def build_router_service(cluster: Cluster, pairing_key: str) -> dict[str, Any] | None:

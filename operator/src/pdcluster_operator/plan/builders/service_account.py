@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_operator.api.labels import cluster_labels, service_account_name
-from pdcluster_operator.api.types import Cluster
-
-from .metadata import child_metadata
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.metadata import child_metadata
 
 
 def build_service_account(cluster: Cluster) -> dict[str, Any]:

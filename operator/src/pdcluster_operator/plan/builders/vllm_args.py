@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 
-from pdcluster_operator.api.drain import DRAIN_DEADLINE_SECONDS
-from pdcluster_operator.api.enums import Device, LoadFailurePolicy, Role, Switch, Visibility
 from pdcluster_operator.api.labels import HTTP_PORT, MASTER_PORT, SIDE_CHANNEL_PORT, EngineName
-from pdcluster_operator.api.resolve import Engine
-from pdcluster_operator.api.types import Cluster
-
-from .api_key import api_key_args
+from pdcluster_operator.api.spec.drain import DRAIN_DEADLINE_SECONDS
+from pdcluster_operator.api.spec.enums import Device, LoadFailurePolicy, Role, Switch, Visibility
+from pdcluster_operator.api.spec.resolve import Engine
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.api_key import api_key_args
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 BUFFER_DEVICES = {Device.CUDA: "cuda", Device.CPU: "cpu"}

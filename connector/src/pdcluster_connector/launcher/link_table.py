@@ -1,0 +1,226 @@
+"""The link table: many workers' reports become one row for each prefill engine. Pure.
+
+Time comes in as an argument, in seconds of any monotonic clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from msgspec.structs import replace
+
+from pdcluster_connector.protocol.link_documents import (
+    LinkReport,
+    LinkState,
+    PeerEntry,
+    PeersDocument,
+    RankReport,
+)
+
+REPORT_LIFETIME: Final = 15.0
+MAX_MESSAGE: Final = 1000
+
+CanaryState = Literal["Pending", "Passed", "Failed"]
+Place = tuple[int, int]  # (pipeline, tensor)
+Worker = tuple[int, int, int]  # (data, pipeline, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryResult:
+    """What became of the latest request that was sent through a link. ``bytes`` of KV moved."""
+
+    state: CanaryState = "Pending"
+    bytes: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRow:
+    """One link (prefill engine, this decode engine).
+
+    It is made of pairs: each of this engine's workers with each of the peer's data-parallel ranks.
+
+    Attributes:
+        peer: the prefill engine as the operator named it.
+        engine_id: its incarnation as the workers see it, else the operator's.
+        state: Established only when every pair is, with one incarnation; Failed when any is.
+        reason: of the first pair that failed.
+        message: its message, or what the link waits for; of an established one what makes it slow.
+        shards: ``2/4``: pairs that are established, of all.
+        bytes_per_second: the slowest pair's, since a request waits for the slowest.
+        canary: the latest canary's result since the link was established.
+        establishment: the pairs' numbers of it, another each time; empty while it is not.
+    """
+
+    peer: PeerEntry
+    engine_id: str
+    state: LinkState
+    reason: str
+    message: str
+    shards: str
+    bytes_per_second: float
+    canary: CanaryResult
+    establishment: tuple[int, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """Return the row as ``GET /v1/links`` shows it."""
+        return {
+            "prefill": self.peer.engine,
+            "prefill_engine_id": self.engine_id,
+            "state": self.state.value,
+            "reason": self.reason,
+            "message": self.message[:MAX_MESSAGE],
+            "shards": self.shards,
+            "bytes_per_second": self.bytes_per_second,
+            "canary": {
+                "state": self.canary.state,
+                "bytes": self.canary.bytes,
+                "message": self.canary.message[:MAX_MESSAGE],
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    at: float
+    links: dict[tuple[str, int], LinkReport]  # by engine and data-parallel rank of the peer
+
+
+@dataclass(slots=True)
+class LinkTable:
+    """Peers from the operator, reports from the workers, results from the canary.
+
+    Attributes:
+        shards: (pipeline, tensor) sizes of this engine; a report of other sizes is refused.
+        data: its data-parallel size; a report of a rank beyond is refused.
+        peers: the operator's latest document.
+    """
+
+    shards: Place
+    data: int = 1
+    peers: PeersDocument = field(default_factory=lambda: PeersDocument(0, ()))
+    _reports: dict[Worker, _Kept] = field(default_factory=dict)
+    _canaries: dict[str, tuple[str, tuple[int, ...], CanaryResult]] = field(default_factory=dict)
+
+    def set_peers(self, document: PeersDocument) -> bool:
+        """Take the operator's document; False if it says what is known already.
+
+        The kept generation grows with every change, also when a restarted operator counts from
+        anew: workers wait for a generation other than theirs.
+        """
+        if document == replace(self.peers, generation=document.generation):
+            return False
+        generation = max(document.generation, self.peers.generation + 1)
+        self.peers = replace(document, generation=generation)
+        wanted = {peer.engine for peer in document.peers}
+        self._canaries = {key: kept for key, kept in self._canaries.items() if key in wanted}
+        return True
+
+    def add(self, report: RankReport, now: float) -> str | None:
+        """Take one worker's report; returns what is wrong with it, or None."""
+        rank, of = report.rank, report.of
+        if of != self.shards:
+            return f"of is {list(of)}, but this engine has {list(self.shards)} workers"
+        if any(not 0 <= place < size for place, size in zip(rank, of, strict=True)):
+            return f"rank {list(rank)} is outside of {list(of)}"
+        if report.data_rank >= self.data:
+            return f"data_rank is {report.data_rank}, but data_parallel_size is {self.data}"
+        links = {(link.engine, link.data_rank): link for link in report.links}
+        self._reports[report.data_rank, *rank] = _Kept(now, links)
+        return None
+
+    def set_canary(self, row: LinkRow, result: CanaryResult) -> None:
+        """Keep the result of a canary that was sent while the link stood as ``row`` says.
+
+        It counts for that incarnation and that establishment: a link that was lost meanwhile,
+        or is lost later, needs another canary.
+        """
+        engine = row.peer.engine
+        if row.establishment and any(peer.engine == engine for peer in self.peers.peers):
+            self._canaries[engine] = row.engine_id, row.establishment, result
+
+    def rows(self, now: float) -> list[LinkRow]:
+        """One row for each peer, in the operator's order."""
+        return [self._row(peer, now) for peer in self.peers.peers]
+
+    def _row(self, peer: PeerEntry, now: float) -> LinkRow:
+        pairs = [(worker, theirs) for worker in self._workers() for theirs in peer.data_ranks]
+        fresh: dict[tuple[Worker, int], LinkReport] = {}
+        for worker, theirs in pairs:
+            kept = self._reports.get(worker)
+            if kept is not None and now - kept.at <= REPORT_LIFETIME:
+                link = kept.links.get((peer.engine, theirs))
+                if link is not None:
+                    fresh[worker, theirs] = link
+        established = [link for link in fresh.values() if link.state is LinkState.ESTABLISHED]
+        failed = [pair for pair, link in fresh.items() if link.state is LinkState.FAILED]
+        seen = {link.engine_id for link in established} or {fresh[p].engine_id for p in failed}
+        state, reason, message = LinkState.PENDING, "", ""
+        if failed:
+            first = fresh[failed[0]]
+            state, reason = LinkState.FAILED, first.reason
+            message = self._ranks_named(peer, failed[0]) + first.message
+        elif len(established) == len(pairs) and len(seen) == 1:
+            state = LinkState.ESTABLISHED
+            message = next((link.message for link in established if link.message), "")
+        elif len(seen) > 1:
+            message = f"the workers see several incarnations: {', '.join(sorted(seen))}"
+        else:
+            pending = [link for link in fresh.values() if link.state is LinkState.PENDING]
+            reason = pending[0].reason if pending else ""
+            unheard = dict.fromkeys(worker for worker, n in pairs if (worker, n) not in fresh)
+            silent = [worker for worker in unheard if self._is_silent(worker, now)]
+            message = _waits_for(silent, list(unheard), pending)
+        engine_id = seen.pop() if len(seen) == 1 else peer.engine_id
+        establishment: tuple[int, ...] = ()
+        if state is LinkState.ESTABLISHED:
+            establishment = tuple(fresh[pair].establishment for pair in pairs)
+        *tried, canary = self._canaries.get(peer.engine, ("", (), CanaryResult()))
+        return LinkRow(
+            peer,
+            engine_id,
+            state,
+            reason,
+            message,
+            f"{len(established)}/{len(pairs)}",
+            min((link.bytes_per_second for link in established), default=0.0),
+            canary if tried == [engine_id, establishment] else CanaryResult(),
+            establishment,
+        )
+
+    def _is_silent(self, worker: Worker, now: float) -> bool:
+        """Whether a worker has reported before, but not lately."""
+        kept = self._reports.get(worker)
+        return kept is not None and now - kept.at > REPORT_LIFETIME
+
+    def _workers(self) -> list[Worker]:
+        pipeline, tensor = self.shards
+        return list(itertools.product(range(self.data), range(pipeline), range(tensor)))
+
+    def _ranks_named(self, peer: PeerEntry, pair: tuple[Worker, int]) -> str:
+        """Say which data-parallel ranks a message is about; nothing where there is only one."""
+        (own, _, _), theirs = pair
+        ends = []
+        if peer.data_parallel_size > 1:
+            ends.append(f"prefill's data-parallel rank {theirs}")
+        if self.data > 1:
+            ends.append(f"decode's data-parallel rank {own}")
+        return f"{', '.join(ends)}: " if ends else ""
+
+
+def _waits_for(silent: list[Worker], unheard: list[Worker], pending: list[LinkReport]) -> str:
+    """Say what a link waits for: workers that fell silent, a first report, or a handshake."""
+    if silent:
+        return f"no report in the last {REPORT_LIFETIME:.0f} s from {_named(silent)}"
+    if unheard:
+        return f"first report pending from {_named(unheard)}"
+    messages = (link.message for link in pending if link.message)
+    return next(messages, "the handshake is under way")
+
+
+def _named(workers: list[Worker]) -> str:
+    named = ", ".join(",".join(map(str, worker)) for worker in workers[:8])
+    more = f" and {len(workers) - 8} more" if len(workers) > 8 else ""
+    return f"worker (data,pipeline,tensor) {named}{more}"

@@ -1,0 +1,264 @@
+"""The real NIXL port; the only module that imports nixl.
+
+One thread calls an agent (its owner); nixl's own lock mode is RW all the same, because its
+progress thread runs beside it. Errors are translated outside of ``except`` blocks: a chained
+traceback would keep nixl's agent alive, and destroying the agent is what stops a DMA.
+"""
+
+# ruff: noqa: D102 - the methods are documented in AgentInterface
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.nixl_io.interface import (
+    AgentSurvivedError,
+    Dlist,
+    Handle,
+    Indices,
+    MemoryRange,
+    NixlError,
+    NixlErrorKind,
+    Rows,
+)
+from pdcluster_connector.plan.transfer import rows_nx3
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ALL = frozenset(NixlErrorKind)
+_GONE = frozenset({NixlErrorKind.DISCONNECTED})
+_ENDED = frozenset({NixlErrorKind.DISCONNECTED, NixlErrorKind.TRANSPORT})
+
+
+def _load_nixl() -> Any:
+    """Return nixl's Python API; the ROCm wheel has its own top-level name."""
+    try:
+        return importlib.import_module("nixl._api")
+    except ImportError as error:
+        try:
+            return importlib.import_module("nixl_rocm._api")
+        except ImportError:
+            raise NixlError(
+                NixlErrorKind.INVALID,
+                f"nixl cannot be imported ({error}); install nixl, or use an image that holds it",
+            ) from error
+
+
+PROGRESS_DELAY_MICROSECONDS = 100
+
+UCX_DEFAULTS = {
+    # UCX connects while a peer is added, and waits: to a peer whose packets the network drops for
+    # two minutes, in which nothing is read from any other peer either. [measured, UCX over TCP]
+    "UCX_TCP_CONN_NB": "y",
+    # Memory that was registered and is gone would be kept without bound. vLLM sets the same when
+    # it imports NIXL itself, and UCX reads it only once: when NIXL is loaded.
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+}
+
+
+@contextmanager
+def _waiting_progress_thread(api: Any) -> Iterator[None]:
+    """Let the agent's progress thread wait for events while it has nothing to do.
+
+    nixl 1.5's Python API fixes the delay at 0: each idle agent then spins on a core.
+    """
+    bindings = api.nixlBind
+    original = bindings.nixlAgentConfig
+
+    class Config(original):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, PROGRESS_DELAY_MICROSECONDS if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Config
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = original
+
+
+class NixlAgent:
+    """The real port: one nixl agent with backend ``backends`` (UCX)."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        backends: Sequence[str] = ("UCX",),
+        num_threads: int = 0,
+        backend_options: Sequence[tuple[str, str, str]] = (),
+        strided: bool | None = None,
+    ) -> None:
+        """Make an agent.
+
+        Args:
+            name: the agent's, to which a random part is added.
+            backends: those that this nixl lacks are left out.
+            num_threads: threads of the agent's own that post large transfers.
+            backend_options: (backend, option, value) (:mod:`compat.transports`).
+            strided: whether Nx5 lists are used; None finds out at the first list.
+        """
+        for variable, value in UCX_DEFAULTS.items():
+            os.environ.setdefault(variable, value)
+        api = _load_nixl()
+        # Peers tell agents apart by name, so a rebuilt agent needs a new one.
+        self.name = f"{name}#{secrets.token_hex(4)}"
+        self._strided = strided
+        self._registrations: list[Any] = []
+        self._open: set[Dlist | Handle] = set()
+        self._kinds = _error_kinds(
+            importlib.import_module(api.__name__.replace("_api", "_bindings"))
+        )
+        config = api.nixl_agent_config(
+            backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+        )
+        with _waiting_progress_thread(api):
+            self._agent: Any = self._call(lambda: api.nixl_agent(self.name, config))
+        for backend in [name for name in backends if name in self._agent.plugin_list]:
+            options = {option: value for of, option, value in backend_options if of == backend}
+            if num_threads:
+                options["num_threads"] = str(num_threads)
+            self._call(partial(self._agent.create_backend, backend, options))
+        if not self._agent.backends:
+            raise NixlError(NixlErrorKind.INVALID, f"nixl has no backend of {list(backends)}")
+
+    def register(self, ranges: Sequence[MemoryRange]) -> None:
+        for memory in Memory:
+            rows = [(r.address, r.length, r.device, "") for r in ranges if r.memory is memory]
+            if rows:
+                register = partial(self._agent.register_memory, rows, memory.value)
+                self._registrations.append(self._call(register))
+
+    def metadata(self) -> bytes:
+        return bytes(self._call(self._agent.get_agent_metadata))
+
+    def add_peer(self, metadata: bytes) -> str:
+        name = self._call(lambda: self._agent.add_remote_agent(metadata))
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, name: str) -> None:
+        self._call(lambda: self._agent.remove_remote_agent(name))
+
+    def prepare(self, peer: str | None, rows: Rows, memory: Memory) -> Dlist:
+        agent = "NIXL_INIT_AGENT" if peer is None else peer
+        native = None
+        if self._strided is not False:
+            try:
+                native = self._call(lambda: self._agent.prep_xfer_dlist(agent, rows, memory.value))
+                self._strided = True
+            except NixlError:
+                if self._strided:
+                    raise
+        if native is None:
+            # Older nixl knows no strided lists; if the rows are wrong, this raises as well.
+            dense = rows_nx3(rows)
+            native = self._call(lambda: self._agent.prep_xfer_dlist(agent, dense, memory.value))
+            if self._strided is None:
+                logger.warning("nixl takes no strided lists: %d descriptors instead", len(dense))
+            self._strided = False
+        dlist = Dlist(native, peer)
+        self._open.add(dlist)
+        return dlist
+
+    def read(
+        self, local: Dlist, local_indices: Indices, remote: Dlist, remote_indices: Indices
+    ) -> Handle:
+        native = self._call(
+            lambda: self._agent.make_prepped_xfer(
+                "READ", local.native, local_indices, remote.native, remote_indices
+            )
+        )
+        handle = Handle(native)
+        self._open.add(handle)  # also if posting fails: nixl may hold a part of it
+        # Part of it may be under way when posting fails, unless the peer is gone altogether.
+        status = self._call(lambda: self._agent.transfer(native), ending=_GONE)
+        if status == "ERR":
+            raise NixlError(NixlErrorKind.TRANSPORT, "posting the transfer failed", flying=True)
+        return handle
+
+    def state(self, handle: Handle) -> Literal["DONE", "PROC"]:
+        status = self._call(lambda: self._agent.check_xfer_state(handle.native), ending=_ENDED)
+        if status == "ERR":
+            raise NixlError(NixlErrorKind.TRANSPORT, "the transport failed the transfer")
+        return "DONE" if status == "DONE" else "PROC"
+
+    def release(self, handle: Handle) -> None:
+        self._call(handle.native.release)
+        self._drop(handle)
+
+    def release_dlist(self, dlist: Dlist) -> None:
+        self._call(dlist.native.release)
+        self._drop(dlist)
+
+    def close(self) -> None:
+        if self._agent is None:
+            return
+        alive = weakref.ref(self._agent.agent)
+        agent = self._agent
+        closers: list[Callable[[], Any]] = [
+            *(item.native.release for item in sorted(self._open, key=_handles_first)),
+            *(partial(agent.deregister_memory, item) for item in self._registrations),
+        ]
+        closer: Callable[[], Any] | None = None
+        for closer in closers:
+            # A refusal changes nothing: destroying the agent frees all of it.
+            with suppress(NixlError):
+                self._call(closer)
+        for item in list(self._open):
+            self._drop(item)
+        self._registrations.clear()
+        closers.clear()
+        del agent, closer
+        self._agent = None
+        if alive() is not None:
+            gc.collect()
+        if alive() is not None:
+            raise AgentSurvivedError(
+                NixlErrorKind.INTERNAL, f"something still holds nixl agent {self.name}", flying=True
+            )
+
+    def _drop(self, item: Dlist | Handle) -> None:
+        """Let go of nixl's own object, which would keep the agent alive."""
+        item.native = None
+        self._open.discard(item)
+
+    def _call(self, function: Callable[[], T], *, ending: Container[NixlErrorKind] = _ALL) -> T:
+        """Call nixl. Errors of the kinds in ``ending`` mean that no transfer is under way."""
+        try:
+            return function()
+        except Exception as error:  # noqa: BLE001 - every failure of nixl becomes a NixlError
+            kind = self._kinds.get(type(error), NixlErrorKind.INTERNAL)
+            message = f"nixl: {type(error).__name__}: {error}"
+        raise NixlError(kind, message, flying=kind not in ending)
+
+
+def _handles_first(item: Dlist | Handle) -> bool:
+    return isinstance(item, Dlist)
+
+
+def _error_kinds(bindings: Any) -> dict[type[BaseException], NixlErrorKind]:
+    """Map the exception classes this nixl has; by name, for they differ between versions."""
+    names = {
+        "nixlRemoteDisconnectError": NixlErrorKind.DISCONNECTED,
+        "nixlBackendError": NixlErrorKind.TRANSPORT,
+        "nixlCancelledError": NixlErrorKind.TRANSPORT,
+        "nixlNotFoundError": NixlErrorKind.LOST,
+        "nixlInvalidParamError": NixlErrorKind.INVALID,
+        "nixlMismatchError": NixlErrorKind.INVALID,
+        "nixlNotAllowedError": NixlErrorKind.INVALID,
+    }
+    kinds = {
+        getattr(bindings, name): kind for name, kind in names.items() if hasattr(bindings, name)
+    }
+    return {**kinds, TypeError: NixlErrorKind.INVALID, ValueError: NixlErrorKind.INVALID}

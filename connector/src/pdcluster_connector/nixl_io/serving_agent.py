@@ -1,0 +1,67 @@
+"""The agent through which this worker's KV can be read by its peers.
+
+It makes no transfers of its own: after registration, NIXL's progress thread (or the network
+hardware) answers the readers. The reading agent is another one and may be destroyed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange, NixlError
+from pdcluster_connector.nixl_io.probe import PROBE_BYTES, pattern
+from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.plan.slices import seams
+from pdcluster_connector.protocol.conversion import from_region
+from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata
+
+
+class ServingAgent:
+    """Registers this worker's KV memory and a probe buffer for others to read.
+
+    Args:
+        make_agent: makes a NIXL agent.
+        memory: what to register so that every region can be read.
+        probe_bytes: size of the probe buffer, in host memory.
+
+    Raises:
+        NixlError: NIXL is not installed, or refuses the memory.
+    """
+
+    def __init__(
+        self,
+        make_agent: Callable[[], AgentInterface],
+        memory: Sequence[MemoryRange],
+        *,
+        probe_bytes: int = PROBE_BYTES,
+    ) -> None:
+        self._probe = np.zeros(probe_bytes, np.uint8)
+        self._seams = seams(item.span for item in memory)
+        self._port = make_agent()
+        try:
+            probe = MemoryRange(self._probe.ctypes.data, self._probe.nbytes)
+            self._port.register([*memory, probe])
+        except NixlError:
+            self._port.close()
+            raise
+
+    def metadata(
+        self, engine_id: str, rank: tuple[int, int], regions: Sequence[Region]
+    ) -> ShardMetadata:
+        """Fill the probe buffer for ``engine_id`` and return what peers need to read here."""
+        self._probe[:] = pattern(engine_id, rank, self._probe.nbytes)
+        return ShardMetadata(
+            engine_id=engine_id,
+            rank=rank,
+            agent_name=self._port.name,
+            agent_metadata=self._port.metadata(),
+            regions=tuple(from_region(region) for region in regions),
+            probe=ProbeRegion(address=self._probe.ctypes.data, length=self._probe.nbytes),
+            seams=self._seams,
+        )
+
+    def close(self) -> None:
+        """Stop serving: readers see their transfers fail."""
+        self._port.close()

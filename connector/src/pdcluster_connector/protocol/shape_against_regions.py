@@ -1,0 +1,129 @@
+"""What an engine's shape claims of its layers, against what its shards' regions say.
+
+Both come from the same engine, so a difference is a fault in it: another connector version in
+one rank, or a cache that was not understood. Each finding names the field and both values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.rules import Finding, Verdict
+from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape
+from pdcluster_connector.plan.topology import head_interval
+from pdcluster_connector.protocol.conversion import to_shape
+from pdcluster_connector.protocol.messages import (
+    EngineMetadata,
+    RegionMessage,
+    ShardMetadata,
+)
+
+MOST_FINDINGS = 8
+REPORT = "Report it: the engine's ranks describe its KV cache in contradicting ways."
+
+
+def claims(metadata: EngineMetadata) -> Iterator[Finding]:
+    """Yield what the shape claims and the regions contradict, a few findings at most."""
+    shape = to_shape(metadata.shape)
+    found = [*_stated(shape), *_held(metadata, shape)]
+    yield from found[:MOST_FINDINGS]
+
+
+def _stated(shape: EngineShape) -> Iterator[Finding]:
+    """Yield what contradicts itself in the shape alone."""
+    for number, group in enumerate(shape.groups or ()):
+        if group.block_size % group.kernel_blocks_per_block:
+            ratio = f"{group.kernel_blocks_per_block} kernel blocks in a block"
+            yield _differs("groups", f"group {number}", f"block size {group.block_size}", ratio)
+    for layer in shape.layers or ():
+        if shape.groups is not None and layer.group >= len(shape.groups):
+            counted = f"{len(shape.groups)} groups"
+            yield _differs("layers", layer.name, f"group {layer.group}", counted)
+        total = sum(part.heads * part.head_bytes for part in layer.parts)
+        if layer.kind is LayerKind.MAMBA and layer.parts and total != layer.token_bytes:
+            both = f"{layer.token_bytes} bytes a state", f"{total} bytes over its parts"
+            yield _differs("layers", layer.name, *both)
+
+
+def _held(metadata: EngineMetadata, shape: EngineShape) -> Iterator[Finding]:
+    layers = {layer.name: layer for layer in shape.layers or ()}
+    stages: dict[str, int] = {}
+    for shard in metadata.shards:
+        arrays: dict[str, list[RegionMessage]] = defaultdict(list)
+        for region in shard.regions:
+            arrays[region.layer].append(region)
+        for name, regions in arrays.items():
+            stage = stages.setdefault(name, shard.rank[0])
+            if stage != shard.rank[0]:
+                ranks = f"pipeline rank {stage}", f"pipeline rank {shard.rank[0]}"
+                yield _differs("regions", name, *ranks)
+            if name in layers:
+                yield from _layer(shard, layers[name], regions, shape)
+
+
+def _layer(
+    shard: ShardMetadata, layer: LayerShape, regions: list[RegionMessage], shape: EngineShape
+) -> Iterator[Finding]:
+    where = f"{layer.name} of rank {shard.rank}"
+    parts = [region.part for region in regions]
+    if len(set(parts)) != len(parts):
+        yield _differs("regions", where, f"{len(parts)} regions", f"parts {sorted(set(parts))}")
+        return
+    stated = {part.name: (part.heads, part.head_bytes) for part in layer.parts}
+    if stated and stated.keys() != set(parts):
+        yield _differs("parts", where, str(sorted(stated)), str(sorted(parts)))
+        return
+    total = sum(region.token_bytes for region in regions)
+    if not stated and total != layer.token_bytes:
+        both = f"{layer.token_bytes} bytes a token and head", f"regions of {total}"
+        yield _differs("token_bytes", where, *both)
+    group = _group(shape, layer)
+    for region in regions:
+        heads, size = stated.get(region.part, (layer.kv_heads, region.token_bytes))
+        if region.token_bytes != size:
+            yield _differs("token_bytes", where, str(size), str(region.token_bytes))
+        if region.group != layer.group:
+            yield _differs("group", where, str(layer.group), str(region.group))
+        if group is not None and region.block_tokens != group.kernel_tokens:
+            both = f"kernel blocks of {group.kernel_tokens}", f"{region.block_tokens} tokens"
+            yield _differs("block_tokens", where, *both)
+        yield from _heads(shard, where, heads, region, shape)
+
+
+def _heads(
+    shard: ShardMetadata, where: str, heads: int, region: RegionMessage, shape: EngineShape
+) -> Iterator[Finding]:
+    held = (region.head_start, region.head_stop)
+    try:
+        expected = head_interval(heads, shape.tensor, shard.rank[1])
+    except ValueError:
+        return  # a rule of compat, or the rank itself, is refused by name
+    if held != expected:
+        share = f"{heads} heads over {shape.tensor} ranks, here {list(expected)}"
+        yield _differs("heads", where, share, f"{list(held)}")
+
+
+def _group(shape: EngineShape, layer: LayerShape) -> GroupShape | None:
+    groups = shape.groups or ()
+    return groups[layer.group] if layer.group < len(groups) else None
+
+
+def _differs(field: str, where: str, stated: str, found: str) -> Finding:
+    message = f"{field} of {where}: {stated} is stated, and {found}"
+    return contradiction(Reason.LAYOUT_UNSUPPORTED, field, stated, message, REPORT)
+
+
+def contradiction(reason: Reason, field: str, value: str, message: str, remedy: str) -> Finding:
+    """Return a refusal of one engine's own statement, without a rule of compat behind it."""
+    return Finding(
+        reason=reason,
+        verdict=Verdict.REFUSED,
+        field=field,
+        prefill_value=value,
+        decode_value="",
+        message=message,
+        remedy=remedy,
+        rule=f"{reason.value}/metadata",
+    )

@@ -1,0 +1,162 @@
+"""Tells prefill engines which leases decode is done with, or still needs.
+
+Runs in decode's scheduler role. A message is one HTTP request to one engine and carries
+everything that waits for that engine; it is repeated until it arrives or its deadline has
+passed (the lease has ended by itself then).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from pdcluster_connector.protocol import messages
+from pdcluster_connector.protocol.messages import LeaseKey, LeaseRequest
+from pdcluster_connector.sidechannel.handshake import NETWORK_ERRORS, client_session, describe, url
+from pdcluster_connector.sidechannel.loop_thread import LoopThread
+
+logger = logging.getLogger(__name__)
+
+GATHER_SECONDS = 0.005  # releases of one engine step travel together
+FIRST_RETRY_SECONDS = 0.1
+LAST_RETRY_SECONDS = 2.0
+BATCH = 256  # messages of the longest ids still fit a request
+MAX_PENDING = 65_536
+SEND = aiohttp.ClientTimeout(total=10.0, sock_connect=3.0)
+
+Address = tuple[str, int, str]  # host, port, engine id
+
+
+@dataclass(eq=False, slots=True)
+class _Outbox:
+    """What waits for one engine: deadlines (time.monotonic seconds) by lease."""
+
+    releases: dict[LeaseKey, float] = field(default_factory=dict)
+    renewals: dict[LeaseKey, float] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self.releases) + len(self.renewals)
+
+
+class LeaseClient:
+    """Thread-safe; its methods never block and never raise.
+
+    ``counts`` holds how many leases were ``delivered``, ``expired`` (not delivered in
+    time), ``refused`` (the engine was gone or could not read us) and ``overflow`` (dropped
+    because too many waited).
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._thread = LoopThread("pdcluster-leases")
+        self._outboxes: dict[Address, _Outbox] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Give what waits ``seconds`` to arrive, then stop. May be called twice."""
+        if self._thread.alive:
+            self._thread.submit(self._close(seconds)).result(timeout=seconds + 10)
+        self._thread.stop()
+
+    def release(
+        self, host: str, port: int, engine_id: str, request_id: str, token: int, deadline: float
+    ) -> None:
+        """Tell ``engine_id`` that decode needs the lease no longer.
+
+        ``request_id`` is prefill's own; ``deadline`` is in time.monotonic seconds.
+        """
+        self._thread.call(self._add, (host, port, engine_id), (request_id, token), deadline, True)
+
+    def renew(
+        self, host: str, port: int, engine_id: str, request_id: str, token: int, deadline: float
+    ) -> None:
+        """Tell ``engine_id`` once that decode still needs the lease."""
+        self._thread.call(self._add, (host, port, engine_id), (request_id, token), deadline, False)
+
+    # From here on: the loop's thread only.
+
+    def _add(self, address: Address, key: LeaseKey, deadline: float, release: bool) -> None:
+        if sum(map(len, self._outboxes.values())) >= MAX_PENDING:
+            self.counts["overflow"] += 1
+            return
+        outbox = self._outboxes.setdefault(address, _Outbox())
+        if release:
+            outbox.renewals.pop(key, None)
+            outbox.releases[key] = deadline
+        elif key not in outbox.releases:
+            outbox.renewals[key] = deadline
+        if outbox.task is None:
+            outbox.task = self._thread.loop.create_task(self._deliver(address, outbox))
+
+    async def _deliver(self, address: Address, outbox: _Outbox) -> None:
+        pause = FIRST_RETRY_SECONDS
+        try:
+            await asyncio.sleep(GATHER_SECONDS)
+            while self._prune(outbox):
+                releases = tuple(outbox.releases)[:BATCH]
+                renewals = tuple(outbox.renewals)[: BATCH - len(releases)]
+                outcome = await self._send(address, releases, renewals)
+                if outcome == "retry":
+                    await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
+                    pause = min(2 * pause, LAST_RETRY_SECONDS)
+                    continue
+                pause = FIRST_RETRY_SECONDS
+                self.counts[outcome] += len(releases) + len(renewals)
+                for key in releases:
+                    outbox.releases.pop(key, None)
+                for key in renewals:
+                    outbox.renewals.pop(key, None)
+        finally:
+            self._outboxes.pop(address, None)
+
+    def _prune(self, outbox: _Outbox) -> bool:
+        """Drop what is too late; True while something is left."""
+        now = time.monotonic()
+        for waiting in (outbox.releases, outbox.renewals):
+            for key in [key for key, deadline in waiting.items() if deadline <= now]:
+                del waiting[key]
+                self.counts["expired"] += 1
+        return len(outbox) > 0
+
+    async def _send(
+        self, address: Address, releases: tuple[LeaseKey, ...], renewals: tuple[LeaseKey, ...]
+    ) -> str:
+        host, port, engine_id = address
+        body = messages.encode(LeaseRequest(engine_id, releases, renewals))
+        if self._session is None:
+            self._session = client_session()
+        try:
+            async with self._session.post(
+                url(host, port, "/v1/leases"), data=body, timeout=SEND, allow_redirects=False
+            ) as response:
+                status = response.status
+        except NETWORK_ERRORS as error:
+            logger.debug("leases of %s: %s", engine_id, describe(error))
+            return "retry"
+        except ValueError as error:  # a host that makes no URL
+            logger.warning("leases of %s: %s", engine_id, error)
+            return "refused"
+        if status == 204:
+            return "delivered"
+        if status in {400, 404, 409, 413}:
+            logger.warning("leases of %s were refused: %d", engine_id, status)
+            return "refused"
+        return "retry"
+
+    async def _close(self, seconds: float) -> None:
+        tasks = [outbox.task for outbox in self._outboxes.values() if outbox.task]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+        if self._session is not None:
+            await self._session.close()

@@ -1,0 +1,236 @@
+"""The peers that this rank knows: handshakes, what they returned, and whether peers live.
+
+One thread with an asyncio loop. Requests for one engine share its attempts; attempts for
+different engines run side by side, so a dead engine delays nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.sidechannel.handshake import (
+    Introduction,
+    TryAgain,
+    ask_health,
+    client_session,
+    restarted,
+    shake_hands,
+    unreachable,
+)
+from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel.peer_source import PeerSource
+
+logger = logging.getLogger(__name__)
+
+Done = Callable[[EngineMetadata | Failure], None]
+OnGone = Callable[[str, Failure], None]
+
+FIRST_RETRY_SECONDS = 0.05
+LAST_RETRY_SECONDS = 1.0
+REFUSAL_SECONDS = 5.0  # how long a refusal is answered from memory
+POLL_SECONDS = 1.0
+# Silence of three seconds, asked twice: a stall of our own loop ends the first wait too.
+HEALTH_SECONDS = (2.0, 1.0)
+MAX_PEERS = 4096
+CLOSING = "this engine is shutting down"
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    done: Done
+    deadline: float
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    engine_id: str
+    host: str
+    port: int
+    waiters: list[_Waiter] = field(default_factory=list)
+    answer: EngineMetadata | Failure | None = None
+    answer_until: float = 0.0  # loop time; a refusal's only
+    last_error: str = "no attempt was made"
+    task: asyncio.Task[None] | None = None
+
+
+class PeerBook(PeerSource):
+    """The :class:`PeerSource` over side channels.
+
+    Args:
+        engine_id, shape, rank: how this rank introduces itself.
+    """
+
+    def __init__(self, engine_id: str, shape: EngineShape, rank: tuple[int, int]) -> None:
+        self.on_gone: OnGone | None = None
+        self._me = Introduction(engine_id, shape, rank)
+        self._thread = LoopThread("pdcluster-peers")
+        self._peers: dict[str, _Peer] = {}
+        self._listeners: list[OnGone] = []
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the thread. Calls made before wait for it."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End every attempt; what still waits is told so. May be called twice."""
+        self._closed = True
+        if self._thread.alive:
+            self._thread.submit(self._close()).result(timeout=10)
+        self._thread.stop()
+
+    def connect(self, engine_id: str, host: str, port: int, deadline: float, done: Done) -> None:
+        """See :meth:`PeerSource.connect`."""
+        waiter = _Waiter(done, deadline)
+        if self._closed or not self._thread.call(self._connect, engine_id, host, port, waiter):
+            done(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, CLOSING))
+
+    def forget(self, engine_id: str, failure: Failure) -> None:
+        """See :meth:`PeerSource.forget`. Those that wait for the engine are told."""
+        self._thread.call(self._forget, engine_id, failure)
+
+    def listen(self, on_gone: OnGone) -> None:
+        """Have ``on_gone`` called too when a connected peer is gone, or was forgotten."""
+        self._listeners.append(on_gone)
+
+    # From here on: the loop's thread only.
+
+    def _connect(self, engine_id: str, host: str, port: int, waiter: _Waiter) -> None:
+        loop = self._thread.loop
+        peer = self._peers.get(engine_id)
+        if peer is None:
+            if len(self._peers) >= MAX_PEERS:
+                self._trim()
+            if len(self._peers) >= MAX_PEERS:
+                message = f"{MAX_PEERS} peers are being tried already"
+                _tell(waiter, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
+                return
+            peer = self._peers[engine_id] = _Peer(engine_id, host, port)
+        if isinstance(peer.answer, EngineMetadata) or (
+            peer.answer is not None and loop.time() < peer.answer_until
+        ):
+            _tell(waiter, peer.answer)
+            return
+        peer.answer, peer.host, peer.port = None, host, port
+        peer.waiters.append(waiter)
+        wait = max(0.0, waiter.deadline - time.monotonic())
+        waiter.timer = loop.call_later(wait, self._too_late, peer, waiter)
+        if peer.task is None:
+            peer.task = loop.create_task(self._attend(peer))
+
+    async def _attend(self, peer: _Peer) -> None:
+        """Shake hands while anyone waits; once connected, watch until the peer is gone."""
+        try:
+            await self._shake_hands(peer)
+            if isinstance(peer.answer, EngineMetadata):
+                failure = await self._watch(peer)
+                self._gone(peer, failure)
+        finally:
+            peer.task = None
+
+    async def _shake_hands(self, peer: _Peer) -> None:
+        pause = FIRST_RETRY_SECONDS
+        while peer.waiters:
+            outcome = await shake_hands(
+                self._http(), self._me, peer.engine_id, peer.host, peer.port
+            )
+            if isinstance(outcome, TryAgain):
+                peer.last_error = outcome.message
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
+                pause = min(2 * pause, LAST_RETRY_SECONDS)
+                continue
+            peer.answer = outcome
+            if isinstance(outcome, Failure):
+                logger.warning("no KV from %s: %s", peer.engine_id, outcome)
+                peer.answer_until = self._thread.loop.time() + REFUSAL_SECONDS
+            waiters, peer.waiters = peer.waiters, []
+            for waiter in waiters:
+                _tell(waiter, outcome)
+
+    async def _watch(self, peer: _Peer) -> Failure:
+        """Return why the peer is gone, once it is."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            reply = await ask_health(self._http(), peer.host, peer.port, HEALTH_SECONDS[0])
+            if isinstance(reply, TryAgain):  # the second time over a fresh connection
+                reply = await ask_health(self._http(), peer.host, peer.port, HEALTH_SECONDS[1])
+            if isinstance(reply, TryAgain):
+                return unreachable(reply)
+            if reply.engine_id != peer.engine_id:
+                where = f"{peer.host}:{peer.port}"
+                return restarted(peer.engine_id, reply.engine_id, where)
+
+    def _gone(self, peer: _Peer, failure: Failure) -> None:
+        logger.warning("peer %s is gone: %s", peer.engine_id, failure)
+        if self._peers.get(peer.engine_id) is peer:
+            del self._peers[peer.engine_id]
+        if self.on_gone is not None:
+            _guarded(self.on_gone, peer.engine_id, failure)
+        self._tell_listeners(peer, failure)
+
+    def _tell_listeners(self, peer: _Peer, failure: Failure) -> None:
+        for listener in self._listeners:
+            _guarded(listener, peer.engine_id, failure)
+
+    def _too_late(self, peer: _Peer, waiter: _Waiter) -> None:
+        if waiter in peer.waiters:
+            peer.waiters.remove(waiter)
+            message = f"no handshake before the deadline; last: {peer.last_error}"
+            _tell(waiter, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
+            if not peer.waiters and peer.task is not None:
+                peer.task.cancel()
+                self._peers.pop(peer.engine_id, None)
+
+    def _forget(self, engine_id: str, failure: Failure) -> None:
+        peer = self._peers.pop(engine_id, None)
+        if peer is None:
+            return
+        if peer.task is not None:
+            peer.task.cancel()
+        waiters, peer.waiters = peer.waiters, []
+        for waiter in waiters:
+            _tell(waiter, failure)
+        if isinstance(peer.answer, EngineMetadata):  # nobody watches it any more
+            self._tell_listeners(peer, failure)
+
+    def _trim(self) -> None:
+        """Make room: refusals, of which a client's tickets can cause any number, go first."""
+        for engine_id in [key for key, peer in self._peers.items() if peer.task is None]:
+            del self._peers[engine_id]
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = client_session()
+        return self._session
+
+    async def _close(self) -> None:
+        for engine_id in list(self._peers):
+            self._forget(engine_id, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, CLOSING))
+        if self._session is not None:
+            await self._session.close()
+
+
+def _tell(waiter: _Waiter, outcome: EngineMetadata | Failure) -> None:
+    if waiter.timer is not None:
+        waiter.timer.cancel()
+    _guarded(waiter.done, outcome)
+
+
+def _guarded(callback: Callable[..., None], *args: object) -> None:
+    try:
+        callback(*args)
+    except Exception:  # a fault of one listener must not end the peers' thread
+        logger.exception("a callback of the peer book failed")

@@ -1,0 +1,148 @@
+"""One warm-up or probe of one link, carried out step by step by the transfer thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.interface import NixlError
+from pdcluster_connector.nixl_io.probe import (
+    ProbeResult,
+    Scratch,
+    SourceProbe,
+    describe_difference,
+    pattern,
+)
+from pdcluster_connector.nixl_io.reading_agent import Link, ReadingAgent, Source
+from pdcluster_connector.protocol.failure import Failure
+
+RECENT_SECONDS = 2.0
+NO_ROOM = Failure(Reason.BACKEND_ERROR, "nothing can be probed: earlier probe reads still hang")
+REMEDY = (
+    "Let every port between the two engines' pods through (network policies, firewalls), not only"
+    " that of the side channel"
+)
+
+
+class ProbeRun:
+    """Reads ``size`` bytes of each source's probe region, one source after the other.
+
+    ``done`` is called exactly once, ``seconds`` after the start at the latest, or after KV last
+    landed from the same source: behind much KV a probe waits for its turn. The run itself goes
+    on until no transfer of it can write any more; only then is its scratch slot given back.
+
+    A ``check`` is a run over a link in use: it passes over sources of which KV has landed within
+    the last RECENT_SECONDS, and nobody is in a hurry for it.
+    """
+
+    def __init__(
+        self,
+        agent: ReadingAgent,
+        link: Link,
+        scratch: Scratch,
+        *,
+        size: int,
+        seconds: float,
+        clock: Callable[[], float],
+        done: Callable[[Link, ProbeResult], None],
+        check: bool = False,
+    ) -> None:
+        self.link = link
+        self.check = check
+        self.reported = False
+        self.deadline = clock() + seconds
+        self._seconds = seconds
+        self._reading: Source | None = None
+        self._agent = agent
+        self._scratch = scratch
+        self._size = size
+        self._clock = clock
+        self._done = done
+        self._offset = scratch.take(size)
+        self._probes: list[SourceProbe] = []
+        self._steps = self._run()
+        link.flying += 1
+
+    def step(self) -> bool:
+        """Go on; returns False when the run is over and holds nothing any more."""
+        try:
+            next(self._steps)
+        except StopIteration:
+            over = True
+        else:
+            over = False
+            if not self.reported:
+                self._watch_the_time()
+        if over:
+            if self._offset is not None:
+                self._scratch.give_back(self._size, self._offset)
+            self.link.flying -= 1
+        return not over
+
+    def _watch_the_time(self) -> None:
+        if self._reading is None:
+            return
+        self.deadline = max(self.deadline, self._reading.moved_at + self._seconds)
+        if self._clock() >= self.deadline:
+            message = (
+                f"a read from {self.link.engine_id} (rank {self._reading.rank}) did not land in"
+                f" time: the KV transport is cut or stuck. {REMEDY}"
+            )
+            self.report(Failure(Reason.TRANSFER_STALLED, message))
+
+    def report(self, failure: Failure | None) -> None:
+        """Tell the result, once."""
+        if not self.reported:
+            self.reported = True
+            link, probes = self.link, tuple(self._probes)
+            self._done(link, ProbeResult(link.engine_id, probes, failure, link.notice))
+
+    def _run(self) -> Iterator[None]:
+        if self._offset is None:
+            self.report(NO_ROOM)
+            return
+        for source in self.link.sources:
+            length = min(self._size, source.probe.length)
+            recent = self._clock() - source.moved_at < RECENT_SECONDS
+            if length == 0 or (self.check and recent):
+                continue
+            self._reading = source
+            flying = False
+            try:
+                yield from self._read(source, length)
+            except NixlError as error:
+                flying = error.flying
+                self.report(Failure(Reason.BACKEND_ERROR, f"reading {source.peer}: {error}"))
+            while flying:  # until the agent is destroyed, and this run with it
+                yield
+            if self.reported:  # it failed, or landed too late to be believed
+                return
+        self.report(None)
+
+    def _read(self, source: Source, length: int) -> Iterator[None]:
+        assert self._offset is not None  # noqa: S101 - checked by _run
+        found = self._scratch.view(self._offset, length)
+        found[:] = 0
+        lists = self._agent.probe_lists(source, self._offset, length)
+        started = self._clock()
+        handle, flying = None, True
+        try:
+            handle = self._agent.read_probe(lists)
+            while not self._agent.landed(handle):
+                yield
+            seconds = self._clock() - started
+            flying = False
+        except NixlError as error:
+            flying = error.flying
+            raise
+        finally:
+            if not flying:
+                if handle is not None:
+                    self._agent.release(handle)
+                self._agent.release_dlists(lists)
+        expected = pattern(self.link.engine_id, source.rank, length)
+        wrong = describe_difference(expected, found, source.rank)
+        if wrong is None:
+            self._probes.append(SourceProbe(source.rank, length, seconds))
+        else:
+            self.report(Failure(Reason.PROBE_CORRUPTED, wrong))

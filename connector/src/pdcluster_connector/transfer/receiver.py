@@ -1,0 +1,147 @@
+"""The receiving side of one worker, as the engine step sees it.
+
+``receive``, ``abandon`` and ``results`` only move references between queues: they never
+block and never raise. Everything else happens on the transfer thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange
+from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.plan.geometry import Shard
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.sidechannel.peer_source import PeerSource
+from pdcluster_connector.transfer.connections import Closed, Links, Warmed
+from pdcluster_connector.transfer.receive_job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.receives import ReceiveExecutor
+from pdcluster_connector.transfer.results import Outbox, ReceiveResults
+from pdcluster_connector.transfer.transfer_thread import TransferThread
+
+__all__ = ["ReceiveRequest", "ReceiveResults", "Receiver", "ReceiverOptions"]
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+STOP_SECONDS = 30.0
+
+
+class Receiver:
+    """Reads KV for one decode worker.
+
+    Args:
+        shard: this rank's KV cache.
+        memory: what NIXL has to register so that all of ``shard`` can be written.
+        make_agent: makes a NIXL agent; called on the transfer thread, and again whenever
+            the agent had to be destroyed.
+        peers: where handshakes come from; its ``on_gone`` becomes ours.
+        options: limits.
+        clock: of the requests' deadlines.
+        prepare_thread: called first on the transfer thread (CUDA: select the device).
+    """
+
+    def __init__(
+        self,
+        *,
+        shard: Shard,
+        memory: Sequence[MemoryRange],
+        make_agent: Callable[[], AgentInterface],
+        peers: PeerSource,
+        options: ReceiverOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        prepare_thread: Callable[[], None] | None = None,
+    ) -> None:
+        options = options or ReceiverOptions()
+        self._outbox = Outbox()
+
+        def make_links(warmed: Warmed, closed: Closed) -> Links:
+            self._links = Links(
+                shard,
+                memory,
+                make_agent,
+                clock=clock,
+                probe_seconds=options.probe_seconds,
+                check_seconds=options.check_seconds,
+                warmed=warmed,
+                closed=closed,
+            )
+            return self._links
+
+        self._executor = ReceiveExecutor(
+            make_links, peers, self._outbox, options, clock=clock, answer=self._answered
+        )
+        self._prepare_thread = prepare_thread
+        self._thread = TransferThread(
+            f"pdcluster-transfer-{shard.rank[0]}-{shard.rank[1]}",
+            self._executor,
+            prepare=self._prepare,
+            clock=clock,
+            fatal=options.fatal,
+        )
+        peers.on_gone = self._gone
+
+    def start(self) -> None:
+        """Start the transfer thread and register the memory.
+
+        Raises:
+            NixlError: NIXL is not installed, or refuses the memory.
+        """
+        self._thread.start(START_SECONDS)
+
+    def receive(self, requests: Iterable[ReceiveRequest]) -> None:
+        """Take requests over; each is reported once by :meth:`results`."""
+        try:
+            batch = tuple(requests)
+            if not batch:
+                return
+            self._thread.put(partial(self._executor.receive, batch))
+        except Exception:
+            logger.exception("requests could not be taken over")
+
+    def abandon(self, request_ids: Iterable[str]) -> None:
+        """Give requests up; each is still reported once, when nothing of it can write."""
+        try:
+            batch = tuple(request_ids)
+            if batch:
+                self._thread.put(partial(self._executor.abandon, batch))
+        except Exception:
+            logger.exception("requests could not be given up")
+
+    def results(self) -> ReceiveResults:
+        """Return what has ended since the last call."""
+        if self._thread.dead is not None:
+            self._thread.drain()
+        return self._outbox.take()
+
+    def probe(self, peer: EngineMetadata, *, check: bool = False) -> Future[ProbeResult]:
+        """Read the peer's probe regions; the future never raises, failures are in the result.
+
+        ``check``: read only as much as shows that data still comes through, and nothing from
+        shards whose KV has just landed.
+        """
+        future: Future[ProbeResult] = Future()
+        self._thread.put(partial(self._executor.probe, peer, future, check=check))
+        if self._thread.dead is not None:
+            self._thread.drain()
+        return future
+
+    def close(self) -> bool:
+        """Destroy the agent and fail what is under way; returns whether the thread ended."""
+        return self._thread.stop(STOP_SECONDS)
+
+    def _prepare(self) -> None:
+        if self._prepare_thread is not None:
+            self._prepare_thread()
+        _ = self._links.agent
+
+    def _answered(self, serial: int, answer: EngineMetadata | Failure) -> None:
+        self._thread.put(partial(self._executor.answered, serial, answer))
+
+    def _gone(self, engine_id: str, failure: Failure) -> None:
+        self._thread.put(partial(self._executor.gone, engine_id, failure))

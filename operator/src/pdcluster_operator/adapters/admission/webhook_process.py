@@ -1,0 +1,153 @@
+"""The webhook as a process: kopf's server, a judge, and a readiness that asks it a review."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pdcluster_operator.adapters.admission.webhook import Review, review
+from pdcluster_operator.adapters.api_server import watch as kopf_app
+from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
+from pdcluster_operator.adapters.metrics import Metrics
+from pdcluster_operator.adapters.status_pages import serve_pages
+from pdcluster_operator.adapters.tls.live_certificate import tls_problem
+
+log = logging.getLogger(__name__)
+
+SELF_CHECK = "ready?"
+"""Name of the manifest that readiness asks about: no cluster can have it."""
+ASK_SECONDS = 3.0
+WAIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookOptions:
+    """The command line of ``pdcluster-operator webhook``."""
+
+    folder: Path
+    host_path_models: bool = False
+    host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
+    port: int = 9443
+    health_port: int = 8081
+    metrics_port: int = 8080
+    check_seconds: float = 10.0
+
+
+async def run_webhook(options: WebhookOptions, stop: asyncio.Event) -> None:
+    """Answer admission reviews until ``stop``, a signal or a failure."""
+    metrics = Metrics()
+    judge = Judge(metrics, host_paths=options.host_path_models)
+
+    async def alive() -> str | None:
+        return None
+
+    async def readiness() -> str | None:
+        return await ask_review(options.port)
+
+    async with AsyncExitStack() as stack:
+        await serve_pages(
+            stack,
+            host=options.host,
+            health_port=options.health_port,
+            metrics_port=options.metrics_port,
+            checks={"/healthz": alive, "/readyz": readiness},
+            metrics=metrics,
+        )
+        if not await _certificate(options.folder, stop):
+            return
+        await kopf_app.serve_webhook(
+            judge,
+            host=options.host,
+            port=options.port,
+            folder=options.folder,
+            stop=stop,
+            check_seconds=options.check_seconds,
+        )
+
+
+class Judge:
+    """Judges reviews, logs and counts them."""
+
+    def __init__(self, metrics: Metrics, *, host_paths: bool) -> None:
+        self._metrics = metrics
+        self._host_paths = host_paths
+
+    def __call__(
+        self, new: Mapping[str, Any] | None, old: Mapping[str, Any] | None, operation: str
+    ) -> Review:
+        """See :data:`kopf_app.Judge`."""
+        answer = review(new, old, host_paths=self._host_paths)
+        metadata = (new or old or {}).get("metadata") or {}
+        if metadata.get("name") == SELF_CHECK:
+            return answer
+        outcome = "refused" if answer.errors else "allowed"
+        self._metrics.reviews.labels(operation, outcome).inc()
+        for rule in sorted({str(error.rule) for error in answer.errors}):
+            self._metrics.refusals.labels(rule).inc()
+        if answer.errors:
+            who = f"{metadata.get('namespace')}/{metadata.get('name')}"
+            log.info("%s of %s refused: %s", operation, who, answer.message)
+        return answer
+
+
+async def ask_review(port: int) -> str | None:
+    """Return None if the server refuses a manifest that must be refused, else what is wrong."""
+    resource = {
+        "group": PDCLUSTER.group,
+        "version": PDCLUSTER.version,
+        "resource": PDCLUSTER.plural,
+    }
+    manifest = {
+        "apiVersion": PDCLUSTER.api_version,
+        "kind": PDCLUSTER.name,
+        "metadata": {"name": SELF_CHECK, "namespace": "default"},
+        "spec": {},
+    }
+    body = {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {
+            "uid": SELF_CHECK,
+            "resource": resource,
+            "operation": "CREATE",
+            "userInfo": {"username": SELF_CHECK},
+            "object": manifest,
+            "oldObject": None,
+            "dryRun": True,
+        },
+    }
+    url = f"https://127.0.0.1:{port}/{kopf_app.WEBHOOK_ID}"
+    timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
+    try:
+        # Whose certificate it is does not matter here: the API server checks that.
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            http.post(url, json=body, ssl=False) as answer,
+        ):
+            if answer.status != 200:
+                return f"a review is answered with {answer.status}"
+            document = await answer.json()
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+        return f"a review is not answered: {error or type(error).__name__}"
+    refused = document.get("response", {}).get("allowed") is False
+    return None if refused else "a manifest without a model was admitted"
+
+
+async def _certificate(folder: Path, stop: asyncio.Event) -> bool:
+    """Wait for a certificate that can serve; False when ``stop`` came first."""
+    said = ""
+    while (problem := tls_problem(folder)) is not None:
+        if problem != said:
+            log.warning("%s; waiting", problem)
+            said = problem
+        if stop.is_set():
+            return False
+        await asyncio.sleep(WAIT_SECONDS)
+    return True

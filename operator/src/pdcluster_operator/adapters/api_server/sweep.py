@@ -1,0 +1,59 @@
+"""Periodic lists: what a watch lost, an object that was deleted in a gap, is put right here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Collection
+
+from pdcluster_operator.adapters.api_server.children import KubeApi
+from pdcluster_operator.adapters.api_server.client import NotFound
+from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED
+from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 2.0
+
+
+class Sweeper:
+    """Lists every watched kind into the control loop's store."""
+
+    def __init__(
+        self, api: KubeApi, loop: ControlLoop, namespaces: Collection[str], period: float
+    ) -> None:
+        self._api = api
+        self._loop = loop
+        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._period = period
+        self.done = False
+
+    async def first(self) -> None:
+        """Fill the store, however long the API server and the CRD take to appear."""
+        while not self.done:
+            try:
+                await self._sweep()
+            except NotFound as error:
+                log.warning("the CRD of %s is not installed: %s", PDCLUSTER.name, error)
+            except ApiError as error:
+                log.warning("waiting for the API server: %s", error)
+            else:
+                self.done = True
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def run(self) -> None:
+        """List again and again; a failure waits for the next time."""
+        while True:
+            await asyncio.sleep(self._period * random.uniform(0.9, 1.1))  # noqa: S311 - no secret
+            try:
+                await self._sweep()
+            except ApiError as error:
+                log.warning("a sweep failed: %s", error)
+
+    async def _sweep(self) -> None:
+        for kind in WATCHED:
+            self._loop.store.begin(kind.name)
+            self._loop.sweep(kind.name, await self._api.list(kind, self._namespaces))

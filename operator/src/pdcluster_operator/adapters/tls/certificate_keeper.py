@@ -1,0 +1,142 @@
+"""Keeps the webhook's certificate in a Secret, and its CA where the API server looks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
+from pdcluster_operator.adapters.api_server.kinds import SECRET, WEBHOOK_CONFIGURATION
+from pdcluster_operator.adapters.tls.certificates import (
+    Certificate,
+    expiry,
+    make_certificate,
+    why_renew,
+)
+from pdcluster_operator.api.labels import FIELD_MANAGER
+from pdcluster_operator.runtime.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 600.0
+RETRY_SECONDS = 5.0
+KEYS = ("tls.crt", "tls.key", "ca.crt")
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookPlace:
+    """Where the webhook's parts lie.
+
+    Attributes:
+        configuration: name of the ValidatingWebhookConfiguration.
+        service: namespace and name of the Service before the webhook's pods.
+        secret: namespace and name of the certificate's Secret.
+    """
+
+    configuration: str
+    service: tuple[str, str]
+    secret: tuple[str, str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that the certificate stands for; the last two for the pod itself."""
+        namespace, service = self.service
+        host = f"{service}.{namespace}.svc"
+        return (host, f"{service}.{namespace}", f"{host}.cluster.local", "localhost", "127.0.0.1")
+
+
+class CertificateKeeper:
+    """Makes, renews and announces the certificate."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        place: WebhookPlace,
+        *,
+        clock: Callable[[], float] = time.time,
+        expires: Callable[[float], None] | None = None,
+    ) -> None:
+        self._client = client
+        self._place = place
+        self._clock = clock
+        self._expires = expires or (lambda _: None)
+
+    async def run(self) -> None:
+        """Look again and again; what goes wrong is logged and tried again soon."""
+        while True:
+            try:
+                await self.keep()
+            except ApiError as error:
+                log.warning("the webhook's certificate: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                await asyncio.sleep(CHECK_SECONDS)
+
+    async def keep(self) -> None:
+        """Make sure that the Secret holds a good certificate and that its CA is trusted.
+
+        The API server trusts a new CA before the first webhook pod can show its certificate.
+        """
+        held = await self._read()
+        why = why_renew(held, self._place.names, self._clock())
+        if why is not None:
+            log.info("the webhook's certificate is made anew: %s", why)
+            held = make_certificate(self._place.names, self._clock(), held.authorities)
+            await self._trust(held.authorities)
+            await self._write(held)
+        else:
+            await self._trust(held.authorities)
+        if (moment := expiry(held.certificate)) is not None:
+            self._expires(moment)
+
+    async def _read(self) -> Certificate:
+        try:
+            secret = await self._client.call("GET", SECRET.path(*self._place.secret))
+        except NotFound:
+            secret = {}
+        data = secret.get("data") or {}
+        return Certificate(*(_decoded(data, key) for key in KEYS))
+
+    async def _write(self, certificate: Certificate) -> None:
+        namespace, name = self._place.secret
+        values = (certificate.certificate, certificate.key, certificate.authorities)
+        body = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": name, "namespace": namespace},
+            "data": {
+                key: base64.b64encode(value).decode()
+                for key, value in zip(KEYS, values, strict=True)
+            },
+        }
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        path = SECRET.path(namespace, name)
+        await self._client.call("PATCH", path, query=query, body=body, content=APPLY)
+
+    async def _trust(self, authorities: bytes) -> None:
+        """Write the CAs into every webhook of the configuration that lacks them."""
+        path = WEBHOOK_CONFIGURATION.path(name=self._place.configuration)
+        live = await self._client.call("GET", path)
+        bundle = base64.b64encode(authorities).decode()
+        webhooks = [dict(webhook) for webhook in live.get("webhooks") or ()]
+        if all(hook["clientConfig"].get("caBundle") == bundle for hook in webhooks):
+            return
+        for hook in webhooks:
+            hook["clientConfig"] = {**hook["clientConfig"], "caBundle": bundle}
+        version = live["metadata"]["resourceVersion"]
+        body = {"metadata": {"resourceVersion": version}, "webhooks": webhooks}
+        await self._client.call(
+            "PATCH", path, query={"fieldManager": FIELD_MANAGER}, body=body, content=MERGE
+        )
+
+
+def _decoded(data: Mapping[str, Any], key: str) -> bytes:
+    try:
+        return base64.b64decode(str(data.get(key) or ""), validate=True)
+    except ValueError:
+        return b""

@@ -1,0 +1,50 @@
+"""What a cluster's pods share with their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pdcluster_operator.api.findings import FieldError, Rule
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Cluster
+
+HOST_FIELDS = {
+    "hostPID": "see the processes of the node, and may stop those of their user",
+    "hostIPC": "share memory segments and semaphores with every process of the node that does",
+    "hostNetwork": "share the node's network: two engines on a node want the same ports, and no "
+    "NetworkPolicy holds",
+}
+
+
+def exposure_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield what takes down a wall between a pod and its node."""
+    templates: list[tuple[str, Mapping[str, Any] | None, str]] = [
+        (f"spec.{role}", cluster.spec.role(role).pod_template, "engines") for role in Role
+    ]
+    templates.append(("spec.router", cluster.spec.router.pod_template, "routers"))
+    for owner, template, what in templates:
+        spec = template.get("spec") if template is not None else None
+        if not isinstance(spec, Mapping):
+            continue
+        path = f"{owner}.podTemplate.spec"
+        for name, means in HOST_FIELDS.items():
+            if spec.get(name) is True:
+                yield _host(f"{path}.{name}", f"these {what} {means}")
+        containers = spec.get("containers")
+        for place, container in enumerate(containers if isinstance(containers, list) else ()):
+            security = container.get("securityContext") if isinstance(container, Mapping) else None
+            if isinstance(security, Mapping) and security.get("privileged") is True:
+                where = f"{path}.containers[{place}].securityContext.privileged"
+                yield _host(where, f"these {what} may do on the node whatever root may")
+
+
+def _host(path: str, message: str) -> FieldError:
+    return FieldError(
+        path,
+        "true",
+        Rule.HOST_NAMESPACE,
+        message,
+        "Use it only where you trust what runs in the pod and on the node; docs/operations.md "
+        "says what needs it.",
+    )

@@ -1,0 +1,135 @@
+"""The engines' images, as far as their names tell what is inside."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.versions import ANY_VERSION, SUPPORTED, supported, text_of
+from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.pod_templates import engine_container
+from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.types import Cluster, Router
+
+# Tags that mean another image tomorrow.
+MOVING_TAGS = frozenset({"latest", "nightly", "main", "master", "edge", "dev", "stable"})
+# vLLM's own images, also in a mirror: their tags are vLLM's releases.
+RELEASED = re.compile(r"(.*/)?vllm-openai(-[a-z0-9]+)*")
+_RELEASE = re.compile(r"v?(\d{1,4})\.(\d{1,4})(\.\d.*|[^.\d].*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image reference in its parts.
+
+    Attributes:
+        repository: with its registry, without tag and digest.
+        tag: ``latest`` where neither a tag nor a digest is written; empty beside a digest alone.
+        digest: what pins the image for good; empty without.
+    """
+
+    repository: str
+    tag: str
+    digest: str
+
+    @property
+    def release(self) -> tuple[int, int] | None:
+        """The release (major, minor) that the tag says; None if it says none."""
+        match = _RELEASE.fullmatch(self.tag)
+        return (int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an engine's image is named: ``strict`` refuses a version out of the range."""
+
+    path: str
+    reference: str
+    strict: bool
+
+
+def parse_image(reference: str) -> Image:
+    """Take an image reference apart: ``registry:5000/vllm/vllm-openai:v0.32.0@sha256:…``."""
+    name, _, digest = reference.partition("@")
+    folder, slash, last = name.rpartition("/")
+    base, _, tag = last.partition(":")
+    return Image(folder + slash + base, tag or ("" if digest else "latest"), digest)
+
+
+def image_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield images of vLLM's own whose release this connector does not work with."""
+    for place in dict.fromkeys(_place(cluster, role) for role in Role):
+        if place.strict and RELEASED.fullmatch(parse_image(place.reference).repository):
+            yield from _version(place)
+
+
+def image_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield images that may hold another vLLM than is meant, or differ between the roles."""
+    places = {role: _place(cluster, role) for role in Role}
+    for place in dict.fromkeys(places.values()):
+        image = parse_image(place.reference)
+        vllm = "vllm" in image.repository.rpartition("/")[2]
+        if vllm and not (place.strict and RELEASED.fullmatch(image.repository)):
+            yield from _version(place)
+        yield from _moving(place.path, place.reference)
+    router = cluster.spec.router
+    # The default moves as well, for no release of the router is published (docs/images.md). Who
+    # wrote nothing could only be warned of our own choice, with every manifest.
+    if router.replicas and router.image != Router().image:
+        yield from _moving("spec.router.image", router.image)
+    prefill, decode = places[Role.PREFILL], places[Role.DECODE]
+    if prefill.reference != decode.reference:
+        own, other = (prefill, decode) if decode.path == "spec.engine.image" else (decode, prefill)
+        yield FieldError(
+            own.path,
+            shown(f"prefill {prefill.reference}, decode {decode.reference}"),
+            Rule.IMAGES_DIFFER,
+            "another vLLM may lay out its KV cache in another way",
+            "Use one image for both roles, in spec.engine.image.",
+            (other.path,),
+        )
+
+
+def _place(cluster: Cluster, role: Role) -> _Place:
+    """Return where a role's image stands: a pod template's word is the last."""
+    engine = resolve_engine(cluster, role)
+    strict = all(var.name != ANY_VERSION or var.value != "1" for var in engine.env)
+    path, overlay = engine_container(cluster, role)
+    image = overlay.get("image")
+    if isinstance(image, str) and image:
+        return _Place(f"{path}.image", image, strict)
+    own = cluster.spec.role(role).engine.image
+    return _Place(f"spec.{role}.engine.image" if own else "spec.engine.image", engine.image, strict)
+
+
+def _version(place: _Place) -> Iterator[FieldError]:
+    image = parse_image(place.reference)
+    release = image.release
+    if release is None or supported("vllm", release):
+        return
+    if release[0] and not RELEASED.fullmatch(image.repository):
+        return  # somebody's own numbers: vLLM's begin with 0
+    low, high = map(text_of, SUPPORTED["vllm"])
+    yield FieldError(
+        place.path,
+        shown(place.reference),
+        Reason.VERSION_UNSUPPORTED,
+        f"its tag says vLLM {text_of(release)}; this connector works with vLLM >= {low}, < {high}",
+        f"Use such an image, or try it with {ANY_VERSION}=1 in engine.env.",
+    )
+
+
+def _moving(path: str, reference: str) -> Iterator[FieldError]:
+    image = parse_image(reference)
+    if image.tag in MOVING_TAGS and not image.digest:
+        example = "a release" if path == "spec.router.image" else "a release, such as v0.32.0,"
+        yield FieldError(
+            path,
+            shown(reference),
+            Rule.IMAGE_NOT_PINNED,
+            f"the tag {image.tag} moves: pods on different nodes may run different images",
+            f"Name {example} or a digest.",
+        )

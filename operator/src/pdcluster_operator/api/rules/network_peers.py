@@ -1,0 +1,97 @@
+"""Network peers that Kubernetes would refuse, or that mean nothing."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Sequence
+
+from pdcluster_operator.api.findings import FieldError, Rule
+from pdcluster_operator.api.spec.enums import SelectorOperator
+from pdcluster_operator.api.spec.network_types import IpBlock, LabelSelector, NetworkPeer
+from pdcluster_operator.api.spec.types import Cluster
+
+WITH_VALUES = (SelectorOperator.IN, SelectorOperator.NOT_IN)
+
+
+def network_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield what is wrong with the peers that a spec lets in."""
+    yield from peer_errors("spec.monitoring.scrapeFrom", cluster.spec.monitoring.scrape_from)
+    yield from peer_errors("spec.router.allowFrom", cluster.spec.router.allow_from or ())
+
+
+def peer_errors(path: str, peers: Sequence[NetworkPeer]) -> Iterator[FieldError]:
+    """Yield what is wrong with a list of peers at ``path``."""
+    for number, peer in enumerate(peers):
+        here = f"{path}[{number}]"
+        selectors = {"podSelector": peer.pod_selector, "namespaceSelector": peer.namespace_selector}
+        chosen = any(selector is not None for selector in selectors.values())
+        if chosen == (peer.ip_block is not None):
+            yield FieldError(
+                here,
+                "",
+                Rule.PEER_UNUSABLE,
+                "needs podSelector, namespaceSelector or both, or ipBlock alone",
+                "Select pods or a range of addresses; podSelector: {} selects all pods.",
+            )
+        for name, selector in selectors.items():
+            if selector is not None:
+                yield from _selector(f"{here}.{name}", selector)
+        if peer.ip_block is not None:
+            yield from _block(f"{here}.ipBlock", peer.ip_block)
+
+
+def _selector(path: str, selector: LabelSelector) -> Iterator[FieldError]:
+    for number, wanted in enumerate(selector.match_expressions):
+        if (wanted.operator in WITH_VALUES) != bool(wanted.values):
+            needs = "needs values" if wanted.operator in WITH_VALUES else "takes no values"
+            yield FieldError(
+                f"{path}.matchExpressions[{number}].values",
+                ", ".join(wanted.values),
+                Rule.PEER_UNUSABLE,
+                f"operator {wanted.operator} {needs}",
+                "Write In or NotIn with values, Exists or DoesNotExist without.",
+            )
+
+
+def _block(path: str, block: IpBlock) -> Iterator[FieldError]:
+    whole = _network(block.cidr)
+    if whole is None:
+        yield _no_cidr(f"{path}.cidr", block.cidr)
+    for number, cidr in enumerate(block.excluded):
+        here, part = f"{path}.except[{number}]", _network(cidr)
+        if part is None:
+            yield _no_cidr(here, cidr)
+        elif whole is not None and not _within(part, whole):
+            yield FieldError(
+                here,
+                cidr,
+                Rule.PEER_UNUSABLE,
+                f"is not a part of {block.cidr}",
+                "Leave out only ranges that lie within cidr.",
+                (f"{path}.cidr",),
+            )
+
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def _network(text: str) -> _Network | None:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        return None
+
+
+def _within(part: _Network, whole: _Network) -> bool:
+    return (
+        part.version == whole.version
+        and part.prefixlen > whole.prefixlen
+        and part.network_address in whole
+    )
+
+
+def _no_cidr(path: str, value: str) -> FieldError:
+    message = "is no range of addresses: the first address, then the length of the prefix"
+    return FieldError(
+        path, value, Rule.BAD_FORMAT, message, "Write for example 10.0.0.0/8 or fd00::/8."
+    )

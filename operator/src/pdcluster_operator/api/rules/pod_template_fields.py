@@ -1,0 +1,178 @@
+"""A user's pod template, held against Kubernetes' own.
+
+The API server stores it without a look, and would refuse the StatefulSet that is made of it: a
+refusal that stands far from its cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from pdcluster_operator.api.findings import FieldError, Rule, quoted, shown
+from pdcluster_operator.api.rules.pod_fields import TYPES
+from pdcluster_operator.api.spec.drain import grace_period
+from pdcluster_operator.api.spec.places import CONTAINER_FIELDS, POD_FIELDS
+from pdcluster_operator.api.spec.pod_templates import containers, pod_spec, pod_templates
+from pdcluster_operator.api.spec.quantity import why_no_amount
+from pdcluster_operator.api.spec.spelling import nearest
+from pdcluster_operator.api.spec.types import Cluster
+
+MOST_ERRORS = 16
+FIELDS = {name: dict(word.split(":", 1) for word in words.split()) for name, words in TYPES.items()}
+# Text to Kubernetes' types, but a number may be written, too.
+QUANTITIES = frozenset({"limits", "requests", "overhead", "sizeLimit", "divisor", "storage"})
+# Lists whose items are found again by this field, when ours and the user's are merged.
+IDENTITIES = {"containers": "name", "initContainers": "name", "volumes": "name", "env": "name",
+              "volumeMounts": "mountPath", "ports": "containerPort"}  # fmt: skip
+
+
+def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield what Kubernetes would not take."""
+    for path, template, ours in pod_templates(cluster):
+        found = itertools.chain(
+            _object(path, "V1PodTemplateSpec", template), _images(path, template, ours)
+        )
+        yield from itertools.islice(found, MOST_ERRORS)
+        seconds = _grace(template)
+        if seconds is not None and seconds < 1:
+            yield FieldError(
+                f"{path}.spec.terminationGracePeriodSeconds",
+                str(seconds),
+                Rule.GRACE_TOO_SHORT,
+                "kills the process at once: requests in flight end, and an engine's peers may "
+                "read memory that is gone",
+                "Leave it out: the operator knows how long a drain takes.",
+            )
+
+
+def pod_template_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield a grace period in which an engine cannot drain."""
+    needed = grace_period(cluster)
+    for path, template, ours in pod_templates(cluster):
+        seconds = _grace(template)
+        if ours == "engine" and seconds is not None and 0 < seconds < needed:
+            yield FieldError(
+                f"{path}.spec.terminationGracePeriodSeconds",
+                str(seconds),
+                Rule.GRACE_TOO_SHORT,
+                f"an engine may need {needed} seconds to drain and stop",
+                "Leave it out, or shorten transfer.leaseSeconds.",
+                ("spec.transfer.leaseSeconds",),
+            )
+
+
+def _grace(template: Mapping[str, object]) -> int | None:
+    seconds = pod_spec(template).get("terminationGracePeriodSeconds")
+    return seconds if isinstance(seconds, int) and not isinstance(seconds, bool) else None
+
+
+def _images(path: str, template: Mapping[str, object], ours: str) -> Iterator[FieldError]:
+    for place, entry in containers(template):
+        name, init = entry.get("name"), place.startswith("spec.initContainers")
+        if not entry.get("image") and isinstance(name, str) and (init or name != ours):
+            yield FieldError(
+                f"{path}.{place}.name",
+                shown(name),
+                Rule.REQUIRED,
+                "is a container without an image, and none of ours",
+                "Give it an image." if init else f"Give it an image, or did you mean {ours}?",
+            )
+
+
+def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
+    """Yield what is wrong with a value; ``null`` removes a field of ours, whatever its type."""
+    if value is None or kind == "any":
+        return
+    if kind.startswith("["):
+        yield from _list(path, kind[1:-1], value)
+    elif kind.startswith("{"):
+        yield from _free_keys(path, value)
+    elif kind in FIELDS:
+        yield from _object(path, kind, value)
+    elif kind == "str" and path.rpartition(".")[2] in QUANTITIES:
+        yield from _amount(path, value)
+    elif not _fits(kind, value):
+        word, remedy = {
+            "str": ("a string", "Put it in quotes."),
+            "int": ("a whole number", "Write a number, without quotes."),
+            "bool": ("true or false", "Leave out any quotes."),
+        }[kind]
+        yield _wrong(path, value, word, remedy)
+
+
+def _amount(path: str, value: object) -> Iterator[FieldError]:
+    # Unlike our own resources, Kubernetes takes a fraction without quotes.
+    if why := why_no_amount(str(value) if isinstance(value, float) else value):
+        remedy = "Write for example 4, 500m or 16Gi."
+        yield FieldError(path, shown(value), Rule.BAD_FORMAT, why, remedy)
+
+
+def _fits(kind: str, value: object) -> bool:
+    if kind == "str":
+        return isinstance(value, str)
+    if kind == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, bool)
+
+
+def _object(path: str, kind: str, value: object) -> Iterator[FieldError]:
+    if not isinstance(value, Mapping):
+        yield _wrong(path, value, "an object", "Write a mapping.")
+        return
+    known = FIELDS[kind]
+    for key, inner in value.items():
+        if key in known:
+            yield from _value(f"{path}.{key}", known[key], inner)
+        else:
+            yield FieldError(
+                f"{path}.{key}",
+                "",
+                Rule.UNKNOWN_FIELD,
+                "is no field of a Kubernetes pod template",
+                _remedy(path, kind, str(key), known),
+            )
+
+
+def _remedy(path: str, kind: str, key: str, known: Mapping[str, str]) -> str:
+    if kind == "V1PodTemplateSpec" and key in POD_FIELDS:
+        return f"Write it as {path}.spec.{key}."
+    if kind == "V1PodSpec" and key in CONTAINER_FIELDS:
+        return f"Write it in an entry of {path}.containers."
+    near = nearest(key, known)
+    return f"Did you mean {near}?" if near else f"Known are: {', '.join(known)}."
+
+
+def _list(path: str, kind: str, value: object) -> Iterator[FieldError]:
+    field = path.rpartition(".")[2]
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        yield _wrong(path, value, "a list", "Write a list: a hyphen before each item.")
+        return
+    identity = IDENTITIES.get(field)
+    for place, item in enumerate(value):
+        here = f"{path}[{place}]"
+        if item is None:
+            yield _wrong(here, item, "given", "Write the item, or leave it out.")
+        yield from _value(here, kind, item)
+        if identity and isinstance(item, Mapping) and item.get(identity) is None:
+            yield FieldError(
+                f"{here}.{identity}", "", Rule.REQUIRED, "is missing", f"Give the {identity}."
+            )
+
+
+def _free_keys(path: str, value: object) -> Iterator[FieldError]:
+    if not isinstance(value, Mapping):
+        yield _wrong(path, value, "an object", "Write a mapping.")
+        return
+    quantities = path.rpartition(".")[2] in QUANTITIES
+    for key, inner in value.items():
+        if inner is None:
+            continue
+        if quantities:
+            yield from _amount(f"{path}.{key}", inner)
+        elif not isinstance(inner, str):
+            yield _wrong(f"{path}.{key}", inner, "a string", "Put it in quotes.")
+
+
+def _wrong(path: str, value: object, word: str, remedy: str) -> FieldError:
+    return FieldError(path, quoted(value), Rule.WRONG_TYPE, f"must be {word}", remedy)

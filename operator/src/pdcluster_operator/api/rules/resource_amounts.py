@@ -1,0 +1,171 @@
+"""Requests and limits of the engines' pods, with what the operator and a pod template add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+
+from pdcluster_connector.compat.counted import counted
+from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.spec.enums import Device, Role
+from pdcluster_operator.api.spec.pod_templates import (
+    amounts,
+    containers,
+    engine_container,
+    pod_templates,
+)
+from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.api.spec.resolve import Engine, resolve_engine, workers_per_pod
+from pdcluster_operator.api.spec.resources import (
+    STANDARD,
+    added_limits,
+    is_accelerator,
+    is_countable,
+)
+from pdcluster_operator.api.spec.types import Cluster, Resources, RouterResources
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """One resource's amount, as it is written, and where."""
+
+    path: str
+    text: str
+
+    @property
+    def number(self) -> Decimal | None:
+        """The number that is meant; None if it is no quantity."""
+        return parse_quantity(self.text)
+
+
+def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield what Kubernetes would refuse, and counts of GPUs that do not fit the engine."""
+    for role in Role:
+        engine = resolve_engine(cluster, role)
+        requests, limits = (
+            _amounts(cluster, engine, "requests"),
+            _amounts(cluster, engine, "limits"),
+        )
+        yield from _names(f"spec.{role}.resources", cluster.spec.role(role).resources)
+        yield from _pairs(requests, limits)
+        if cluster.spec.transfer.device is Device.CUDA:
+            yield from _gpus(engine, limits)
+    router = cluster.spec.router.resources
+    yield from _names("spec.router.resources", router)
+    yield from _pairs(
+        _written({"resources": {"requests": router.requests}}, "spec.router", "requests"),
+        _written({"resources": {"limits": router.limits}}, "spec.router", "limits"),
+    )
+    yield from _other_containers(cluster)
+
+
+def resource_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield engines whose pods may be put where their memory is not."""
+    for role in Role:
+        engine = resolve_engine(cluster, role)
+        if not any("memory" in _amounts(cluster, engine, kind) for kind in ("requests", "limits")):
+            yield FieldError(
+                f"spec.{role}.resources.requests.memory",
+                "",
+                Rule.NO_MEMORY_REQUEST,
+                "without it the scheduler takes the pod for empty, and the node may run out of "
+                "memory",
+                "Request what the weights and the KV cache on the host need.",
+                (f"spec.{role}.resources", f"spec.{role}.podTemplate"),
+            )
+
+
+def _amounts(cluster: Cluster, engine: Engine, kind: str) -> dict[str, Amount]:
+    """Return resource -> amount of an engine's container, the pod template's word last."""
+    given = cluster.spec.role(engine.role).resources
+    path = f"spec.{engine.role}.resources"
+    texts = given.requests if kind == "requests" else given.limits
+    found = {name: Amount(f"{path}.{kind}.{name}", text) for name, text in texts.items()}
+    if kind == "limits":
+        for name, text in added_limits(cluster, engine).items():
+            found[name] = Amount(f"{path}.{kind}.{name}", text)
+    place, overlay = engine_container(cluster, engine.role)
+    return found | _written(overlay, place, kind)
+
+
+def _written(container: Mapping[str, object], path: str, kind: str) -> dict[str, Amount]:
+    return {
+        str(name): Amount(f"{path}.resources.{kind}.{name}", str(amount))
+        for name, amount in amounts(container, kind).items()
+        if amount is not None
+    }
+
+
+def _names(path: str, given: Resources | RouterResources) -> Iterator[FieldError]:
+    for kind, amounts_of in (("requests", given.requests), ("limits", given.limits)):
+        for name, text in amounts_of.items():
+            if name in STANDARD or is_countable(name):
+                continue
+            yield FieldError(
+                f"{path}.{kind}.{name}",
+                shown(text),
+                Rule.BAD_FORMAT,
+                f"{name} is no resource of Kubernetes; others are written as domain/name",
+                "Write for example cpu, memory or nvidia.com/gpu.",
+            )
+
+
+def _pairs(requests: dict[str, Amount], limits: dict[str, Amount]) -> Iterator[FieldError]:
+    """Compare each request with its limit, as the API server does."""
+    for name, request in requests.items():
+        limit, number = limits.get(name), request.number
+        if number is None:
+            continue
+        if limit is None:
+            if is_countable(name):
+                yield _mismatch(request, f"{name} is requested without a limit", (), request.text)
+            continue
+        most = limit.number
+        if most is None:
+            continue
+        if is_countable(name) and number != most:
+            message = f"the limit is {limit.text}, and of {name} request and limit must be equal"
+            yield _mismatch(request, message, (limit.path,), limit.text)
+        elif number > most:
+            yield _mismatch(request, f"is above the limit {limit.text}", (limit.path,), limit.text)
+
+
+def _mismatch(request: Amount, message: str, related: tuple[str, ...], limit: str) -> FieldError:
+    return FieldError(
+        request.path,
+        shown(request.text),
+        Rule.REQUEST_LIMIT_MISMATCH,
+        message,
+        f"Write {limit} in both, or change the limit.",
+        related,
+    )
+
+
+def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
+    parallel = engine.parallelism
+    if parallel.tensor * parallel.pipeline * parallel.data % parallel.nodes:
+        return  # NodesDivideWorkers says so
+    wanted = workers_per_pod(engine)
+    named = {name: amount for name, amount in limits.items() if is_accelerator(name)}
+    numbers = [amount.number or Decimal(0) for amount in named.values()]
+    if not named or sum(numbers) == wanted:
+        return
+    first = next(iter(named.values()))
+    yield FieldError(
+        first.path,
+        shown(" + ".join(amount.text for amount in named.values())),
+        Rule.GPU_COUNT_MISMATCH,
+        f"spec.{engine.role}.parallelism needs {counted(wanted, 'GPU')} in each pod",
+        f"Write {wanted}, or leave it out.",
+        (f"spec.{engine.role}.parallelism", "spec.transfer.device"),
+    )
+
+
+def _other_containers(cluster: Cluster) -> Iterator[FieldError]:
+    for path, template, ours in pod_templates(cluster):
+        for place, entry in containers(template):
+            if entry.get("name") == ours == "engine":
+                continue
+            here = f"{path}.{place}"
+            yield from _pairs(_written(entry, here, "requests"), _written(entry, here, "limits"))

@@ -1,0 +1,117 @@
+"""The part of docs/api.md about the status: its fields and its conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pdcluster_operator.api.conditions import ConditionType
+from pdcluster_operator.api.labels import cluster_selector
+from pdcluster_operator.api.schema.plain_yaml import to_yaml
+from pdcluster_operator.api.schema.status_schema import status_schema
+
+MEANINGS: Mapping[ConditionType, str] = {
+    ConditionType.ACCEPTED: "The spec obeys every rule that can be checked before engines run.",
+    ConditionType.PREFILL_READY: "All wanted prefill engines are ready.",
+    ConditionType.DECODE_READY: "All wanted decode engines are ready.",
+    ConditionType.KV_LINKS_ESTABLISHED: (
+        "Each decode engine has read memory of each prefill engine, and found the right bytes."
+    ),
+    ConditionType.KV_PATH_VERIFIED: (
+        "On each link the KV of a real request was seen to move, and its bytes were counted."
+    ),
+    ConditionType.TRANSPORT_HEALTHY: (
+        "The links are not slower than `spec.transfer.minBandwidthMBps`, or than 1 GB/s if RDMA "
+        "is asked for."
+    ),
+    ConditionType.AVAILABLE: "Some engines serve clients over a path that was verified.",
+    ConditionType.PROGRESSING: (
+        "Something is on its way to Ready. False says that it is complete, paused or given up."
+    ),
+    ConditionType.READY: "What the spec wants is there and verified. Sums up the others.",
+}
+EXAMPLE: Mapping[str, Any] = {
+    "observedGeneration": 3,
+    "model": "llama",
+    "endpoint": "http://llama-router.llm.svc:8000",
+    "selector": cluster_selector("llama"),
+    "replicas": 1,
+    "prefill": "1/1",
+    "decode": "0/1",
+    "links": "0/1",
+    "conditions": [
+        {
+            "type": "Ready",
+            "status": "False",
+            "reason": "SideChannelUnreachable",
+            "message": "0 of 1 links established",
+            "observedGeneration": 3,
+            "lastTransitionTime": "2026-11-22T12:00:00Z",
+        }
+    ],
+    "engines": [
+        {
+            "name": "llama-decode-7f9c4-0",
+            "role": "decode",
+            "state": "Starting",
+            "engineId": "llm.llama.decode.7f9c4.0/8d6f0c1b2a394e57",
+            "message": "starting vLLM",
+        }
+    ],
+    "failedLinks": [
+        {
+            "prefill": "llama-prefill-5d8bf-0",
+            "decode": "llama-decode-7f9c4-0",
+            "reason": "SideChannelUnreachable",
+            "message": "connection refused",
+            "lastTransitionTime": "2026-11-22T12:00:00Z",
+        }
+    ],
+}
+
+
+def status_part() -> str:
+    """Return the sections of the status as Markdown."""
+    parts = ["## `status`\n\nWhat the operator observed. Users do not write it.\n"]
+    for path, schema in _objects("status", status_schema()):
+        if path != "status":
+            parts.append(f"### `{path}`\n")
+        parts += ["| field | type | meaning |", "|---|---|---|"]
+        for name, field in schema["properties"].items():
+            parts.append(f"| `{name}` | {_type(field)} | {_meaning(name, field)} |")
+        parts.append("")
+    parts += [
+        f"```yaml\n{to_yaml({'status': EXAMPLE})}```\n",
+        "### Conditions\n",
+        "A condition starts as Unknown. An engine that the operator cannot ask is Unknown, not",
+        "False. `reason` says why in one word, `message` in a sentence.\n",
+        "| condition | True means |\n|---|---|",
+        *(f"| `{kind.value}` | {MEANINGS[kind]} |" for kind in ConditionType),
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _objects(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield path, schema
+    for name, field in schema["properties"].items():
+        if field["type"] == "array":
+            yield from _objects(f"{path}.{name}[]", field["items"])
+
+
+def _type(field: Mapping[str, Any]) -> str:
+    if "enum" in field:
+        return " or ".join(f"`{value}`" for value in field["enum"])
+    if field.get("format") == "date-time":
+        return "time"
+    return "list of objects" if field["type"] == "array" else str(field["type"])
+
+
+def _meaning(name: str, field: Mapping[str, Any]) -> str:
+    return sentence(str(field["description"]).removeprefix(f"{name} "))
+
+
+def sentence(doc: str) -> str:
+    """Return a description without its verb: ``is the name.`` -> ``The name.``."""
+    bare = doc.removeprefix("is ").removeprefix("are ")
+    return bare[:1].upper() + bare[1:]

@@ -1,0 +1,216 @@
+"""How engines run, shared and by role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from pdcluster_operator.api.spec.bounds import IMAGE
+from pdcluster_operator.api.spec.enums import ConnectorSource, Switch
+from pdcluster_operator.api.spec.fields import (
+    Cel,
+    Doc,
+    Example,
+    Free,
+    Items,
+    Quantities,
+    Text,
+    Whole,
+)
+
+# Two hours: docs/operations.md says which downloads fit in.
+STARTUP_SECONDS = 7200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvVar:
+    """An environment variable of the engine container."""
+
+    RULES: ClassVar[tuple[Cel, ...]] = (
+        Cel("has(self.value) != has(self.valueFrom)", "needs exactly one of value and valueFrom"),
+    )
+
+    name: Annotated[
+        str,
+        Doc("is the variable's name."),
+        Text(256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", says="a C identifier"),
+    ]
+    value: Annotated[str | None, Doc("is the variable's value."), Text(8192, shortest=0)] = None
+    value_from: Annotated[Free | None, Doc("is a source of the value, as in a Kubernetes pod.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOverride:
+    """How an engine runs, as far as a role says so itself."""
+
+    image: Annotated[
+        str | None,
+        Example("docker.io/vllm/vllm-openai:v0.32.0"),
+        Doc("is the engine's container image: vLLM with nixl."),
+        IMAGE,
+    ] = None
+    block_size: Annotated[
+        int | None,
+        Example(64),
+        Doc("is the number of tokens in a KV cache block; vLLM's own choice if not given."),
+        # Far above 1024: vLLM grows a hybrid's attention blocks until their page holds a Mamba
+        # state, as 66 kernel blocks x 16 tokens = 1056 (vLLM's PR #42097).
+        Whole(1, 65_536),
+    ] = None
+    prefix_caching: Annotated[
+        Switch | None,
+        Example("Disabled"),
+        Doc("says whether vLLM keeps and reuses KV of equal prompt prefixes."),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        Example("fp8"),
+        Doc("is the element type of the KV cache, as vLLM names it."),
+        Text(40, pattern=r"^[a-z0-9_]+$", says="a KV cache type of vLLM, e.g. auto or fp8"),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        Example(32768),
+        Doc("is the longest context in tokens; the model's own if not given."),
+        Whole(1, 100_000_000),
+    ] = None
+    attention_backend: Annotated[
+        str | None,
+        Example("FLASH_ATTN"),
+        Doc("is vLLM's attention backend; vLLM's own choice if not given."),
+        Text(60, pattern=r"^[A-Z0-9_]+$", says="a backend of vLLM, e.g. FLASH_ATTN"),
+    ] = None
+    extra_args: Annotated[
+        tuple[Annotated[str, Text(16384, shortest=0)], ...],
+        Example(["--max-num-seqs", "128"]),
+        Doc(
+            "are further arguments of vllm serve, shared ones first; the same flag in a role wins."
+        ),
+        Items(128),
+    ] = ()
+    env: Annotated[
+        tuple[EnvVar, ...],
+        Example(
+            [
+                {"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"},
+                {
+                    "name": "NODE_NAME",
+                    "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}},
+                },
+            ]
+        ),
+        Doc("are environment variables, shared ones first; the same name in a role wins."),
+        Items(128, key="name"),
+    ] = ()
+    connector: Annotated[
+        ConnectorSource | None,
+        Example("Bundled"),
+        Doc("says where the connector comes from: Bundled mounts the operator's own copy."),
+    ] = None
+    startup_timeout_seconds: Annotated[
+        int | None,
+        Example(14_400),
+        Doc(
+            "is how long an engine may take from its start until it serves, in seconds: download, "
+            "load, compilation. Then its container is restarted."
+        ),
+        Whole(60, 604_800),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedEngine(EngineOverride):
+    """How the engines of both roles run."""
+
+    image: Annotated[
+        str | None,
+        Example("docker.io/vllm/vllm-openai:v0.32.0"),
+        Doc("is the engine's container image: vLLM with nixl."),
+        IMAGE,
+    ] = "docker.io/vllm/vllm-openai:v0.32.0"
+    prefix_caching: Annotated[
+        Switch | None,
+        Example("Disabled"),
+        Doc("says whether vLLM keeps and reuses KV of equal prompt prefixes."),
+    ] = Switch.ENABLED
+    connector: Annotated[
+        ConnectorSource | None,
+        Example("Bundled"),
+        Doc("says where the connector comes from: Bundled mounts the operator's own copy."),
+    ] = ConnectorSource.BUNDLED
+    startup_timeout_seconds: Annotated[
+        int | None,
+        Example(14_400),
+        Doc(
+            "is how long an engine may take from its start until it serves, in seconds: download, "
+            "load, compilation. Then its container is restarted."
+        ),
+        Whole(60, 604_800),
+    ] = STARTUP_SECONDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """How one engine is spread over GPUs and pods."""
+
+    RULES: ClassVar[tuple[Cel, ...]] = (
+        Cel(
+            "(self.tensor * self.pipeline * self.data) % self.nodes == 0",
+            "tensor x pipeline x data must be a multiple of nodes (rule NodesDivideWorkers)",
+        ),
+    )
+
+    tensor: Annotated[int, Example(8), Doc("is the tensor parallel size."), Whole(1, 1024)] = 1
+    pipeline: Annotated[int, Example(2), Doc("is the pipeline parallel size."), Whole(1, 256)] = 1
+    data: Annotated[int, Example(1), Doc("is the data parallel size."), Whole(1, 1024)] = 1
+    nodes: Annotated[
+        int, Example(2), Doc("is the number of pods of one engine."), Whole(1, 256)
+    ] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Compute resources of each engine pod."""
+
+    requests: Annotated[
+        Quantities,
+        Example({"cpu": "16", "memory": "200Gi"}),
+        Doc("are the resources that a pod is promised."),
+    ] = field(default_factory=Quantities)
+    limits: Annotated[
+        Quantities,
+        Example({"memory": "200Gi", "nvidia.com/gpu": "8"}),
+        Doc("are the resources that a pod may use at most."),
+    ] = field(default_factory=Quantities)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """The engines of one role."""
+
+    replicas: Annotated[int, Example(2), Doc("is the number of engines."), Whole(0, 1000)] = 1
+    parallelism: Annotated[Parallelism, Doc("is how one engine is spread over GPUs and pods.")] = (
+        field(default_factory=Parallelism)
+    )
+    resources: Annotated[Resources, Doc("are the compute resources of each engine pod.")] = field(
+        default_factory=Resources
+    )
+    pod_template: Annotated[
+        Free | None,
+        Example(
+            {
+                "spec": {
+                    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+                    "volumes": [
+                        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}}
+                    ],
+                }
+            }
+        ),
+        Doc("is a Kubernetes pod template, merged over ours; containers merge by name (engine)."),
+    ] = None
+    engine: Annotated[
+        EngineOverride, Doc("is how this role's engines run; wins over spec.engine by field.")
+    ] = field(default_factory=EngineOverride)

@@ -1,0 +1,58 @@
+"""Reading a user's pod template without trust in its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Cluster
+
+ENGINE_CONTAINER = "engine"
+ROUTER_CONTAINER = "router"
+
+
+def pod_templates(cluster: Cluster) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yield every pod template of a spec: its path, itself, and our container's name in it."""
+    for role in Role:
+        template = cluster.spec.role(role).pod_template
+        if template is not None:
+            yield f"spec.{role}.podTemplate", template, ENGINE_CONTAINER
+    if cluster.spec.router.pod_template is not None:
+        yield "spec.router.podTemplate", cluster.spec.router.pod_template, ROUTER_CONTAINER
+
+
+def pod_spec(template: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return a template's ``spec``; empty if it has none."""
+    return _mapping((template or {}).get("spec"))
+
+
+def containers(template: Mapping[str, Any] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield a template's containers with their paths in it, init containers last."""
+    spec = pod_spec(template)
+    for field in ("containers", "initContainers"):
+        for place, entry in enumerate(_list(spec.get(field))):
+            if isinstance(entry, Mapping):
+                yield f"spec.{field}[{place}]", entry
+
+
+def engine_container(cluster: Cluster, role: Role) -> tuple[str, Mapping[str, Any]]:
+    """Return what a role's template says of the engine's container, with its path."""
+    template = cluster.spec.role(role).pod_template
+    for path, entry in containers(template):
+        if path.startswith("spec.containers") and entry.get("name") == ENGINE_CONTAINER:
+            return f"spec.{role}.podTemplate.{path}", entry
+    return f"spec.{role}.podTemplate", {}
+
+
+def amounts(container: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Return a container's ``requests`` or ``limits``; empty if it has none."""
+    return _mapping(_mapping(container.get("resources")).get(kind))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: object) -> Sequence[Any]:
+    return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()

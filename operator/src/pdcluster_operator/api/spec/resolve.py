@@ -1,0 +1,104 @@
+"""What one role's engines run with: shared settings and the role's own, merged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdcluster_operator.api.spec.arguments import Flag, merge_flags, parse_flags
+from pdcluster_operator.api.spec.engine_types import (
+    STARTUP_SECONDS,
+    EngineOverride,
+    EnvVar,
+    SharedEngine,
+)
+from pdcluster_operator.api.spec.enums import ConnectorSource, Device, Role, Switch
+from pdcluster_operator.api.spec.types import Cluster, Parallelism
+
+MODEL_FOLDER = "/models/model"
+CACHE_FOLDER = "/models/cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The settings of one role's engines; None leaves the choice to vLLM.
+
+    Attributes:
+        model: what ``vllm serve`` is given: a repository or a folder in the container.
+        extra_args: merged words; ``flags`` are the same, grouped.
+    """
+
+    role: Role
+    model: str
+    model_revision: str | None
+    image: str
+    block_size: int | None
+    prefix_caching: Switch
+    kv_cache_dtype: str | None
+    max_model_len: int | None
+    attention_backend: str | None
+    extra_args: tuple[str, ...]
+    env: tuple[EnvVar, ...]
+    connector: ConnectorSource
+    startup_timeout_seconds: int
+    parallelism: Parallelism
+
+    @property
+    def flags(self) -> tuple[Flag, ...]:
+        """The flags of ``extra_args``."""
+        return parse_flags(self.extra_args)[0]
+
+    def last(self, name: str) -> Flag | None:
+        """Return the last flag of a name: the one that vLLM obeys."""
+        return next((flag for flag in reversed(self.flags) if flag.name == name), None)
+
+
+def resolve_engine(cluster: Cluster, role: Role) -> Engine:
+    """Merge ``spec.engine`` with the role's own; the role wins field by field."""
+    shared = cluster.spec.engine
+    spec = cluster.spec.role(role)
+    own = spec.engine
+    model, revision = _model(cluster)
+    return Engine(
+        role=role,
+        model=model,
+        model_revision=revision,
+        image=own.image or shared.image or "",
+        block_size=own.block_size or shared.block_size,
+        prefix_caching=own.prefix_caching or shared.prefix_caching or Switch.ENABLED,
+        kv_cache_dtype=own.kv_cache_dtype or shared.kv_cache_dtype,
+        max_model_len=own.max_model_len or shared.max_model_len,
+        attention_backend=own.attention_backend or shared.attention_backend,
+        extra_args=merge_flags(shared.extra_args, own.extra_args),
+        env=_merge_env(shared, own),
+        connector=own.connector or shared.connector or ConnectorSource.BUNDLED,
+        startup_timeout_seconds=own.startup_timeout_seconds
+        or shared.startup_timeout_seconds
+        or STARTUP_SECONDS,
+        parallelism=spec.parallelism,
+    )
+
+
+def _merge_env(shared: SharedEngine, own: EngineOverride) -> tuple[EnvVar, ...]:
+    replaced = {var.name for var in own.env}
+    return (*(var for var in shared.env if var.name not in replaced), *own.env)
+
+
+def _model(cluster: Cluster) -> tuple[str, str | None]:
+    source = cluster.spec.model.source
+    if source.hugging_face is not None:
+        return source.hugging_face.repo, source.hugging_face.revision
+    claim = source.persistent_volume_claim
+    if claim is not None and claim.path:
+        return f"{MODEL_FOLDER}/{claim.path.strip('/')}", None
+    return MODEL_FOLDER, None
+
+
+def workers_per_pod(engine: Engine) -> int:
+    """GPUs (or CPU workers) of one pod."""
+    parallel = engine.parallelism
+    return parallel.tensor * parallel.pipeline * parallel.data // parallel.nodes
+
+
+def gpus_per_pod(cluster: Cluster, engine: Engine) -> int:
+    """GPUs of one pod; 0 where KV lives in host memory."""
+    return workers_per_pod(engine) if cluster.spec.transfer.device is Device.CUDA else 0

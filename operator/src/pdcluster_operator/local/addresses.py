@@ -1,0 +1,114 @@
+"""One loopback address a pod: stable for the pod's name, and free of busy ports."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Iterable, Iterator
+
+from pdcluster_operator.local.listeners import listener
+
+RESERVED_PORT = 5589
+"""Bound on every address in use, so that two local clusters never choose the same one."""
+ATTEMPTS = 64
+UNUSED = "127.255.255.253"
+"""An address that no pod gets: only a listener on every address takes its ports."""
+
+
+class PortBusyError(Exception):
+    """No address of this machine has a port free.
+
+    Attributes:
+        what: the port and its holder.
+        remedy: what to do, in one sentence.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.remedy = "stop that program, or run this one in a container of its own"
+        super().__init__(f"{what}: {self.remedy}")
+
+
+class AddressBook:
+    """Gives every pod name an address of 127.0.0.0/8 on which ``ports`` are free."""
+
+    def __init__(
+        self, ports: tuple[int, ...], say: Callable[[str], None], first: str = "127.0.0.2"
+    ) -> None:
+        self._ports = ports
+        self._say = say
+        self._next = int(ipaddress.IPv4Address(first))
+        self._held: dict[str, tuple[str, socket.socket]] = {}
+
+    def address(self, pod: str) -> str:
+        """Return the pod's address; raises :class:`PortBusyError` when no address is free."""
+        if pod not in self._held:
+            self._held[pod] = self._choose(pod)
+        return self._held[pod][0]
+
+    def close(self) -> None:
+        """Give all addresses back."""
+        for _, reservation in self._held.values():
+            reservation.close()
+        self._held.clear()
+
+    def _choose(self, pod: str) -> tuple[str, socket.socket]:
+        passed: list[str] = []
+        for candidate in self._candidates():
+            reservation = _listen(candidate, RESERVED_PORT)
+            busy = next((port for port in self._ports if not is_free(candidate, port)), None)
+            if reservation is not None and busy is None:
+                if passed:
+                    self._say(f"{pod} gets {candidate}: {passed[0]}")
+                return candidate, reservation
+            if reservation is not None:
+                reservation.close()
+            taken = busy or RESERVED_PORT
+            holder = listener(candidate, taken)
+            if holder is not None and holder.everywhere:
+                raise PortBusyError(everywhere(taken, holder.holder))
+            passed.append(f"port {taken} of {candidate} is taken{holder.holder if holder else ''}")
+        raise PortBusyError(f"no loopback address is free for {pod}: {passed[-1]}")
+
+    def _candidates(self) -> Iterator[str]:
+        # Half of the attempts near the first address, half in another range.
+        for attempt in range(ATTEMPTS):
+            if attempt == ATTEMPTS // 2:
+                self._next = int(ipaddress.IPv4Address("127.81.0.2"))
+            self._next += 1
+            yield str(ipaddress.IPv4Address(self._next - 1))
+
+
+def everywhere(port: int, holder: str) -> str:
+    """Say that a port is taken on all addresses, so that no other address helps."""
+    return f"port {port} of every address (0.0.0.0) is taken{holder}"
+
+
+def taken_everywhere(ports: Iterable[int]) -> dict[int, str]:
+    """Return each port that is taken on every address, with its holder."""
+    found = {}
+    for port in ports:
+        holder = None if is_free(UNUSED, port) else listener(UNUSED, port)
+        if holder is not None and holder.everywhere:
+            found[port] = holder.holder
+    return found
+
+
+def is_free(address: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    if (probe := _listen(address, port)) is None:
+        return False
+    probe.close()
+    return True
+
+
+def _listen(address: str, port: int) -> socket.socket | None:
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((address, port))
+        server.listen(1)
+    except OSError:
+        server.close()
+        return None
+    return server

@@ -1,0 +1,183 @@
+"""A whole control plane in one process: the same control loop over memory and processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
+from pdcluster_operator.adapters.engines_http import EnginesHttp
+from pdcluster_operator.api.labels import (
+    ENGINE_METRICS_PORT,
+    HTTP_PORT,
+    KIND,
+    LAUNCHER_PORT,
+    ROUTER_METRICS_PORT,
+    SIDE_CHANNEL_PORT,
+)
+from pdcluster_operator.local.addresses import AddressBook
+from pdcluster_operator.local.api import LocalApi, Manifest
+from pdcluster_operator.local.controllers import Workloads
+from pdcluster_operator.local.kubelet.kubelet import Kubelet
+from pdcluster_operator.local.names import Names
+from pdcluster_operator.plan.model import Delete, Event, RestartPod
+from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.ports import ConnectorSource
+from pdcluster_operator.runtime.queue import Backoff, Key
+from pdcluster_operator.runtime.reconcile import Place
+
+log = logging.getLogger(__name__)
+
+POD_PORTS = (
+    HTTP_PORT, LAUNCHER_PORT, ENGINE_METRICS_PORT, SIDE_CHANNEL_PORT, ROUTER_METRICS_PORT,
+)  # fmt: skip
+NOT_SIMULATED = (
+    "container images (pods run this machine's Python and vllm-router)",
+    "resource limits and GPU isolation",
+    "NetworkPolicy",
+    "volumes other than hostPath, emptyDir and ConfigMap",
+    "admission",
+    "revisions and rollouts",
+)
+INHERITED = (
+    "HOME",
+    "USER",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "TZ",
+    "LD_LIBRARY_PATH",
+    "XDG_CACHE_HOME",
+    "HF_TOKEN",
+    "HF_HUB_OFFLINE",
+    API_KEY_VARIABLE,
+    "CUDA_VISIBLE_DEVICES",
+    "PDCLUSTER_ANY_VERSION",
+)
+"""What an image or a device plugin would bring; everything else comes from the manifest."""
+
+
+class LocalCluster:
+    """One in-memory Kubernetes with our operator in it. Use as an async context manager.
+
+    Args:
+        folder: logs and stand-ins for volumes.
+        connector: the connector that is mounted into engine pods.
+        say: one line for the person at the terminal.
+        first_address: where the search for free loopback addresses starts.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        connector: ConnectorSource,
+        say: Callable[[str], None],
+        *,
+        first_address: str = "127.0.0.2",
+    ) -> None:
+        self.api = LocalApi()
+        self._addresses = AddressBook(POD_PORTS, say, first_address)
+        self.names = Names(self.api, self._addresses.address)
+        self.kubelet = Kubelet(
+            self.api, self._addresses, folder, self.names.resolve, container_environment()
+        )
+        self._workloads = Workloads(self.api)
+        self._engines = EnginesHttp()
+        self.loop = ControlLoop(
+            api=_ApiPort(self.api),
+            launchers=self._engines,
+            events=_Events(),
+            connector=connector,
+            clock=_WallClock(),
+            backoff=Backoff(last=10.0),
+            place=Place(one_node=True),
+        )
+        self._controllers: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._engines.__aenter__()
+        self.loop.start()
+        self.api.watch(self.loop.see)
+        self._controllers = asyncio.create_task(self._workloads.run(), name="workloads")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kubelet.kill()
+        await self.stop(0.0)
+        await self._engines.__aexit__(kind, error, trace)
+        self._addresses.close()
+
+    async def stop(self, grace: float) -> None:
+        """End the operator, then every process; SIGKILL after ``grace`` seconds."""
+        if self._controllers is not None:
+            self._controllers.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._controllers
+        await self.loop.stop()
+        await self.kubelet.stop(grace)
+
+    def apply(self, cluster: Mapping[str, Any]) -> Key:
+        """Apply a PDCluster, as ``kubectl apply`` would."""
+        metadata = {"namespace": "default", **cluster["metadata"]}
+        live = self.api.apply({**cluster, "metadata": metadata})
+        return Key(live["metadata"]["namespace"], live["metadata"]["name"])
+
+    def cluster(self, key: Key) -> Manifest:
+        """Return the live PDCluster."""
+        return self.api.get(KIND, key.namespace, key.name) or {}
+
+
+def container_environment() -> dict[str, str]:
+    """Return what every container starts from: this Python first on PATH, and little else."""
+    kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    folders = [str(Path(sys.executable).parent), *os.environ.get("PATH", os.defpath).split(":")]
+    return {**kept, "PATH": ":".join(dict.fromkeys(folders))}
+
+
+class _ApiPort:
+    """The control loop's port, over the in-memory API."""
+
+    def __init__(self, api: LocalApi) -> None:
+        self._api = api
+
+    async def read_uid(self, key: Key) -> str | None:
+        live = self._api.get(KIND, key.namespace, key.name)
+        return None if live is None else str(live["metadata"]["uid"])
+
+    async def apply(self, manifest: Mapping[str, Any]) -> None:
+        self._api.apply(dict(manifest))
+
+    async def delete(self, step: Delete | RestartPod) -> None:
+        kind = step.kind if isinstance(step, Delete) else "Pod"
+        self._api.delete(
+            kind, step.namespace, step.name, uid=step.uid, resource_version=step.resource_version
+        )
+
+    async def write_status(self, key: Key, uid: str, status: Mapping[str, Any]) -> None:
+        self._api.set_status(KIND, key.namespace, key.name, dict(status), uid)
+
+
+class _Events:
+    """Events repeat what conditions say, and the terminal shows those."""
+
+    async def publish(self, cluster: Mapping[str, Any], events: Iterable[Event]) -> None:
+        for event in events:
+            log.info("%s: %s: %s", cluster["metadata"]["name"], event.reason, event.message)
+
+
+class _WallClock:
+    def now(self) -> float:
+        return time.time()

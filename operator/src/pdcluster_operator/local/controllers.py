@@ -1,0 +1,161 @@
+"""The StatefulSet and Deployment controllers, as far as the operator's objects need them.
+
+Level-triggered over the whole in-memory API: every change marks it dirty, and one pass
+makes pods match. StatefulSets are ``OnDelete`` and ``Parallel``, the only ways that the
+operator writes them. Deployments replace old pods once the new ones are ready; there are
+no ReplicaSets and no revisions in local mode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pdcluster_operator.local.api import LocalApi, Manifest
+
+HASH_LABEL = "controller-revision-hash"
+
+
+class Workloads:
+    """Keeps the pods of every StatefulSet and Deployment."""
+
+    def __init__(self, api: LocalApi) -> None:
+        self._api = api
+        self._dirty = asyncio.Event()
+        api.watch(self._on_event)
+
+    async def run(self) -> None:
+        """Works until cancelled."""
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            self.sync()
+
+    def sync(self) -> None:
+        """One pass over all workloads."""
+        for statefulset in self._api.list("StatefulSet"):
+            self._sync_statefulset(statefulset)
+        for deployment in self._api.list("Deployment"):
+            self._sync_deployment(deployment)
+
+    def _on_event(self, _: str, manifest: Manifest) -> None:
+        if manifest["kind"] in ("StatefulSet", "Deployment", "Pod"):
+            self._dirty.set()
+
+    def _sync_statefulset(self, owner: Manifest) -> None:
+        name, wanted = owner["metadata"]["name"], _replicas(owner)
+        pods = {pod["metadata"]["name"]: pod for pod in self._pods(owner)}
+        for ordinal in range(wanted):
+            pod_name = f"{name}-{ordinal}"
+            if pod_name in pods:
+                continue
+            pod = _pod(
+                owner,
+                pod_name,
+                {
+                    "apps.kubernetes.io/pod-index": str(ordinal),
+                    "statefulset.kubernetes.io/pod-name": pod_name,
+                    HASH_LABEL: _template_hash(owner),
+                },
+            )
+            pod["spec"] |= {"hostname": pod_name, "subdomain": owner["spec"].get("serviceName", "")}
+            if self._api.get("Pod", pod["metadata"]["namespace"], pod_name) is None:
+                self._api.apply(pod)
+        for pod_name, pod in pods.items():
+            if int(pod_name.rpartition("-")[2]) >= wanted:
+                self._delete(pod)
+        self._write_status(owner, list(pods.values()))
+
+    def _sync_deployment(self, owner: Manifest) -> None:
+        name, wanted, revision = owner["metadata"]["name"], _replicas(owner), _template_hash(owner)
+        pods = self._pods(owner)
+        current = [pod for pod in pods if _label(pod, HASH_LABEL) == revision]
+        names = {pod["metadata"]["name"] for pod in current}
+        for index in range(wanted):
+            pod_name = f"{name}-{revision}-{index}"
+            if pod_name not in names:
+                self._api.apply(_pod(owner, pod_name, {HASH_LABEL: revision}))
+        for pod in current:
+            if int(pod["metadata"]["name"].rpartition("-")[2]) >= wanted:
+                self._delete(pod)
+        if sum(is_ready(pod) for pod in current) >= wanted:
+            for pod in pods:
+                if pod not in current:
+                    self._delete(pod)
+        self._write_status(owner, pods)
+
+    def _pods(self, owner: Manifest) -> list[Manifest]:
+        uid = owner["metadata"]["uid"]
+        return [
+            pod
+            for pod in self._api.list("Pod", owner["metadata"].get("namespace"))
+            if any(ref["uid"] == uid for ref in pod["metadata"].get("ownerReferences") or ())
+        ]
+
+    def _delete(self, pod: Manifest) -> None:
+        metadata = pod["metadata"]
+        self._api.delete("Pod", metadata["namespace"], metadata["name"], uid=metadata["uid"])
+
+    def _write_status(self, owner: Manifest, pods: list[Manifest]) -> None:
+        revision, metadata = _template_hash(owner), owner["metadata"]
+        ready = sum(is_ready(pod) for pod in pods)
+        status: dict[str, Any] = {
+            "observedGeneration": metadata["generation"],
+            "replicas": len(pods),
+            "readyReplicas": ready,
+            "availableReplicas": ready,
+            "updatedReplicas": sum(_label(pod, HASH_LABEL) == revision for pod in pods),
+        }
+        if owner["kind"] == "StatefulSet":
+            status["updateRevision"] = revision
+        self._api.set_status(
+            owner["kind"], metadata["namespace"], metadata["name"], status, metadata["uid"]
+        )
+
+
+def is_ready(pod: Mapping[str, Any]) -> bool:
+    """Whether the pod's Ready condition is True."""
+    conditions = pod.get("status", {}).get("conditions") or ()
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def _pod(owner: Manifest, name: str, labels: dict[str, str]) -> Manifest:
+    template = copy.deepcopy(owner["spec"]["template"])
+    metadata = template.get("metadata") or {}
+    reference = {
+        "apiVersion": owner["apiVersion"],
+        "kind": owner["kind"],
+        "controller": True,
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+        "blockOwnerDeletion": True,
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "spec": template["spec"],
+        "metadata": {
+            **metadata,
+            "name": name,
+            "namespace": owner["metadata"]["namespace"],
+            "labels": {**(metadata.get("labels") or {}), **labels},
+            "ownerReferences": [reference],
+        },
+    }
+
+
+def _replicas(owner: Manifest) -> int:
+    return int(owner["spec"].get("replicas", 1))
+
+
+def _label(pod: Manifest, name: str) -> str | None:
+    return (pod["metadata"].get("labels") or {}).get(name)
+
+
+def _template_hash(owner: Manifest) -> str:
+    text = json.dumps(owner["spec"]["template"], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()

@@ -1,0 +1,188 @@
+"""What this machine lacks for a pod, found before a process is started, in one sentence each.
+
+These are the checks of a scheduler and a kubelet. What an engine itself needs (ports, shared
+memory, room for its KV cache) the launcher checks, here as in a cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pdcluster_operator.api.spec.quantity import parse_quantity
+
+Manifest = Mapping[str, Any]
+
+CONFIG = "CreateContainerConfigError"
+UNSCHEDULABLE = "Unschedulable"
+LESS_MEMORY = (
+    "stop other programs, or lower resources and the KV cache (--kv-cache-memory-bytes or "
+    "VLLM_CPU_KVCACHE_SPACE) of its role"
+)
+
+
+class Lack(StrEnum):
+    """What this machine lacks for a pod: the rule ids of a pre-flight."""
+
+    NOT_SIMULATED = "NotSimulated"
+    VOLUME_UNUSABLE = "VolumeUnusable"
+    PROGRAM_MISSING = "ProgramMissing"
+    VARIABLE_MISSING = "VariableMissing"
+    PORT_TAKEN = "PortTaken"
+    MEMORY_TOO_SMALL = "MemoryTooSmall"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a pod cannot start here.
+
+    Attributes:
+        reason: Kubernetes' reason.
+        lack: ours.
+        subject: the volume, program or variable that it is about.
+        what: what is in the way, in one sentence.
+        remedy: what to do, in one sentence.
+    """
+
+    reason: str
+    lack: Lack
+    subject: str
+    what: str
+    remedy: str
+
+    @property
+    def message(self) -> str:
+        """Both sentences, as a kubelet would say them."""
+        return f"{self.what}: {self.remedy}"
+
+
+def find_problem(pod: Manifest, environment: Mapping[str, str], promised: int) -> Problem | None:
+    """Return the first thing in the way of a pod, or None.
+
+    Args:
+        pod: the pod to be started.
+        environment: what its containers inherit, PATH among it.
+        promised: bytes of memory that pods which run already have asked for and not yet used.
+    """
+    first = next(find_problems(pod, environment), None)
+    return first or _memory_problem(pod["spec"]["containers"], promised)
+
+
+def find_problems(pod: Manifest, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield everything but memory that is in the way of a pod."""
+    spec = pod["spec"]
+    if spec.get("initContainers"):
+        yield Problem(
+            CONFIG,
+            Lack.NOT_SIMULATED,
+            "initContainers",
+            "local mode runs no init containers",
+            "remove them from podTemplate, or use a cluster",
+        )
+    for volume in spec.get("volumes") or ():
+        if problem := _volume_problem(volume):
+            yield problem
+    for container in spec["containers"]:
+        program = (container.get("command") or [""])[0]
+        if program and shutil.which(program, path=environment["PATH"]) is None:
+            yield Problem(
+                CONFIG,
+                Lack.PROGRAM_MISSING,
+                program,
+                f"{program} is not installed",
+                "install it next to python3 (`make env` does), or put its folder on PATH",
+            )
+        for entry in container.get("env") or ():
+            if (
+                entry.get("valueFrom", {}).keys() - {"fieldRef"}
+                and entry["name"] not in environment
+            ):
+                yield Problem(
+                    CONFIG,
+                    Lack.VARIABLE_MISSING,
+                    entry["name"],
+                    f"{entry['name']} comes from a Secret or a ConfigMap, which local mode lacks",
+                    "set it in your environment",
+                )
+
+
+def memory_request(pod: Manifest) -> int:
+    """Bytes of memory that a pod's containers ask for."""
+    return sum(_request(container) for container in pod["spec"]["containers"])
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, also below a container's own limit."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, int(limit) - used) if limit.isdigit() else free
+
+
+def oom_kills() -> int:
+    """Count processes that the kernel has killed for want of memory since boot."""
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0
+
+
+def _volume_problem(volume: Manifest) -> Problem | None:
+    name = volume["name"]
+    if path := volume.get("hostPath", {}).get("path"):
+        folder = Path(path)
+        remedy = "put the model there, or name its folder with --model-dir"
+        if not folder.is_dir():
+            what = f"{path} (volume {name}) is no folder here"
+            return Problem(CONFIG, Lack.VOLUME_UNUSABLE, name, what, remedy)
+        if not os.access(folder, os.R_OK | os.X_OK):
+            return Problem(
+                CONFIG,
+                Lack.VOLUME_UNUSABLE,
+                name,
+                f"{path} (volume {name}) can't be read by this user",
+                "change its permissions (chmod -R a+rX), or choose another folder",
+            )
+        if not any(folder.iterdir()):
+            what = f"{path} (volume {name}) is empty"
+            return Problem(CONFIG, Lack.VOLUME_UNUSABLE, name, what, remedy)
+    elif not volume.keys() & {"emptyDir", "configMap"}:
+        kind = next((key for key in volume if key != "name"), "unknown")
+        return Problem(
+            CONFIG,
+            Lack.NOT_SIMULATED,
+            name,
+            f"volume {name} is a {kind}, which local mode lacks",
+            "use a hostPath, or name a model folder with --model-dir",
+        )
+    return None
+
+
+def _memory_problem(containers: list[Manifest], promised: int) -> Problem | None:
+    asked = sum(_request(container) for container in containers)
+    free = available_memory() - promised
+    if asked <= max(free, 0):
+        return None
+    return Problem(
+        UNSCHEDULABLE,
+        Lack.MEMORY_TOO_SMALL,
+        "memory",
+        f"it asks for {asked / 2**30:.1f} GiB of memory and "
+        f"{max(free, 0) / 2**30:.1f} GiB are free",
+        LESS_MEMORY,
+    )
+
+
+def _request(container: Manifest) -> int:
+    resources = container.get("resources") or {}
+    asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}.get("memory")
+    return int(parse_quantity(str(asked)) or 0) if asked else 0

@@ -1,0 +1,131 @@
+"""Whether this machine's GPUs carry a manifest's engines. Pure.
+
+Local mode gives no engine a GPU of its own: each sees what ``CUDA_VISIBLE_DEVICES`` leaves, and
+takes the first of them. Two engines on one GPU run only where both say how much of it they take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdcluster_operator.api.findings import FieldError
+from pdcluster_operator.api.spec.enums import Device, Role
+from pdcluster_operator.api.spec.resolve import Engine, resolve_engine
+from pdcluster_operator.api.spec.types import Cluster
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARES = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
+"""Flags with which engines take no more of a GPU than they say."""
+
+
+class GpuLack(StrEnum):
+    """Rules of this machine's GPUs."""
+
+    NO_GPU = "NoGpu"
+    TOO_FEW_GPUS = "TooFewGpus"
+    GPUS_OVERLAP = "GpusOverlap"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs that a process of this machine sees.
+
+    Attributes:
+        count: None where no driver could be asked.
+        trouble: why there is none.
+    """
+
+    count: int | None
+    trouble: str = ""
+
+
+def gpu_findings(cluster: Cluster, gpus: Gpus) -> Iterator[FieldError]:
+    """Yield why engines would not come up on these GPUs; nothing for engines on CPUs."""
+    if cluster.spec.transfer.device is not Device.CUDA:
+        return
+    if not gpus.count:
+        yield FieldError(
+            "spec.transfer.device",
+            Device.CUDA.value,
+            GpuLack.NO_GPU,
+            f"engines need GPUs: {gpus.trouble or 'none is visible'}",
+            f"Use a machine with GPUs (see {VISIBLE} and nvidia-smi), or set the device to CPU "
+            "and install vLLM for CPUs.",
+        )
+        return
+    engines = {role: resolve_engine(cluster, role) for role in Role}
+    small = list(_too_small(engines, gpus.count))
+    yield from small or _overlapping(cluster, engines, gpus.count)
+
+
+def _too_small(engines: dict[Role, Engine], count: int) -> Iterator[FieldError]:
+    for role, engine in engines.items():
+        devices = _devices(engine, count)
+        if _size(engine) > len(devices):
+            yield FieldError(
+                f"spec.{role}.parallelism",
+                _sizes(engine),
+                GpuLack.TOO_FEW_GPUS,
+                f"an engine needs {_size(engine)} GPUs and sees {len(devices)}",
+                f"Lower the sizes, or let it see more ({VISIBLE}).",
+            )
+
+
+def _overlapping(cluster: Cluster, engines: dict[Role, Engine], count: int) -> Iterator[FieldError]:
+    """Yield once where several engines would take one GPU, and one of them all of it."""
+    users: Counter[str] = Counter()
+    needed = 0
+    for role, engine in engines.items():
+        replicas = cluster.spec.role(role).replicas
+        needed += replicas * _size(engine)
+        for device in _devices(engine, count)[: _size(engine)]:
+            users[device] += replicas
+    greedy = [
+        role
+        for role, engine in engines.items()
+        if cluster.spec.role(role).replicas and not any(map(engine.last, SHARES))
+    ]
+    if not greedy or max(users.values(), default=0) < 2:
+        return
+    share = "tell both roles their share of it in extraArgs (--gpu-memory-utilization, 0.4)"
+    if needed > count:
+        rule, message = GpuLack.TOO_FEW_GPUS, f"the engines need {needed} GPUs and see {count}"
+        remedy = f"Lower replicas or sizes, or share a GPU: {share}."
+    else:
+        rule = GpuLack.GPUS_OVERLAP
+        message = "local mode assigns no GPUs: several engines would take the same one whole"
+        remedy = (
+            f"Set {VISIBLE} in the env of spec.prefill.engine and spec.decode.engine, or {share}."
+        )
+    yield FieldError(
+        f"spec.{greedy[0]}.parallelism",
+        _sizes(engines[greedy[0]]),
+        rule,
+        message,
+        remedy,
+        tuple(f"spec.{role}.replicas" for role in engines),
+    )
+
+
+def _devices(engine: Engine, count: int) -> list[str]:
+    """Return the GPUs that an engine sees; where it names none, the machine's are 0, 1, ….
+
+    CUDA counts an empty list as none, and so do we.
+    """
+    own = next((var.value for var in engine.env if var.name == VISIBLE), None)
+    if own is None:
+        return [str(device) for device in range(count)]
+    return [device.strip() for device in own.split(",") if device.strip()]
+
+
+def _size(engine: Engine) -> int:
+    parallel = engine.parallelism
+    return parallel.tensor * parallel.pipeline * parallel.data
+
+
+def _sizes(engine: Engine) -> str:
+    parallel = engine.parallelism
+    return f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {parallel.data}"

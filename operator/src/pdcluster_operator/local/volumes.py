@@ -1,0 +1,35 @@
+"""Folders of this machine that stand for a pod's volumes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pdcluster_operator.local.api import LocalApi
+
+
+def volume_folder(api: LocalApi, namespace: str, volume: Mapping[str, Any], base: Path) -> Path:
+    """Make the folder of a hostPath, emptyDir or ConfigMap volume.
+
+    Args:
+        base: folder of the pod's volumes; a hostPath lies where it lies.
+
+    Raises:
+        OSError: it cannot be written, or the ConfigMap is not there yet.
+    """
+    if "hostPath" in volume:
+        return Path(volume["hostPath"]["path"])
+    folder = Path(base, volume["name"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if "configMap" in volume:
+        name = volume["configMap"]["name"]
+        source = api.get("ConfigMap", namespace, name)
+        if source is None:
+            raise FileNotFoundError(0, "there is no such ConfigMap yet", name)
+        for key, text in (source.get("data") or {}).items():
+            (folder / key).write_text(text)
+        for key, encoded in (source.get("binaryData") or {}).items():
+            (folder / key).write_bytes(base64.b64decode(encoded))
+    return folder

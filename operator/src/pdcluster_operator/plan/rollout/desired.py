@@ -1,0 +1,164 @@
+"""What a spec wants to exist, and which of it may be made now.
+
+Replacing is Recreate in this version: engines of another revision go first, pods and all,
+and the new ones come when they are gone. Another strategy would put its own next step here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster_operator.api.labels import EngineName, engine_of
+from pdcluster_operator.api.spec.enums import ConnectorSource
+from pdcluster_operator.api.spec.resolve import Engine, resolve_engine
+from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.plan.builders.connector_configmap import build_connector_configmap
+from pdcluster_operator.plan.builders.disruption_budget import (
+    build_disruption_budget,
+    build_router_budget,
+)
+from pdcluster_operator.plan.builders.engine_service import build_engine_service
+from pdcluster_operator.plan.builders.engine_statefulset import (
+    build_engine_statefulset,
+    engine_names,
+    engine_revision,
+)
+from pdcluster_operator.plan.builders.network_policies import (
+    build_engines_policy,
+    build_router_policy,
+)
+from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
+from pdcluster_operator.plan.builders.router_service import build_router_service
+from pdcluster_operator.plan.builders.service_account import build_service_account
+from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed
+from pdcluster_operator.plan.rollout.revision import pairing_key
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One child, and why it is wanted."""
+
+    manifest: dict[str, Any]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What should exist.
+
+    Attributes:
+        names: the engines that serve the spec, by role; with ``paused`` the old ones.
+        children: to be applied, in order.
+        blocked: engines that wait until those of another revision are gone.
+        kept: engines of another revision that ``rollout.paused`` keeps.
+        stale: some engine or pod of another revision exists.
+    """
+
+    names: Mapping[Role, tuple[EngineName, ...]]
+    children: tuple[Wanted, ...]
+    blocked: frozenset[EngineName]
+    kept: frozenset[EngineName]
+    stale: bool
+
+
+def live_engines(observed: Observed) -> tuple[EngineName, ...]:
+    """Return the engines that exist, sorted."""
+    names = (engine_of(child) for child in observed.children if child.get("kind") == "StatefulSet")
+    return tuple(sorted(name for name in names if name is not None))
+
+
+def desire(observed: Observed, cluster: Cluster) -> Desired:
+    """Return what should exist for an accepted spec."""
+    key = pairing_key(cluster)
+    live = live_engines(observed)
+    seen = {*live, *(name for name in map(engine_of, observed.pods) if name is not None)}
+    engines = {role: resolve_engine(cluster, role) for role in Role}
+    names: dict[Role, tuple[EngineName, ...]] = {}
+    blocked: set[EngineName] = set()
+    kept: set[EngineName] = set()
+    for role, engine in engines.items():
+        revision = engine_revision(cluster, engine, key, observed.connector.digest)
+        wanted = engine_names(cluster, role, revision)
+        others = {name for name in seen if name.role is role and name.revision != revision}
+        names[role] = wanted
+        if others and cluster.spec.rollout.paused:
+            names[role] = tuple(name for name in live if name in others)
+            kept.update(names[role])
+        elif others:
+            blocked.update(name for name in wanted if name not in live)
+    stale = any(name not in names[name.role] for name in seen) or bool(kept)
+    build = _Build(cluster, observed.connector, engines, key, observed.operator_namespace)
+    children = tuple(build.children(names, skipped=kept | blocked))
+    return Desired(names, children, frozenset(blocked), frozenset(kept), stale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """Makes the children of one spec."""
+
+    cluster: Cluster
+    connector: ConnectorBundle
+    engines: Mapping[Role, Engine]
+    pairing_key: str
+    operator_namespace: str | None
+
+    def children(
+        self, names: Mapping[Role, tuple[EngineName, ...]], skipped: AbstractSet[EngineName]
+    ) -> Iterator[Wanted]:
+        yield from self._fences()
+        if self._needs_connector():
+            connector = build_connector_configmap(self.cluster, self.connector)
+            yield Wanted(connector, "the connector that engines mount")
+        for role in Role:
+            for name in names[role]:
+                if name not in skipped:
+                    yield from self._engine(name)
+        router = build_router_deployment(
+            self.cluster,
+            self.pairing_key,
+            names[Role.PREFILL],
+            names[Role.DECODE],
+            self.connector.digest,
+        )
+        if router is not None:
+            yield Wanted(router, "the router before the engines")
+        service = build_router_service(self.cluster, self.pairing_key)
+        if service is not None:
+            yield Wanted(service, "the address for clients")
+
+    def _needs_connector(self) -> bool:
+        router = self.cluster.spec.router
+        if router.replicas and router.api_key_secret_ref is not None:
+            return True  # a router's image never holds the gate
+        return any(engine.connector is ConnectorSource.BUNDLED for engine in self.engines.values())
+
+    def _fences(self) -> Iterator[Wanted]:
+        """Yield what must stand before the first pod: who pods are and who may reach them."""
+        yield Wanted(build_service_account(self.cluster), "who the pods are")
+        policy = build_engines_policy(self.cluster, self.operator_namespace)
+        yield Wanted(policy, "who may reach the engines")
+        policy_of_router = build_router_policy(self.cluster)
+        if policy_of_router is not None:
+            yield Wanted(policy_of_router, "who may reach the router")
+        for role in Role:
+            budget = build_disruption_budget(self.cluster, role)
+            yield Wanted(budget, f"how many {role} engines may be evicted at once")
+        budget_of_routers = build_router_budget(self.cluster, self.pairing_key)
+        if budget_of_routers is not None:
+            yield Wanted(budget_of_routers, "how many routers may be evicted at once")
+
+    def _engine(self, name: EngineName) -> Iterator[Wanted]:
+        service = build_engine_service(self.cluster, name, self.pairing_key)
+        yield Wanted(service, f"addresses of {name.role} engine {name.index}")
+        engine = build_engine_statefulset(
+            self.cluster, self.engines[name.role], name, self.pairing_key, self.connector.digest
+        )
+        yield Wanted(engine, f"{name.role} engine {name.index}")
+
+
+def identity(manifest: Manifest) -> tuple[str, str]:
+    """Return what tells a cluster's children apart: kind and name."""
+    return str(manifest.get("kind")), str(manifest["metadata"]["name"])

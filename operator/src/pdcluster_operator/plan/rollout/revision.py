@@ -1,0 +1,58 @@
+"""Two notions of revision, never mixed.
+
+``role_revision`` names what forces a role's pods to restart; ``pairing_key`` names what
+decides whether KV can be exchanged. The key is part of the pod template, so a change of it
+changes both roles' revisions, and a change of one role's environment only that role's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pdcluster_operator.api.labels import REVISION_LENGTH
+from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.shape import MODEL_FLAGS, engine_shape
+from pdcluster_operator.api.spec.types import Cluster, Role
+
+# Neither vowels nor look-alikes: no words by accident, nothing to misread.
+ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
+
+
+def short_hash(document: Any, length: int = REVISION_LENGTH) -> str:
+    """Return a short name of a JSON document, fit for object names and labels."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
+    letters = []
+    for _ in range(length):
+        number, rest = divmod(number, len(ALPHABET))
+        letters.append(ALPHABET[rest])
+    return "".join(letters)
+
+
+def role_revision(template: Mapping[str, Any]) -> str:
+    """Return the revision of a pod template that was rendered without an identity."""
+    return short_hash(template)
+
+
+def pairing_key(cluster: Cluster) -> str:
+    """Return the key of all engines of a spec; engines pair when their keys are equal."""
+    document: dict[str, Any] = {"model": _source(cluster)}
+    for role in Role:
+        engine = resolve_engine(cluster, role)
+        shape = engine_shape(cluster, engine)
+        document[role.value] = {
+            "model": shape.model,
+            "kv_dtype": shape.kv_dtype,
+            "block_size": shape.block_size,
+            "memory": shape.memory,
+            "attention_backend": engine.attention_backend,
+            "flags": sorted(flag.words for flag in engine.flags if flag.head in MODEL_FLAGS),
+        }
+    return short_hash(document)
+
+
+def _source(cluster: Cluster) -> str:
+    return repr(cluster.spec.model.source)

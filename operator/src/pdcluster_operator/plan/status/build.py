@@ -1,0 +1,159 @@
+"""Observed engines and links -> ``status``: conditions, counts, the worst failed links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_operator.api.conditions import (
+    ConditionType,
+    Status,
+    Verdict,
+    find_condition,
+    set_conditions,
+    timestamp,
+)
+from pdcluster_operator.api.findings import Findings, Rule
+from pdcluster_operator.api.labels import cluster_selector
+from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.plan.builders.router_service import endpoint
+from pdcluster_operator.plan.engines import EngineView
+from pdcluster_operator.plan.links import PairState, PairView
+from pdcluster_operator.plan.model import Event, Observed
+from pdcluster_operator.plan.status.engine_conditions import accepted, role_ready, with_warnings
+from pdcluster_operator.plan.status.link_conditions import (
+    links_established,
+    path_verified,
+    transport_healthy,
+)
+from pdcluster_operator.plan.status.progress import ChangeView, available, progressing, summary
+
+MAX_FAILED_LINKS = 16
+MAX_ENGINES = 64
+LONGEST_DETAIL = 512
+LONGEST_EVENT = 1024
+INSECURE = (
+    "the KV side channel between pods has no TLS in this version: keep the pod network trusted, "
+    "or limit it with a NetworkPolicy"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything that the status is computed from."""
+
+    engines: Mapping[Role, tuple[EngineView, ...]]
+    pairs: tuple[PairView, ...]
+    change: ChangeView
+
+
+def build_status(
+    observed: Observed, cluster: Cluster, findings: Findings, view: View, now: float
+) -> dict[str, Any]:
+    """Return the whole status; an unchanged situation gives an equal one."""
+    before = observed.cluster.get("status") or {}
+    verdicts = _verdicts(before, cluster, findings, view, now)
+    conditions = set_conditions(before, verdicts.items(), cluster.generation, now)
+    prefill, decode = (view.engines[role] for role in Role)
+    established = sum(pair.state is PairState.ESTABLISHED for pair in view.pairs)
+    return {
+        "observedGeneration": cluster.generation,
+        "conditions": conditions,
+        "model": cluster.served_name,
+        "prefill": _count(prefill),
+        "decode": _count(decode),
+        "links": f"{established}/{len(view.pairs)}",
+        "endpoint": endpoint(cluster) if findings.ok else str(before.get("endpoint") or ""),
+        "selector": cluster_selector(cluster.name),
+        "replicas": len(decode),
+        "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
+        "failedLinks": _failed_links(before, view.pairs, now),
+    }
+
+
+def _verdicts(
+    before: Mapping[str, Any], cluster: Cluster, findings: Findings, view: View, now: float
+) -> dict[ConditionType, Verdict]:
+    prefill, decode = (view.engines[role] for role in Role)
+    verdicts = {
+        ConditionType.ACCEPTED: with_warnings(accepted(findings), findings),
+        ConditionType.PREFILL_READY: role_ready(prefill, findings),
+        ConditionType.DECODE_READY: role_ready(decode, findings),
+        ConditionType.KV_LINKS_ESTABLISHED: links_established(
+            view.pairs, find_condition(before, ConditionType.KV_LINKS_ESTABLISHED)
+        ),
+        ConditionType.KV_PATH_VERIFIED: path_verified(
+            view.pairs, find_condition(before, ConditionType.KV_PATH_VERIFIED)
+        ),
+        ConditionType.TRANSPORT_HEALTHY: transport_healthy(view.pairs, cluster.spec.transfer),
+        ConditionType.AVAILABLE: available(view.pairs, view.change),
+    }
+    ready = summary(verdicts, view.change)
+    verdicts[ConditionType.PROGRESSING] = progressing(
+        ready, view.change, findings, find_condition(before, ConditionType.PROGRESSING), now
+    )
+    verdicts[ConditionType.READY] = ready
+    return verdicts
+
+
+def transitions(before: object, after: Mapping[str, Any]) -> tuple[Event, ...]:
+    """Return one event for each condition whose status flipped."""
+    events = []
+    for condition in after["conditions"]:
+        kind, status = condition["type"], condition["status"]
+        old = find_condition(before, kind).get("status")
+        # That a cluster which is just being made is not ready yet is no news.
+        if old == status or (old is None and kind != ConditionType.ACCEPTED):
+            continue
+        bad = status == Status.FALSE and kind != ConditionType.PROGRESSING
+        text = f"{kind} is {status}: {condition['message']}"[:LONGEST_EVENT]
+        events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
+        if old is None and not bad:
+            events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
+    return tuple(events)
+
+
+def _count(engines: Sequence[EngineView]) -> str:
+    return f"{sum(engine.ready is True for engine in engines)}/{len(engines)}"
+
+
+def _engine(engine: EngineView) -> dict[str, Any]:
+    states = {True: "Ready", None: "Unknown", False: engine.reason.value}
+    return {
+        "name": engine.name.stateful_set,
+        "role": engine.name.role.value,
+        "state": states[engine.ready],
+        "engineId": engine.engine_id,
+        "message": engine.message[:LONGEST_DETAIL],
+    }
+
+
+def _failed_links(
+    before: Mapping[str, Any], pairs: Sequence[PairView], now: float
+) -> list[dict[str, Any]]:
+    old = {
+        (entry.get("prefill"), entry.get("decode"), entry.get("reason")): entry
+        for entry in before.get("failedLinks") or ()
+    }
+    written = []
+    for pair in pairs:
+        if pair.state is PairState.FAILED:
+            reason, message = pair.reason or "Unknown", pair.message
+        elif pair.canary_failed:
+            reason, message = Reason.CANARY_FAILED.value, pair.canary.message
+        else:
+            continue
+        prefill, decode = pair.prefill.name.stateful_set, pair.decode.name.stateful_set
+        known = old.get((prefill, decode, reason), {})
+        written.append(
+            {
+                "prefill": prefill,
+                "decode": decode,
+                "reason": reason,
+                "message": message[:LONGEST_DETAIL],
+                "lastTransitionTime": known.get("lastTransitionTime") or timestamp(now),
+            }
+        )
+    return written[:MAX_FAILED_LINKS]

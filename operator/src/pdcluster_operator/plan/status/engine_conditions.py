@@ -1,0 +1,69 @@
+"""Accepted, PrefillReady and DecodeReady."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pdcluster_connector.compat.counted import counted
+from pdcluster_operator.api.conditions import StatusReason, Verdict, no, unknown, yes
+from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.plan.engines import EngineView
+
+MAX_SHOWN_ERRORS = 5
+# What to show first when several engines are not ready: what will not heal by waiting.
+SEVERITY = (
+    StatusReason.ENGINE_FAILED,
+    StatusReason.IMAGE_UNAVAILABLE,
+    StatusReason.POD_CONFIG_ERROR,
+    StatusReason.UNSCHEDULABLE,
+    StatusReason.PODS_MISSING,
+    StatusReason.CONTAINER_CREATING,
+    StatusReason.STARTING,
+    StatusReason.LOADING_WEIGHTS,
+    StatusReason.WARMING_UP,
+    StatusReason.DRAINING,
+)
+
+
+def accepted(findings: Findings) -> Verdict:
+    """Whether the spec may be carried out; no spec says enough for every rule to be decided."""
+    if not findings.ok:
+        shown = [str(error) for error in findings.errors[:MAX_SHOWN_ERRORS]]
+        more = len(findings.errors) - len(shown)
+        if more:
+            shown.append(f"and {more} more")
+        return no(str(findings.errors[0].rule), "; ".join(shown))
+    fields = ", ".join(findings.unchecked)
+    return yes(
+        StatusReason.PARTIALLY_CHECKED,
+        f"the handshake decides what the spec leaves open: {fields}",
+    )
+
+
+def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
+    """Whether every wanted engine of a role is ready."""
+    if not engines and not findings.ok:
+        return no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
+    if not engines:
+        return no(StatusReason.SCALED_TO_ZERO, "no engine is wanted")
+    ready = sum(engine.ready is True for engine in engines)
+    count = f"{ready} of {counted(len(engines), 'engine')} ready"
+    failing = [engine for engine in engines if engine.ready is False]
+    if failing:
+        worst = min(failing, key=lambda engine: SEVERITY.index(engine.reason))
+        detail = f": {worst.message}" if worst.message else ""
+        return no(worst.reason, f"{count}; {worst.name.stateful_set} {worst.reason}{detail}")
+    silent = next((engine for engine in engines if engine.ready is None), None)
+    if silent is not None:
+        return unknown(silent.reason, silent.message)
+    return yes(StatusReason.ENGINES_READY, count)
+
+
+def with_warnings(accepted: Verdict, findings: Findings) -> Verdict:
+    """Return Accepted with the warnings: a webhook that is down says none of them."""
+    if not findings.ok or not findings.warnings:
+        return accepted
+    named = ", ".join(f"{warning.path} [{warning.rule}]" for warning in findings.warnings)
+    parts = filter(None, (accepted.message, f"warnings: {named}"))
+    return replace(accepted, message="; ".join(parts))

@@ -1,0 +1,172 @@
+"""Keeps asking launchers how their engines and links are, and tells decode engines their peers.
+
+What launchers last said is evidence for the planner. An engine that does not answer has no
+entry: unknown, which is never the same as failed. Each target is polled by a task of its
+own, so that one that hangs delays nobody; a change wakes the cluster's reconcile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.model import PeerAssignment
+from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_operator.runtime.errors import LauncherError
+from pdcluster_operator.runtime.ports import Launchers
+from pdcluster_operator.runtime.queue import Key
+
+log = logging.getLogger(__name__)
+
+MISSES = 2
+"""Polls in a row that may fail before an engine counts as unreachable."""
+
+FIRST_LOOK_SECONDS = 5.0
+"""How long an operator that has just started waits for engines before it judges a cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One engine's leader.
+
+    Attributes:
+        process: changes with the pod and with every restart of its container; what the old
+            process said is dropped with it.
+    """
+
+    engine: str
+    role: Role
+    url: str
+    process: str
+
+
+class LauncherMonitor:
+    """Polls every target about once a period. Used from one event loop."""
+
+    def __init__(
+        self, launchers: Launchers, changed: Callable[[Key], None], *, period: float = 1.0
+    ) -> None:
+        self._launchers = launchers
+        self._changed = changed
+        self._period = period
+        self._watches: dict[Key, dict[str, _Watch]] = {}
+        self._first_looks: dict[Key, float] = {}  # when each ends, heard or not
+
+    def follow(self, key: Key, targets: Iterable[Target]) -> None:
+        """Poll exactly these engines of a cluster from now on."""
+        if key not in self._watches:
+            self._first_looks[key] = time.monotonic() + FIRST_LOOK_SECONDS
+        wanted = {target.engine: target for target in targets}
+        held = self._watches.setdefault(key, {})
+        for engine in [name for name, watch in held.items() if wanted.get(name) != watch.target]:
+            held.pop(engine).stop()
+        for engine in wanted.keys() - held.keys():
+            held[engine] = _Watch(
+                wanted[engine], self._launchers, self._period, lambda: self._changed(key)
+            )
+
+    def first_look(self, key: Key) -> float:
+        """Return how many seconds to wait, at most, before the silence of engines means anything.
+
+        Only the engines that were there when this process began to follow the cluster are
+        waited for. The cluster is woken as soon as each of them has answered or has missed
+        its polls; from then on this is 0.
+        """
+        left = self._first_looks.get(key, 0.0) - time.monotonic()
+        if left > 0 and not all(watch.heard for watch in self._watches[key].values()):
+            return left
+        self._first_looks.pop(key, None)
+        return 0.0
+
+    def forget(self, key: Key) -> None:
+        """Stop polling a cluster that is gone."""
+        self._first_looks.pop(key, None)
+        for watch in self._watches.pop(key, {}).values():
+            watch.stop()
+
+    def assign(self, key: Key, peers: Iterable[PeerAssignment]) -> None:
+        """Send each decode engine its peers: when they change, and to every new incarnation."""
+        for assignment in peers:
+            if (watch := self._watches.get(key, {}).get(assignment.decode)) is not None:
+                watch.peers = assignment
+
+    def engines(self, key: Key) -> Mapping[str, EngineReport]:
+        """Return what each reachable engine of a cluster last said."""
+        return {
+            engine: watch.report
+            for engine, watch in self._watches.get(key, {}).items()
+            if watch.report is not None
+        }
+
+    def links(self, key: Key) -> Mapping[str, LinksReport]:
+        """Return what each reachable decode engine of a cluster last said of its links."""
+        return {
+            engine: watch.links
+            for engine, watch in self._watches.get(key, {}).items()
+            if watch.links is not None
+        }
+
+    async def stop(self) -> None:
+        """End all polling."""
+        tasks = [watch.task for watches in self._watches.values() for watch in watches.values()]
+        for key in list(self._watches):
+            self.forget(key)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Watch:
+    """The polling of one engine."""
+
+    def __init__(
+        self, target: Target, launchers: Launchers, period: float, changed: Callable[[], None]
+    ) -> None:
+        self.target = target
+        self.report: EngineReport | None = None
+        self.links: LinksReport | None = None
+        self.peers: PeerAssignment | None = None
+        self.heard = False  # whether it has answered, or has missed its polls
+        self._launchers = launchers
+        self._period = period
+        self._changed = changed
+        self._misses = 0
+        self._told: tuple[str, Mapping[str, Any]] | None = None
+        self.task = asyncio.create_task(self._run(), name=f"links-{target.engine}")
+
+    def stop(self) -> None:
+        self.task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            before = (self.report, self.links, self.heard)
+            try:
+                await self._poll()
+                self._misses, self.heard = 0, True
+            except LauncherError as error:
+                self._misses += 1
+                if self._misses >= MISSES:
+                    self.heard = True
+                    self.report = self.links = None
+                    self._told = None
+                log.debug("%s: %s", self.target.engine, error)
+            if before != (self.report, self.links, self.heard):
+                self._changed()
+            await asyncio.sleep(self._period)
+
+    async def _poll(self) -> None:
+        report = await self._launchers.ready(self.target.url)
+        if report.engine != self.target.engine:
+            raise LauncherError(f"answers as {report.engine}")
+        if self.report is not None and self.report.engine_id != report.engine_id:
+            self.links = None  # what the engine's former incarnation said of its links
+        self.report = report
+        if self.target.role is not Role.DECODE:
+            return
+        if self.peers is not None and self._told != (report.engine_id, self.peers.body):
+            await self._launchers.put_peers(self.target.url, self.peers.body)
+            self._told = (report.engine_id, self.peers.body)
+        self.links = await self._launchers.links(self.target.url)
