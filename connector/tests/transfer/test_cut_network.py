@@ -96,7 +96,9 @@ def test_a_peer_that_is_cut_off_costs_no_other_peer_and_comes_back(
         failure = receiver.probe(metadata, check=True).result(timeout=10).failure
         assert failure is not None
         assert failure.reason is Reason.TRANSFER_STALLED
-        eventually(lambda: receiver._links.get("far/1") is None)  # the agent was rebuilt
+        eventually(
+            lambda: receiver._connections.by_engine.get("far/1") is None
+        )  # the agent was rebuilt
         opening = receiver.probe(metadata)  # into the black hole
         near_works("beside")
         failure = opening.result(timeout=20).failure

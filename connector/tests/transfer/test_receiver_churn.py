@@ -151,9 +151,9 @@ def test_ten_thousand_requests_through_every_fault() -> None:
     assert expected <= set(engine.outcomes), engine.outcomes
     assert len(engine.free) == CACHE["num_blocks"] - 1
 
-    executor = engine.decode.receiver._executor
+    executor = engine.decode.receiver._receives
     assert executor._jobs == executor._by_id == {}
-    assert len(executor._ticks._heap) < 100
+    assert len(executor._timers._heap) < 100
     assert engine.fabric.open_handles() == 0
     assert engine.fabric.open_dlists() <= 2  # the live incarnation's link
     assert [t for t in engine.fabric.flying if t.agent.startswith("decode")] == []

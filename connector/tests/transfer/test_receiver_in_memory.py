@@ -353,7 +353,7 @@ def test_requests_that_come_while_the_agent_drains_wait_for_the_new_one(rig: Rig
     rig.send("slow", 2)
     eventually(lambda: rig.hanging == 1)  # or the loss alone would rebuild the agent at once
     rig.send("unseen")
-    eventually(lambda: rig.decode.receiver._executor._flights.unseen == 1)
+    eventually(lambda: rig.decode.receiver._receives._transfers.unseen == 1)
     rig.fabric.behave = lambda _: Behaviour()
     rig.send("late", 3)
     rig.decode.nothing()
@@ -529,13 +529,13 @@ def test_a_broken_turn_costs_the_agent_and_not_the_thread(
     rig.of_kv(Behaviour(hang=True))
     rig.send("r", 2)
     eventually(lambda: rig.hanging == 1)
-    good = rig.decode.receiver._links.step
+    good = rig.decode.receiver._connections.step
 
     def broken() -> bool:
-        monkeypatch.setattr(rig.decode.receiver._links, "step", good)
+        monkeypatch.setattr(rig.decode.receiver._connections, "step", good)
         raise MemoryError("a turn that breaks")
 
-    monkeypatch.setattr(rig.decode.receiver._links, "step", broken)
+    monkeypatch.setattr(rig.decode.receiver._connections, "step", broken)
     rig.decode.receiver.probe(rig.prefill.metadata)
     failure = rig.decode.wait("r").failed["r"]
     assert failure == Failure(Reason.BACKEND_ERROR, "MemoryError: a turn that breaks")
@@ -555,7 +555,7 @@ def test_a_dead_thread_fails_everything_instead_of_hanging(
     def broken() -> bool:
         raise RuntimeError("every turn breaks")
 
-    monkeypatch.setattr(rig.decode.receiver._executor, "turn", broken)
+    monkeypatch.setattr(rig.decode.receiver._receives, "turn", broken)
     late = []
     while rig.decode.receiver._thread._thread.is_alive():
         late.append(f"late{len(late)}")
@@ -652,7 +652,7 @@ def test_probes_of_hanging_peers_end_and_disturb_nobody(rig: Rig) -> None:
 def test_a_check_of_an_idle_link_reads_one_page_a_shard(two: Rig) -> None:
     two.works("before", seed=1)
     eventually(lambda: not two.fabric.flying)
-    for source in two.decode.receiver._links.get("prefill/1").sources:  # type: ignore[union-attr]
+    for source in two.decode.receiver._connections.by_engine.get("prefill/1").sources:  # type: ignore[union-attr]
         source.moved_at -= RECENT_SECONDS
     posted = two.fabric.posted
     result = two.decode.receiver.probe(two.prefill.metadata, check=True).result(timeout=5)
@@ -673,7 +673,7 @@ def cut(rig: Rig, prefill: Prefill) -> Failure:
     """Have nothing come from ``prefill`` any more; returns what a check finds."""
     rig.works("before", prefill, seed=1)
     rig.fabric.behave = lambda t: Behaviour(hang=t.peer.startswith(prefill.engine_id))
-    link = rig.decode.receiver._links.get(prefill.engine_id)
+    link = rig.decode.receiver._connections.by_engine.get(prefill.engine_id)
     assert link is not None
     for source in link.sources:
         source.moved_at = 0.0
@@ -693,7 +693,7 @@ def test_a_cut_link_is_found_by_a_check_and_used_no_more(rig: Rig) -> None:
     again = rig.decode.receiver.probe(rig.prefill.metadata).result(timeout=10)
     assert again.failure == failure
     rig.fabric.land()  # the network delivers late what it held
-    eventually(lambda: rig.decode.receiver._links.get("prefill/1") is None)
+    eventually(lambda: rig.decode.receiver._connections.by_engine.get("prefill/1") is None)
     rig.works("next", seed=3)
 
 
@@ -719,7 +719,7 @@ def test_a_cut_link_is_made_anew_beside_traffic_that_does_not_stop(rig: Rig) -> 
 
 def test_a_check_that_waits_behind_kv_is_not_late(rig: Rig) -> None:
     rig.works("before", seed=1)
-    link = rig.decode.receiver._links.get("prefill/1")
+    link = rig.decode.receiver._connections.by_engine.get("prefill/1")
     assert link is not None
     (source,) = link.sources
     source.moved_at = 0.0
@@ -738,14 +738,14 @@ def test_a_check_cut_short_by_a_rebuild_accuses_nobody(rig: Rig) -> None:
     other = rig.add_prefill("other/1")
     rig.works("other", other, seed=2)
     for engine_id in ("prefill/1", "other/1"):
-        link = rig.decode.receiver._links.get(engine_id)
+        link = rig.decode.receiver._connections.by_engine.get(engine_id)
         assert link is not None
         link.sources[0].moved_at = 0.0
     rig.fabric.behave = lambda _: Behaviour(hang=True)
     checked = rig.decode.receiver.probe(rig.prefill.metadata, check=True)
     eventually(lambda: rig.hanging == 1)
     rig.decode.receiver._thread.put(
-        lambda: rig.decode.receiver._executor.rebuild(Failure(Reason.BACKEND_ERROR, "x"))
+        lambda: rig.decode.receiver._receives.rebuild(Failure(Reason.BACKEND_ERROR, "x"))
     )
     result = checked.result(timeout=5)
     assert result.failure is None

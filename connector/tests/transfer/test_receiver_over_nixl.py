@@ -164,7 +164,7 @@ class OverTcp:
         self.prefill.signal(signal.SIGSTOP)
         self.decode.cache.bytes[:] = 0xEE
         self.decode.receiver.receive([self.decode.request("r", ticket, self.BLOCKS, lease=lease)])
-        eventually(lambda: bool(self.decode.receiver._executor._flights))
+        eventually(lambda: bool(self.decode.receiver._receives._transfers))
         self.decode.nothing(0.2)
 
     def restart(self, number: int) -> None:
@@ -234,7 +234,7 @@ def test_a_link_that_carries_nothing_for_a_while_is_named_and_heals(tcp: int) ->
     assert failure.reason is Reason.TRANSFER_STALLED
     assert rig.engine in failure.message
     assert took < 7.0
-    eventually(lambda: rig.decode.receiver._links.get(rig.engine) is None)
+    eventually(lambda: rig.decode.receiver._connections.by_engine.get(rig.engine) is None)
     rig.works("healed")
     assert rig.decode.receiver.probe(metadata).result(timeout=30).failure is None
     rig.end()

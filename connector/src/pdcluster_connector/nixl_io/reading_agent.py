@@ -18,7 +18,6 @@ from pdcluster_connector.nixl_io.interface import (
     AgentInterface,
     Dlist,
     Handle,
-    Indices,
     MemoryRange,
     NixlError,
 )
@@ -38,12 +37,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """One prefill shard, ready to be read: descriptor lists of both sides.
+    """One prefill shard, ready to be read.
 
-    ``moved_at`` is when KV of it last landed, in seconds of the receiver's clock.
+    Attributes:
+        rank: its (pipeline, tensor) rank.
+        agent: the agent that reads it.
+        peer: the shard's own agent, by name.
+        probe: its probe region.
+        local, remote: descriptor lists of both sides, of that agent.
+        moved_at: when KV of it last landed, in seconds of the receiver's clock.
     """
 
     rank: tuple[int, int]
+    agent: AgentInterface
     peer: str
     probe: ProbeRegion
     local: Dlist
@@ -52,26 +58,26 @@ class Source:
 
 
 @dataclass(eq=False, slots=True)
-class Link:
-    """One peer engine, as the reading agent knows it.
+class Connection:
+    """One prefill engine, ready to be read over the reading agent.
 
     Attributes:
         metadata: what the handshake returned.
         plan: which bytes correspond, compiled once.
         groups: the peer's KV cache groups.
         sources: in the order of ``plan.sources``.
-        flying: transfers that may still run over it.
-        broken: why no new transfer may start; the link closes when ``flying`` is 0.
+        transfers: how many transfers may still run over it.
+        broken: why no new transfer may start; it closes when ``transfers`` is 0.
         notice: what makes the link slow though it works; empty if nothing is known to.
-        waiting: receives (by serial number) that wait for the warm-up, or for a broken link
-            to close; None when there is nothing to wait for.
+        waiting: receives (by serial number) that wait for the warm-up, or for a broken
+            connection to close; None when there is nothing to wait for.
     """
 
     metadata: EngineMetadata
     plan: PeerPlan
     groups: tuple[GroupShape, ...] = ()
     sources: list[Source] = field(default_factory=list)
-    flying: int = 0
+    transfers: int = 0
     broken: Failure | None = None
     waiting: list[int] | None = field(default_factory=list)
     notice: str = ""
@@ -83,7 +89,7 @@ class Link:
 
     @property
     def closing(self) -> bool:
-        """Whether a new link can take its place as soon as nothing flies over it."""
+        """Whether a new connection can take its place as soon as no transfer runs over it."""
         return self.broken is not None and self.broken.reason is Reason.BACKEND_ERROR
 
 
@@ -96,59 +102,55 @@ class ReadingAgent:
         memory: Sequence[MemoryRange],
         scratch: Scratch,
     ) -> None:
-        self._port = make_agent()
+        self._nixl = make_agent()
         self._scratch = scratch
-        self._peers: dict[str, int] = {}  # agent name -> links that use it
+        self._peers: dict[str, int] = {}  # agent name -> connections that use it
         try:
-            self._port.register([*memory, scratch.memory])
+            self._nixl.register([*memory, scratch.memory])
         except NixlError:
-            self._port.close()
+            self._nixl.close()
             raise
 
-    def open(self, metadata: EngineMetadata, plan: PeerPlan) -> Link:
+    def open(self, metadata: EngineMetadata, plan: PeerPlan) -> Connection:
         """Load the peer's agents and prepare the descriptor lists, once per peer."""
         shards = {shard.rank: shard for shard in metadata.shards}
-        link = Link(metadata, plan, groups_of(to_shape(metadata.shape)))
+        connection = Connection(metadata, plan, groups_of(to_shape(metadata.shape)))
         try:
             for source in plan.sources:
-                link.sources.append(self._open_source(shards[source.rank], source))
+                connection.sources.append(self._open_source(shards[source.rank], source))
         except BaseException:
-            self.close_link(link)
+            self.close_connection(connection)
             raise
-        return link
+        return connection
 
     def _open_source(self, shard: ShardMetadata, source: SourcePlan) -> Source:
-        peer = self._port.add_peer(shard.agent_metadata)
+        peer = self._nixl.add_peer(shard.agent_metadata)
         self._peers[peer] = self._peers.get(peer, 0) + 1
         remote = local = None
         try:
-            remote = self._port.prepare(peer, source.prefill_rows, source.prefill_memory)
-            local = self._port.prepare(None, source.decode_rows, source.decode_memory)
+            remote = self._nixl.prepare(peer, source.prefill_rows, source.prefill_memory)
+            local = self._nixl.prepare(None, source.decode_rows, source.decode_memory)
         finally:
             if local is None:
                 self._forget(peer, [item for item in (remote,) if item is not None])
-        return Source(source.rank, peer, shard.probe, local, remote)
+        return Source(source.rank, self._nixl, peer, shard.probe, local, remote)
 
-    def close_link(self, link: Link) -> None:
-        """Release what a link holds; only when nothing flies over it. Does not raise."""
-        for source in link.sources:
+    def close_connection(self, connection: Connection) -> None:
+        """Release what a connection holds; only when no transfer runs over it. Does not raise."""
+        for source in connection.sources:
             self._forget(source.peer, [source.local, source.remote])
-        link.sources.clear()
+        connection.sources.clear()
 
     def _forget(self, peer: str, dlists: Sequence[Dlist]) -> None:
         for dlist in dlists:
             with suppress(NixlError):
-                self._port.release_dlist(dlist)
+                self._nixl.release_dlist(dlist)
         self._peers[peer] -= 1
         if self._peers[peer] == 0:
             del self._peers[peer]
             # NIXL has dropped the peer by itself if its transport failed.
             with suppress(NixlError):
-                self._port.remove_peer(peer)
-
-    def read(self, source: Source, decode: Indices, prefill: Indices) -> Handle:
-        """Post one transfer into this rank's KV blocks."""
-        return self._port.read(source.local, decode, source.remote, prefill)
+                self._nixl.remove_peer(peer)
 
     def probe_lists(self, source: Source, offset: int, length: int) -> tuple[Dlist, Dlist]:
         """Prepare a read of the first ``length`` probe bytes into a scratch slot.
@@ -157,9 +159,9 @@ class ReadingAgent:
         """
         region = source.probe
         row = one_row(region.address, length, region.device)
-        remote = self._port.prepare(source.peer, row, region.memory)
+        remote = self._nixl.prepare(source.peer, row, region.memory)
         try:
-            local = self._port.prepare(None, self._scratch.row(offset, length), Memory.DRAM)
+            local = self._nixl.prepare(None, self._scratch.row(offset, length), Memory.DRAM)
         except NixlError:
             self.release_dlists([remote])
             raise
@@ -167,16 +169,12 @@ class ReadingAgent:
 
     def read_probe(self, lists: tuple[Dlist, Dlist]) -> Handle:
         """Post the read that :meth:`probe_lists` prepared."""
-        return self._port.read(lists[0], FIRST, lists[1], FIRST)
-
-    def landed(self, handle: Handle) -> bool:
-        """Tell whether the transfer is done; raises on a transport error."""
-        return self._port.state(handle) == "DONE"
+        return self._nixl.read(lists[0], FIRST, lists[1], FIRST)
 
     def release(self, handle: Handle) -> None:
         """Free the handle of a transfer that has ended. Does not raise."""
         try:
-            self._port.release(handle)
+            self._nixl.release(handle)
         except NixlError as error:
             logger.warning("a NIXL handle stays until the agent is rebuilt: %s", error)
 
@@ -184,7 +182,7 @@ class ReadingAgent:
         """Free descriptor lists that nothing uses any more. Does not raise."""
         for dlist in dlists:
             with suppress(NixlError):
-                self._port.release_dlist(dlist)
+                self._nixl.release_dlist(dlist)
 
     def destroy(self) -> None:
         """Destroy the agent: afterwards none of its transfers can write any more.
@@ -192,4 +190,4 @@ class ReadingAgent:
         Raises:
             AgentSurvivedError: it could not be destroyed.
         """
-        self._port.close()
+        self._nixl.close()

@@ -1,4 +1,4 @@
-"""One warm-up or probe of one link, carried out step by step by the transfer thread."""
+"""One warm-up or probe of one connection, carried out step by step by the transfer thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdcluster_connector.nixl_io.probe import (
     describe_difference,
     pattern,
 )
-from pdcluster_connector.nixl_io.reading_agent import Link, ReadingAgent, Source
+from pdcluster_connector.nixl_io.reading_agent import Connection, ReadingAgent, Source
 from pdcluster_connector.protocol.failure import Failure
 
 RECENT_SECONDS = 2.0
@@ -31,23 +31,23 @@ class ProbeRun:
     landed from the same source: behind much KV a probe waits for its turn. The run itself goes
     on until no transfer of it can write any more; only then is its scratch slot given back.
 
-    A ``check`` is a run over a link in use: it passes over sources of which KV has landed within
-    the last RECENT_SECONDS, and nobody is in a hurry for it.
+    A ``check`` is a run over a connection in use. It leaves out sources of which KV has landed
+    within the last RECENT_SECONDS, and nobody is in a hurry for it.
     """
 
     def __init__(
         self,
         agent: ReadingAgent,
-        link: Link,
+        connection: Connection,
         scratch: Scratch,
         *,
         size: int,
         seconds: float,
         clock: Callable[[], float],
-        done: Callable[[Link, ProbeResult], None],
+        done: Callable[[Connection, ProbeResult], None],
         check: bool = False,
     ) -> None:
-        self.link = link
+        self.connection = connection
         self.check = check
         self.reported = False
         self.deadline = clock() + seconds
@@ -61,7 +61,7 @@ class ProbeRun:
         self._offset = scratch.take(size)
         self._probes: list[SourceProbe] = []
         self._steps = self._run()
-        link.flying += 1
+        connection.transfers += 1
 
     def step(self) -> bool:
         """Go on; returns False when the run is over and holds nothing any more."""
@@ -76,7 +76,7 @@ class ProbeRun:
         if over:
             if self._offset is not None:
                 self._scratch.give_back(self._size, self._offset)
-            self.link.flying -= 1
+            self.connection.transfers -= 1
         return not over
 
     def _watch_the_time(self) -> None:
@@ -85,8 +85,8 @@ class ProbeRun:
         self.deadline = max(self.deadline, self._reading.moved_at + self._seconds)
         if self._clock() >= self.deadline:
             message = (
-                f"a read from {self.link.engine_id} (rank {self._reading.rank}) did not land in"
-                f" time: the KV transport is cut or stuck. {REMEDY}"
+                f"a read from {self.connection.engine_id} (rank {self._reading.rank}) did not"
+                f" land in time: the KV transport is cut or stuck. {REMEDY}"
             )
             self.report(Failure(Reason.TRANSFER_STALLED, message))
 
@@ -94,14 +94,15 @@ class ProbeRun:
         """Tell the result, once."""
         if not self.reported:
             self.reported = True
-            link, probes = self.link, tuple(self._probes)
-            self._done(link, ProbeResult(link.engine_id, probes, failure, link.notice))
+            connection, probes = self.connection, tuple(self._probes)
+            result = ProbeResult(connection.engine_id, probes, failure, connection.notice)
+            self._done(connection, result)
 
     def _run(self) -> Iterator[None]:
         if self._offset is None:
             self.report(NO_ROOM)
             return
-        for source in self.link.sources:
+        for source in self.connection.sources:
             length = min(self._size, source.probe.length)
             recent = self._clock() - source.moved_at < RECENT_SECONDS
             if length == 0 or (self.check and recent):
@@ -128,7 +129,7 @@ class ProbeRun:
         handle, flying = None, True
         try:
             handle = self._agent.read_probe(lists)
-            while not self._agent.landed(handle):
+            while source.agent.state(handle) != "DONE":
                 yield
             seconds = self._clock() - started
             flying = False
@@ -140,7 +141,7 @@ class ProbeRun:
                 if handle is not None:
                     self._agent.release(handle)
                 self._agent.release_dlists(lists)
-        expected = pattern(self.link.engine_id, source.rank, length)
+        expected = pattern(self.connection.engine_id, source.rank, length)
         wrong = describe_difference(expected, found, source.rank)
         if wrong is None:
             self._probes.append(SourceProbe(source.rank, length, seconds))

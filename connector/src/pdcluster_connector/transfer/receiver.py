@@ -1,13 +1,14 @@
 """The receiving side of one worker, as the engine step sees it.
 
-``receive``, ``abandon`` and ``results`` only move references between queues: they never
-block and never raise. Everything else happens on the transfer thread.
+``receive``, ``abandon`` and ``results`` only put into a queue or take from one: they never block
+and never raise. Everything else happens on the transfer thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -18,11 +19,15 @@ from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peer_source import PeerSource
-from pdcluster_connector.transfer.connections import Closed, Links, Warmed
-from pdcluster_connector.transfer.receive_job import ReceiveRequest, ReceiverOptions
-from pdcluster_connector.transfer.receives import ReceiveExecutor
-from pdcluster_connector.transfer.results import Outbox, ReceiveResults
-from pdcluster_connector.transfer.transfer_thread import TransferThread
+from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
+from pdcluster_connector.transfer.handover import (
+    ReceiveRequest,
+    ReceiveResults,
+    ReceiverOptions,
+)
+from pdcluster_connector.transfer.receives import Receives
+from pdcluster_connector.transfer.transfer_thread import Timers, TransferThread
+from pdcluster_connector.transfer.transfers import Job
 
 __all__ = ["ReceiveRequest", "ReceiveResults", "Receiver", "ReceiverOptions"]
 
@@ -58,10 +63,10 @@ class Receiver:
         prepare_thread: Callable[[], None] | None = None,
     ) -> None:
         options = options or ReceiverOptions()
-        self._outbox = Outbox()
+        self._ended: deque[Job] = deque()  # thread-safe at both ends
 
-        def make_links(warmed: Warmed, closed: Closed) -> Links:
-            self._links = Links(
+        def make_connections(warmed: Warmed, closed: Closed) -> Connections:
+            self._connections = Connections(
                 shard,
                 memory,
                 make_agent,
@@ -71,15 +76,23 @@ class Receiver:
                 warmed=warmed,
                 closed=closed,
             )
-            return self._links
+            return self._connections
 
-        self._executor = ReceiveExecutor(
-            make_links, peers, self._outbox, options, clock=clock, answer=self._answered
+        timers = Timers()
+        self._receives = Receives(
+            make_connections,
+            peers,
+            self._ended,
+            options,
+            timers,
+            clock=clock,
+            answer=self._answered,
         )
         self._prepare_thread = prepare_thread
         self._thread = TransferThread(
             f"pdcluster-transfer-{shard.rank[0]}-{shard.rank[1]}",
-            self._executor,
+            self._receives,
+            timers,
             prepare=self._prepare,
             clock=clock,
             fatal=options.fatal,
@@ -100,7 +113,7 @@ class Receiver:
             batch = tuple(requests)
             if not batch:
                 return
-            self._thread.put(partial(self._executor.receive, batch))
+            self._thread.put(partial(self._receives.receive, batch))
         except Exception:
             logger.exception("requests could not be taken over")
 
@@ -109,7 +122,7 @@ class Receiver:
         try:
             batch = tuple(request_ids)
             if batch:
-                self._thread.put(partial(self._executor.abandon, batch))
+                self._thread.put(partial(self._receives.abandon, batch))
         except Exception:
             logger.exception("requests could not be given up")
 
@@ -117,7 +130,11 @@ class Receiver:
         """Return what has ended since the last call."""
         if self._thread.dead is not None:
             self._thread.drain()
-        return self._outbox.take()
+        results = ReceiveResults()
+        while self._ended:
+            job = self._ended.popleft()
+            results.add(job.machine, job.nbytes, job.descriptors)
+        return results
 
     def probe(self, peer: EngineMetadata, *, check: bool = False) -> Future[ProbeResult]:
         """Read the peer's probe regions; the future never raises, failures are in the result.
@@ -126,7 +143,8 @@ class Receiver:
         shards whose KV has just landed.
         """
         future: Future[ProbeResult] = Future()
-        self._thread.put(partial(self._executor.probe, peer, future, check=check))
+        start = self._connections.check if check else self._connections.probe
+        self._thread.put(partial(start, peer, future))
         if self._thread.dead is not None:
             self._thread.drain()
         return future
@@ -138,10 +156,10 @@ class Receiver:
     def _prepare(self) -> None:
         if self._prepare_thread is not None:
             self._prepare_thread()
-        _ = self._links.agent
+        _ = self._connections.agent
 
     def _answered(self, serial: int, answer: EngineMetadata | Failure) -> None:
-        self._thread.put(partial(self._executor.answered, serial, answer))
+        self._thread.put(partial(self._receives.answered, serial, answer))
 
     def _gone(self, engine_id: str, failure: Failure) -> None:
-        self._thread.put(partial(self._executor.gone, engine_id, failure))
+        self._thread.put(partial(self._receives.gone, engine_id, failure))

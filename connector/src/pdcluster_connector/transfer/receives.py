@@ -1,4 +1,9 @@
-"""Carries out what the receive machines decide: connects, posts, polls, reports.
+"""All receives of one worker, from the engine step's request to the report.
+
+The way of one receive: :meth:`Receives.receive` starts its machine, which asks for a connection;
+``_connect`` finds or makes one; ``_prepare`` has the reads planned; :class:`Transfers` posts and
+polls them; ``_report`` hands the result over. The machine decides what comes next
+(:mod:`pdcluster_connector.protocol.receive`); ``_tell`` carries it out.
 
 Everything here runs on the transfer thread. A cause that belongs to one request fails that
 request; what belongs to none is left to the thread, which destroys the agent and goes on.
@@ -8,15 +13,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentSurvivedError, NixlError
-from pdcluster_connector.nixl_io.probe import ProbeResult
-from pdcluster_connector.nixl_io.reading_agent import Link
-from pdcluster_connector.plan.transfer import PlanError
+from pdcluster_connector.nixl_io.reading_agent import Connection
+from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.receive import (
@@ -33,16 +37,10 @@ from pdcluster_connector.protocol.receive import (
     Tick,
 )
 from pdcluster_connector.sidechannel.peer_source import PeerSource
-from pdcluster_connector.transfer.connections import Closed, Links, Warmed
-from pdcluster_connector.transfer.receive_job import (
-    Job,
-    ReceiveRequest,
-    ReceiverOptions,
-    plan_pieces,
-)
-from pdcluster_connector.transfer.results import Outbox
-from pdcluster_connector.transfer.ticks import Ticks
-from pdcluster_connector.transfer.transfers import Flights
+from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
+from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.transfer_thread import Timers
+from pdcluster_connector.transfer.transfers import Job, Transfers, plan_reads
 
 logger = logging.getLogger(__name__)
 
@@ -51,60 +49,65 @@ HANDSHAKE_GRACE_SECONDS = 0.25  # the peer source knows better than the clock wh
 Answer = Callable[[int, EngineMetadata | Failure], None]
 
 
-class ReceiveExecutor:
+class Receives:
     """All receives of one worker.
 
     Args:
-        make_links: makes the links over the reading agent, given who hears of warm-ups and ends.
+        make_connections: makes the connections, given who hears of warm-ups and of ends.
         peers: where handshakes come from.
+        ended: where ended jobs go; the engine step takes them from there.
+        timers: of the transfer thread; they call :meth:`time_is_up`.
         answer: takes a handshake's answer for one job to the transfer thread's queue.
-        outbox: where ended requests go.
     """
 
     def __init__(
         self,
-        make_links: Callable[[Warmed, Closed], Links],
+        make_connections: Callable[[Warmed, Closed], Connections],
         peers: PeerSource,
-        outbox: Outbox,
+        ended: deque[Job],
         options: ReceiverOptions,
+        timers: Timers,
         *,
         clock: Callable[[], float],
         answer: Answer,
     ) -> None:
-        self._links = make_links(self._warmed, self._link_closed)
-        self._flights = Flights(self._links, self._tell, self._link_broken, clock)
+        self._connections = make_connections(self._warmed, self._closed)
+        self._transfers = Transfers(
+            tell=self._tell,
+            broken=self._broken,
+            settle=self._connections.settle,
+            clock=clock,
+        )
         self._peers = peers
-        self._outbox = outbox
+        self._ended = ended
         self._options = options
+        self._drain_seconds = options.drain_deadline_seconds
+        self._timers = timers
         self._clock = clock
         self._answer = answer
         self._serials = itertools.count()
         self._jobs: dict[int, Job] = {}
         self._by_id: dict[str, int] = {}
         self._held: list[Job] = []
-        self._ticks = Ticks()
         self._destroy = False
         self._renew = False
-        self._closed: Failure | None = None
+        self._over: Failure | None = None
 
     # Commands.
 
     def receive(self, requests: Iterable[ReceiveRequest]) -> None:
         """Take requests over from the engine step."""
         for request in requests:
-            if self._closed is not None:
-                self._outbox.fail(request.request_id, self._closed)
-                continue
             if request.request_id in self._by_id:
                 logger.warning("request %s is being received already", request.request_id)
                 continue
-            machine = Receive(
-                request.request_id, request.deadline, self._options.drain_deadline_seconds
-            )
+            machine = Receive(request.request_id, request.deadline, self._drain_seconds)
             job = Job(next(self._serials), request, machine)
             self._jobs[job.serial] = job
             self._by_id[request.request_id] = job.serial
-            if len(self._jobs) > self._options.max_requests:
+            if self._over is not None:
+                self._tell(job, Failed(self._over))
+            elif len(self._jobs) > self._options.max_requests:
                 message = f"{self._options.max_requests} receives are under way already"
                 self._tell(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
             else:
@@ -132,7 +135,7 @@ class ReceiveExecutor:
             elif self._draining:
                 self._held.append(job)
             else:
-                self._join(job, self._links.open(answer))
+                self._join(job, self._connections.open(answer))
 
     def gone(self, engine_id: str, failure: Failure) -> None:
         """Take in that a peer's incarnation has vanished, or does not answer any more.
@@ -140,35 +143,32 @@ class ReceiveExecutor:
         Only another incarnation in its place proves that it is dead: until then what is
         posted may end well.
         """
-        link = self._links.get(engine_id)
-        if link is not None:
-            self._links.break_link(link, failure)
+        connection = self._connections.by_engine.get(engine_id)
+        if connection is not None:
+            self._connections.break_off(connection, failure)
         dead = failure.reason is Reason.PEER_RESTARTED
         for job in list(self._jobs.values()):
             if job.request.ticket.engine_id == engine_id and (dead or job.machine.may_post):
                 self._tell(job, Failed(failure))
 
-    def probe(
-        self, metadata: EngineMetadata, future: Future[ProbeResult], *, check: bool = False
-    ) -> None:
-        """Read a peer's probe regions; ``check``: only see whether data still comes through."""
-        if self._closed is not None:
-            future.set_result(ProbeResult(metadata.engine_id, (), self._closed))
-        elif check:
-            self._links.check(metadata, future)
-        else:
-            self._links.probe(metadata, future)
+    def time_is_up(self, serial: int) -> None:
+        """Take in that a job's timer has run out."""
+        job = self._jobs.get(serial)
+        if job is not None:
+            self._tell(job, Tick())
 
-    # Turns.
+    # Turns of the transfer thread.
 
     def turn(self) -> bool:
-        """Post, poll and let time pass; returns whether anything moved."""
-        moved = self._flights.post_some()
-        moved = self._flights.poll() or moved
-        if self._links.busy:
-            moved = self._links.step() or moved
-        self._let_time_pass()
-        if self._destroy or (self._draining and not self._flights):
+        """Post and poll; returns whether anything moved."""
+        moved = self._transfers.post_some()
+        moved = self._transfers.poll() or moved
+        if self._probing:
+            moved = self._connections.step() or moved
+            hanging = self._connections.hanging_since
+            if hanging is not None and self._clock() >= hanging + self._drain_seconds:
+                self._renew = True  # no KV is at stake: once what is healthy has landed
+        if self._destroy or (self._draining and not self._transfers):
             self.rebuild(
                 Failure(
                     Reason.BACKEND_ERROR,
@@ -181,17 +181,16 @@ class ReceiveExecutor:
     @property
     def busy(self) -> bool:
         """Whether turns are needed before the next tick."""
-        return bool(self._flights) or self._links.busy or self._draining
+        return bool(self._transfers) or self._probing or self._draining
 
     @property
-    def next_tick(self) -> float:
-        """When the next receive's time is up (clock of the constructor)."""
-        return self._ticks.next
+    def _probing(self) -> bool:
+        return bool(self._connections.runs or self._connections.probes)
 
     @property
     def _draining(self) -> bool:
         """Whether the agent is to be destroyed as soon as what is healthy has landed."""
-        return self._destroy or self._renew or self._flights.unseen > 0
+        return self._destroy or self._renew or self._transfers.unseen > 0
 
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
         """Destroy the agent and fail what ran on it; its peers connect anew when needed.
@@ -200,16 +199,16 @@ class ReceiveExecutor:
         """
         self._destroy = self._renew = False
         if final:
-            self._closed = failure
+            self._over = failure
         writing = any(job.machine.open for job in self._jobs.values())
         try:
-            cut = self._links.destroy_agent(failure, writing=writing, final=final)
+            cut = self._connections.destroy_agent(failure, writing=writing, final=final)
         except AgentSurvivedError as error:
-            self._flights.unseen = 0
+            self._transfers.unseen = 0
             self._options.fatal(str(error))
             return
-        self._flights.clear()
-        again = [self._jobs[serial] for link in cut for serial in link.waiting or ()]
+        self._transfers.clear()
+        again = [self._jobs[serial] for connection in cut for serial in connection.waiting or ()]
         again, self._held = again + self._held, []
         for job in list(self._jobs.values()):
             if final:
@@ -220,11 +219,12 @@ class ReceiveExecutor:
                 self._connect(job)
         if not final:
             with suppress(NixlError):  # the next request tries again, and tells
-                _ = self._links.agent
+                _ = self._connections.agent
 
-    # One job.
+    # One receive, in the order of its way.
 
     def _tell(self, job: Job, event: Event) -> None:
+        """Tell a machine what happened, and carry out what it decides."""
         for action in job.machine.on(event, self._clock()):
             match action:
                 case Action.CONNECT:
@@ -236,7 +236,7 @@ class ReceiveExecutor:
                         "request %s still has transfers under way %.1f s after it failed (%s):"
                         " the reading agent is rebuilt",
                         job.request.request_id,
-                        self._options.drain_deadline_seconds,
+                        self._drain_seconds,
                         job.machine.failure,
                     )
                     self._destroy = True
@@ -250,9 +250,9 @@ class ReceiveExecutor:
             if job.request.start >= job.request.stop:
                 self._tell(job, Connected())
                 return
-            link = self._links.get(ticket.engine_id)
-            if link is not None and link.broken is None and not self._draining:
-                self._join(job, link)
+            connection = self._connections.by_engine.get(ticket.engine_id)
+            if connection is not None and connection.broken is None and not self._draining:
+                self._join(job, connection)
                 return
             host, port = ticket.side_channel
             serial, answer = job.serial, self._answer
@@ -264,36 +264,35 @@ class ReceiveExecutor:
                 lambda result: answer(serial, result),
             )
 
-    def _join(self, job: Job, link: Link) -> None:
-        job.link = link
-        if link.broken is not None and not link.closing:
-            self._tell(job, Failed(link.broken))
-        elif link.broken is not None or link.waiting is not None:
-            link.waiting = [*(link.waiting or ()), job.serial]
+    def _join(self, job: Job, connection: Connection) -> None:
+        """Go on over ``connection``, or wait for it."""
+        job.connection = connection
+        if connection.broken is not None and not connection.closing:
+            self._tell(job, Failed(connection.broken))
+        elif connection.broken is not None or connection.waiting is not None:
+            connection.waiting = [*(connection.waiting or ()), job.serial]
         else:
             self._tell(job, Connected())
 
-    def _warmed(self, link: Link, failure: Failure | None) -> None:
-        """Let those go on that waited for a link to prove itself, or forget one that is lost."""
-        if failure is not None:
-            logger.warning("link to %s failed: %s", link.engine_id, failure)
-            self._peers.forget(link.engine_id, failure)
-        for serial in link.waiting or ():
-            job = self._jobs.get(serial)
-            if job is not None:
-                self._tell(job, Connected() if failure is None else Failed(failure))
+    def _prepare(self, job: Job) -> None:
+        with self._guarded(job):
+            failure = None
+            if job.connection is not None:
+                limit = self._options.descriptors_per_transfer
+                failure = plan_reads(job, job.connection, limit)
+            if failure is not None:
+                self._tell(job, Failed(failure))
+            elif job.reads:
+                self._transfers.add(job)
+            else:
+                self._tell(job, Posted())
 
-    def _link_closed(self, link: Link) -> None:
-        """Let those connect anew that waited for a broken link to close."""
-        waiting, link.waiting = link.waiting or (), None
-        for serial in waiting:
-            job = self._jobs.get(serial)
-            if job is not None:
-                self._connect(job)
-
-    def _link_broken(self, link: Link, failure: Failure) -> None:
-        self._links.break_link(link, failure)
-        self._peers.forget(link.engine_id, failure)
+    def _report(self, job: Job) -> None:
+        self._jobs.pop(job.serial, None)
+        self._by_id.pop(job.request.request_id, None)
+        job.reads.clear()
+        job.connection = None
+        self._ended.append(job)
 
     @contextmanager
     def _guarded(self, job: Job) -> Iterator[None]:
@@ -309,35 +308,32 @@ class ReceiveExecutor:
             return
         self._tell(job, Failed(failure))
 
-    def _prepare(self, job: Job) -> None:
-        with self._guarded(job):
-            failure = None
-            if job.link is not None:
-                failure = plan_pieces(job, job.link, self._options.descriptors_per_transfer)
-            if failure is not None:
-                self._tell(job, Failed(failure))
-            elif job.pieces:
-                self._flights.add(job)
-            else:
-                self._tell(job, Posted())
+    # What connections and time have to say.
 
-    def _report(self, job: Job) -> None:
-        self._jobs.pop(job.serial, None)
-        self._by_id.pop(job.request.request_id, None)
-        job.pieces.clear()
-        job.link = None
-        self._outbox.report(job.machine, job.nbytes, job.descriptors)
+    def _warmed(self, connection: Connection, failure: Failure | None) -> None:
+        """Let those go on that waited for a warm-up, or fail them with it."""
+        if failure is not None:
+            logger.warning("the connection to %s failed: %s", connection.engine_id, failure)
+            self._peers.forget(connection.engine_id, failure)
+        for serial in connection.waiting or ():
+            job = self._jobs.get(serial)
+            if job is not None:
+                self._tell(job, Connected() if failure is None else Failed(failure))
+
+    def _closed(self, connection: Connection) -> None:
+        """Let those connect anew that waited for a broken connection to close."""
+        waiting, connection.waiting = connection.waiting or (), None
+        for serial in waiting:
+            job = self._jobs.get(serial)
+            if job is not None:
+                self._connect(job)
+
+    def _broken(self, connection: Connection, failure: Failure) -> None:
+        self._connections.break_off(connection, failure)
+        self._peers.forget(connection.engine_id, failure)
 
     def _schedule(self, job: Job) -> None:
         at = job.machine.next_tick
         if job.machine.state is State.HANDSHAKE:
             at += HANDSHAKE_GRACE_SECONDS
-        self._ticks.set(job.serial, at)
-
-    def _let_time_pass(self) -> None:
-        now = self._clock()
-        for serial in self._ticks.due(now):
-            self._tell(self._jobs[serial], Tick())
-        hanging = self._links.hanging_since
-        if hanging is not None and now >= hanging + self._options.drain_deadline_seconds:
-            self._renew = True  # no KV is at stake: once what is healthy has landed
+        self._timers.set(job.serial, at)

@@ -7,12 +7,14 @@ nothing moves, up to every millisecond: a poller that spins doubled the engine's
 
 from __future__ import annotations
 
+import heapq
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from math import inf
 from typing import Protocol
 
 from pdcluster_connector.compat.reasons import Reason
@@ -29,15 +31,14 @@ Command = Callable[[], None]
 
 
 class Executor(Protocol):
-    """What the thread drives (``ReceiveExecutor``)."""
+    """What the thread drives (:class:`~pdcluster_connector.transfer.receives.Receives`)."""
 
     @property
     def busy(self) -> bool:
-        """Whether turns are needed before the next tick."""
+        """Whether turns are needed before the next timer runs out."""
 
-    @property
-    def next_tick(self) -> float:
-        """When time alone changes something; infinite when it does not."""
+    def time_is_up(self, serial: int) -> None:
+        """Take in that the timer ``serial`` has run out."""
 
     def turn(self) -> bool:
         """Do what is due; returns whether anything moved."""
@@ -46,12 +47,50 @@ class Executor(Protocol):
         """Destroy the agent and fail what ran on it; ``final``: and everything else."""
 
 
+class Timers:
+    """One due time for each serial number; infinite means none. A heap that forgets lazily."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
+
+    def set(self, serial: int, at: float) -> None:
+        """Set a due time, in place of the one that ``serial`` had."""
+        if self._due.get(serial, inf) == at:
+            return
+        if at == inf:
+            del self._due[serial]
+        else:
+            self._due[serial] = at
+            heapq.heappush(self._heap, (at, serial))
+        if len(self._heap) > 2 * len(self._due) + 64:
+            self._heap = [(due, serial) for serial, due in self._due.items()]
+            heapq.heapify(self._heap)
+
+    @property
+    def next(self) -> float:
+        """Return the earliest due time."""
+        while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else inf
+
+    def run_out(self, now: float) -> list[int]:
+        """Return the serials whose time has come, and forget their times."""
+        serials = []
+        while self.next <= now:
+            _, serial = heapq.heappop(self._heap)
+            del self._due[serial]
+            serials.append(serial)
+        return serials
+
+
 class TransferThread:
     """Runs an executor's turns until it is stopped, and survives what they raise.
 
     Args:
         prepare: called first on the thread; what it raises, :meth:`start` raises.
         executor: used on the thread only.
+        timers: used on the thread only; their ends go to the executor.
         fatal: called when nothing can stop the transfers of a thread that ends.
     """
 
@@ -59,12 +98,14 @@ class TransferThread:
         self,
         name: str,
         executor: Executor,
+        timers: Timers,
         *,
         prepare: Command,
         clock: Callable[[], float],
         fatal: Callable[[str], None],
     ) -> None:
         self._executor = executor
+        self._timers = timers
         self._prepare = prepare
         self._clock = clock
         self._fatal = fatal
@@ -135,6 +176,8 @@ class TransferThread:
                 commanded = self._take(sleep)
                 if commanded is None:
                     return
+                for serial in self._timers.run_out(self._clock()):
+                    self._executor.time_is_up(serial)
                 moved = self._executor.turn() or commanded
                 crashes = 0
             except BaseException as error:
@@ -150,8 +193,8 @@ class TransferThread:
 
     def _take(self, sleep: float) -> bool | None:
         """Wait at most until something is due and run commands; None means stop."""
-        until_tick = self._executor.next_tick - self._clock()
-        wait = min(until_tick, sleep if self._executor.busy else LONGEST_BLOCK)
+        until_timer = self._timers.next - self._clock()
+        wait = min(until_timer, sleep if self._executor.busy else LONGEST_BLOCK)
         commanded = False
         try:
             command = self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()

@@ -1,7 +1,8 @@
-"""Links and receives turn by turn on one thread, with a clock that the test moves."""
+"""Connections and receives turn by turn on one thread, with a clock that the test moves."""
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future
 from functools import partial
 
@@ -15,12 +16,13 @@ from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer import connections as links_module
-from pdcluster_connector.transfer.connections import Closed, Links, Warmed
+from pdcluster_connector.transfer import connections as connections_module
+from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
+from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiveResults, ReceiverOptions
 from pdcluster_connector.transfer.probe_run import NO_ROOM
-from pdcluster_connector.transfer.receive_job import ReceiveRequest, ReceiverOptions
-from pdcluster_connector.transfer.receives import HANDSHAKE_GRACE_SECONDS, ReceiveExecutor
-from pdcluster_connector.transfer.results import Outbox, ReceiveResults
+from pdcluster_connector.transfer.receives import HANDSHAKE_GRACE_SECONDS, Receives
+from pdcluster_connector.transfer.transfer_thread import Timers
+from pdcluster_connector.transfer.transfers import Job
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 PROBE_SECONDS = 10.0
@@ -34,23 +36,25 @@ class Bench:
         self.now = 1000.0
         self.fabric = Fabric()
         self.peers = FakePeers()
-        self.outbox = Outbox()
+        self.ended: deque[Job] = deque()
+        self.timers = Timers()
         self.cache = LabelledCache(**CACHE)
         self.hanging: set[str] = set()
         self.fabric.behave = self._behave
-        self.executor = ReceiveExecutor(
-            self._make_links,
+        self.receives = Receives(
+            self._make_connections,
             self.peers,
-            self.outbox,
+            self.ended,
             ReceiverOptions(drain_deadline_seconds=1e6),
+            self.timers,
             clock=lambda: self.now,
             answer=lambda serial, answer: self.answers.append((serial, answer)),
         )
         self.answers: list = []
         self.sent = 0
 
-    def _make_links(self, warmed: Warmed, closed: Closed) -> Links:
-        self.links = Links(
+    def _make_connections(self, warmed: Warmed, closed: Closed) -> Connections:
+        self.connections = Connections(
             self.cache.shard,
             self.cache.memory,
             partial(self.fabric.agent, "decode"),
@@ -60,7 +64,7 @@ class Bench:
             warmed=warmed,
             closed=closed,
         )
-        return self.links
+        return self.connections
 
     def _behave(self, transfer: Transfer) -> Behaviour:
         """Warm-ups are well; what comes after them from an engine of ``hanging`` hangs."""
@@ -81,13 +85,13 @@ class Bench:
         groups = [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])]
         blocks = EngineBlocks(groups, [GroupBlocks([31 - self.sent])])
         request = ReceiveRequest(request_id, ticket, blocks, 0, 4, self.now + LEASE)
-        self.executor.receive([request])
+        self.receives.receive([request])
         self.turns()
         return request_id
 
     def probe(self, prefill: Prefill) -> Future[ProbeResult]:
         future: Future[ProbeResult] = Future()
-        self.executor.probe(prefill.metadata, future)
+        self.connections.probe(prefill.metadata, future)
         self.turns()
         return future
 
@@ -96,15 +100,21 @@ class Bench:
         for _ in range(100):
             answers, self.answers = self.answers, []
             for serial, answer in answers:
-                self.executor.answered(serial, answer)
-            self.executor.turn()
+                self.receives.answered(serial, answer)
+            for serial in self.timers.run_out(self.now):
+                self.receives.time_is_up(serial)
+            self.receives.turn()
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.turns()
 
     def take(self) -> ReceiveResults:
-        return self.outbox.take()
+        results = ReceiveResults()
+        while self.ended:
+            job = self.ended.popleft()
+            results.add(job.machine, job.nbytes, job.descriptors)
+        return results
 
     def right(self, request_id: str) -> bool:
         number = int(request_id[1:])
@@ -116,25 +126,25 @@ def bench() -> Bench:
     return Bench()
 
 
-# As many links as allowed.
+# As many connections as allowed.
 
 
-def test_the_link_that_nothing_flies_over_makes_room(
+def test_the_connection_without_transfers_makes_room(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links_module, "MAX_LINKS", 2)
+    monkeypatch.setattr(connections_module, "MAX_CONNECTIONS", 2)
     busy, idle, newer = (bench.prefill(f"p{n}/1") for n in range(3))
     bench.hanging.add(busy.engine_id)
     under_way = bench.send(busy)  # the oldest, and in use
     assert bench.send(idle) in bench.take().received
-    link = bench.links.get(busy.engine_id)
-    assert link is not None
+    connection = bench.connections.by_engine.get(busy.engine_id)
+    assert connection is not None
     third = bench.send(newer)
     assert third in bench.take().received
     assert bench.right(third)
-    assert bench.links.get(idle.engine_id) is None
-    assert bench.links.get(busy.engine_id) is link
-    assert link.broken is None
+    assert bench.connections.by_engine.get(idle.engine_id) is None
+    assert bench.connections.by_engine.get(busy.engine_id) is connection
+    assert connection.broken is None
     bench.fabric.land()
     bench.turns()
     assert under_way in bench.take().received
@@ -143,23 +153,25 @@ def test_the_link_that_nothing_flies_over_makes_room(
     assert bench.send(idle) in bench.take().received
 
 
-def test_where_every_link_is_busy_none_is_broken(
+def test_where_every_connection_is_busy_none_is_broken(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links_module, "MAX_LINKS", 2)
+    monkeypatch.setattr(connections_module, "MAX_CONNECTIONS", 2)
     engines = [bench.prefill(f"p{n}/1") for n in range(3)]
     bench.hanging |= {engine.engine_id for engine in engines}
     requests = {bench.send(engine) for engine in engines}
-    links = [bench.links.get(engine.engine_id) for engine in engines]
-    assert [link.broken for link in links if link is not None] == [None] * 3
+    connections = [bench.connections.by_engine.get(engine.engine_id) for engine in engines]
+    assert [connection.broken for connection in connections if connection is not None] == [None] * 3
     bench.fabric.land()
     bench.turns()
     assert set(bench.take().received) == requests
     assert all(bench.right(request) for request in requests)
 
 
-def test_up_to_the_bound_every_link_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "MAX_LINKS", 3)
+def test_up_to_the_bound_every_connection_stays(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "MAX_CONNECTIONS", 3)
     engines = [bench.prefill(f"p{n}/1") for n in range(3)]
     for _ in range(2):
         for engine in engines:
@@ -170,7 +182,7 @@ def test_up_to_the_bound_every_link_stays(bench: Bench, monkeypatch: pytest.Monk
 # Probes that find no room.
 
 
-def test_a_probe_without_room_says_nothing_of_its_link(bench: Bench) -> None:
+def test_a_probe_without_room_says_nothing_of_its_connection(bench: Bench) -> None:
     good = bench.prefill("good/1")
     bench.send(good)
     assert bench.take().received
@@ -184,9 +196,9 @@ def test_a_probe_without_room_says_nothing_of_its_link(bench: Bench) -> None:
         assert failure.reason is Reason.TRANSFER_STALLED
     # Their reads may still write into their slots, of which no other is left.
     assert bench.probe(good).result(0).failure == NO_ROOM
-    link = bench.links.get(good.engine_id)
-    assert link is not None
-    assert link.broken is None
+    connection = bench.connections.by_engine.get(good.engine_id)
+    assert connection is not None
+    assert connection.broken is None
     assert good.engine_id not in bench.peers.forgotten
     assert bench.send(good) in bench.take().received
     # A slot that is free again is used again.
@@ -198,7 +210,7 @@ def test_a_probe_without_room_says_nothing_of_its_link(bench: Bench) -> None:
 def test_more_probes_than_may_wait_are_answered_at_once_and_break_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links_module, "MAX_PROBES", 2)
+    monkeypatch.setattr(connections_module, "MAX_PROBES", 2)
     stuck, good = bench.prefill("stuck/1"), bench.prefill("good/1")
     bench.send(good)
     bench.take()
@@ -212,9 +224,9 @@ def test_more_probes_than_may_wait_are_answered_at_once_and_break_nothing(
     bench.pass_time(PROBE_SECONDS)
     assert first.result(0).failure is not None
     assert [future.result(0).failure for future in waiting] == [None, None]
-    link = bench.links.get(good.engine_id)
-    assert link is not None
-    assert link.broken is None
+    connection = bench.connections.by_engine.get(good.engine_id)
+    assert connection is not None
+    assert connection.broken is None
 
 
 # The lease's end against a cause that is known better.

@@ -1,0 +1,155 @@
+"""What the engine step and the transfer thread hand to each other: requests, limits, results."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan.request import EngineBlocks
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive import Receive, State
+from pdcluster_connector.protocol.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+
+def exit_process(message: str) -> None:
+    """End this worker: blocks can be neither kept for ever nor given back safely."""
+    logger.critical("the worker ends: %s", message)
+    sys.stderr.flush()
+    os._exit(70)  # EX_SOFTWARE; the launcher starts the engine anew
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveRequest:
+    """One request whose KV is to be read from a prefill engine.
+
+    Attributes:
+        request_id: this engine's id; reported exactly once.
+        ticket: what the prefill engine handed over.
+        decode_blocks: this engine's KV cache groups, and the request's blocks in each.
+        start, stop: tokens wanted, counted from the prompt's start.
+        deadline: when the lease ends, monotonic seconds.
+    """
+
+    request_id: str
+    ticket: Ticket
+    decode_blocks: EngineBlocks
+    start: int
+    stop: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverOptions:
+    """Limits of the receiving side.
+
+    Attributes:
+        drain_deadline_seconds: how long a failed request may wait for its transfers before
+            the reading agent is destroyed under them.
+        descriptors_per_transfer: larger requests are posted in several transfers, between which
+            others are served; posting costs some 10 microseconds a descriptor.
+        probe_seconds: how long a warm-up or a probe may take.
+        check_seconds: how long the small read may take that shows that an idle connection still
+            carries data.
+        max_requests: requests under way at once.
+        fatal: called when transfers can no longer be stopped; must not return in production.
+    """
+
+    drain_deadline_seconds: float = 30.0
+    descriptors_per_transfer: int = 1024
+    probe_seconds: float = 10.0
+    check_seconds: float = 5.0
+    max_requests: int = 65536
+    fatal: Callable[[str], None] = exit_process
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One request that arrived whole: what this rank read for it, and in what time."""
+
+    nbytes: int
+    descriptors: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class ReceiveStats:
+    """Counters since the last take. Adds up over steps and ranks.
+
+    Attributes:
+        nbytes: bytes read by requests that arrived whole.
+        descriptors: descriptors posted for them.
+        receives: how many there were.
+        phase_seconds: one value a request under ``handshake``, ``post``, ``transfer``, ``total``.
+        failures: requests failed, by reason.
+        abandoned: requests that the engine gave up.
+    """
+
+    nbytes: int = 0
+    descriptors: int = 0
+    receives: int = 0
+    phase_seconds: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    abandoned: int = 0
+
+
+@dataclass(slots=True)
+class ReceiveResults:
+    """What has ended since the last take.
+
+    Attributes:
+        finished: every request that ended, well or not; each id once.
+        failed: those whose blocks hold no valid KV, with the cause. Their blocks are free of
+            any transfer. Abandoned requests are among them.
+        abandoned: those of ``failed`` that the engine gave up: no fault of the KV path.
+        received: those that arrived whole.
+        stats: counters.
+    """
+
+    finished: set[str] = field(default_factory=set)
+    failed: dict[str, Failure] = field(default_factory=dict)
+    abandoned: set[str] = field(default_factory=set)
+    received: dict[str, Received] = field(default_factory=dict)
+    stats: ReceiveStats = field(default_factory=ReceiveStats)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished)
+
+    def add(self, receive: Receive, nbytes: int, descriptors: int) -> None:
+        """Count a receive that is DONE or FAILED, and what was read for it."""
+        self.finished.add(receive.request_id)
+        if receive.state is State.DONE:
+            self._count_received(receive, nbytes, descriptors)
+            return
+        failure = receive.failure or Failure(Reason.BACKEND_ERROR, "no cause is known")
+        self.failed[receive.request_id] = failure
+        if receive.abandoned:
+            self.abandoned.add(receive.request_id)
+            self.stats.abandoned += 1
+        else:
+            self.stats.failures[failure.reason] = self.stats.failures.get(failure.reason, 0) + 1
+
+    def _count_received(self, receive: Receive, nbytes: int, descriptors: int) -> None:
+        phases = _phases(receive)
+        self.received[receive.request_id] = Received(nbytes, descriptors, phases["total"])
+        self.stats.nbytes += nbytes
+        self.stats.descriptors += descriptors
+        self.stats.receives += 1
+        for phase, seconds in phases.items():
+            self.stats.phase_seconds.setdefault(phase, []).append(seconds)
+
+
+def _phases(receive: Receive) -> dict[str, float]:
+    entered = receive.entered
+    posted = entered[State.POSTED]
+    return {
+        "handshake": posted - entered[State.HANDSHAKE],
+        "post": (receive.posted_at or posted) - posted,
+        "transfer": entered[State.FENCE] - posted,
+        "total": entered[State.DONE] - entered[State.HANDSHAKE],
+    }

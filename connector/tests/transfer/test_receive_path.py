@@ -1,0 +1,62 @@
+"""How many files one receive goes through on the transfer thread: a reader has to open them all."""
+
+from __future__ import annotations
+
+import threading
+from types import FrameType
+from typing import Any
+
+from transfer_rig import Decode, FakePeers, Prefill
+
+import pdcluster_connector
+from pdcluster_connector.testing.nixl import Fabric
+
+CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
+HOME = pdcluster_connector.__path__[0]
+MOST_FILES = 8
+
+
+class Walk:
+    """The calls into the connector's own files on threads that start while it is active."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.hops = 0
+        self.on = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if not self.on or event != "call" or not frame.f_code.co_filename.startswith(HOME):
+            return
+        name = frame.f_code.co_filename[len(HOME) + 1 :]
+        if frame.f_code.co_name.startswith("<"):
+            return
+        caller = frame.f_back.f_code.co_filename if frame.f_back else ""
+        self.hops += caller != frame.f_code.co_filename and caller.startswith(HOME)
+        self.calls.append((name, frame.f_code.co_name))
+
+    @property
+    def files(self) -> list[str]:
+        return sorted({name for name, _ in self.calls})
+
+
+def test_a_warm_receive_reads_few_files() -> None:
+    fabric, peers, walk = Fabric(), FakePeers(), Walk()
+    prefill = Prefill(fabric, **CACHE)
+    peers.table[prefill.engine_id] = prefill.metadata
+    threading.setprofile(walk)
+    try:
+        decode = Decode(fabric, peers, **CACHE)
+        for seed, traced in ((1, False), (2, True)):  # the first one meets the peer
+            ticket = prefill.ticket(seed, [3 * seed, 3 * seed + 1, 3 * seed + 2], 10)
+            blocks = [31 - 3 * seed, 30 - 3 * seed, 29 - 3 * seed]
+            walk.on = traced
+            decode.receiver.receive([decode.request(f"r{seed}", ticket, blocks)])
+            assert f"r{seed}" in decode.wait(f"r{seed}").received
+            walk.on = False
+    finally:
+        threading.setprofile(None)
+        decode.receiver.close()
+    print(f"{len(walk.files)} files, {walk.hops} hops, {len(walk.calls)} calls")
+    for name in walk.files:
+        print(name, sorted({function for file, function in walk.calls if file == name}))
+    assert len(walk.files) <= MOST_FILES
