@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pdcluster_connector.plan.geometry import Region, Shard
-from pdcluster_connector.plan.transfer import PeerPlan, TransferSlice
+from pdcluster_connector.plan.transfer import PeerPlan, SourceIndices
 
 GUARD = 64  # bytes between shards that nothing may touch
 
@@ -155,7 +155,7 @@ class Engine:
 
 def execute(
     plan: PeerPlan,
-    slices: Sequence[TransferSlice],
+    slices: Sequence[SourceIndices],
     prefill: Engine,
     decode: Engine,
     *,

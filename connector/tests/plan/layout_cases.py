@@ -15,8 +15,8 @@ from modelled_engine import PAGES, Array, Grid, Group, Layout, Model, Modelled
 from pdcluster_connector.compat.findings import Finding
 from pdcluster_connector.compat.rules import ALL_RULES, check
 from pdcluster_connector.compat.shape import LayerKind
+from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request import plan_request
-from pdcluster_connector.plan.transfer import plan_peer
 
 FULL, WINDOW = LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW
 MLA, MAMBA = LayerKind.MLA, LayerKind.MAMBA

@@ -10,7 +10,7 @@ import pytest
 from labelled_engine import GUARD, Engine, execute
 
 from pdcluster_connector.plan.pairing import BlockList, pair_blocks
-from pdcluster_connector.plan.transfer import plan_peer
+from pdcluster_connector.plan.peer_plan import plan_peer
 
 SLICEABLE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 PACKED = ("LBHNC", "BLHNC", "BHLNC")
@@ -191,7 +191,7 @@ def test_an_interval_at_any_token_in_units_of_one_token() -> None:
     prefill.store(blocks, 100)
     decode = Engine(**engine(seed=1))
     before, writes = decode.memory.copy(), np.zeros(decode.memory.size, np.int64)
-    plan = plan_peer(decode.shards[0], prefill.shards, grain=1)
+    plan = plan_peer(decode.shards[0], prefill.shards, unit=1)
     pairs = pair_blocks(BlockList(blocks, 16), BlockList(blocks, 16), 37, 91)
     everything = np.ones(prefill.memory.size, bool)
     moved = execute(plan, plan.indices(pairs), prefill, decode, writes=writes, readable=everything)

@@ -12,12 +12,12 @@ from modelled_engine import Modelled
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request import (
     EngineBlocks,
     GroupBlocks,
     plan_request,
 )
-from pdcluster_connector.plan.transfer import plan_peer
 
 MENU = ((FULL,), (FULL, WINDOW), (FULL, MAMBA), (MLA,), (FULL, WINDOW, MAMBA))
 

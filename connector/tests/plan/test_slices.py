@@ -16,8 +16,8 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.descriptors import rows_nx3
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.slices import joined, seams, sliced, split_rows
-from pdcluster_connector.plan.transfer import plan_peer
 
 GIB = 2**30
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")

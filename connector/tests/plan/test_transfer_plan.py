@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.plan.descriptors import rows_nx3
+from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.pairing import BlockList, Pairs, pair_blocks
-from pdcluster_connector.plan.transfer import PlanError, plan_peer, rows_nx3
+from pdcluster_connector.plan.peer_plan import plan_peer
 
 BASE = 1 << 40
 LIMIT = 2**31
@@ -115,7 +117,7 @@ def test_groups_are_indexed_apart() -> None:
     """Whatever numbers the two engines give them."""
     decode, prefill = in_groups(packed(base=BASE * 2), 2, 0), in_groups(packed(), 0, 1)
     plan = plan_peer(decode, [prefill])
-    assert plan.grains == {(0, 2): 16, (1, 0): 16}
+    assert plan.units == {(0, 2): 16, (1, 0): 16}
     pairs = pair_blocks(BlockList([3], 16), BlockList([4], 16), 0, 16)
     indices = [plan.indices(pairs, key)[0].prefill_indices.tolist() for key in ((0, 2), (1, 0))]
     assert indices == [[3], [35]]
@@ -222,12 +224,12 @@ def test_shards_that_do_not_correspond_are_refused(prefill, decode, reason) -> N
     assert caught.value.reason is reason
 
 
-@pytest.mark.parametrize("grain", [0, -1, 3, 32])
-def test_a_grain_that_does_not_fit_is_refused(grain: int) -> None:
+@pytest.mark.parametrize("unit", [0, -1, 3, 32])
+def test_a_unit_that_does_not_fit_is_refused(unit: int) -> None:
     shards = packed(base=BASE * 2, opaque=False), packed(opaque=False)
-    assert plan_peer(shards[0], [shards[1]], grain=8).sources
+    assert plan_peer(shards[0], [shards[1]], unit=8).sources
     with pytest.raises(PlanError) as caught:
-        plan_peer(shards[0], [shards[1]], grain=grain)
+        plan_peer(shards[0], [shards[1]], unit=unit)
     assert caught.value.reason is Reason.BLOCK_SIZE_MISMATCH
 
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from pdcluster_connector.plan.transfer import TransferSlice
+from pdcluster_connector.plan.transfer import SourceIndices
 
-Spoiler = Callable[[TransferSlice], TransferSlice]
+Spoiler = Callable[[SourceIndices], SourceIndices]
 
 
-def shifted(part: TransferSlice) -> TransferSlice:
+def shifted(part: SourceIndices) -> SourceIndices:
     """Every run lands in its neighbour's place."""
     return replace(part, decode_indices=np.roll(part.decode_indices, 1))
 
 
-def halved(part: TransferSlice) -> TransferSlice:
+def halved(part: SourceIndices) -> SourceIndices:
     """Half of the runs are left out."""
     half = len(part.prefill_indices) // 2
     return replace(
@@ -28,7 +28,7 @@ def halved(part: TransferSlice) -> TransferSlice:
     )
 
 
-def doubled(part: TransferSlice) -> TransferSlice:
+def doubled(part: SourceIndices) -> SourceIndices:
     """Every run is moved twice."""
     return replace(
         part,
@@ -38,7 +38,7 @@ def doubled(part: TransferSlice) -> TransferSlice:
     )
 
 
-def strayed(part: TransferSlice) -> TransferSlice:
+def strayed(part: SourceIndices) -> SourceIndices:
     """One run lands in a block that is not the request's (block 0 of the first array)."""
     decode = part.decode_indices.copy()
     decode[0] = 0

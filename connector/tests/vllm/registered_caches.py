@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pdcluster_connector.plan.transfer import PeerPlan, TransferSlice
+from pdcluster_connector.plan.transfer import PeerPlan, SourceIndices
 
 BLOCKS, BLOCK, HEADS, HEAD = 6, 64, 2, 32
 NAMES = ["model.layers.0.attn", "model.layers.1.attn"]
@@ -107,7 +107,7 @@ def page_views(spec: Any, names: list[str] = NAMES) -> tuple[dict[str, Any], KVC
     return dict(zip(names, views, strict=True)), placed
 
 
-def copy(plan: PeerPlan, part: TransferSlice) -> None:
+def copy(plan: PeerPlan, part: SourceIndices) -> None:
     """What NIXL does with the descriptors of a request's part, on this process's memory."""
     source = plan.sources[part.source]
     reads = _ranges(source.prefill_rows, part.prefill_indices)

@@ -27,8 +27,8 @@ from vllm.v1.kv_cache_interface import (
 
 from pdcluster_connector.plan.bounds import region_extent
 from pdcluster_connector.plan.geometry import Shard
+from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.slices import seams
-from pdcluster_connector.plan.transfer import plan_peer
 from pdcluster_connector.vllm.registration import Registration, register
 
 pytestmark = pytest.mark.vllm

@@ -31,7 +31,7 @@ from pdcluster_connector.nixl_io.interface import (
     NixlErrorKind,
     Rows,
 )
-from pdcluster_connector.plan.transfer import rows_nx3
+from pdcluster_connector.plan.descriptors import rows_nx3
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,11 @@ def descriptors(plan: PeerPlan, tokens: int) -> tuple[int, int]:
     """
     taken = least = 0
     for source in plan.sources:
-        for family in source.families:
-            key, parts = family.key, family.prefill_first.size
-            states = key.prefill.block_tokens == 1  # a Mamba group: one slot a request
-            count = parts * (1 if states else -(-tokens // key.grain))
+        for item in source.classes:
+            states = item.prefill.block_tokens == 1  # a Mamba group: one slot a request
+            count = item.prefill.first.size * (1 if states else -(-tokens // item.unit))
             taken += count
-            least += -(-count // key.grain) if key.by_token else count
+            least += -(-count // item.unit) if item.by_token else count
     return taken, least
 
 

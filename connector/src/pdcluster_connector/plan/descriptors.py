@@ -1,8 +1,8 @@
 """From (layer, head interval) to strided descriptor rows.
 
-A *part* is a run of bytes that is contiguous on both sides, at the same place in every block
-(or in every ``grain`` tokens of a block). All parts of a *family* repeat with the same
-strides, so one arithmetic gives the indices of all of them (:mod:`indexing`).
+A *run* is a range of bytes that is contiguous on both sides, at the same place in every block (or
+in every ``unit`` tokens of a block). All runs of a *stride class* repeat with the same strides, so
+one arithmetic gives the indices of all of them (:mod:`transfer`).
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ Rows = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How one side's copies of a part repeat.
+    """How one side's copies of a run repeat.
 
     Attributes:
         num_blocks, block_tokens: as in the region.
         block_stride: bytes from block to block.
-        grain_stride: bytes from one grain to the next in a block; 0 if a block is one grain.
-        grains: grains in a block.
+        unit_stride: bytes from one unit to the next in a block; 0 if a block is one unit.
+        units: units in a block.
         device: device index.
     """
 
     num_blocks: int
     block_tokens: int
     block_stride: int
-    grain_stride: int
-    grains: int
+    unit_stride: int
+    units: int
     device: int
 
     @property
     def dense(self) -> bool:
-        """Tell whether blocks continue the grains' stride, so that one row holds all of them."""
-        return self.grains > 1 and self.block_stride == self.grains * self.grain_stride
+        """Tell whether blocks continue the units' stride, so that one row holds all of them."""
+        return self.units > 1 and self.block_stride == self.units * self.unit_stride
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Return how far a part's flattened index moves per block and per grain."""
-        return (self.grains, 1) if self.dense else (1, self.num_blocks)
+        """Return how far a run's flattened index moves per block and per unit."""
+        return (self.units, 1) if self.dense else (1, self.num_blocks)
 
     @property
     def elements(self) -> int:
-        """Return the number of descriptors of one part."""
-        return self.num_blocks * self.grains
+        """Return the number of descriptors of one run."""
+        return self.num_blocks * self.units
 
     def rows(self, address: Int64, length: Int64) -> Rows:
-        """Return the rows ``(addr, len, device, stride, count)`` of parts, part by part."""
+        """Return the rows ``(addr, len, device, stride, count)`` of runs, run by run."""
         if self.dense:
-            stride, count = self.grain_stride, self.elements
+            stride, count = self.unit_stride, self.elements
             starts = address[:, None]
         else:
             stride, count = self.block_stride, self.num_blocks
-            starts = address[:, None] + np.arange(self.grains) * self.grain_stride
+            starts = address[:, None] + np.arange(self.units) * self.unit_stride
         rows = np.empty((starts.size, 5), np.uint64)
         rows[:, 0] = starts.ravel()
         rows[:, 1] = np.repeat(length, starts.shape[1])
@@ -73,28 +73,28 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class FamilyKey:
-    """What parts must share to be indexed together."""
+class ClassKey:
+    """What runs must share to be indexed together."""
 
     groups: tuple[int, int]  # (prefill's, decode's) KV cache group
-    grain: int
+    unit: int
     prefill: Side
     decode: Side
-    by_token: bool = False  # a head's tokens of a grain are in descriptors of their own
+    by_token: bool = False  # a head's tokens of a unit are in descriptors of their own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class Runs:
     """Runs of bytes: addresses of block 0 on both sides, and lengths; int64, one length."""
 
     prefill: Int64
     decode: Int64
     length: Int64
 
-    def merged(self) -> Parts:
+    def merged(self) -> Runs:
         """Join runs that follow one another on both sides.
 
-        Parts of a family shift alike from block to block, so what is adjacent in block 0 is
+        Runs of a stride class shift alike from block to block, so what is adjacent in block 0 is
         adjacent in all: this joins the layers of a layout with blocks outermost.
         """
         order = np.argsort(self.prefill, kind="stable")
@@ -103,15 +103,15 @@ class Parts:
             decode[1:] == decode[:-1] + length[:-1]
         )
         first = np.flatnonzero(np.concatenate([[True], ~joined]))
-        return Parts(prefill[first], decode[first], np.add.reduceat(length, first))
+        return Runs(prefill[first], decode[first], np.add.reduceat(length, first))
 
 
-def families(assignments: Sequence[Assignment], grain: int | None) -> dict[FamilyKey, Parts]:
-    """Cut assignments into parts, by family; layers of one geometry together.
+def stride_classes(assignments: Sequence[Assignment], unit: int | None) -> dict[ClassKey, Runs]:
+    """Cut assignments into runs, by stride class; layers of one geometry together.
 
     Args:
         assignments: all from one prefill shard; the regions passed :func:`check_region`.
-        grain: tokens in a descriptor; None for the most that both block sizes allow.
+        unit: tokens in a descriptor; None for the most that both block sizes allow.
 
     Raises:
         PlanError: the two sides' bytes do not correspond.
@@ -120,21 +120,21 @@ def families(assignments: Sequence[Assignment], grain: int | None) -> dict[Famil
     for item in assignments:
         geometry = (_geometry(item.prefill), _geometry(item.decode))
         alike.setdefault((*geometry, item.head_start, item.head_stop), []).append(item)
-    found: dict[FamilyKey, list[Parts]] = {}
+    found: dict[ClassKey, list[Runs]] = {}
     for items in alike.values():
         first = items[0]
-        tokens = _grain(first.prefill, first.decode, grain)
-        unit, prefill_offsets, decode_offsets = _runs(first, tokens)
+        tokens = _unit(first.prefill, first.decode, unit)
+        length, prefill_offsets, decode_offsets = _runs(first, tokens)
         prefill_bases = np.array([item.prefill.base for item in items], np.int64)
         decode_bases = np.array([item.decode.base for item in items], np.int64)
         prefill = np.add.outer(prefill_bases, prefill_offsets).ravel()
         decode = np.add.outer(decode_bases, decode_offsets).ravel()
-        parts = Parts(prefill, decode, np.full(prefill.size, unit, np.int64))
+        runs = Runs(prefill, decode, np.full(prefill.size, length, np.int64))
         sides = (_side(first.prefill, tokens), _side(first.decode, tokens))
-        by_token = tokens > 1 and unit < tokens * first.prefill.token_bytes
-        family = FamilyKey((first.prefill.group, first.decode.group), tokens, *sides, by_token)
-        found.setdefault(family, []).append(parts)
-    return {family: _concatenated(parts).merged() for family, parts in found.items()}
+        by_token = tokens > 1 and length < tokens * first.prefill.token_bytes
+        key = ClassKey((first.prefill.group, first.decode.group), tokens, *sides, by_token)
+        found.setdefault(key, []).append(runs)
+    return {key: _concatenated(runs).merged() for key, runs in found.items()}
 
 
 def rows_nx3(rows: Rows) -> Rows:
@@ -151,7 +151,7 @@ def _geometry(region: Region) -> Region:
     return replace(region, layer="", part="", base=0)
 
 
-def _grain(prefill: Region, decode: Region, wanted: int | None) -> int:
+def _unit(prefill: Region, decode: Region, wanted: int | None) -> int:
     """Return the tokens of one descriptor after checking that both sides' bytes correspond."""
     sizes = f"(prefill {prefill.block_tokens}, decode {decode.block_tokens} tokens)"
     if prefill.token_bytes != decode.token_bytes:
@@ -162,32 +162,32 @@ def _grain(prefill: Region, decode: Region, wanted: int | None) -> int:
         message = f"layer {prefill.layer}: a block's inside is packed on one side only"
         raise PlanError(Reason.BLOCK_INTERIOR_OPAQUE, message)
     largest = math.gcd(prefill.block_tokens, decode.block_tokens)
-    grain = largest if wanted is None else wanted
-    if grain < 1 or largest % grain:
-        message = f"descriptors of {grain} tokens do not fit the blocks {sizes}"
+    unit = largest if wanted is None else wanted
+    if unit < 1 or largest % unit:
+        message = f"descriptors of {unit} tokens do not fit the blocks {sizes}"
         raise PlanError(Reason.BLOCK_SIZE_MISMATCH, message)
-    whole = grain == prefill.block_tokens == decode.block_tokens
+    whole = unit == prefill.block_tokens == decode.block_tokens
     if prefill.token_stride is None and not whole:
         message = f"layer {prefill.layer}: a block cannot be cut by token, and blocks differ "
         raise PlanError(Reason.BLOCK_INTERIOR_OPAQUE, message + sizes)
-    return grain
+    return unit
 
 
-def _side(region: Region, grain: int) -> Side:
-    grains = region.block_tokens // grain
-    stride = 0 if grains == 1 or region.token_stride is None else grain * region.token_stride
+def _side(region: Region, unit: int) -> Side:
+    units = region.block_tokens // unit
+    stride = 0 if units == 1 or region.token_stride is None else unit * region.token_stride
     return Side(
         num_blocks=region.num_blocks,
         block_tokens=region.block_tokens,
         block_stride=region.block_stride,
-        grain_stride=stride,
-        grains=grains,
+        unit_stride=stride,
+        units=units,
         device=region.device,
     )
 
 
-def _runs(item: Assignment, grain: int) -> tuple[int, Int64, Int64]:
-    """Return the length of the runs of one grain, and their offsets in the first one.
+def _runs(item: Assignment, unit: int) -> tuple[int, Int64, Int64]:
+    """Return the length of the runs of one unit, and their offsets in the first one.
 
     An axis whose stride equals the run's length on both sides lengthens the run; the others
     give one run for each of their indices.
@@ -195,14 +195,14 @@ def _runs(item: Assignment, grain: int) -> tuple[int, Int64, Int64]:
     prefill, decode = item.prefill, item.decode
     axes = [(item.head_stop - item.head_start, prefill.head_stride, decode.head_stride)]
     if prefill.token_stride is None or decode.token_stride is None:
-        unit = prefill.block_tokens * prefill.token_bytes
+        length = prefill.block_tokens * prefill.token_bytes
     else:
-        unit = prefill.token_bytes
-        axes.append((grain, prefill.token_stride, decode.token_stride))
+        length = prefill.token_bytes
+        axes.append((unit, prefill.token_stride, decode.token_stride))
     axes = [axis for axis in axes if axis[0] > 1]
-    while inner := [axis for axis in axes if axis[1] == axis[2] == unit]:
+    while inner := [axis for axis in axes if axis[1] == axis[2] == length]:
         axes.remove(inner[0])
-        unit *= inner[0][0]
+        length *= inner[0][0]
     offsets = []
     for region, column in ((prefill, 1), (decode, 2)):
         start = (item.head_start - region.head_start) * region.head_stride
@@ -210,12 +210,12 @@ def _runs(item: Assignment, grain: int) -> tuple[int, Int64, Int64]:
         for axis in axes:
             offset = np.add.outer(offset, np.arange(axis[0]) * axis[column]).ravel()
         offsets.append(offset)
-    return unit, offsets[0], offsets[1]
+    return length, offsets[0], offsets[1]
 
 
-def _concatenated(parts: Sequence[Parts]) -> Parts:
-    return Parts(
-        np.concatenate([part.prefill for part in parts]),
-        np.concatenate([part.decode for part in parts]),
-        np.concatenate([part.length for part in parts]),
+def _concatenated(runs: Sequence[Runs]) -> Runs:
+    return Runs(
+        np.concatenate([run.prefill for run in runs]),
+        np.concatenate([run.decode for run in runs]),
+        np.concatenate([run.length for run in runs]),
     )

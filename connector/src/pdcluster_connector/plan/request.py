@@ -27,7 +27,7 @@ from pdcluster_connector.plan.pairing import (
     expand_blocks,
     pair_blocks,
 )
-from pdcluster_connector.plan.transfer import PeerPlan, TransferSlice
+from pdcluster_connector.plan.transfer import PeerPlan, SourceIndices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +81,7 @@ def plan_request(
     start: int,
     stop: int,
     tokens: int,
-) -> list[TransferSlice]:
+) -> list[SourceIndices]:
     """Return the descriptors that bring the tokens [start, stop) to decode, by source and group.
 
     Args:
@@ -100,8 +100,8 @@ def plan_request(
         return []
     _check_count("prefill", prefill, Reason.TICKET_INVALID)
     _check_count("decode", decode, Reason.COVERAGE_INCOMPLETE)
-    slices: list[TransferSlice] = []
-    for groups, grain in plan.grains.items():
+    found: list[SourceIndices] = []
+    for groups, unit in plan.units.items():
         ours, theirs = _group(prefill, groups[0]), _group(decode, groups[1])
         if LayerKind.MAMBA in (ours[0].kind, theirs[0].kind):
             if stop != tokens:
@@ -110,10 +110,10 @@ def plan_request(
             pairs = _pair_slots(ours[1], theirs[1])
         else:
             lists = _kernel_blocks(*ours), _kernel_blocks(*theirs)
-            first = _first_needed(theirs[0].window, lists, start, stop, grain)
+            first = _first_needed(theirs[0].window, lists, start, stop, unit)
             pairs = pair_blocks(*lists, first, stop)
-        slices += plan.indices(pairs, groups)
-    return slices
+        found += plan.indices(pairs, groups)
+    return found
 
 
 def unfilled(held: EngineBlocks, stop: int) -> Iterator[Unfilled]:
@@ -158,12 +158,12 @@ def _group(held: EngineBlocks, number: int) -> tuple[GroupShape, GroupBlocks]:
 
 
 def _kernel_blocks(group: GroupShape, held: GroupBlocks) -> BlockList:
-    ids = expand_blocks(held.blocks, group.kernel_blocks_per_block)
-    return BlockList(ids, group.kernel_tokens, held.first_token)
+    ratio = group.kernel_blocks_per_block
+    return BlockList(expand_blocks(held.blocks, ratio), group.block_size // ratio, held.first_token)
 
 
 def _first_needed(
-    window: int | None, lists: Sequence[BlockList], start: int, stop: int, grain: int
+    window: int | None, lists: Sequence[BlockList], start: int, stop: int, unit: int
 ) -> int:
     """Return the first token that decode needs of a group.
 
@@ -176,7 +176,7 @@ def _first_needed(
     first = stop - window
     if any(_let_go_up_to(blocks, first) for blocks in lists):
         first += 1
-    return max(start, first - first % grain)
+    return max(start, first - first % unit)
 
 
 def _let_go_up_to(held: BlockList, token: int) -> bool:

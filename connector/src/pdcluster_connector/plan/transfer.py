@@ -1,41 +1,30 @@
-"""The plan of one decode shard with one prefill engine, and each request's part of it.
+"""What one decode shard exchanges with one prefill engine, and each request's part of it.
 
-Compiled once per peer: descriptor rows for both sides. Per request, only indices into them.
-A plan says which bytes correspond, not who moves them: a reader and a writer carry out the
-same plan.
+The plan is compiled once per peer (:mod:`peer_plan`): descriptor rows for both sides. A request
+then needs only indices into them. They are computed here without a loop over descriptors, and this
+is where block ids that others sent become addresses: every id and offset is checked against the
+cache's bounds first.
+
+A plan says which bytes correspond, not who moves them: a reader and a writer carry out the same
+plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.plan.bounds import check_region
-from pdcluster_connector.plan.descriptors import Rows, Side, families, rows_nx3
-from pdcluster_connector.plan.errors import PlanError
-from pdcluster_connector.plan.geometry import Region, Shard
-from pdcluster_connector.plan.indexing import Family, family_indices, index_families
+from pdcluster_connector.plan.descriptors import Rows
+from pdcluster_connector.plan.errors import CoverageError, PlanError
 from pdcluster_connector.plan.pairing import Int32, Int64, Pairs
-from pdcluster_connector.plan.slices import split_rows
-from pdcluster_connector.plan.topology import Assignment, assign_sources
-
-__all__ = [
-    "PeerPlan",
-    "PlanError",
-    "SourcePlan",
-    "TransferSlice",
-    "plan_peer",
-    "rows_nx3",
-]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TransferSlice:
+class SourceIndices:
     """One request's descriptors with one prefill shard.
 
     Attributes:
@@ -54,6 +43,44 @@ class TransferSlice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class IndexedSide:
+    """One side of a stride class, ready to be indexed.
+
+    Attributes:
+        name: ``prefill`` or ``decode``.
+        num_blocks, block_tokens: of the cache.
+        first: flattened index of each run's first descriptor.
+        per_block, per_unit: how far the flattened index moves with a block and with a unit.
+    """
+
+    name: str
+    num_blocks: int
+    block_tokens: int
+    first: Int64
+    per_block: int
+    per_unit: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrideClass:
+    """Runs of bytes that repeat with the same strides, and are indexed together.
+
+    Attributes:
+        groups: (prefill's, decode's) KV cache group.
+        unit: tokens that one descriptor covers.
+        unit_bytes: bytes of one unit over all runs.
+        by_token: a head's tokens of a unit are in descriptors of their own.
+    """
+
+    groups: tuple[int, int]
+    unit: int
+    unit_bytes: int
+    by_token: bool
+    prefill: IndexedSide
+    decode: IndexedSide
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SourcePlan:
     """What one decode shard exchanges with one prefill shard.
 
@@ -64,6 +91,7 @@ class SourcePlan:
             ``counts[:r].sum() + k``. The sides' rows correspond one to one only when every
             block is moved whole; in general it is indices that pair.
         prefill_memory, decode_memory: NIXL memory types.
+        classes: how the rows are indexed.
     """
 
     rank: tuple[int, int]
@@ -71,7 +99,7 @@ class SourcePlan:
     decode_rows: Rows
     prefill_memory: Memory
     decode_memory: Memory
-    families: tuple[Family, ...]
+    classes: tuple[StrideClass, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,37 +109,36 @@ class PeerPlan:
     sources: tuple[SourcePlan, ...]
 
     @property
-    def grains(self) -> dict[tuple[int, int], int]:
+    def units(self) -> dict[tuple[int, int], int]:
         """Return the (prefill, decode) KV cache groups with layers in common, with the tokens
         in whose multiples an interval of theirs may start.
         """
         found: dict[tuple[int, int], int] = {}
         for source in self.sources:
-            for family in source.families:
-                groups, grain = family.key.groups, family.key.grain
-                found[groups] = math.lcm(found.get(groups, 1), grain)
+            for item in source.classes:
+                found[item.groups] = math.lcm(found.get(item.groups, 1), item.unit)
         return found
 
-    def indices(self, pairs: Pairs, groups: tuple[int, int] = (0, 0)) -> list[TransferSlice]:
+    def indices(self, pairs: Pairs, groups: tuple[int, int] = (0, 0)) -> list[SourceIndices]:
         """Return one request's descriptors in one (prefill, decode) KV cache group, by source.
 
         Pairs are sorted by prefill block, so that neighbours in memory become neighbours in
-        the list and NIXL merges them. The last grain is moved whole, whatever the interval's
+        the list and NIXL merges them. The last unit is moved whole, whatever the interval's
         end: its rest lies in the request's own last block.
 
         Raises:
             PlanError: TicketInvalid for a prefill block outside its region; otherwise
                 CoverageIncomplete, for a decode block outside its region or an interval
-                that starts inside of a grain.
+                that starts inside of a unit.
         """
-        slices = []
+        found = []
         for number, source in enumerate(self.sources):
-            chosen = [family for family in source.families if family.key.groups == groups]
+            chosen = [item for item in source.classes if item.groups == groups]
             if not chosen:
                 continue
-            columns = [family_indices(family, pairs) for family in chosen]
-            slices.append(
-                TransferSlice(
+            columns = [_class_indices(item, pairs) for item in chosen]
+            found.append(
+                SourceIndices(
                     source=number,
                     rank=source.rank,
                     prefill_indices=np.concatenate([column[0] for column in columns]),
@@ -119,59 +146,50 @@ class PeerPlan:
                     nbytes=sum(column[2] for column in columns),
                 )
             )
-        return slices
+        return found
 
 
-def plan_peer(decode: Shard, prefill: Sequence[Shard], *, grain: int | None = None) -> PeerPlan:
-    """Compile the plan of a decode shard with all shards of a prefill engine.
-
-    Args:
-        decode: the shard that needs every byte of its regions' heads.
-        prefill: the engine's shards, all ranks; layers that decode lacks are left out.
-        grain: tokens in a descriptor, a divisor of both block sizes; default the largest.
-
-    Raises:
-        PlanError: a layer, a head or a shard is missing, or the layouts do not correspond.
-    """
-    by_source: dict[int, list[Assignment]] = {}
-    for shard, side in ((decode, "decode"), *((shard, "prefill") for shard in prefill)):
-        for region in shard.regions:
-            check_region(region, side)
-    for assignment in assign_sources(decode, prefill):
-        by_source.setdefault(assignment.source, []).append(assignment)
-    sources = []
-    for index, assignments in sorted(by_source.items()):
-        parts = families(assignments, grain)
-        sources.append(
-            SourcePlan(
-                rank=prefill[index].rank,
-                prefill_rows=split_rows(
-                    _rows(
-                        [(key.prefill, part.prefill, part.length) for key, part in parts.items()]
-                    ),
-                    prefill[index].seams,
-                    "prefill",
-                ),
-                decode_rows=split_rows(
-                    _rows([(key.decode, part.decode, part.length) for key, part in parts.items()]),
-                    decode.seams,
-                    "decode",
-                ),
-                prefill_memory=_memory([item.prefill for item in assignments], "prefill"),
-                decode_memory=_memory([item.decode for item in assignments], "decode"),
-                families=index_families(parts),
-            )
-        )
-    return PeerPlan(tuple(sources))
+def _class_indices(item: StrideClass, pairs: Pairs) -> tuple[Int32, Int32, int]:
+    """Return prefill indices, decode indices and the bytes that they move."""
+    prefill, decode = item.prefill, item.decode
+    first = {
+        "prefill": _first_unit(
+            prefill, item.unit, pairs, pairs.prefill_block, pairs.prefill_offset
+        ),
+        "decode": _first_unit(decode, item.unit, pairs, pairs.decode_block, pairs.decode_offset),
+    }
+    order = np.argsort(pairs.prefill_block, kind="stable")
+    counts = -(-pairs.tokens[order].astype(np.int64) // item.unit)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    inner = np.arange(before.size) - before
+    indices = []
+    for side in (prefill, decode):
+        elements = np.repeat(first[side.name][order], counts) + inner * side.per_unit
+        indices.append(np.add.outer(side.first, elements).ravel().astype(np.int32))
+    return indices[0], indices[1], item.unit_bytes * int(before.size)
 
 
-def _rows(blocks: Sequence[tuple[Side, Int64, Int64]]) -> Rows:
-    return np.concatenate([side.rows(address, length) for side, address, length in blocks])
-
-
-def _memory(regions: Sequence[Region], side: str) -> Memory:
-    kinds = {region.memory for region in regions}
-    if len(kinds) > 1:
-        message = f"{side} keeps one shard's KV in {' and '.join(sorted(kinds))}"
-        raise PlanError(Reason.MEMORY_TYPE_UNSUPPORTED, message)
-    return kinds.pop()
+def _first_unit(side: IndexedSide, unit: int, pairs: Pairs, blocks: Int32, offsets: Int32) -> Int64:
+    """Return each pair's first element within a run, after the checks that bound it."""
+    prefill = side.name == "prefill"
+    size = pairs.prefill_block_tokens if prefill else pairs.decode_block_tokens
+    if size != side.block_tokens:
+        message = f"{side.name} blocks were paired as {size} tokens and have {side.block_tokens}"
+        raise CoverageError(message)
+    if not len(blocks):
+        return np.empty(0, np.int64)
+    low, high = int(blocks.min()), int(blocks.max())
+    if low < 0 or high >= side.num_blocks:
+        reason = Reason.TICKET_INVALID if prefill else Reason.COVERAGE_INCOMPLETE
+        block = low if low < 0 else high
+        message = f"{side.name} block {block} is outside of the cache's {side.num_blocks} blocks"
+        raise PlanError(reason, message)
+    end = offsets.astype(np.int64) + pairs.tokens
+    if int(offsets.min()) < 0 or int(pairs.tokens.min()) < 1 or int(end.max()) > size:
+        raise CoverageError(f"{side.name} tokens reach out of their block of {size}")
+    units, rest = np.divmod(offsets.astype(np.int64), unit)
+    if rest.any():
+        message = f"tokens start inside of a {side.name} block's unit of {unit} tokens, "
+        raise CoverageError(message + "which can only be moved whole")
+    first: Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
+    return first

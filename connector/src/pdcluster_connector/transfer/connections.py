@@ -19,8 +19,9 @@ from pdcluster_connector.nixl_io.probe import PROBE_BYTES, WARM_UP_BYTES, ProbeR
 from pdcluster_connector.nixl_io.reading_agent import Connection, ReadingAgent
 from pdcluster_connector.plan.cost import cost_notice
 from pdcluster_connector.plan.geometry import Shard
+from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.slices import seams
-from pdcluster_connector.plan.transfer import PeerPlan, plan_peer
+from pdcluster_connector.plan.transfer import PeerPlan
 from pdcluster_connector.protocol.conversion import to_shard
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
