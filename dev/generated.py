@@ -12,8 +12,8 @@ FILES = {
     "charts/pdcluster/files/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
     "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
     "docs/api.md": "pdcluster_operator.api.schema.api_page",
-    "docs/layouts.md": "pdcluster_connector.compat.layouts_page",
-    "docs/rules.md": "pdcluster_connector.compat.rules_page",
+    "docs/layouts.md": "dev.layouts_page",
+    "docs/rules.md": "dev.rules_page",
     "operator/src/pdcluster_operator/api/rules/pod_fields.py": "dev.pod_fields",
 }
 

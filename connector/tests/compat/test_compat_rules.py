@@ -6,10 +6,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from pdcluster_connector.compat.carried import CARRIED, Layout
 from pdcluster_connector.compat.findings import Finding
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.rules import ALL_RULES, RULES, Verdict, check, check_engine, refused
+from pdcluster_connector.compat.rules import RULES, Verdict, check, check_engine, refused
 from pdcluster_connector.compat.shape import (
     EngineShape,
     GroupShape,
@@ -145,45 +144,34 @@ PAIRS = {
 }
 
 
-def check_with(rule: str, prefill: EngineShape, decode: EngineShape) -> tuple[Finding, ...]:
-    """Check by the rules that always apply, and ``rule`` whatever is carried."""
-    return check(prefill, decode, [r for r in ALL_RULES if r.until is None or r.id == rule])
-
-
 def test_every_rule_has_such_a_pair() -> None:
-    assert list(PAIRS) == [rule.id for rule in ALL_RULES]
-
-
-def test_a_layout_that_is_carried_has_no_rule_against_it() -> None:
-    until = {rule.until: rule.id for rule in ALL_RULES if rule.until is not None}
-    assert until == {layout: layout.value for layout in Layout}
-    assert [rule.id for rule in RULES] == [r.id for r in ALL_RULES if r.until not in CARRIED]
+    assert list(PAIRS) == [rule.id for rule in RULES]
 
 
 @pytest.mark.parametrize("rule", PAIRS)
 def test_a_rule_refuses_its_pair_first_and_accepts_the_nearest_one(rule: str) -> None:
     prefill, clashing, nearest = PAIRS[rule]
-    first = refused(check_with(rule, prefill, clashing))
+    first = refused(check(prefill, clashing))
     assert first is not None
     assert first.rule == rule
     assert first.reason.value == rule.partition("/")[0]
     assert first.verdict is Verdict.REFUSED
-    assert check_with(rule, nearest if prefill == clashing else prefill, nearest) == ()
+    assert check(nearest if prefill == clashing else prefill, nearest) == ()
 
 
 @pytest.mark.parametrize("rule", [rule for rule in PAIRS if rule != "LayoutUnsupported/heads"])
 def test_a_rule_does_not_care_which_side_it_is(rule: str) -> None:
     prefill, clashing, nearest = PAIRS[rule]
-    first = refused(check_with(rule, clashing, prefill))
+    first = refused(check(clashing, prefill))
     assert first is not None
     assert first.rule == rule
-    assert check_with(rule, nearest, nearest if prefill == clashing else prefill) == ()
+    assert check(nearest, nearest if prefill == clashing else prefill) == ()
 
 
 @pytest.mark.parametrize("rule", PAIRS)
 def test_a_refusal_names_both_values_and_a_remedy(rule: str) -> None:
     prefill, clashing, _ = PAIRS[rule]
-    first = refused(check_with(rule, prefill, clashing))
+    first = refused(check(prefill, clashing))
     assert first is not None
     assert first.field in {field.name for field in fields(EngineShape)}
     assert first.prefill_value
@@ -253,7 +241,7 @@ def sizes(block_sizes=(32, 128), caching=(True, True), **known) -> list[Finding]
         EngineShape(block_size=size, prefix_caching=prefixes, **known)
         for size, prefixes in zip(block_sizes, caching, strict=True)
     ]
-    findings = check_with("", *shapes)
+    findings = check(*shapes)
     return [f for f in findings if f.verdict is Verdict.REFUSED] or list(findings)
 
 
@@ -301,15 +289,15 @@ def test_a_layout_that_is_not_known_is_refused_where_prefixes_may_be_cached(
 def test_only_a_layout_that_is_known_and_can_be_cut_lets_block_sizes_differ() -> None:
     found = sizes(token_sliceable=True, hybrid=False)
     assert {f.verdict for f in found} == {Verdict.UNKNOWN}
-    assert check_with("", replace(HYBRID, layers=None), blocks(HYBRID, 1008, 63))[0].verdict is (
+    assert check(replace(HYBRID, layers=None), blocks(HYBRID, 1008, 63))[0].verdict is (
         Verdict.REFUSED
     )
 
 
 @pytest.mark.parametrize("size", [16, 64])
 def test_blocks_of_attention_alone_that_can_be_cut_may_differ(size: int) -> None:
-    assert check_with("", SLICEABLE, blocks(SLICEABLE, size)) == ()
-    assert check_with("", blocks(SLICEABLE, size), SLICEABLE) == ()
+    assert check(SLICEABLE, blocks(SLICEABLE, size)) == ()
+    assert check(blocks(SLICEABLE, size), SLICEABLE) == ()
 
 
 @pytest.mark.parametrize("known", [{}, {"hybrid": False}, {"hybrid": True}])
@@ -334,12 +322,12 @@ def test_kernel_blocks_of_a_hybrid_that_differ(sliceable: bool) -> None:
     packed = {} if sliceable else {"token_sliceable": False, "packing": "CPU_ATTN/vec16"}
     ours = replace(HYBRID, **packed)
     theirs = blocks(ours, 1056, 66)
-    first = refused(check_with("", ours, theirs))
+    first = refused(check(ours, theirs))
     assert first is not None
     assert first.reason is Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS
     assert (first.prefill_value, first.decode_value) == ("544", "1056")
     apart = [replace(shape, prefix_caching=False) for shape in (ours, theirs)]
-    assert check_with("", *apart) == ()
+    assert check(*apart) == ()
 
 
 def test_a_ratio_is_compared_where_only_one_group_differs() -> None:
@@ -428,12 +416,12 @@ def test_groups_may_be_numbered_differently() -> None:
         layers=(replace(layers()[0], group=1), replace(STATE, group=0)),
         groups=HYBRID.groups[::-1],
     )
-    assert check_with("", HYBRID, renumbered) == ()
+    assert check(HYBRID, renumbered) == ()
 
 
 def test_states_in_another_cut_are_another_layer() -> None:
     whole = PartShape("conv", 2, 6912, "float32")
-    first = refused(check_with("", HYBRID, state(parts=(whole, PARTS[2]))))
+    first = refused(check(HYBRID, state(parts=(whole, PARTS[2]))))
     assert first is not None
     assert first.reason is Reason.LAYER_MISMATCH
     assert "conv.x: 8 heads" in first.message
@@ -481,13 +469,13 @@ def test_quantized_kv_needs_scales_that_are_known_and_equal(dtype: str) -> None:
     def engine(scales):
         return replace(KNOWN, kv_dtype=dtype, layers=layers(scales=scales))
 
-    assert check_with("", engine("k=1.0,v=1.0"), engine("k=1.0,v=1.0")) == ()
+    assert check(engine("k=1.0,v=1.0"), engine("k=1.0,v=1.0")) == ()
     first = refused(check(engine("k=1.0,v=1.0"), engine("k=1.0,v=0.5")))
     assert first is not None
     assert first.rule == "KVScalesMismatch"
     assert (first.prefill_value, first.decode_value) == ("k=1.0,v=1.0", "k=1.0,v=0.5")
     for scales in ("", None):
-        first = refused(check_with("", engine(scales), engine(scales)))
+        first = refused(check(engine(scales), engine(scales)))
         assert first is not None
         assert first.rule == "LayoutUnsupported/scales"
 

@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dev.rules_page import page
+
 from pdcluster_connector.compat.rules import RULES
-from pdcluster_connector.compat.rules_page import page
 
 CHECKED_IN = Path(__file__).parents[3] / "docs" / "rules.md"
 
@@ -19,16 +20,14 @@ def test_the_page_describes_every_rule() -> None:
 
 
 def test_the_page_in_docs_is_the_generated_one() -> None:
-    assert CHECKED_IN.read_text() == page(), (
-        "run python -m pdcluster_connector.compat.rules_page > docs/rules.md"
-    )
+    assert CHECKED_IN.read_text() == page(), "run python -m dev.rules_page > docs/rules.md"
 
 
 def test_the_rules_import_nothing_but_the_standard_library() -> None:
     """The operator's image has neither torch nor vLLM, and admission must be quick."""
     code = (
         "import sys; before = set(sys.modules);"
-        "import pdcluster_connector.compat.rules_page;"
+        "import pdcluster_connector.compat.rules;"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before};"
         "print(*sorted(new - set(sys.stdlib_module_names)))"
     )

@@ -13,7 +13,7 @@ from labelled_engine import execute
 from modelled_engine import PAGES, Array, Grid, Group, Layout, Model, Modelled
 
 from pdcluster_connector.compat.findings import Finding
-from pdcluster_connector.compat.rules import ALL_RULES, check
+from pdcluster_connector.compat.rules import check
 from pdcluster_connector.compat.shape import LayerKind
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request import plan_request
@@ -384,7 +384,6 @@ def wanted(
 
 
 def findings(case: Case) -> tuple[Finding, ...]:
-    """Return what the rules that always apply say of the case's engines."""
-    always = [rule for rule in ALL_RULES if rule.until is None]
+    """Return what the rules say of the case's engines."""
     shapes = [Modelled(case.model, side, 0).shape() for side in (case.prefill, case.decode)]
-    return check(*shapes, always)
+    return check(*shapes)

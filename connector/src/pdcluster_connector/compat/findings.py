@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdcluster_connector.compat.carried import Layout
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 
@@ -71,7 +70,6 @@ class Rule:
         source: where the fact behind the rule comes from.
         test: ``(prefill, decode) -> Clash | None``.
         alone: the rule judges each engine by itself, whoever its peer is.
-        until: the layout that the rule refuses until it is carried; None: it always applies.
     """
 
     id: str
@@ -81,7 +79,6 @@ class Rule:
     source: str
     test: PairTest
     alone: bool = False
-    until: Layout | None = None
 
 
 def show(value: object) -> str:

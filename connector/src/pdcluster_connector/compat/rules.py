@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdcluster_connector.compat.block_rules import BLOCK_RULES
-from pdcluster_connector.compat.carried import CARRIED
 from pdcluster_connector.compat.findings import Clash, Finding, Rule, Verdict, show
 from pdcluster_connector.compat.pair_rules import IDENTITY_RULES, PAIR_RULES
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.compat.shape_rules import SHAPE_RULES
 
-__all__ = ["ALL_RULES", "RULES", "Finding", "Rule", "Verdict", "check", "check_engine", "refused"]
+__all__ = ["RULES", "Finding", "Rule", "Verdict", "check", "check_engine", "refused"]
 
 # Causes before consequences: another model also has other layers, another dtype other sizes.
-ALL_RULES: tuple[Rule, ...] = (*IDENTITY_RULES, *SHAPE_RULES, *BLOCK_RULES, *PAIR_RULES)
-# Without the rules of layouts that are carried.
-RULES: tuple[Rule, ...] = tuple(rule for rule in ALL_RULES if rule.until not in CARRIED)
+RULES: tuple[Rule, ...] = (*IDENTITY_RULES, *SHAPE_RULES, *BLOCK_RULES, *PAIR_RULES)
 
 
 def check(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdcluster_connector.compat.carried import Layout
 from pdcluster_connector.compat.dtypes import CARRIED_DTYPES, PLAIN
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict
 from pdcluster_connector.compat.reasons import Reason
@@ -131,10 +130,10 @@ SHAPE_RULES: tuple[Rule, ...] = (
         id="LayoutUnsupported/data-nodes",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "A data-parallel rank that spans several nodes is not carried by this version: each "
-            "node of a data-parallel engine has the same number of whole ranks, with their "
-            "schedulers and side channels. By vLLM's code such ranks of a dense model cannot meet: "
-            "each becomes an engine of its own that still looks for the first node's address."
+            "A data-parallel rank that spans several nodes is not supported. Each node of a "
+            "data-parallel engine has the same number of whole ranks, with their schedulers and "
+            "side channels. In vLLM 0.32, ranks of a dense model that span nodes do not find each "
+            "other: each starts as an engine of its own and looks for the first node's address."
         ),
         remedy="Choose parallelism.data as a multiple of parallelism.nodes, or use replicas.",
         source=(
@@ -144,10 +143,9 @@ SHAPE_RULES: tuple[Rule, ...] = (
         test=alone(
             "data",
             _data_nodes,
-            "this version carries whole data-parallel ranks on each node only",
+            "only whole data-parallel ranks on each node are supported",
         ),
         alone=True,
-        until=Layout.DATA_NODES,
     ),
     Rule(
         id="LayoutUnsupported/quantized",

@@ -107,10 +107,6 @@ class LeaseTable:
             expired.append(request_id)
         return expired
 
-    def next_deadline(self) -> float | None:
-        """Return when :meth:`expire` may next have something to do (possibly too early)."""
-        return self._heap[0][0] if self._heap else None
-
     def _remove(self, request_id: str) -> None:
         if self._leases.pop(request_id).deadline is not None:
             self._held -= 1
