@@ -11,7 +11,7 @@ FILES = {
     # A chart cannot read files outside of itself.
     "charts/pdcluster/files/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
     "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
-    "docs/api.md": "pdcluster_operator.api.schema.api_page",
+    "docs/api.md": "dev.api_page",
     "docs/layouts.md": "dev.layouts_page",
     "docs/rules.md": "dev.rules_page",
     "operator/src/pdcluster_operator/api/rules/pod_fields.py": "dev.pod_fields",

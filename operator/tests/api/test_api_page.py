@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import jsonschema
 import pytest
 import yaml
+from dev.api_page_reasons import OBSERVED, REASONS
+from dev.api_page_status import EXAMPLE, MEANINGS
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import RULES
 from pdcluster_operator.api.conditions import ConditionType, StatusReason
-from pdcluster_operator.api.schema.api_page_reasons import OBSERVED, REASONS
-from pdcluster_operator.api.schema.api_page_status import EXAMPLE, MEANINGS
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.schema.object_schema import api_page
 from pdcluster_operator.api.spec.fields import Doc, Example, Items, Text, describe
