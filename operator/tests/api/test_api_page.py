@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import jsonschema
 import pytest
 import yaml
+from dev import api_page
 from dev.api_page_reasons import OBSERVED, REASONS
 from dev.api_page_status import EXAMPLE, MEANINGS
 
@@ -18,7 +19,6 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import RULES
 from pdcluster_operator.api.conditions import ConditionType, StatusReason
 from pdcluster_operator.api.schema.crd import crd
-from pdcluster_operator.api.schema.object_schema import api_page
 from pdcluster_operator.api.spec.fields import Doc, Example, Items, Text, describe
 from pdcluster_operator.api.spec.parse import parse_cluster
 

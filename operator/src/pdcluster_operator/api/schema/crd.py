@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
+import yaml
+
 from pdcluster_operator.api.labels import API_VERSION, GROUP, KIND, NAME_LIMIT, PLURAL, VERSION
 from pdcluster_operator.api.schema.object_schema import object_schema
-from pdcluster_operator.api.schema.plain_yaml import to_yaml
 from pdcluster_operator.api.schema.status_schema import status_schema
 from pdcluster_operator.api.spec.types import Spec
 
@@ -98,6 +100,20 @@ def _schema() -> dict[str, Any]:
             },
         ],
     }
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes an object that stands in two places twice: people read the file."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def to_yaml(value: Any) -> str:
+    """Return JSON values as YAML in block style, keys in the order given."""
+    plain = json.loads(json.dumps(value))  # of the types' own kinds of text and objects
+    text: str = yaml.dump(plain, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
+    return text
 
 
 def render() -> str:
