@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +73,34 @@ def test_whoever_asks_first_it_is_told_once(told):
     child.join()
     assert len(told) == 1
     assert "VllmWorker-1" in told[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_a_child_that_has_ended_already_is_not_its_cause(told, number):
+    child = run(end_by, signal.SIGKILL)
+    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.02)
+    os.kill(child.pid, number)
+    child.join()
+    assert [line.rpartition(" ")[2] for line in told] == ["SIGKILL"]
+
+
+def test_another_signal_than_ours_is_told(told):
+    child = run(deaf, name="EngineCore")
+    while not ignores_sigterm(child.pid):
+        time.sleep(0.02)
+    child.terminate()
+    subprocess.run(["kill", "-KILL", str(child.pid)], check=True)
+    child.join()
+    assert [line.rpartition(" ")[2] for line in told] == ["SIGKILL"]
+
+
+def deaf() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def ignores_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    [ignored] = [line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")]
+    return bool(int(ignored, 16) & 1 << (signal.SIGTERM - 1))

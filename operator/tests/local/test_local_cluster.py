@@ -47,7 +47,10 @@ def running(folder: Path, *words: str) -> list[int]:
 
 
 async def until_ready(cluster: LocalCluster, key: Key) -> None:
-    await until(lambda: condition(cluster, key, "Ready").get("status") == "True")
+    try:
+        await until(lambda: condition(cluster, key, "Ready").get("status") == "True")
+    except TimeoutError:
+        raise AssertionError(f"never Ready: {cluster.cluster(key).get('status')}") from None
 
 
 async def test_from_a_manifest_to_tokens_through_the_real_router(tmp_path: Path) -> None:

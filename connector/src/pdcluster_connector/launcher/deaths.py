@@ -18,7 +18,7 @@ from typing import Final
 
 from pdcluster_connector.launcher.terminal import say
 
-_ENDED_BY_US: Final = "_pdcluster_ended_by_us"
+_PF_EXITING: Final = 4
 
 
 def tell_deaths(tell: Callable[[str], None] = say) -> Callable[[], None]:
@@ -26,26 +26,38 @@ def tell_deaths(tell: Callable[[str], None] = say) -> Callable[[], None]:
 
     Python's own ``multiprocessing`` is listened to, whichever of its start methods made the child.
     """
-    poll, send_signal = Popen.poll, Popen._send_signal  # noqa: SLF001 - there is no other place
+    poll, kill = Popen.poll, os.kill
+    sent: set[tuple[int, int]] = set()
 
     def telling_poll(self: Popen, flag: int = os.WNOHANG) -> int | None:
         before = self.returncode
         code = poll(self, flag)
-        asked = getattr(self, _ENDED_BY_US, False)
-        if before is None and code is not None and code < 0 and not asked:
+        if before is None and code is not None and code < 0 and (self.pid, -code) not in sent:
             with contextlib.suppress(Exception):  # an engine never fails for its obituary
                 tell(obituary(_name(self), self.pid, -code))
         return code
 
-    def marking_send_signal(self: Popen, number: int) -> None:
-        setattr(self, _ENDED_BY_US, True)
-        send_signal(self, number)
+    def noting_kill(pid: int, number: int) -> None:
+        # vLLM learns of an end by a closed pipe, and signals a child that is still on its way out.
+        if not _is_ending(pid):
+            sent.add((pid, int(number)))
+        kill(pid, number)
 
     def back() -> None:
-        Popen.poll, Popen._send_signal = poll, send_signal  # noqa: SLF001
+        Popen.poll, os.kill = poll, kill
 
-    Popen.poll, Popen._send_signal = telling_poll, marking_send_signal  # noqa: SLF001
+    Popen.poll, os.kill = telling_poll, noting_kill
     return back
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether a process has begun to end, so that no signal is the cause of it any more."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def obituary(name: str, pid: int, number: int) -> str:
