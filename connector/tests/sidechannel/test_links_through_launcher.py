@@ -33,6 +33,7 @@ FIRST, SECOND = f"{ENGINE}/00000000000000aa", f"{ENGINE}/00000000000000bb"
 class Probed:
     failure: Failure | None = None
     bytes_per_second: float = 1e9
+    notice: str = ""
     nbytes: int = 4096
 
 

@@ -1,8 +1,10 @@
-"""How many files one receive goes through on the transfer thread: a reader has to open them all."""
+"""The way of one receive on the transfer thread: through few files, and as docs/design.md says."""
 
 from __future__ import annotations
 
+import re
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,6 +16,7 @@ from pdcluster_connector.testing.nixl import Fabric
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 HOME = pdcluster_connector.__path__[0]
 MOST_FILES = 8
+DESIGN = Path(__file__).parents[3] / "docs" / "design.md"
 
 
 class Walk:
@@ -39,7 +42,17 @@ class Walk:
         return sorted({name for name, _ in self.calls})
 
 
-def test_a_warm_receive_reads_few_files() -> None:
+def walked() -> list[tuple[str, str]]:
+    """The functions that the design's walk names for the transfer thread, in its order."""
+    walk = DESIGN.read_text().split("## 7. ")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (?:7|9|10)\. .*$", walk, re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([\w/]+\.py)` `([\w.]+)`", row)]
+    # The agent in memory stands in for NIXL's.
+    memory = {"nixl_io/nixl_agent.py": "testing/nixl.py"}
+    return [(memory.get(file, file), name.rpartition(".")[2]) for file, name in named]
+
+
+def test_a_warm_receive_reads_few_files_in_the_order_of_the_design() -> None:
     fabric, peers, walk = Fabric(), FakePeers(), Walk()
     prefill = Prefill(fabric, **CACHE)
     peers.table[prefill.engine_id] = prefill.metadata
@@ -60,3 +73,7 @@ def test_a_warm_receive_reads_few_files() -> None:
     for name in walk.files:
         print(name, sorted({function for file, function in walk.calls if file == name}))
     assert len(walk.files) <= MOST_FILES
+    steps = walked()
+    assert len(steps) > 5
+    firsts = [walk.calls.index(step) for step in steps]
+    assert firsts == sorted(firsts)

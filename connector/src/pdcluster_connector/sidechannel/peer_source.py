@@ -1,8 +1,4 @@
-"""What the parts of the runtime ask of each other, as protocols.
-
-:class:`PeerSource` is written by the side that implements it (``peers.PeerBook``); the
-protocols of the transfer side belong here too.
-"""
+"""Where a receiver learns about prefill engines; ``peers.PeerBook`` implements it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the reconcile loop needs from the world; two adapters answer it.
 
-``adapters.local`` answers from memory and from processes of this machine; the cluster's
+``local`` answers from memory and from processes of this machine; the cluster's
 adapter answers with kopf's watches and server-side apply. The loop is the same.
 """
 
