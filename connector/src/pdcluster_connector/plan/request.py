@@ -109,7 +109,7 @@ def plan_request(
                 raise CoverageError(message)
             pairs = _pair_slots(ours[1], theirs[1])
         else:
-            lists = _kernel_blocks(*ours), _kernel_blocks(*theirs)
+            lists = _kernel_blocks(*ours, stop), _kernel_blocks(*theirs, stop)
             first = _first_needed(theirs[0].window, lists, start, stop, grain)
             pairs = pair_blocks(*lists, first, stop)
         slices += plan.indices(pairs, groups)
@@ -157,8 +157,10 @@ def _group(held: EngineBlocks, number: int) -> tuple[GroupShape, GroupBlocks]:
     return held.groups[number], held.blocks[number]
 
 
-def _kernel_blocks(group: GroupShape, held: GroupBlocks) -> BlockList:
-    ids = expand_blocks(held.blocks, group.kernel_blocks_per_block)
+def _kernel_blocks(group: GroupShape, held: GroupBlocks, stop: int) -> BlockList:
+    """Return what holds the tokens before ``stop``, which alone is needed."""
+    needed = max(0, -(-(stop - held.first_token) // group.block_size))
+    ids = expand_blocks(held.blocks, group.kernel_blocks_per_block, most=needed)
     return BlockList(ids, group.kernel_tokens, held.first_token)
 
 
