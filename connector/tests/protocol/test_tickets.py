@@ -188,6 +188,25 @@ def test_groups_of_a_ticket_share_one_bound(in_format_1: bool) -> None:
     assert peak < 64 * MAX_BLOCKS
 
 
+@pytest.mark.parametrize("piece", [b"\x90", b"\x81\x00\x90"], ids=["arrays", "maps"])
+@pytest.mark.parametrize("count", [2**20, 3 * 2**20])
+def test_what_stands_instead_of_block_ids_is_not_built(piece: bytes, count: int) -> None:
+    """Some MB of text would otherwise become millions of objects in the engine's step."""
+    fields = {name: getattr(TICKET, name) for name in Ticket.__struct_fields__}
+    body = msgspec.msgpack.encode(fields | {"blocks": [[]]})
+    count = min(count, 3_000_000 // len(piece))
+    many = b"\xdd" + count.to_bytes(4, "big") + piece * count
+    body = body.replace(b"\xa6blocks\x91\x90", b"\xa6blocks\x91" + many)
+    text = urlsafe_b64encode(msgspec.msgpack.encode([2, body, b""])).decode()
+    tracemalloc.start()
+    outcome = decode(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(outcome, Malformed)
+    assert "$.blocks[0]" in outcome.message
+    assert peak < 4 * len(text)
+
+
 def test_too_long_is_refused_before_decoding() -> None:
     outcome = decode("A" * (MAX_TICKET_BYTES + 4))
     assert isinstance(outcome, Malformed)

@@ -110,10 +110,21 @@ class _Unpacking:
         return ids
 
 
+class _Listed(Struct, frozen=True):
+    """A ticket's block ids as they are sent. Read first: what else stands there is not built."""
+
+    blocks: Annotated[
+        tuple[bytes | Annotated[tuple[int, ...], Meta(max_length=MAX_BLOCKS)], ...],
+        Meta(max_length=256),
+    ]
+
+
 def _body(raw: bytes) -> Ticket:
+    _LISTED.decode(raw)
     return msgspec.msgpack.decode(raw, type=Ticket, dec_hook=_Unpacking())
 
 
+_LISTED = msgspec.msgpack.Decoder(_Listed)
 _ENVELOPE = msgspec.msgpack.Decoder(_Envelope)
 _BODY = msgspec.msgpack.Encoder(enc_hook=_pack)
 
