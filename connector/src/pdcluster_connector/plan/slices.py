@@ -160,7 +160,7 @@ def split_rows(rows: Rows, cuts: Sequence[int], side: str) -> Rows:
     starts = np.concatenate([np.arange(len(rows)), row[inside]])
     firsts = np.concatenate([np.zeros(len(rows), np.int64), whole[inside]])
     starts, firsts = np.unique(np.stack([starts, firsts]), axis=1)
-    made = rows[starts]
+    made: Rows = rows[starts]
     made[:, 0] += firsts.astype(np.uint64) * made[:, 3]
     ends = np.append(firsts[1:], 0)
     ends[np.append(starts[1:] != starts[:-1], True)] = count
