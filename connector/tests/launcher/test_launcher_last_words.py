@@ -140,3 +140,16 @@ def test_out_of_memory_names_the_process_that_the_kernel_killed():
     # Another program of the same cgroup was killed; this engine ended by itself.
     assert told(1, "ValueError: x") == "ValueError: x"
     assert told(139, None) == "vLLM's headless server was killed by SIGSEGV"
+
+
+@pytest.mark.parametrize("prefix", ["", "(APIServer pid=1) WARNING 11-21 03:58:19 [x.py:9] "])
+@pytest.mark.parametrize("what", ["sub process python", "remaining process EngineCore"])
+def test_what_vllm_itself_ended_is_no_cause(prefix, what):
+    """While vLLM ends a hung engine core, the core may still tell of its workers."""
+    died = f"pdcluster: {obituary('VllmWorker-0', 71, signal.SIGKILL)}"
+    forced = f"{prefix}[shutdown] Process manager: force killing {what} pid 71"
+    assert choose(["RuntimeError: the cause", forced, died]) == "RuntimeError: the cause"
+    assert choose(["RuntimeError: the cause", died, forced]) == "RuntimeError: the cause"
+    other = forced.replace("71", "7")
+    killed = "vLLM's process VllmWorker-0 was killed by SIGKILL"
+    assert choose(["RuntimeError: a wrapper", other, died]) == killed

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from layout_cases import FULL, MAMBA, MLA, WINDOW, Case, each, named
 from modelled_engine import Modelled
@@ -172,3 +174,22 @@ def test_lists_for_other_groups_than_the_engine_has_are_refused(side: str) -> No
         planned(case, **{side: EngineBlocks(held.groups, held.blocks[:1])})
     with pytest.raises(PlanError, match="group 1 of 1"):
         planned(case, **{side: EngineBlocks(held.groups[:1], held.blocks[:1])})
+
+
+def test_ids_behind_the_last_token_cost_nothing() -> None:
+    """A ticket of 200 bytes may list a million blocks, and each has kernel blocks by the dozen."""
+    case = named(window=None, mamba=False)
+    plain = planned(case)
+    prefill = Modelled(case.model, case.prefill, 0).blocks(case.prefill_blocks)
+    listed = [*prefill.blocks[0].blocks, *[-1] * 2**20]
+    padded = GroupBlocks(np.array(listed, np.int32), prefill.blocks[0].first_token)
+    groups = tuple(replace(g, kernel_blocks_per_block=g.block_size) for g in prefill.groups)
+    assert planned(case, prefill=EngineBlocks(prefill.groups, [padded]))[0].nbytes == (
+        plain[0].nbytes
+    )
+    tracemalloc.start()
+    with pytest.raises(PlanError):  # kernel blocks of one token are not what its regions have
+        planned(case, prefill=EngineBlocks(groups, [padded]))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 32 * 2**20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from base64 import urlsafe_b64encode
 
 import msgspec
@@ -155,10 +156,55 @@ def test_a_million_tokens_in_four_groups(scattered: bool) -> None:
 
 def test_a_ticket_that_nobody_would_read_is_not_written() -> None:
     dice = np.random.default_rng(5)
-    ids = tuple(dice.integers(1, 2**31 - 1, MAX_BLOCKS).astype(np.int32) for _ in range(2))
-    ticket = msgspec.structs.replace(TICKET, blocks=tuple(map(BlockIds, ids)))
+    ids = BlockIds(dice.integers(1, 2**31 - 1, MAX_BLOCKS).astype(np.int32))
+    ticket = msgspec.structs.replace(TICKET, blocks=(ids,))
     with pytest.raises(ValueError, match=rf"more than {MAX_TICKET_BYTES}"):
         encode(ticket)
+    ticket = msgspec.structs.replace(TICKET, blocks=(BlockIds(range(MAX_BLOCKS)), (7,)))
+    with pytest.raises(ValueError, match=rf"{MAX_BLOCKS + 1} block ids in one ticket"):
+        encode(ticket)
+
+
+@pytest.mark.parametrize("in_format_1", [False, True])
+def test_groups_of_a_ticket_share_one_bound(in_format_1: bool) -> None:
+    """5 KB of runs would otherwise stand for 256 groups of a million ids each, which is 1 GiB."""
+    run = BlockIds(range(MAX_BLOCKS)).packed()
+    more: list[object] = [[1]] if in_format_1 else [run] * 255
+    fields = {name: getattr(TICKET, name) for name in Ticket.__struct_fields__}
+
+    def told(blocks: list[object]) -> Ticket | Malformed:
+        body = msgspec.msgpack.encode(fields | {"blocks": blocks})
+        return decode(urlsafe_b64encode(msgspec.msgpack.encode([2, body, b""])).decode())
+
+    whole = told([run])
+    assert isinstance(whole, Ticket)
+    assert len(whole.blocks[0]) == MAX_BLOCKS
+    tracemalloc.start()
+    outcome = told([run, *more])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(outcome, Malformed)
+    assert "more than" in outcome.message
+    assert peak < 64 * MAX_BLOCKS
+
+
+@pytest.mark.parametrize("piece", [b"\x90", b"\x81\x00\x90"], ids=["arrays", "maps"])
+@pytest.mark.parametrize("count", [2**20, 3 * 2**20])
+def test_what_stands_instead_of_block_ids_is_not_built(piece: bytes, count: int) -> None:
+    """Some MB of text would otherwise become millions of objects in the engine's step."""
+    fields = {name: getattr(TICKET, name) for name in Ticket.__struct_fields__}
+    body = msgspec.msgpack.encode(fields | {"blocks": [[]]})
+    count = min(count, 3_000_000 // len(piece))
+    many = b"\xdd" + count.to_bytes(4, "big") + piece * count
+    body = body.replace(b"\xa6blocks\x91\x90", b"\xa6blocks\x91" + many)
+    text = urlsafe_b64encode(msgspec.msgpack.encode([2, body, b""])).decode()
+    tracemalloc.start()
+    outcome = decode(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(outcome, Malformed)
+    assert "$.blocks[0]" in outcome.message
+    assert peak < 4 * len(text)
 
 
 def test_too_long_is_refused_before_decoding() -> None:

@@ -39,8 +39,10 @@ _WORKER_DIED = re.compile(
 _CORE_DIED = re.compile(r"Failed core proc\(s\): \{'(?P<who>\w+)': (?P<code>-\d+)")
 # What :mod:`.deaths` prints. Nothing that an engine logs explains a SIGKILL: it comes from outside.
 KILLED = re.compile(
-    r"^pdcluster: (?P<text>vLLM's process \S+) \(pid \d+\) was killed by (?P<how>.+)$"
+    r"^pdcluster: (?P<text>vLLM's process \S+) \(pid (?P<pid>\d+)\) was killed by (?P<how>.+)$"
 )
+# vLLM says so before it ends what hangs while it stops, which is the end of another story.
+_FORCED = re.compile(r"^\[shutdown\] .*\bforce killing .+ pid (?P<pid>\d+)$")
 _SEVERAL = re.compile(r"^\d+ validation errors? for ")  # pydantic's: the errors follow
 _DETAIL_TAIL = re.compile(r" \[type=\w+, input_value=.*$")
 
@@ -86,13 +88,16 @@ class LastLines:
 def choose(lines: Sequence[str]) -> str | None:
     """Choose the line that says why the engine died, without log prefixes; None without any.
 
-    In order of preference: a SIGKILL from outside; an exception (or usage error, or fatal message
-    of the runtime) that is no wrapper; the death of one of vLLM's processes; what a wrapper quotes;
-    a line logged as an error; a wrapper.
+    In order of preference: a SIGKILL that is not vLLM's own; an exception (or usage error, or fatal
+    message of the runtime) that is no wrapper; the death of one of vLLM's processes; what a wrapper
+    quotes; a line logged as an error; a wrapper.
     """
     bare = [_bare(line) for line in lines]
+    forced = {match["pid"] for _, text in bare if (match := _FORCED.match(text))}
     best: tuple[_Worth, str] | None = None
     for index, (level, text) in enumerate(bare):
+        if (killed := KILLED.match(text)) and killed["pid"] in forced:
+            continue
         told = _told(level, text, [follower for _, follower in bare[index + 1 : index + 4]])
         if told is not None and (best is None or told[0] >= best[0]):
             best = told

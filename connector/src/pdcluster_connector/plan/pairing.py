@@ -91,7 +91,10 @@ def pair_blocks(prefill: BlockList, decode: BlockList, start: int, stop: int) ->
 
 
 def expand_blocks(
-    logical: Sequence[int] | Int32, ratio: int, null: int | None = NULL_BLOCK
+    logical: Sequence[int] | Int32,
+    ratio: int,
+    null: int | None = NULL_BLOCK,
+    most: int | None = None,
 ) -> Int32:
     """Expand an engine's logical block ids to its kernel block ids, with its own ratio.
 
@@ -99,16 +102,17 @@ def expand_blocks(
         logical: ids as the scheduler counts them.
         ratio: kernel blocks in a logical block.
         null: the id that stands for no block; vLLM's is 0. None: there is none.
+        most: ids behind so many are left out: a ticket may list more than anyone needs.
 
     Returns:
-        int32 of ``len(logical) * ratio``; -1 where nothing is held.
+        int32 of ``ratio`` for each id that counts; -1 where nothing is held.
 
     Raises:
         CoverageError: the ids are no block ids.
     """
     if not 1 <= ratio <= LIMIT:
         raise CoverageError(f"{ratio} kernel blocks in a logical block")
-    ids = _integers("logical", logical)
+    ids = _integers("logical", logical)[:most]
     if ids.size and int(ids.max()) > LIMIT // ratio - 1:
         raise CoverageError(f"logical block {int(ids.max())} is out of range")
     kernel = ids[:, None] * ratio + np.arange(ratio)

@@ -109,7 +109,7 @@ def plan_request(
                 raise CoverageError(message)
             pairs = _pair_slots(ours[1], theirs[1])
         else:
-            lists = _kernel_blocks(*ours), _kernel_blocks(*theirs)
+            lists = _kernel_blocks(*ours, stop), _kernel_blocks(*theirs, stop)
             first = _first_needed(theirs[0].window, lists, start, stop, unit)
             pairs = pair_blocks(*lists, first, stop)
         found += plan.indices(pairs, groups)
@@ -157,9 +157,13 @@ def _group(held: EngineBlocks, number: int) -> tuple[GroupShape, GroupBlocks]:
     return held.groups[number], held.blocks[number]
 
 
-def _kernel_blocks(group: GroupShape, held: GroupBlocks) -> BlockList:
-    ratio = group.kernel_blocks_per_block
-    return BlockList(expand_blocks(held.blocks, ratio), group.block_size // ratio, held.first_token)
+def _kernel_blocks(group: GroupShape, held: GroupBlocks, stop: int) -> BlockList:
+    """Return what holds the tokens before ``stop``, which alone is needed."""
+    size, ratio = group.block_size, group.kernel_blocks_per_block
+    needed = max(0, -(-(stop - held.first_token) // size))
+    return BlockList(
+        expand_blocks(held.blocks, ratio, most=needed), size // ratio, held.first_token
+    )
 
 
 def _first_needed(

@@ -21,7 +21,7 @@ from pdcluster_connector.plan.geometry import Region
 
 SLICE_BYTES = 4 * 2**30
 PAGE_BYTES = 64 * 1024  # of GPU memory, as it is pinned; seams lie between pages where they can
-MOST_ROWS = 2**22
+MOST_ROWS = 2**20
 _TRIES = 128
 
 Span = tuple[int, int]  # first address, and the one behind the last
@@ -137,34 +137,32 @@ def split_rows(rows: Rows, cuts: Sequence[int], side: str) -> Rows:
     """
     if not len(cuts) or not len(rows):
         return rows
-    at = np.unique(np.asarray(cuts, np.uint64))
-    address, length, _, stride, count = rows.T
-    end = address + (count - np.uint64(1)) * stride + length
+    at = np.unique(np.asarray(cuts, np.int64))
+    address, length, _, stride, count = rows.T.astype(np.int64)
+    end = address + (count - 1) * stride + length
     low = np.searchsorted(at, address, side="right")  # the first cut behind the row's start
-    high = np.searchsorted(at, end, side="left")
-    if int(np.maximum(high - low, 0).sum()) + len(rows) > MOST_ROWS:
+    crossed = np.maximum(np.searchsorted(at, end, side="left") - low, 0)
+    if int(crossed.sum()) + len(rows) > MOST_ROWS:
         message = f"{side}'s memory is registered in too many slices"
         raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
-    if not (high > low).any():
+    if not crossed.any():
         return rows
-    made = []
-    for row, first, last in zip(rows.tolist(), low.tolist(), high.tolist(), strict=True):
-        made += _split(row, at[first:last].tolist(), side)
-    return np.array(made, np.uint64)
-
-
-def _split(row: list[int], cuts: Sequence[int], side: str) -> list[list[int]]:
-    address, length, device, stride, count = row
-    firsts = [0]
-    for cut in cuts:
-        before = cut - address - length  # elements that end at the cut or before it:
-        whole = 0 if before < 0 else min(count, 1 + before // max(1, stride))
-        if whole < count and address + whole * stride < cut:
-            message = f"one piece of {side}'s KV lies in two slices of its registered memory"
-            raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
-        if whole not in (firsts[-1], count):
-            firsts.append(whole)
-    return [
-        [address + first * stride, length, device, stride, following - first]
-        for first, following in pairwise([*firsts, count])
-    ]
+    # One entry for each row and each cut that it reaches over, in order.
+    row = np.repeat(np.arange(len(rows)), crossed)
+    cut = at[np.arange(row.size) + np.repeat(low - np.cumsum(crossed) + crossed, crossed)]
+    before = cut - address[row] - length[row]  # elements that end at the cut or before it:
+    whole = np.where(before < 0, 0, 1 + before // np.maximum(1, stride[row]))
+    whole = np.minimum(whole, count[row])
+    if ((whole < count[row]) & (address[row] + whole * stride[row] < cut)).any():
+        message = f"one piece of {side}'s KV lies in two slices of its registered memory"
+        raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
+    inside = (whole > 0) & (whole < count[row])
+    starts = np.concatenate([np.arange(len(rows)), row[inside]])
+    firsts = np.concatenate([np.zeros(len(rows), np.int64), whole[inside]])
+    starts, firsts = np.unique(np.stack([starts, firsts]), axis=1)
+    made: Rows = rows[starts]
+    made[:, 0] += firsts.astype(np.uint64) * made[:, 3]
+    ends = np.append(firsts[1:], 0)
+    ends[np.append(starts[1:] != starts[:-1], True)] = count
+    made[:, 4] = (ends - firsts).astype(np.uint64)
+    return made

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_BLOCKS: Final = 2**20  # in one group
+MAX_BLOCKS: Final = 2**20  # in one group, and in all groups of a ticket
 LOWEST: Final = -1  # nothing is held at this position
 
 _STEPS: Final = {1: "<i1", 2: "<i2", 4: "<i4"}
@@ -56,23 +56,26 @@ class BlockIds(Sequence[int]):
         return bytes((step, count)) + steps.astype(_STEPS[step]).tobytes() + repeated
 
     @classmethod
-    def unpacked(cls, raw: bytes) -> BlockIds:
+    def unpacked(cls, raw: bytes, most: int = MAX_BLOCKS) -> BlockIds:
         """Return the ids of :meth:`packed`.
 
         Raises:
-            ValueError: whatever else ``raw`` is. What is made of it is bounded.
+            ValueError: whatever else ``raw`` is, and more than ``most`` ids. A few bytes can stand
+                for very many, so that is known before they are made.
         """
         if len(raw) < 2 or raw[0] not in _STEPS or raw[1] not in _COUNTS:
             raise ValueError("block ids in no form that is known")
         size, rest = divmod(len(raw) - 2, raw[0] + raw[1])
         if rest:
             raise ValueError("block ids that are cut off")
+        if size > most:
+            raise ValueError(f"{size} block ids, more than {most}")
         steps = np.frombuffer(raw, _STEPS[raw[0]], size, 2).astype(np.int32)
         if raw[1]:
             counts = np.frombuffer(raw, _COUNTS[raw[1]], size, 2 + raw[0] * size).astype(np.int64)
             total = int(counts.sum())
-            if total > MAX_BLOCKS:
-                raise ValueError(f"{total} block ids in one group, more than {MAX_BLOCKS}")
+            if total > most:
+                raise ValueError(f"{total} block ids, more than {most}")
             steps = np.repeat(steps, counts)
         return cls(np.cumsum(steps, dtype=np.int32))
 

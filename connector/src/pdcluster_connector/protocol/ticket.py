@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from pdcluster_connector.protocol.block_ids import BlockIds
+from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
 from pdcluster_connector.protocol.messages import (
     Count,
     Identifier,
@@ -90,17 +90,42 @@ def _pack(value: Any) -> bytes:
     raise NotImplementedError
 
 
-def _unpack(_: type, value: Any) -> BlockIds:
-    """Block ids in the form of format 2 or 1; raises ValueError on anything else."""
-    if isinstance(value, bytes):
-        return BlockIds.unpacked(value)
-    if isinstance(value, list) and all(type(item) is int for item in value):
-        return BlockIds(value)
-    raise ValueError("block ids that are no list of numbers")
+class _Unpacking:
+    """Reads the block ids of one ticket, which share one bound: a run of a million is 12 bytes."""
+
+    def __init__(self) -> None:
+        self._left = MAX_BLOCKS
+
+    def __call__(self, _: type, value: Any) -> BlockIds:
+        """Block ids in the form of format 2 or 1; raises ValueError on anything else."""
+        if isinstance(value, bytes):
+            ids = BlockIds.unpacked(value, self._left)
+        elif isinstance(value, list) and all(type(item) is int for item in value):
+            ids = BlockIds(value)
+        else:
+            raise ValueError("block ids that are no list of numbers")
+        self._left -= len(ids)
+        if self._left < 0:
+            raise ValueError(f"more than {MAX_BLOCKS} block ids in one ticket")
+        return ids
 
 
+class _Listed(Struct, frozen=True):
+    """A ticket's block ids as they are sent. Read first: what else stands there is not built."""
+
+    blocks: Annotated[
+        tuple[bytes | Annotated[tuple[int, ...], Meta(max_length=MAX_BLOCKS)], ...],
+        Meta(max_length=256),
+    ]
+
+
+def _body(raw: bytes) -> Ticket:
+    _LISTED.decode(raw)
+    return msgspec.msgpack.decode(raw, type=Ticket, dec_hook=_Unpacking())
+
+
+_LISTED = msgspec.msgpack.Decoder(_Listed)
 _ENVELOPE = msgspec.msgpack.Decoder(_Envelope)
-_TICKET = msgspec.msgpack.Decoder(Ticket, dec_hook=_unpack)
 _BODY = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
@@ -108,9 +133,11 @@ def signed_bytes(ticket: Ticket) -> bytes:
     """Return the bytes that a signature covers: all fields but the signature.
 
     Raises:
-        ValueError: a group has more blocks than a ticket can list.
+        ValueError: more blocks than a ticket can list.
     """
     blocks = tuple(ids if isinstance(ids, BlockIds) else BlockIds(ids) for ids in ticket.blocks)
+    if (listed := sum(map(len, blocks))) > MAX_BLOCKS:
+        raise ValueError(f"{listed} block ids in one ticket, more than {MAX_BLOCKS}")
     return _BODY.encode(msgspec.structs.replace(ticket, blocks=blocks, signature=b""))
 
 
@@ -141,7 +168,7 @@ def decode(text: str) -> Ticket | Malformed:
     if not OLDEST_FORMAT <= envelope.format <= FORMAT:
         ours = f"{OLDEST_FORMAT} to {FORMAT}"
         return Malformed(f"a ticket of format {envelope.format}; this version reads {ours}")
-    ticket = bounded(envelope.body, MAX_TICKET_BYTES, _TICKET.decode)
+    ticket = bounded(envelope.body, MAX_TICKET_BYTES, _body)
     if isinstance(ticket, Ticket):
         if not math.isfinite(ticket.expires_at):
             return Malformed("a ticket whose expires_at is not a finite number")
