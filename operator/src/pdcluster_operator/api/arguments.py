@@ -98,10 +98,16 @@ def _flag(words: tuple[str, ...], place: int) -> Flag:
         # argparse takes -n2 for -n 2, but only where the short name is one letter.
         name, inline = SHORT_NAMES[written[:2]], words[0][2:].removeprefix("=")
     else:
-        name = SHORT_NAMES.get(written, written)
+        name = SHORT_NAMES.get(_short(written), written)
     negated = name.startswith("--no-")
     values = ((inline,) if equals or inline else ()) + words[1:]
     return Flag("--" + name[5:] if negated else name, words, values, negated, place)
+
+
+def _short(written: str) -> str:
+    """Return the short name that a beginning of it means to argparse: ``-t`` is ``-tp``."""
+    meant = [name for name in SHORT_NAMES if name.startswith(written)]
+    return meant[0] if len(meant) == 1 and written not in SHORT_NAMES else written
 
 
 def merge_flags(shared: Sequence[str], role: Sequence[str]) -> tuple[str, ...]:
