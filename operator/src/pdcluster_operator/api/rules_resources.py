@@ -13,7 +13,7 @@ from .findings import FieldError, Rule, shown
 from .pod_templates import amounts, containers, engine_container, pod_templates
 from .quantity import parse_quantity
 from .resolve import Engine, resolve_engine, workers_per_pod
-from .resources import STANDARD, added_limits, is_accelerator, is_countable
+from .resources import STANDARD, added_limits, is_accelerator, is_countable, takes_no_gpus
 from .types import Cluster, Resources, RouterResources
 
 
@@ -40,7 +40,7 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
         )
         yield from _names(f"spec.{role}.resources", cluster.spec.role(role).resources)
         yield from _pairs(requests, limits)
-        if cluster.spec.transfer.device is Device.CUDA:
+        if cluster.spec.transfer.device is Device.CUDA and not takes_no_gpus(cluster, role):
             yield from _gpus(engine, limits)
     router = cluster.spec.router.resources
     yield from _names("spec.router.resources", router)
