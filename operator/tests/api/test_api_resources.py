@@ -57,6 +57,11 @@ def test_a_pod_template_takes_the_gpus_away(none):
     assert "limits.nvidia.com/gpu" in "".join(errors({"limits": {"nvidia.com/gpu": 0}}))
 
 
+def test_what_is_handed_out_in_pieces_is_a_whole_number():
+    assert errors({"limits": {"rdma/ib": "1500m"}})["resources.limits.rdma/ib"].rule == "BadFormat"
+    assert not errors({"limits": {"rdma/ib": "1000m", "cpu": "500m"}})
+
+
 def test_a_resource_whose_name_is_no_text_gets_an_answer():
     assert errors({"limits": {8: 1}}, overlay={"limits": {None: 1, 8: 1}})
 

@@ -39,6 +39,7 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
             _amounts(cluster, engine, "limits"),
         )
         yield from _names(f"spec.{role}.resources", cluster.spec.role(role).resources)
+        yield from _whole(requests | limits)
         yield from _pairs(requests, limits)
         if cluster.spec.transfer.device is Device.CUDA and not takes_no_gpus(cluster, role):
             yield from _gpus(engine, limits)
@@ -99,6 +100,19 @@ def _names(path: str, given: Resources | RouterResources) -> Iterator[FieldError
                 Rule.BAD_FORMAT,
                 f"{name} is no resource of Kubernetes; others are written as domain/name",
                 "Write for example cpu, memory or nvidia.com/gpu.",
+            )
+
+
+def _whole(given: dict[str, Amount]) -> Iterator[FieldError]:
+    for name, amount in given.items():
+        number = amount.number
+        if is_countable(name) and number is not None and number % 1:
+            yield FieldError(
+                amount.path,
+                shown(amount.text),
+                Rule.BAD_FORMAT,
+                f"Kubernetes hands out {name} in whole pieces only",
+                "Write a whole number.",
             )
 
 
