@@ -193,6 +193,9 @@ def test_two_names_of_one_kv_cache_type_are_one():
         ["--distributed-executor-backend", "ray"],
         ["-t", "2"],
         ["-as", "2"],
+        ["--kv-offloading-size", "8"],
+        ["--ssl-certfile", "/tls/tls.crt"],
+        ["--grpc"],
     ],
 )
 def test_owned_flags_are_refused_however_they_are_written(words):

@@ -120,10 +120,14 @@ def merge_flags(shared: Sequence[str], role: Sequence[str]) -> tuple[str, ...]:
 
 OWNED_FLAGS = {
     "--kv-transfer-config": "The operator writes it; use spec.transfer.",
+    "--kv-offloading-size": "vLLM would put its offloading connector in the place of this one.",
     "--host": "The operator sets it.",
     "--port": "The operator sets it.",
     "--api-key": "Use spec.router.apiKeySecretRef: arguments can be read by every process.",
     "--uds": "The operator serves the API on a port.",
+    "--grpc": "The operator serves the API over HTTP.",
+    "--ssl-keyfile": "Router and probes speak plain HTTP: end TLS before the router.",
+    "--ssl-certfile": "Router and probes speak plain HTTP: end TLS before the router.",
     "--config": "Write the flags into extraArgs, where rules can see them.",
     "--model": "Name the model in spec.model.source.",
     "--served-model-name": "Use spec.model.name.",
