@@ -204,8 +204,21 @@ def test_owned_flags_are_refused_however_they_are_written(words):
     assert found.value == " ".join(words)
 
 
+def test_decode_alone_may_speculate():
+    words = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
+    assert findings(decode={"engine": {"extraArgs": words}}).ok
+
+
 @pytest.mark.parametrize(
-    "words", [["--seed", "-1"], ["--allow", "x"], ["--max-model-len", "8"], ["-O3"], ["-ep"]]
+    "words",
+    [
+        ["--seed", "-1"],
+        ["--allow", "x"],
+        ["--max-model-len", "8"],
+        ["-O3"],
+        ["-ep"],
+        ["--x", "-.5"],
+    ],
 )
 def test_free_flags_pass(words):
     assert findings(engine={"extraArgs": words}).ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from pdcluster_connector.compat.versions import ANY_VERSION
@@ -100,7 +101,8 @@ def _owned(path: str, flag: Flag) -> Iterator[FieldError]:
 def _abbreviated(path: str, flag: Flag) -> Iterator[FieldError]:
     """Yield a beginning of a flag that rules read: argparse takes it, and no rule would see it."""
     meant = sorted(name for name in READ_FLAGS if name.startswith(flag.head))
-    if meant and flag.head not in READ_FLAGS and flag.head != "--":
+    whole = flag.head in READ_FLAGS or not re.match("--.", flag.head)
+    if meant and not whole:
         yield FieldError(
             path,
             shown(" ".join(flag.words)),

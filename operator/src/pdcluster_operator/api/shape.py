@@ -14,11 +14,11 @@ from .enums import Device, Switch
 from .resolve import Engine
 from .types import Cluster
 
-# Flags that change which KV a prompt gives.
+# Flags that change which KV a prompt gives. Speculation is none of them: n-grams have no KV, and
+# the handshake compares the layers of a draft model.
 MODEL_FLAGS = (
     "--model", "--revision", "--hf-overrides", "--quantization", "--rope-scaling", "--rope-theta",
-    "--hf-config-path", "--speculative-config", "--spec-method", "--spec-model", "--spec-tokens",
-    "--lora-modules",
+    "--hf-config-path", "--lora-modules",
 )  # fmt: skip
 CONTEXT_FLAGS = ("--decode-context-parallel-size", "--prefill-context-parallel-size")
 # Flags that rules look for, each by its whole name.
