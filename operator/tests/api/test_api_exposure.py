@@ -83,6 +83,10 @@ def test_walls_between_pod_and_node_are_taken_down_with_a_warning() -> None:
     assert warned(router=template) == {
         "spec.router.podTemplate.spec.containers[1].securityContext.privileged"
     }
+    init = {"initContainers": [{**privileged, "name": "tune", "image": "busybox"}]}
+    assert warned(decode={"podTemplate": {"spec": init}}) == {
+        "spec.decode.podTemplate.spec.initContainers[0].securityContext.privileged"
+    }
     assert warned() == set()
 
 

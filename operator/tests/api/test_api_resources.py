@@ -49,6 +49,23 @@ def test_gpus_are_added_where_none_are_named():
     assert given({"limits": {"amd.com/gpu": 2}}, tensor=2)["limits"] == {"amd.com/gpu": "2"}
 
 
+@pytest.mark.parametrize("none", [0, "0", None])
+def test_a_pod_template_takes_the_gpus_away(none):
+    # kubectl apply drops a null before the API server sees it; 0 comes through.
+    limits = given(overlay={"limits": {"nvidia.com/gpu": none}}, tensor=4).get("limits", {})
+    assert limits.get("nvidia.com/gpu") in (None, 0, "0")
+    assert "limits.nvidia.com/gpu" in "".join(errors({"limits": {"nvidia.com/gpu": 0}}))
+
+
+def test_what_is_handed_out_in_pieces_is_a_whole_number():
+    assert errors({"limits": {"rdma/ib": "1500m"}})["resources.limits.rdma/ib"].rule == "BadFormat"
+    assert not errors({"limits": {"rdma/ib": "1000m", "cpu": "500m"}})
+
+
+def test_a_resource_whose_name_is_no_text_gets_an_answer():
+    assert errors({"limits": {8: 1}}, overlay={"limits": {None: 1, 8: 1}})
+
+
 @pytest.mark.parametrize("name", ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared"])
 def test_parts_of_gpus_are_gpus_and_get_no_others_beside_them(name):
     assert given({"limits": {name: 1}})["limits"] == {name: "1"}

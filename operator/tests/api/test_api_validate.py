@@ -191,6 +191,11 @@ def test_two_names_of_one_kv_cache_type_are_one():
         ["--config", "file.yaml"],
         ["--served-model-name", "x"],
         ["--distributed-executor-backend", "ray"],
+        ["-t", "2"],
+        ["-as", "2"],
+        ["--kv-offloading-size", "8"],
+        ["--ssl-certfile", "/tls/tls.crt"],
+        ["--grpc"],
     ],
 )
 def test_owned_flags_are_refused_however_they_are_written(words):
@@ -199,11 +204,55 @@ def test_owned_flags_are_refused_however_they_are_written(words):
     assert found.value == " ".join(words)
 
 
+def test_decode_alone_may_speculate():
+    words = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
+    assert findings(decode={"engine": {"extraArgs": words}}).ok
+
+
 @pytest.mark.parametrize(
-    "words", [["--seed", "-1"], ["--allow", "x"], ["--max-model-len", "8"], ["-O3"], ["-ep"]]
+    "words",
+    [
+        ["--seed", "-1"],
+        ["--allow", "x"],
+        ["--max-model-len", "8"],
+        ["-O3"],
+        ["-ep"],
+        ["--x", "-.5"],
+    ],
 )
 def test_free_flags_pass(words):
     assert findings(engine={"extraArgs": words}).ok
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--block-siz", "1008"],
+        ["--block_siz=1008"],
+        ["--enable-prefix-c"],
+        ["--no-enable-prefix-c"],
+        ["--revis", "abc"],
+        ["--dt", "float32"],
+    ],
+)
+def test_a_beginning_of_a_flag_that_rules_read_is_refused(words):
+    found = error("spec.decode.engine.extraArgs[0]", decode={"engine": {"extraArgs": words}})
+    assert found.rule == "UnreadableFlag"
+    assert "abbreviates" in found.message
+
+
+def test_prefix_caching_cannot_come_back_in_short_beside_different_block_sizes():
+    engine = {"prefixCaching": "Disabled", "attentionBackend": "FLASH_ATTN"}
+    roles = {"prefill": {"engine": {"blockSize": 544}}, "decode": {"engine": {"blockSize": 1008}}}
+    assert findings(engine=engine, **roles).ok
+    assert not findings(engine={**engine, "extraArgs": ["--enable-prefix-c"]}, **roles).ok
+
+
+def test_a_key_that_only_the_engines_know_is_refused_in_a_pod_template_too():
+    container = {"name": "engine", "env": [{"name": "VLLM_API_KEY", "value": "x"}]}
+    template = {"spec": {"containers": [container]}}
+    path = "spec.decode.podTemplate.spec.containers[0].env[0].name"
+    assert error(path, decode={"podTemplate": template}).rule == "OwnedVariable"
 
 
 def test_a_word_that_belongs_to_no_flag():

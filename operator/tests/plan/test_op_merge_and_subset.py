@@ -64,6 +64,25 @@ def test_null_removes():
     assert "grace" not in merge(BASE, {"spec": {"grace": None}})["spec"]
 
 
+def test_a_probe_has_one_handler():
+    ours = {"startupProbe": {"httpGet": {"path": "/"}, "periodSeconds": 2}}
+    theirs = {"startupProbe": {"tcpSocket": {"port": 1}}}
+    wanted = {"startupProbe": {"tcpSocket": {"port": 1}, "periodSeconds": 2}}
+    assert merge(ours, theirs) == wanted
+    assert merge(ours, {"startupProbe": {"periodSeconds": 5}})["startupProbe"]["httpGet"]
+
+
+@pytest.mark.parametrize(
+    "security", [{"privileged": True}, {"capabilities": {"add": ["SYS_ADMIN"]}}]
+)
+def test_a_privileged_container_may_escalate(security):
+    # Kubernetes refuses the one beside a False of the other.
+    ours = {"securityContext": {"allowPrivilegeEscalation": False}}
+    assert merge(ours, {"securityContext": security})["securityContext"] == security
+    kept = merge(ours, {"securityContext": {"privileged": False}})["securityContext"]
+    assert kept["allowPrivilegeEscalation"] is False
+
+
 def test_merging_changes_neither_side():
     base, overlay = copy.deepcopy(BASE), engine(env=[{"name": "A", "value": "1"}])
     kept = copy.deepcopy(overlay)

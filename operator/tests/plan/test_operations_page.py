@@ -111,7 +111,7 @@ def test_the_pages_examples_do_what_the_page_says() -> None:
     for role in ("prefill", "decode"):
         spec = pod(nvlink, role)
         assert spec["hostPID"] is True
-        assert "nvidia.com/gpu" not in spec["containers"][0]["resources"].get("limits", {})
+        assert spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 0
 
     rdma = pod(plan("RDMA"), "prefill")["containers"][0]
     assert rdma["resources"]["limits"]["rdma/ib"] == "1"

@@ -20,12 +20,14 @@ KEYED_LISTS = {
 }
 # One of several sources is named in these: two merged would name two.
 WHOLE_ITEMS = frozenset({"volumes", "env"})
+PROBES = frozenset({"startupProbe", "readinessProbe", "livenessProbe"})
+HANDLERS = frozenset({"exec", "grpc", "httpGet", "tcpSocket"})
 
 
 def merge(base: Any, overlay: Any, key: str = "") -> Any:
     """Return ``base`` with ``overlay`` on top; neither is changed."""
     if isinstance(base, Mapping) and isinstance(overlay, Mapping):
-        merged = dict(base)
+        merged = _beside(base, overlay, key)
         for name, value in overlay.items():
             if value is None:
                 merged.pop(name, None)
@@ -37,6 +39,24 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
     if _is_list(base) and _is_list(overlay) and key in KEYED_LISTS:
         return _merge_items(base, overlay, KEYED_LISTS[key], whole=key in WHOLE_ITEMS)
     return overlay
+
+
+def _beside(base: Mapping[str, Any], overlay: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a copy of ``base`` without what Kubernetes refuses beside ``overlay``."""
+    refused: set[str] = set()
+    if key in PROBES and any(overlay.get(name) is not None for name in HANDLERS):
+        refused = {name for name in HANDLERS if name not in overlay}
+    if key == "securityContext" and _escalates(overlay):
+        refused = {"allowPrivilegeEscalation"}
+    return {name: value for name, value in base.items() if name not in refused}
+
+
+def _escalates(security: Mapping[str, Any]) -> bool:
+    capabilities = security.get("capabilities")
+    added = capabilities.get("add") if isinstance(capabilities, Mapping) else ()
+    names: Sequence[Any] = added if isinstance(added, list | tuple) else ()
+    admin = "SYS_ADMIN" in names or "CAP_SYS_ADMIN" in names
+    return security.get("privileged") is True or admin
 
 
 def _merge_items(

@@ -7,6 +7,7 @@ from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.pod_templates import containers
 from pdcluster_operator.api.spec.types import Cluster
 
 HOST_FIELDS = {
@@ -31,11 +32,10 @@ def exposure_warnings(cluster: Cluster) -> Iterator[FieldError]:
         for name, means in HOST_FIELDS.items():
             if spec.get(name) is True:
                 yield _host(f"{path}.{name}", f"these {what} {means}")
-        containers = spec.get("containers")
-        for place, container in enumerate(containers if isinstance(containers, list) else ()):
-            security = container.get("securityContext") if isinstance(container, Mapping) else None
+        for place, container in containers(template):
+            security = container.get("securityContext")
             if isinstance(security, Mapping) and security.get("privileged") is True:
-                where = f"{path}.containers[{place}].securityContext.privileged"
+                where = f"{owner}.podTemplate.{place}.securityContext.privileged"
                 yield _host(where, f"these {what} may do on the node whatever root may")
 
 

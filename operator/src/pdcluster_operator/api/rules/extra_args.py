@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
 from pdcluster_connector.compat.versions import ANY_VERSION
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
@@ -10,7 +11,9 @@ from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec.arguments import OWNED_FLAGS, Flag, owned_flag, parse_flags
 from pdcluster_operator.api.spec.engine_types import EngineOverride
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.pod_templates import engine_container
 from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.shape import READ_FLAGS
 from pdcluster_operator.api.spec.types import Cluster
 
 OWNED_PREFIX = "PDCLUSTER_"
@@ -54,7 +57,8 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
                 "Begin with a flag, as in --seed 1.",
             )
         for flag in flags:
-            yield from _owned(f"{path}.extraArgs[{flag.place}]", flag)
+            here = f"{path}.extraArgs[{flag.place}]"
+            yield from _owned(here, flag) if owned_flag(flag) else _abbreviated(here, flag)
         for place, var in enumerate(engine.env):
             ours = var.name.startswith(OWNED_PREFIX) and var.name not in FREE_VARIABLES
             if var.name in owned or ours:
@@ -69,6 +73,14 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
                 )
     for role in Role:
         yield from _contradictions(cluster, role)
+        path, container = engine_container(cluster, role)
+        env = container.get("env")
+        for place, entry in enumerate(env if isinstance(env, list | tuple) else ()):
+            name = entry.get("name") if isinstance(entry, Mapping) else None
+            # A template may overrule other variables of ours; with a key that only the engines
+            # know, nobody reaches them.
+            if name == API_KEY_VARIABLE:
+                yield _owned_variable(f"{path}.env[{place}].name", API_KEY_VARIABLE)
 
 
 def _owned(path: str, flag: Flag) -> Iterator[FieldError]:
@@ -83,6 +95,20 @@ def _owned(path: str, flag: Flag) -> Iterator[FieldError]:
         f"{flag.head} belongs to the operator{means}",
         OWNED_FLAGS[owned],
     )
+
+
+def _abbreviated(path: str, flag: Flag) -> Iterator[FieldError]:
+    """Yield a beginning of a flag that rules read: argparse takes it, and no rule would see it."""
+    meant = sorted(name for name in READ_FLAGS if name.startswith(flag.head))
+    whole = flag.head in READ_FLAGS or not re.match("--.", flag.head)
+    if meant and not whole:
+        yield FieldError(
+            path,
+            shown(" ".join(flag.words)),
+            Rule.UNREADABLE_FLAG,
+            f"{flag.head} abbreviates {' or '.join(meant)}, which rules check by its whole name",
+            "Write the whole name.",
+        )
 
 
 def owned_variables(cluster: Cluster) -> frozenset[str]:

@@ -31,7 +31,9 @@ def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield what Kubernetes would not take."""
     for path, template, ours in pod_templates(cluster):
         found = itertools.chain(
-            _object(path, "V1PodTemplateSpec", template), _images(path, template, ours)
+            _object(path, "V1PodTemplateSpec", template),
+            _images(path, template, ours),
+            _life(path, template),
         )
         yield from itertools.islice(found, MOST_ERRORS)
         seconds = _grace(template)
@@ -77,6 +79,20 @@ def _images(path: str, template: Mapping[str, object], ours: str) -> Iterator[Fi
                 Rule.REQUIRED,
                 "is a container without an image, and none of ours",
                 "Give it an image." if init else f"Give it an image, or did you mean {ours}?",
+            )
+
+
+def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
+    """Yield what only a pod may have that no controller made."""
+    for field in ("activeDeadlineSeconds", "ephemeralContainers", "restartPolicy"):
+        value = pod_spec(template).get(field)
+        if value is not None and (field, value) != ("restartPolicy", "Always"):
+            yield FieldError(
+                f"{path}.spec.{field}",
+                shown(value),
+                Rule.NOT_ALLOWED,
+                "is refused by Kubernetes in the template of a StatefulSet or Deployment",
+                "Remove it.",
             )
 
 

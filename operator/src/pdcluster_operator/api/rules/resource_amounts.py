@@ -22,6 +22,7 @@ from pdcluster_operator.api.spec.resources import (
     added_limits,
     is_accelerator,
     is_countable,
+    takes_no_gpus,
 )
 from pdcluster_operator.api.spec.types import Cluster, Resources, RouterResources
 
@@ -48,8 +49,9 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
             _amounts(cluster, engine, "limits"),
         )
         yield from _names(f"spec.{role}.resources", cluster.spec.role(role).resources)
+        yield from _whole(requests | limits)
         yield from _pairs(requests, limits)
-        if cluster.spec.transfer.device is Device.CUDA:
+        if cluster.spec.transfer.device is Device.CUDA and not takes_no_gpus(cluster, role):
             yield from _gpus(engine, limits)
     router = cluster.spec.router.resources
     yield from _names("spec.router.resources", router)
@@ -108,6 +110,19 @@ def _names(path: str, given: Resources | RouterResources) -> Iterator[FieldError
                 Rule.BAD_FORMAT,
                 f"{name} is no resource of Kubernetes; others are written as domain/name",
                 "Write for example cpu, memory or nvidia.com/gpu.",
+            )
+
+
+def _whole(given: dict[str, Amount]) -> Iterator[FieldError]:
+    for name, amount in given.items():
+        number = amount.number
+        if is_countable(name) and number is not None and number % 1:
+            yield FieldError(
+                amount.path,
+                shown(amount.text),
+                Rule.BAD_FORMAT,
+                f"Kubernetes hands out {name} in whole pieces only",
+                "Write a whole number.",
             )
 
 

@@ -98,10 +98,16 @@ def _flag(words: tuple[str, ...], place: int) -> Flag:
         # argparse takes -n2 for -n 2, but only where the short name is one letter.
         name, inline = SHORT_NAMES[written[:2]], words[0][2:].removeprefix("=")
     else:
-        name = SHORT_NAMES.get(written, written)
+        name = SHORT_NAMES.get(_short(written), written)
     negated = name.startswith("--no-")
     values = ((inline,) if equals or inline else ()) + words[1:]
     return Flag("--" + name[5:] if negated else name, words, values, negated, place)
+
+
+def _short(written: str) -> str:
+    """Return the short name that a beginning of it means to argparse: ``-t`` is ``-tp``."""
+    meant = [name for name in SHORT_NAMES if name.startswith(written)]
+    return meant[0] if len(meant) == 1 and written not in SHORT_NAMES else written
 
 
 def merge_flags(shared: Sequence[str], role: Sequence[str]) -> tuple[str, ...]:
@@ -114,10 +120,14 @@ def merge_flags(shared: Sequence[str], role: Sequence[str]) -> tuple[str, ...]:
 
 OWNED_FLAGS = {
     "--kv-transfer-config": "The operator writes it; use spec.transfer.",
+    "--kv-offloading-size": "vLLM would put its offloading connector in the place of this one.",
     "--host": "The operator sets it.",
     "--port": "The operator sets it.",
     "--api-key": "Use spec.router.apiKeySecretRef: arguments can be read by every process.",
     "--uds": "The operator serves the API on a port.",
+    "--grpc": "The operator serves the API over HTTP.",
+    "--ssl-keyfile": "Router and probes speak plain HTTP: end TLS before the router.",
+    "--ssl-certfile": "Router and probes speak plain HTTP: end TLS before the router.",
     "--config": "Write the flags into extraArgs, where rules can see them.",
     "--model": "Name the model in spec.model.source.",
     "--served-model-name": "Use spec.model.name.",

@@ -47,7 +47,8 @@ def engine_container(cluster: Cluster, role: Role) -> tuple[str, Mapping[str, An
 
 def amounts(container: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """Return a container's ``requests`` or ``limits``; empty if it has none."""
-    return _mapping(_mapping(container.get("resources")).get(kind))
+    given = _mapping(_mapping(container.get("resources")).get(kind))
+    return {str(name): amount for name, amount in given.items()}
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

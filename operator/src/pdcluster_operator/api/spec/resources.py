@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.pod_templates import amounts, engine_container
+from pdcluster_operator.api.spec.quantity import parse_quantity
 from pdcluster_operator.api.spec.resolve import Engine, gpus_per_pod
 from pdcluster_operator.api.spec.types import Cluster
 
@@ -20,6 +22,16 @@ def is_accelerator(name: str) -> bool:
 def is_countable(name: str) -> bool:
     """Whether a resource is handed out in whole pieces, so that request and limit are one."""
     return "/" in name or name.startswith("hugepages-")
+
+
+def takes_no_gpus(cluster: Cluster, role: Role) -> bool:
+    """Whether a role's pod template says 0 of them: its GPUs come in another way.
+
+    ``null`` would say it, too, but ``kubectl apply`` drops every null of an object.
+    """
+    _, overlay = engine_container(cluster, role)
+    named = [amount for name, amount in amounts(overlay, "limits").items() if is_accelerator(name)]
+    return bool(named) and all(parse_quantity(str(amount)) == 0 for amount in named)
 
 
 def added_limits(cluster: Cluster, engine: Engine) -> dict[str, str]:

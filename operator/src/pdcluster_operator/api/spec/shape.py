@@ -13,11 +13,18 @@ from pdcluster_operator.api.spec.enums import Device, Switch
 from pdcluster_operator.api.spec.resolve import Engine
 from pdcluster_operator.api.spec.types import Cluster
 
-# Flags that change which KV a prompt gives.
+# Flags that change which KV a prompt gives. Speculation is none of them: n-grams have no KV, and
+# the handshake compares the layers of a draft model.
 MODEL_FLAGS = (
     "--model", "--revision", "--hf-overrides", "--quantization", "--rope-scaling", "--rope-theta",
-    "--hf-config-path", "--speculative-config", "--lora-modules",
+    "--hf-config-path", "--lora-modules",
 )  # fmt: skip
+CONTEXT_FLAGS = ("--decode-context-parallel-size", "--prefill-context-parallel-size")
+# Flags that rules look for, each by its whole name.
+READ_FLAGS = frozenset({
+    *MODEL_FLAGS, *CONTEXT_FLAGS, "--attention-backend", "--block-size", "--dtype",
+    "--enable-prefix-caching", "--enforce-eager", "--kv-cache-dtype", "--max-model-len",
+})  # fmt: skip
 # Flags that only a model with Mamba layers has a use for.
 HYBRID_FLAGS = ("--mamba-", "--enable-mamba-")
 
@@ -84,8 +91,7 @@ def _prefix_caching(engine: Engine) -> bool:
 
 
 def _context(engine: Engine) -> int:
-    names = ("--decode-context-parallel-size", "--prefill-context-parallel-size")
-    flags = [engine.last(name) for name in names]
+    flags = [engine.last(name) for name in CONTEXT_FLAGS]
     return max([1, *(_whole(flag.value) or 1 for flag in flags if flag is not None)])
 
 
