@@ -24,7 +24,7 @@ from pdcluster_operator.adapters.local.machine import (
     memory_request,
 )
 from pdcluster_operator.adapters.local.preflight import Facts, Folder
-from pdcluster_operator.adapters.local.preflight_gpus import Gpus
+from pdcluster_operator.adapters.local.preflight_gpus import VISIBLE, Gpus
 from pdcluster_operator.api.enums import Role
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.api.types import Cluster
@@ -69,7 +69,7 @@ def gather(
         versions=answer.get("versions", {}),
         supported=answer.get("supported", {}),
         unsupported=tuple(answer.get("unsupported", ())),
-        gpus=Gpus(answer.get("gpus"), answer.get("gpu_trouble", "")),
+        gpus=Gpus(answer.get("gpus"), answer.get("gpu_trouble", ""), VISIBLE in environment),
         models=models,
         problems=tuple(problems),
         asked=asked,
