@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pdcluster_connector.compat.versions import ANY_VERSION
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
@@ -11,6 +11,7 @@ from .arguments import OWNED_FLAGS, Flag, owned_flag, parse_flags
 from .engine_types import EngineOverride
 from .enums import Role
 from .findings import FieldError, Rule, shown
+from .pod_templates import containers, pod_templates
 from .resolve import resolve_engine
 from .types import Cluster
 
@@ -68,8 +69,20 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
                     "needs exactly one of value and valueFrom",
                     "Give one of them.",
                 )
+    yield from _overlaid_keys(cluster)
     for role in Role:
         yield from _contradictions(cluster, role)
+
+
+def _overlaid_keys(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield API keys in pod templates: one process would ask for another key than the rest."""
+    for path, template, ours in pod_templates(cluster):
+        for place, entry in containers(template):
+            env = entry.get("env") if entry.get("name") == ours else None
+            for number, var in enumerate(env if isinstance(env, list | tuple) else ()):
+                if isinstance(var, Mapping) and var.get("name") == API_KEY_VARIABLE:
+                    where = f"{path}.{place}.env[{number}].name"
+                    yield _owned_variable(where, API_KEY_VARIABLE)
 
 
 def _owned(path: str, flag: Flag) -> Iterator[FieldError]:
