@@ -98,6 +98,13 @@ def test_wrong_value_is_refused_by_name(helm, setting, named):
         helm.render("--set", setting)
 
 
+def test_values_of_an_older_chart_are_enough(helm):
+    """What `helm upgrade --reuse-values` has: nothing that the older chart did not know."""
+    newer = ("webhook.startupCheck", "monitoring.engines", "monitoring.routers")
+    reused = helm.objects("--set", ",".join(f"{name}=null" for name in newer))
+    assert reused == helm.objects()
+
+
 def test_pods_satisfy_the_restricted_standard(helm, values):
     for name, spec in pod_specs(helm.objects(values=values)).items():
         pod = spec["securityContext"]

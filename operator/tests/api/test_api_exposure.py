@@ -54,17 +54,31 @@ def test_peers_that_kubernetes_would_refuse_or_read_otherwise(
     assert (path, rule) in {(e.path, e.rule) for e in findings(router={"allowFrom": peers}).errors}
 
 
+def keyed(container: str) -> dict[str, Any]:
+    """A pod template that gives our container a key of its own."""
+    env = [{"name": "VLLM_API_KEY", "value": "sk-1"}]
+    return {"spec": {"containers": [{"name": container, "env": env}]}}
+
+
 @pytest.mark.parametrize(
     "place",
     [
         {"engine": {"env": [{"name": "VLLM_API_KEY", "value": "sk-1"}]}},
         {"decode": {"engine": {"env": [{"name": "VLLM_API_KEY", "value": "sk-1"}]}}},
         {"engine": {"extraArgs": ["--api-key", "sk-1"]}},
+        {"decode": {"podTemplate": keyed("engine")}},
+        {"router": {"podTemplate": keyed("router"), "apiKeySecretRef": {"name": "keys"}}},
     ],
 )
 def test_a_key_in_the_manifest_is_refused_and_the_field_is_named(place: dict[str, Any]) -> None:
     (error,) = findings(**place).errors
     assert "spec.router.apiKeySecretRef" in error.remedy
+
+
+def test_a_container_of_the_users_own_may_hold_a_key() -> None:
+    template = keyed("proxy")
+    template["spec"]["containers"][0]["image"] = "proxy:1"
+    assert findings(decode={"podTemplate": template}).ok
 
 
 def warned(**spec: Any) -> set[str]:

@@ -18,6 +18,7 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.local.addresses import taken_everywhere
 from pdcluster_operator.local.facts import gather
+from pdcluster_operator.local.machine import available_memory
 from pdcluster_operator.local.preflight import Facts, Folder, judge
 from pdcluster_operator.local.preflight_gpus import Gpus
 
@@ -120,6 +121,25 @@ def test_memory_of_all_pods_together(tmp_path: Path) -> None:
     assert "4.0 GiB that are free" in told.message
 
 
+def test_a_containers_file_cache_is_not_in_use(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemAvailable: {64 * GIB // 1024} kB\n")
+    v1 = tmp_path / "cgroup" / "memory"
+    v1.mkdir(parents=True)
+    cgroup = v1.parent
+    assert available_memory(meminfo, cgroup) == 64 * GIB
+    (v1 / "memory.limit_in_bytes").write_text(f"{8 * GIB}\n")
+    (v1 / "memory.usage_in_bytes").write_text(f"{7 * GIB}\n")
+    (v1 / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {3 * GIB}\n")
+    assert available_memory(meminfo, cgroup) == 4 * GIB
+    (cgroup / "memory.max").write_text(f"{24 * GIB}\n")
+    (cgroup / "memory.current").write_text(f"{23 * GIB}\n")
+    (cgroup / "memory.stat").write_text(f"anon {2 * GIB}\ninactive_file {21 * GIB}\n")
+    assert available_memory(meminfo, cgroup) == 22 * GIB
+    (cgroup / "memory.max").write_text("max\n")
+    assert available_memory(meminfo, cgroup) == 64 * GIB
+
+
 def test_a_port_that_is_taken_everywhere(tmp_path: Path) -> None:
     told = found(tmp_path, replace(GOOD, taken={8000: " by nginx (pid 7)"}))["PortTaken"]
     assert (told.path, told.value) == ("port", "8000")
@@ -159,6 +179,10 @@ TWO = {"parallelism": {"tensor": 2}}
         (Gpus(1), {"prefill": TWO}, ["TooFewGpus"]),
         (Gpus(8), {"prefill": {"replicas": 2}, "decode": visible("1")}, ["GpusOverlap"]),
         (Gpus(1), {"decode": {"replicas": 0}}, []),
+        (Gpus(1), {"decode": {"replicas": 0, **TWO}}, []),
+        (Gpus(1), {"prefill": visible("0"), "decode": visible("1")}, ["TooFewGpus"]),
+        (Gpus(1, chosen=True), {"prefill": visible("0"), "decode": visible("1")}, []),
+        (Gpus(2), {"prefill": visible("GPU-0a"), "decode": visible("GPU-1b")}, []),
     ],
 )
 def test_gpus(tmp_path: Path, gpus: Gpus, spec: dict[str, Any], rules: list[str]) -> None:
@@ -250,6 +274,20 @@ def test_a_variable_from_a_secret_is_named_where_it_stands(tmp_path: Path) -> No
         ("ModelUnusable", "spec.model.source.hostPath.path"),
         ("VariableMissing", "spec.engine.env"),
     ], "each thing once, however many pods lack it"
+
+
+@pytest.mark.parametrize("key", ["", "sk-1\n"])
+def test_a_key_that_no_engine_takes_is_told_before_the_start(tmp_path: Path, key: str) -> None:
+    document = tiny(tmp_path, router={"apiKeySecretRef": {"name": "keys"}})
+    cluster, findings = check_manifest(document)
+    assert findings.ok, findings.errors
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    told = {}
+    for value in (key, "sk-1"):
+        environment = {"PATH": path, "VLLM_API_KEY": value}
+        facts = gather(document, cluster, FakeConnector().bundle(), environment, ())
+        told[value] = [(f.rule, f.path) for f in judge(cluster, facts, once=True, model_flag=False)]
+    assert told == {key: [("VariableUnusable", "spec.router.apiKeySecretRef")], "sk-1": []}
 
 
 def test_only_a_listener_on_every_address_takes_a_port_everywhere() -> None:

@@ -119,6 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return int(Exit.DONE)
+    except SystemExit as end:
+        # rich's way out of a pipe that `head` closed. 1 would say that the manifest is refused.
+        if options.command == "up" or not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return int(Exit.DONE)
 
 
 def _command(options: argparse.Namespace) -> Callable[[], Exit]:

@@ -27,7 +27,7 @@ from pdcluster_operator.local.machine import (
     memory_request,
 )
 from pdcluster_operator.local.preflight import Facts, Folder
-from pdcluster_operator.local.preflight_gpus import Gpus
+from pdcluster_operator.local.preflight_gpus import VISIBLE, Gpus
 from pdcluster_operator.plan.model import ConnectorBundle, Observed
 from pdcluster_operator.plan.rollout.desired import desire
 
@@ -69,7 +69,7 @@ def gather(
         versions=answer.get("versions", {}),
         supported=answer.get("supported", {}),
         unsupported=tuple(answer.get("unsupported", ())),
-        gpus=Gpus(answer.get("gpus"), answer.get("gpu_trouble", "")),
+        gpus=Gpus(answer.get("gpus"), answer.get("gpu_trouble", ""), VISIBLE in environment),
         models=models,
         problems=tuple(problems),
         asked=asked,

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pdcluster_connector.protocol import api_key
 from pdcluster_operator.api.spec.quantity import parse_quantity
 
 Manifest = Mapping[str, Any]
@@ -33,6 +34,7 @@ class Lack(StrEnum):
     VOLUME_UNUSABLE = "VolumeUnusable"
     PROGRAM_MISSING = "ProgramMissing"
     VARIABLE_MISSING = "VariableMissing"
+    VARIABLE_UNUSABLE = "VariableUnusable"
     PORT_TAKEN = "PortTaken"
     MEMORY_TOO_SMALL = "MemoryTooSmall"
 
@@ -98,7 +100,11 @@ def find_problems(pod: Manifest, environment: Mapping[str, str]) -> Iterator[Pro
                 "install it next to python3 (`make env` does), or put its folder on PATH",
             )
         for entry in container.get("env") or ():
-            if (
+            if entry["name"] == api_key.VARIABLE and entry["name"] in environment:
+                if wrong := api_key.problem(environment[api_key.VARIABLE]):
+                    what, _, remedy = wrong.partition(": ")
+                    yield Problem(CONFIG, Lack.VARIABLE_UNUSABLE, entry["name"], what, remedy)
+            elif (
                 entry.get("valueFrom", {}).keys() - {"fieldRef"}
                 and entry["name"] not in environment
             ):
@@ -116,16 +122,30 @@ def memory_request(pod: Manifest) -> int:
     return sum(_request(container) for container in pod["spec"]["containers"])
 
 
-def available_memory() -> int:
-    """Bytes that can be had without swapping, also below a container's own limit."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+def available_memory(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Bytes that can be had without swapping, also below a container's own limit.
+
+    File cache that the kernel can drop is not in use, as for the launcher's own check: a container
+    that has read a model once would seem full for ever. Version 2 and 1 of cgroups.
+    """
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, int(limit) - used) if limit.isdigit() else free
+    for folder, limit_file, used_file, cache in (
+        (cgroup, "memory.max", "memory.current", "inactive_file "),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+         "total_inactive_file "),
+    ):  # fmt: skip
+        try:
+            limit = (folder / limit_file).read_text().strip()
+            used = int((folder / used_file).read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
+        except (OSError, ValueError):
+            continue
+        used -= sum(int(line.split()[1]) for line in lines if line.startswith(cache))
+        return min(free, max(0, int(limit) - max(0, used))) if limit.isdigit() else free
+    return free
 
 
 def oom_kills() -> int:

@@ -216,6 +216,7 @@ def _place(cluster: Cluster, owner: str, problem: Problem) -> str:
         "cache": "spec.model.cache",
         "HF_TOKEN": "spec.model.source.huggingFace.tokenSecretRef",
         "vllm-router": "spec.router",
+        "VLLM_API_KEY": "spec.router.apiKeySecretRef",
     }
     if problem.lack is Lack.VARIABLE_MISSING:
         for path, engine in engine_places(cluster):

@@ -6,11 +6,13 @@ takes the first of them. Two engines on one GPU run only where both say how much
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.findings import FieldError
 from pdcluster_operator.api.spec.enums import Device, Role
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine
@@ -36,10 +38,12 @@ class Gpus:
     Attributes:
         count: None where no driver could be asked.
         trouble: why there is none.
+        chosen: ``CUDA_VISIBLE_DEVICES`` of this shell chose them; the machine may have more.
     """
 
     count: int | None
     trouble: str = ""
+    chosen: bool = False
 
 
 def gpu_findings(cluster: Cluster, gpus: Gpus) -> Iterator[FieldError]:
@@ -56,38 +60,37 @@ def gpu_findings(cluster: Cluster, gpus: Gpus) -> Iterator[FieldError]:
             "and install vLLM for CPUs.",
         )
         return
-    engines = {role: resolve_engine(cluster, role) for role in Role}
-    small = list(_too_small(engines, gpus.count))
-    yield from small or _overlapping(cluster, engines, gpus.count)
+    # An engine that is not wanted takes no GPU.
+    wanted = [role for role in Role if cluster.spec.role(role).replicas]
+    engines = {role: resolve_engine(cluster, role) for role in wanted}
+    small = list(_too_small(engines, gpus))
+    yield from small or _overlapping(cluster, engines, gpus)
 
 
-def _too_small(engines: dict[Role, Engine], count: int) -> Iterator[FieldError]:
+def _too_small(engines: dict[Role, Engine], gpus: Gpus) -> Iterator[FieldError]:
     for role, engine in engines.items():
-        devices = _devices(engine, count)
+        devices = _devices(engine, gpus)
         if _size(engine) > len(devices):
             yield FieldError(
                 f"spec.{role}.parallelism",
                 _sizes(engine),
                 GpuLack.TOO_FEW_GPUS,
-                f"an engine needs {_size(engine)} GPUs and sees {len(devices)}",
+                f"an engine needs {counted(_size(engine), 'GPU')} and sees {len(devices)}",
                 f"Lower the sizes, or let it see more ({VISIBLE}).",
             )
 
 
-def _overlapping(cluster: Cluster, engines: dict[Role, Engine], count: int) -> Iterator[FieldError]:
+def _overlapping(cluster: Cluster, engines: dict[Role, Engine], gpus: Gpus) -> Iterator[FieldError]:
     """Yield once where several engines would take one GPU, and one of them all of it."""
+    count = gpus.count or 0
     users: Counter[str] = Counter()
     needed = 0
     for role, engine in engines.items():
         replicas = cluster.spec.role(role).replicas
         needed += replicas * _size(engine)
-        for device in _devices(engine, count)[: _size(engine)]:
+        for device in _devices(engine, gpus)[: _size(engine)]:
             users[device] += replicas
-    greedy = [
-        role
-        for role, engine in engines.items()
-        if cluster.spec.role(role).replicas and not any(map(engine.last, SHARES))
-    ]
+    greedy = [role for role, engine in engines.items() if not any(map(engine.last, SHARES))]
     if not greedy or max(users.values(), default=0) < 2:
         return
     share = "tell both roles their share of it in extraArgs (--gpu-memory-utilization, 0.4)"
@@ -110,15 +113,22 @@ def _overlapping(cluster: Cluster, engines: dict[Role, Engine], count: int) -> I
     )
 
 
-def _devices(engine: Engine, count: int) -> list[str]:
+def _devices(engine: Engine, gpus: Gpus) -> list[str]:
     """Return the GPUs that an engine sees; where it names none, the machine's are 0, 1, ….
 
-    CUDA counts an empty list as none, and so do we.
+    CUDA counts an empty list as none, and ends a list at the first number that there is no GPU
+    for. So do we, where all GPUs of the machine were counted.
     """
+    count = gpus.count or 0
     own = next((var.value for var in engine.env if var.name == VISIBLE), None)
     if own is None:
         return [str(device) for device in range(count)]
-    return [device.strip() for device in own.split(",") if device.strip()]
+    named = [device.strip() for device in own.split(",") if device.strip()]
+    if gpus.chosen:
+        return named
+    return list(
+        itertools.takewhile(lambda device: not device.isdecimal() or int(device) < count, named)
+    )
 
 
 def _size(engine: Engine) -> int:

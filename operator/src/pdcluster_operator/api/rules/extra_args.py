@@ -11,7 +11,7 @@ from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec.arguments import OWNED_FLAGS, Flag, owned_flag, parse_flags
 from pdcluster_operator.api.spec.engine_types import EngineOverride
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.pod_templates import engine_container
+from pdcluster_operator.api.spec.pod_templates import containers, pod_templates
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.shape import READ_FLAGS
 from pdcluster_operator.api.spec.types import Cluster
@@ -71,16 +71,20 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
                     "needs exactly one of value and valueFrom",
                     "Give one of them.",
                 )
+    yield from _overlaid_keys(cluster)
     for role in Role:
         yield from _contradictions(cluster, role)
-        path, container = engine_container(cluster, role)
-        env = container.get("env")
-        for place, entry in enumerate(env if isinstance(env, list | tuple) else ()):
-            name = entry.get("name") if isinstance(entry, Mapping) else None
-            # A template may overrule other variables of ours; with a key that only the engines
-            # know, nobody reaches them.
-            if name == API_KEY_VARIABLE:
-                yield _owned_variable(f"{path}.env[{place}].name", API_KEY_VARIABLE)
+
+
+def _overlaid_keys(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield API keys in pod templates: one process would ask for another key than the rest."""
+    for path, template, ours in pod_templates(cluster):
+        for place, entry in containers(template):
+            env = entry.get("env") if entry.get("name") == ours else None
+            for number, var in enumerate(env if isinstance(env, list | tuple) else ()):
+                if isinstance(var, Mapping) and var.get("name") == API_KEY_VARIABLE:
+                    where = f"{path}.{place}.env[{number}].name"
+                    yield _owned_variable(where, API_KEY_VARIABLE)
 
 
 def _owned(path: str, flag: Flag) -> Iterator[FieldError]:

@@ -128,7 +128,8 @@ class Transfer:
         Example("Hidden"),
         Doc(
             "says whether answers to clients name the engines that KV moved between: their "
-            "addresses in the answer's id, their ids in kv_path."
+            "addresses in the answer's id, their ids in kv_path. The router's own errors name the "
+            "engine that it could not reach, whatever stands here, and so does its /workers."
         ),
     ] = Visibility.HIDDEN
     nixl_threads: Annotated[
