@@ -87,7 +87,7 @@ class _Envelope(Struct, frozen=True, array_like=True):
 def _pack(value: Any) -> bytes:
     if isinstance(value, BlockIds):
         return value.packed()
-    raise NotImplementedError
+    raise TypeError(type(value).__name__)
 
 
 class _Unpacking:
