@@ -8,7 +8,7 @@ BIN = $(dir $(PY))
 export PYTHONPATH := $(CURDIR)/operator/src:$(CURDIR)/connector/src:$(CURDIR)/e2e
 # Without bytecode every engine start compiles thousands of modules again.
 unexport PYTHONDONTWRITEBYTECODE
-PURE = not nixl and not engine and not vllm and not local and not helm and not cluster
+PURE = not nixl and not engine and not vllm and not local and not helm and not cluster and not soak
 
 help: ## show this
 	@echo "pdcluster: make TARGET"
@@ -34,15 +34,18 @@ check: ## format, lint, types, import layers, generated files
 
 test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's scheduler, real engines
 	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)"
-	$(PY) -m pytest -m "nixl or engine or vllm" --durations=10
+	$(PY) -m pytest -m "(nixl or engine or vllm) and not soak" --durations=10
 
 e2e: local-e2e cluster-e2e ## what a user does, end to end: on this machine, then on a real Kubernetes (as root)
 
 local-e2e: ## without Kubernetes: tokens, layouts, kills, restarts
-	$(PY) -m pytest -m local --durations=10
+	$(PY) -m pytest -m "local and not soak" --durations=10
 
 cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
-	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "cluster or helm" --durations=20
+	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "(cluster or helm) and not soak" --durations=20
+
+soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of the others (as root)
+	$(PY) -m pytest connector/tests e2e operator/tests charts -m soak --durations=10
 
 fast: ## the tests that take seconds
 	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)" -q
@@ -82,5 +85,5 @@ generate: ## write crds/, docs/api.md, docs/rules.md and docs/layouts.md again f
 lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
-.PHONY: help env model demo check test e2e local-e2e cluster-e2e fast charts cluster-programs \
+.PHONY: help env model demo check test e2e local-e2e cluster-e2e soak fast charts cluster-programs \
 	image router-image cluster-demo cluster-up cluster-down newest-vllm format generate lock

@@ -16,10 +16,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 SAMPLES = CHART / "files" / "samples"
 RULE = "PrefixCachingHeterogeneousBlocks"
 ROUNDS = 3
+POLICIES = ("Fail", "Ignore")
 SERVICE = "chart-pdcluster-webhook"
 
 
-@pytest.fixture(params=(3, 4), ids="helm{}".format)
+@pytest.fixture(params=(pytest.param(3, marks=pytest.mark.soak), 4), ids="helm{}".format)
 def release(cluster, request) -> Release:
     one = Release(cluster, request.param)
     cluster.kubectl("create", "namespace", one.namespace)
@@ -51,10 +52,17 @@ def left(release: Release) -> str:
     return "".join(names)
 
 
-@pytest.mark.parametrize("policy", ["Fail", "Ignore"])
-def test_the_first_apply_is_reviewed(release, image, policy):
+@pytest.mark.parametrize(
+    ("policy", "rounds"),
+    [
+        ("Fail", 1),
+        ("Ignore", 1),
+        *(pytest.param(p, ROUNDS, marks=pytest.mark.soak) for p in POLICIES),
+    ],
+)
+def test_the_first_apply_is_reviewed(release, image, policy, rounds):
     """Without --wait: the hook alone holds helm back until the webhook answers."""
-    for number in range(ROUNDS):
+    for number in range(rounds):
         release.install(*image, "--set", f"webhook.failurePolicy={policy},webhook.replicas=1")
         assert RULE in tried(release, "bad"), f"round {number}"
         assert "created (server dry run)" in tried(release, "good"), f"round {number}"
@@ -111,7 +119,7 @@ def test_a_certificate_of_the_users_is_enough(release, image, tmp_path):
     assert RULE in tried(release, "bad")
 
 
-@pytest.mark.parametrize("policy", ["Fail", "Ignore"])
+@pytest.mark.parametrize("policy", ["Fail", pytest.param("Ignore", marks=pytest.mark.soak)])
 def test_helm_fails_with_the_reason_where_the_webhook_never_answers(release, image, policy):
     """Its pod waits for a Secret that nobody makes; under Ignore the API server admits all."""
     settings = (

@@ -101,6 +101,7 @@ def test_engine_image_holds_vllm_and_nixl_and_not_our_connector(cluster, run_pod
     assert said[-1] == "No module named 'pdcluster_connector'"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("target", "command", "said"),
     [

@@ -214,24 +214,23 @@ def handshake_of_protocol(newest: int, port: int) -> tuple[int, m.EngineMetadata
     return status, reply
 
 
-def test_decode_of_the_protocol_before_is_answered_in_its_own(serve: Serve) -> None:
-    server = serve()
-    for newest, expected in ((1, 1), (2, 2), (9, m.PROTOCOL_NEWEST)):
-        status, reply = handshake_of_protocol(newest, server.port)
-        assert (status, reply.protocol) == (200, expected)  # type: ignore[union-attr]
-
-
-def test_decode_that_knows_no_slices_is_refused_only_where_there_are_some(serve: Serve) -> None:
+def test_decode_is_answered_in_the_newest_protocol_of_both(serve: Serve) -> None:
     server = serve()
     server.set_shards([replace(shard, seams=(1 << 31,)) for shard in shards_of(PREFILL)])
-    status, refusal = handshake_of_protocol(1, server.port)
+    for newest, expected in ((2, 2), (9, m.PROTOCOL_NEWEST)):
+        status, reply = handshake_of_protocol(newest, server.port)
+        assert isinstance(reply, m.EngineMetadata)
+        assert (status, reply.protocol) == (200, expected)
+        assert reply.shards[0].seams == (1 << 31,)
+
+
+def test_decode_that_reads_no_ticket_of_ours_is_refused_at_the_handshake(serve: Serve) -> None:
+    """Else the link would stand, and every prompt would silently be computed on decode."""
+    status, refusal = handshake_of_protocol(1, serve().port)
     assert isinstance(refusal, m.Refusal)
     assert (status, refusal.reason) == (409, Reason.PROTOCOL_VERSION_MISMATCH)
-    assert "registered in slices" in refusal.message
+    assert "list blocks as runs" in refusal.message
     assert (refusal.prefill_value, refusal.decode_value) == ("2", "1")
-    status, reply = handshake_of_protocol(2, server.port)
-    assert isinstance(reply, m.EngineMetadata)
-    assert reply.shards[0].seams == (1 << 31,)
 
 
 def test_prefill_of_the_protocol_before_names_no_seams() -> None:

@@ -21,8 +21,8 @@ from msgspec import Meta, Struct
 from pdcluster_connector.compat.shape import Memory
 
 PROTOCOL_OLDEST = 1
-PROTOCOL_NEWEST = 2  # since 2: memory in slices
-PROTOCOL_OF_SEAMS = 2
+PROTOCOL_NEWEST = 2  # since 2: memory in slices, and tickets that list block ids as runs
+PROTOCOL_OF_RUNS = 2
 
 MAX_REQUEST_BYTES = 256 * 1024  # a request carries its engine's layers: 60 bytes each
 MAX_REPLY_BYTES = 64 * 1024 * 1024

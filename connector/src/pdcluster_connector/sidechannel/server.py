@@ -240,12 +240,14 @@ class SideChannelServer:
                 ours,
                 theirs,
             )
-        if newest < messages.PROTOCOL_OF_SEAMS and any(shard.seams for shard in self._shards):
+        if newest < messages.PROTOCOL_OF_RUNS:
+            # It could read the memory where there are no slices, but no ticket of ours.
             return Refusal(
                 Reason.PROTOCOL_VERSION_MISMATCH.value,
-                f"prefill's memory is registered in slices, which decode's connector of protocol "
-                f"{newest} does not know; give decode the connector that prefill has",
-                str(messages.PROTOCOL_OF_SEAMS),
+                "prefill's tickets list blocks as runs and its memory may lie in slices, which "
+                f"decode's connector of protocol {newest} does not know; give decode the "
+                "connector that prefill has",
+                str(messages.PROTOCOL_OF_RUNS),
                 str(newest),
             )
         return refusal_of(rules.check(self._shape, to_shape(asked.shape)))
