@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from registered_caches import Attention, vllm_config
 from vllm.v1.kv_cache_interface import (
@@ -80,6 +80,11 @@ def registered(drawn: list[Any], raw: torch.Tensor, slice_bytes: int) -> tuple[A
     return views, made
 
 
+# Two layers a quarter of a block apart on the same memory, each in blocks of its own grid.
+SHIFTED = [(0, 1024, 3, 16, 0, False, None), (3, 64, 3, 16, 0, False, None)]
+
+
+@example([(0, 0, 3, 1, 0, False, None), *SHIFTED], 7_000)
 @settings(max_examples=200, deadline=None)
 @given(st.lists(layer, min_size=1, max_size=6), st.sampled_from([SIZE * 2, 40_000, 7_000]))
 def test_no_region_is_taken_for_another(drawn: list[Any], slice_bytes: int) -> None:

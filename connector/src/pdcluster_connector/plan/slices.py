@@ -61,6 +61,11 @@ class _Run:
     length: int
     axes: tuple[tuple[int, int], ...]
 
+    @property
+    def pitch(self) -> int:
+        """From one repetition to the next: a longer run would lie over its own next one."""
+        return min((stride for stride, count in self.axes if count > 1), default=SLICE_BYTES)
+
     def holds(self, seam: int) -> bool:
         """Whether ``seam`` lies inside of one of the runs."""
         rest = seam - self.start
@@ -79,9 +84,10 @@ def _runs(regions: Sequence[Region]) -> list[_Run]:
         last = found[-1] if found else None
         if last is not None and run.axes == last.axes and run.start <= last.start + last.length:
             length = max(last.length, run.start + run.length - last.start)
-            found[-1] = _Run(last.start, length, run.axes)
-        else:
-            found.append(run)
+            if length <= run.pitch:
+                found[-1] = _Run(last.start, length, run.axes)
+                continue
+        found.append(run)
     return found
 
 
