@@ -14,8 +14,9 @@ _incarnations = itertools.count(1)
 
 
 def connector_config(role: str, policy: str = "fail", **extra: Any) -> dict[str, Any]:
-    """A kv-transfer-config as an operator writes it."""
+    """A kv-transfer-config as local mode writes it: answers say what the KV path did, and why."""
     extra.setdefault("side_channel_port", free_port())
+    extra.setdefault("show_internal_names", True)
     return {
         "kv_connector": "PDClusterConnector",
         "kv_connector_module_path": "pdcluster_connector.vllm.connector",
