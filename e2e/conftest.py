@@ -13,8 +13,8 @@ from images.operator_image import operator_image
 
 
 def pytest_collection_modifyitems(config, items):
-    """They need root, and minutes at their first run: `-m cluster` asks for them."""
-    if "cluster" not in config.option.markexpr:
+    """They need root, and minutes at their first run: `-m cluster` or `-m soak` asks for them."""
+    if not any(mark in config.option.markexpr for mark in ("cluster", "soak")):
         left_out = [item for item in items if item.get_closest_marker("cluster")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
