@@ -1,4 +1,4 @@
-"""NIXL as the rest of the connector sees it: a small port with two implementations.
+"""NIXL as the rest of the connector sees it: a small interface with two implementations.
 
 The real one is :class:`pdcluster_connector.nixl_io.nixl_agent.NixlAgent`; the one in memory,
 with faults on request, is in :mod:`pdcluster_connector.testing.nixl`.
@@ -71,7 +71,7 @@ class MemoryRange:
 
 @dataclass(eq=False, slots=True)
 class Dlist:
-    """A prepared descriptor list of one side; ``native`` is the port's own."""
+    """A prepared descriptor list of one side; ``native`` is the agent's own."""
 
     native: Any
     peer: str | None
@@ -79,7 +79,7 @@ class Dlist:
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """One posted transfer; ``native`` is the port's own."""
+    """One posted transfer; ``native`` is the agent's own."""
 
     native: Any
 

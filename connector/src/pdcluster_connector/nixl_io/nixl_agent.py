@@ -89,7 +89,7 @@ def _waiting_progress_thread(api: Any) -> Iterator[None]:
 
 
 class NixlAgent:
-    """The real port: one nixl agent with backend ``backends`` (UCX)."""
+    """The real one: one nixl agent with backend ``backends`` (UCX)."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class Behaviour:
             (not for DISCONNECTED).
         poll_error: polling raises this; DISCONNECTED and TRANSPORT end the transfer, after the
             others its bytes may land all the same.
-        poll_raises: polling raises this very exception (a broken port).
+        poll_raises: polling raises this very exception (a broken agent).
         refuse_release: releasing the handle raises while it is under way.
     """
 

@@ -78,7 +78,7 @@ class Metrics:
         self.reconcile_seconds.observe(seconds)
 
     def called(self, method: str, path: str, status: int, seconds: float) -> None:
-        """Count one call to the API server; see ``kube_client.Seen``."""
+        """Count one call to the API server; see ``api_server.client.Seen``."""
         self.api_calls.labels(method, resource_of(path), str(status)).inc()
         self.api_seconds.labels(method).observe(seconds)
 

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.adapters.api_server import watch as kopf_app
+from pdcluster_operator.adapters.api_server import kopf_app
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import (
     KubeClient,

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from pdcluster_operator.adapters.admission.webhook import Review, review
-from pdcluster_operator.adapters.api_server import watch as kopf_app
+from pdcluster_operator.adapters.api_server import kopf_app
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
