@@ -61,7 +61,7 @@ def changed(params: dict[str, Any], **fields: Any) -> dict[str, Any]:
 def test_another_requests_blocks_in_a_ticket_are_not_read(
     engines: Callable[..., Engine], expected: dict[str, list[int]], policy: str
 ) -> None:
-    """They would be hashed as this prompt's: then others would get wrong tokens without a ticket."""
+    """They would be hashed as this prompt's, and others would get wrong tokens without a ticket."""
     model = str(model_path("llama"))
     prefill = engines("p", connector_config("kv_producer"), model=model)
     decoder = engines("d", connector_config("kv_consumer", policy), model=model)
