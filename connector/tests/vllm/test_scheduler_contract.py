@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -306,11 +307,16 @@ def test_a_ticket_that_does_not_fit_is_not_used(
 
 @pytest.mark.parametrize("change", ["prompt", "expired", ""])
 def test_without_a_key_only_a_ticket_that_is_used_makes_decode_connect(
-    engines: Any, change: str, monkeypatch: pytest.MonkeyPatch
+    engines: Any,
+    change: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing proves its host and port; at least the client must know the whole prompt."""
     insecure = {"allow_insecure": True, "ticket_key_file": None}
-    prefill, decode = engines("producer", **insecure), engines("consumer", **insecure)
+    with caplog.at_level(logging.WARNING):
+        prefill, decode = engines("producer", **insecure), engines("consumer", **insecure)
+    assert caplog.text.count("tickets are not signed: there is no ticket_key_file") == 2
     params = prefill.prefill("p0", prompt(40))
     if change == "expired":
         decode.connector._scheduler.decode._wall_clock = lambda: time.time() + 1000

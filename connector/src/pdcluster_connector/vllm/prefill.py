@@ -105,7 +105,8 @@ class PrefillRole:
         """Read on in the prompts that compute, so that a long one does not hold up one step."""
         left = DIGEST_TOKENS_A_STEP
         for reader in self._prompts.values():
-            left -= reader.read(left)
+            if left and reader.left:
+                left -= reader.read(left)
 
     def finished(
         self, request: Request, blocks: Sequence[Sequence[int]]
@@ -116,6 +117,8 @@ class PrefillRole:
         self._shortened.discard(request_id)
         token = self._leases.token(request_id)
         reader = self._prompts.pop(request_id, None)
+        if reader is not None and reader.count != request.num_prompt_tokens:
+            reader = prompt_reader(request, request.num_prompt_tokens)  # the prompt went on
         handed_off = (
             request.status in _HANDED_OFF
             and request.num_computed_tokens >= request.num_prompt_tokens
