@@ -1,7 +1,7 @@
 """The launcher's HTTP interface: for the operator, the kubelet and this engine's own workers.
 
-Whatever is sent to it, a request costs one answer: bodies are bounded, parsers total, and an
-error is a status code with one sentence in JSON.
+A request gets one answer, whatever it contains. Bodies are bounded, parsers accept any bytes, and
+an error is a status code with one sentence in JSON.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class LauncherServer:
     Args:
         readiness: what ``/readyz`` tells.
         links: what ``/v1/links`` tells; peers and reports go into it.
-        token: that this engine's workers present with their reports.
+        token: this engine's workers send it with their reports.
         drain: called once for every ``POST /v1/drain``; must not block.
-        followers: of a multi-node engine's leader; without them there is no rendezvous.
+        followers: the followers of a multi-node engine's leader. Without them, the server has no
+            rendezvous.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class LauncherServer:
             if wrong := self._followers.heard(rank, start, now, leaving=leaving):
                 return _error(400, wrong)
             if loss := self._followers.loss(now):
-                return _error(409, f"{loss}: the engine ends, and begins anew")
+                return _error(409, f"{loss}: the engine ends and starts again")
         return _json(Rendezvous(engine_id, self._token, self._readiness.ready))
 
     async def _post_drain(self, _: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""``python3 connector.pyz``: check, start the engine, answer for it, end with it."""
+"""``python3 connector.pyz``: checks, starts the engine, serves its state, and ends with it."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def package_root() -> Path:
 def _last_words(log: Path, reason: str) -> None:
     for line in reason.splitlines():
         say(line)
-    # In a pod the kubelet has made this file; elsewhere there is nobody to read it, unless the
-    # caller has made it.
+    # In a pod, the kubelet has made this file. Elsewhere nobody reads it, unless the caller has
+    # made it.
     if log.exists():
         try:
             log.write_text(reason.encode()[:_MAX_TERMINATION_LOG].decode(errors="ignore") + "\n")

@@ -31,7 +31,7 @@ from pdcluster_connector.launcher.terminal import say
 from pdcluster_connector.protocol import api_key
 from pdcluster_connector.protocol.kv_path import key_of
 
-# What vLLM chooses on CPU; on GPUs it is smaller, and the canary then moves more blocks.
+# The block size that vLLM chooses on CPU. On GPUs it is smaller, and a canary moves more blocks.
 _USUAL_BLOCK: Final = 128
 _LOADING_POLL: Final = 0.25
 _SERVING_POLL: Final = 1.0
@@ -77,9 +77,9 @@ class Supervisor:
         self._leader: tuple[Leader, asyncio.Task[None]] | None = None
 
     async def run(self) -> tuple[int, str]:
-        """(exit code, reason); the reason is empty where the engine ended because it was told to.
+        """Return (exit code, reason). The reason is empty if the engine was told to end.
 
-        On return no process of the engine is left.
+        On return, no process of the engine is left.
         """
         killed_before = oom_kills()
         code = 128 + signal.SIGTERM  # of a stop before there is an engine
@@ -108,7 +108,7 @@ class Supervisor:
                 await metrics.stop()
                 await server.stop()
         if self._loss:
-            return 1, f"{self._loss}; an engine lives and dies as one"
+            return 1, f"{self._loss}; all pods of an engine end together"
         if self._stops:
             return code, ""
         process = "vLLM's API server" if self._command.is_leader else "vLLM's headless server"
@@ -146,7 +146,7 @@ class Supervisor:
                 self._options.vllm, engine_id=met.engine_id, role=self._options.role
             )
         except ValueError as error:
-            raise OSError(f"{address} names no engine: {error}") from None
+            raise OSError(f"{address} gave a bad engine id: {error}") from None
         self._start_engine(command, address, met.token)
         self._leader = leader, self._spawn(self._watch_leader(leader, met))
 
@@ -240,7 +240,7 @@ class Supervisor:
             except (ApiError, ApiUnreachableError, TimeoutError) as error:
                 failures += 1
                 if failures >= _PATIENCE:
-                    self._readiness.unhealthy(str(error) or "/health is too slow")
+                    self._readiness.unhealthy(str(error) or "/health did not answer in time")
             else:
                 failures = 0
                 self._readiness.healthy()
