@@ -137,6 +137,7 @@ class ControlAgent:
                 params={"after": str(generation), "wait": str(POLL_SECONDS)},
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=POLL_SECONDS + 10, sock_connect=3.0),
+                allow_redirects=False,
             ) as response:
                 body = await read_bounded(response, MAX_DOCUMENT_BYTES)
                 status = response.status
@@ -186,6 +187,7 @@ class ControlAgent:
                 data=encode_json(RankReport(self._rank, self._of, links, self._data_rank)),
                 headers={**self._headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=5.0),
+                allow_redirects=False,
             ) as response:
                 if response.status in {200, 204}:
                     self._complaint = ""

@@ -59,7 +59,7 @@ class Introduction:
 
 
 def client_session() -> aiohttp.ClientSession:
-    """Make a session for side channels: no proxies, no cookies, no redirect is followed."""
+    """Make a session without proxies and cookies; each call has to refuse redirects."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=5),
         cookie_jar=aiohttp.DummyCookieJar(),
