@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
+from pdcluster_connector.sidechannel.tls import TlsFiles
 
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
@@ -21,8 +23,6 @@ _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, no
 # Keys of the design whose feature this version lacks. Ignoring them would leave an engine open
 # that its user believes to be protected.
 _NOT_YET: Final = {
-    "tls": "the side channel has no TLS in this version; remove the key and keep the side "
-    "channel on a loopback address or in a trusted network with allow_insecure",
     "ticket_key_file": "tickets are not signed in this version; remove the key",
 }
 
@@ -45,6 +45,7 @@ class ConnectorOptions:
         num_threads: NIXL's threads that post the reads of a decode engine; 0 for none of its own.
         backend_options: further options of NIXL's backends: (backend, option, value).
         show_internal_names: tell clients the engine ids that their KV moved between.
+        tls: files for mutual TLS on the side channel; None for plain HTTP.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -56,6 +57,7 @@ class ConnectorOptions:
     num_threads: int = 4  # as the stock connector
     backend_options: tuple[tuple[str, str, str], ...] = ()
     show_internal_names: bool = False
+    tls: TlsFiles | None = None
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -88,6 +90,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         num_threads=take("num_threads", _threads),
         backend_options=take("backend_options", _backend_options),
         show_internal_names=take("show_internal_names", _flag),
+        tls=take("tls", _tls),
     )
     if options.side_channel_port > 65535:
         problems.append(
@@ -171,6 +174,19 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("is neither true nor false")
     return value
+
+
+def _tls(value: Any) -> TlsFiles:
+    if not isinstance(value, dict) or set(value) - {"names"} != {"ca", "certificate", "key"}:
+        raise ValueError('is not {"ca": PATH, "certificate": PATH, "key": PATH}')
+    for name in ("ca", "certificate", "key"):
+        if not isinstance(value[name], str) or not value[name]:
+            raise ValueError(f"holds a {name} that is no path")
+    names = value.get("names", "engines")
+    if names not in {"engines", "hosts"}:
+        raise ValueError(f"holds names {names!r}; certificates name engines or hosts")
+    paths = (Path(value[name]) for name in ("ca", "certificate", "key"))
+    return TlsFiles(*paths, named=names == "engines")
 
 
 def _backends(value: Any) -> tuple[str, ...]:
