@@ -11,12 +11,13 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from authority import Authority
 from loopback_engines import DECODE, PREFILL, SHAPE, Answer, connect, shards_of, until
 
+from authority import Authority
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.sidechannel import http_guard
 from pdcluster_connector.sidechannel import server as server_module
 from pdcluster_connector.sidechannel import tls as tls_module
@@ -30,7 +31,7 @@ from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
-from pdcluster_connector.sidechannel.tls import Tls, TlsError, TlsFiles
+from pdcluster_connector.sidechannel.tls import Tls, TlsError
 
 OTHER_CLUSTER = "ns.other.decode.r.0/00000000000000dd"
 OTHER_NAMESPACE = "else.c.decode.r.0/00000000000000dd"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster_connector.sidechannel.tls import TlsFiles
+from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.vllm.config import ConfigError, ConnectorOptions, parse_options
 
 

@@ -31,7 +31,7 @@ from pdcluster_connector.sidechannel.handshake import (
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_connector.sidechannel.tls import Tls, own_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ControlAgent:
         data_rank: its data-parallel rank.
         peers: where handshakes are made.
         probe: reads and checks a peer's probe memory.
-        tls: for side channels; None for plain HTTP.
+        tls: for side channels and for the launcher; None for plain HTTP.
     """
 
     def __init__(
@@ -152,6 +152,7 @@ class ControlAgent:
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=POLL_SECONDS + 10, sock_connect=3.0),
                 allow_redirects=False,
+                **own_arguments(self._tls),
             ) as response:
                 body = await read_bounded(response, MAX_DOCUMENT_BYTES)
                 status = response.status
@@ -204,6 +205,7 @@ class ControlAgent:
                 headers={**self._headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=5.0),
                 allow_redirects=False,
+                **own_arguments(self._tls),
             ) as response:
                 if response.status in {200, 204}:
                     self._complaint = ""

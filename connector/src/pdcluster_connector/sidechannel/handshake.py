@@ -10,7 +10,6 @@ import asyncio
 import errno
 import ssl
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -29,7 +28,7 @@ from pdcluster_connector.protocol.messages import (
 )
 from pdcluster_connector.protocol.refusal import failure_of, refusal_of
 from pdcluster_connector.protocol.validation import validate_metadata
-from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_connector.sidechannel.tls import Tls, tls_arguments
 
 ATTEMPT = aiohttp.ClientTimeout(total=60.0, sock_connect=3.0, sock_read=15.0)
 _REFUSED = {
@@ -84,17 +83,6 @@ def url(host: str, port: int, path: str, *, tls: Tls | None = None) -> str:
     """Return the URL of a side channel's ``path``; IPv6 addresses get their brackets."""
     scheme = "http" if tls is None else "https"
     return f"{scheme}://[{host}]:{port}{path}" if ":" in host else f"{scheme}://{host}:{port}{path}"
-
-
-def tls_arguments(tls: Tls | None, engine_id: str) -> dict[str, Any]:
-    """Return what aiohttp has to be told so that only ``engine_id`` is spoken to.
-
-    Raises:
-        ValueError: no certificate can name this engine.
-    """
-    if tls is None:
-        return {}
-    return {"ssl": tls.client(), "server_hostname": tls.server_name(engine_id)}
 
 
 async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:

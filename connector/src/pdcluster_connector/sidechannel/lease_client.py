@@ -22,11 +22,10 @@ from pdcluster_connector.sidechannel.handshake import (
     NETWORK_ERRORS,
     client_session,
     describe,
-    tls_arguments,
     url,
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
-from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_connector.sidechannel.tls import Tls, tls_arguments
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_connector.protocol.tls_files import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -28,24 +28,6 @@ _STEPS: Final = 10  # of a TLS handshake with oneself; three are enough
 
 class TlsError(Exception):
     """The TLS files cannot be used. The message names the file and says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """Where the PEM files lie.
-
-    Attributes:
-        ca: certificates of the authorities whose engines are peers.
-        certificate: this engine's certificate, for servers and clients, with its chain.
-        key: its private key, without a password.
-        named: whether certificates name engines. If not, everybody with a certificate of the
-            authority is a peer, and a server's certificate names its host.
-    """
-
-    ca: Path
-    certificate: Path
-    key: Path
-    named: bool = True
 
 
 class Tls:
@@ -64,25 +46,30 @@ class Tls:
         self, files: TlsFiles, engine_id: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.named = files.named
+        self.engine_id = engine_id
         self._files = files
-        self._engine_id = engine_id
         self._clock = clock
         self._lock = threading.RLock()  # a try of new files ends in _look again
-        self._server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._server.sni_callback = lambda *_: self._look()
+        self._contexts = _Contexts.new()
+        for server in (self._contexts.server, self._contexts.open_server):
+            server.sni_callback = lambda *_: self._look()
         self._stamp = self._stamps()
         self._looked = clock()
-        self._load(self._server, self._client, meet=True)
+        self._contexts.load(files)
+        self._try(self._contexts)
 
     def server(self) -> ssl.SSLContext:
-        """Return the context of servers: it asks every client for a certificate."""
-        return self._server
+        """Return the context of servers: without a certificate, there is no connection."""
+        return self._contexts.server
+
+    def open_server(self) -> ssl.SSLContext:
+        """Return the context of servers that judge each request: a client may have none."""
+        return self._contexts.open_server
 
     def client(self) -> ssl.SSLContext:
         """Return the context of clients, which compare the server's name."""
         self._look()
-        return self._client
+        return self._contexts.client
 
     def server_name(self, engine_id: str) -> str | None:
         """Return the name to expect of ``engine_id``; None for that of its host.
@@ -104,9 +91,10 @@ class Tls:
                 return
             try:
                 # Tried elsewhere first: half of a pair would end every new connection.
-                scratch = (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
-                self._load(*map(ssl.SSLContext, scratch), meet=True)
-                self._load(self._server, self._client, meet=False)
+                scratch = _Contexts.new()
+                scratch.load(self._files)
+                self._try(scratch)
+                self._contexts.load(self._files)
             except TlsError as error:
                 logger.warning("the new TLS files are not used, the former ones are: %s", error)
                 return
@@ -124,17 +112,52 @@ class Tls:
                 stamps.append((found.st_mtime_ns, found.st_ino))
         return tuple(stamps)
 
-    def _load(self, server: ssl.SSLContext, client: ssl.SSLContext, *, meet: bool) -> None:
-        for context in (server, client):
+    def _try(self, contexts: _Contexts) -> None:
+        """Raise TlsError if peers would not accept this certificate."""
+        if not self.named:
+            return
+        try:
+            name = engine_name(self.engine_id)
+        except ValueError as error:
+            raise TlsError(f"engine_id: {error}") from None
+        _meet_oneself(contexts, name, self._files)
+
+
+def tls_arguments(tls: Tls | None, engine_id: str) -> dict[str, Any]:
+    """Return what aiohttp has to be told so that only ``engine_id`` is spoken to.
+
+    Raises:
+        ValueError: no certificate can name this engine.
+    """
+    if tls is None:
+        return {}
+    return {"ssl": tls.client(), "server_hostname": tls.server_name(engine_id)}
+
+
+def own_arguments(tls: Tls | None) -> dict[str, Any]:
+    """Return what aiohttp has to be told so that only this engine's own pods are spoken to."""
+    return {} if tls is None else tls_arguments(tls, tls.engine_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Contexts:
+    server: ssl.SSLContext
+    open_server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @classmethod
+    def new(cls) -> _Contexts:
+        server, open_server = (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) for _ in range(2))
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        for context in (server, open_server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.verify_mode = ssl.CERT_REQUIRED
-            _load(context, self._files)
-        if meet and self.named:
-            try:
-                name = engine_name(self._engine_id)
-            except ValueError as error:
-                raise TlsError(f"engine_id: {error}") from None
-            _meet_oneself(server, client, name, self._files)
+        open_server.verify_mode = ssl.CERT_OPTIONAL
+        return cls(server, open_server, client)
+
+    def load(self, files: TlsFiles) -> None:
+        for context in (self.server, self.open_server, self.client):
+            _load(context, files)
 
 
 def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
@@ -158,14 +181,12 @@ def _no_password() -> str:
     raise ValueError("the key has a password; give a key without one")
 
 
-def _meet_oneself(
-    server: ssl.SSLContext, client: ssl.SSLContext, name: str, files: TlsFiles
-) -> None:
-    """Shake hands between the two contexts in memory: peers will do the same checks."""
+def _meet_oneself(contexts: _Contexts, name: str, files: TlsFiles) -> None:
+    """Shake hands with oneself in memory: peers will do the same checks."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
-        client.wrap_bio(to_client, to_server, server_hostname=name),
-        server.wrap_bio(to_server, to_client, server_side=True),
+        contexts.client.wrap_bio(to_client, to_server, server_hostname=name),
+        contexts.server.wrap_bio(to_server, to_client, server_side=True),
     )
     done: set[int] = set()
     for _ in range(_STEPS):

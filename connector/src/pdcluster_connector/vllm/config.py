@@ -9,13 +9,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
-from pdcluster_connector.sidechannel.tls import TlsFiles
+from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
@@ -90,7 +89,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         num_threads=take("num_threads", _threads),
         backend_options=take("backend_options", _backend_options),
         show_internal_names=take("show_internal_names", _flag),
-        tls=take("tls", _tls),
+        tls=take("tls", tls_files),
     )
     if options.side_channel_port > 65535:
         problems.append(
@@ -174,19 +173,6 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("is neither true nor false")
     return value
-
-
-def _tls(value: Any) -> TlsFiles:
-    if not isinstance(value, dict) or set(value) - {"names"} != {"ca", "certificate", "key"}:
-        raise ValueError('is not {"ca": PATH, "certificate": PATH, "key": PATH}')
-    for name in ("ca", "certificate", "key"):
-        if not isinstance(value[name], str) or not value[name]:
-            raise ValueError(f"holds a {name} that is no path")
-    names = value.get("names", "engines")
-    if names not in {"engines", "hosts"}:
-        raise ValueError(f"holds names {names!r}; certificates name engines or hosts")
-    paths = (Path(value[name]) for name in ("ca", "certificate", "key"))
-    return TlsFiles(*paths, named=names == "engines")
 
 
 def _backends(value: Any) -> tuple[str, ...]:

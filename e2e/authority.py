@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from pdcluster_connector.protocol.peer_name import engine_name
-from pdcluster_connector.sidechannel.tls import TlsFiles
+from pdcluster_connector.protocol.tls_files import TlsFiles
 
 
 def _name(text: str) -> x509.Name:
@@ -45,15 +45,23 @@ class Authority:
         expired: bool = False,
         trusting: tuple[Authority, ...] = (),
         named: bool = True,
+        name: str = "",
     ) -> TlsFiles:
-        """Write an engine's three files; ``trusting``: authorities beside this one."""
+        """Write three files.
+
+        Args:
+            engine_id: whose name the certificate has, unless ``name`` is another one.
+            expired: a certificate of yesterday.
+            trusting: authorities that the holder trusts beside this one.
+            named: whether certificates name engines; if not, it is ``localhost``'s.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         start = datetime.now(UTC) - timedelta(days=2)
-        names = [x509.DNSName(engine_name(engine_id)) if named else x509.DNSName("localhost")]
+        held = name or (engine_name(engine_id) if named else "localhost")
         certificate = (
             self._builder(_name("engine"), key.public_key(), start, days=1 if expired else 10)
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(held)]), critical=False)
             .sign(self.key, hashes.SHA256())
         )
         pem = serialization.Encoding.PEM
@@ -66,10 +74,10 @@ class Authority:
             "tls.crt": certificate.public_bytes(pem),
             "tls.key": private,
         }
-        for name, text in texts.items():
-            new = folder / f".{name}"
+        for file, text in texts.items():
+            new = folder / f".{file}"
             new.write_bytes(text)
-            new.rename(folder / name)  # as the kubelet does, so that no half of a file is read
+            new.rename(folder / file)  # as the kubelet does, so that no half of a file is read
         return TlsFiles(folder / "ca.crt", folder / "tls.crt", folder / "tls.key", named=named)
 
     def _builder(
