@@ -19,7 +19,6 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.sidechannel import http_guard
-from pdcluster_connector.sidechannel import server as server_module
 from pdcluster_connector.sidechannel import tls as tls_module
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
@@ -216,7 +215,7 @@ def test_clients_that_never_shake_hands_are_bounded(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncio's own server would hold any number of them while it waits for their TLS."""
-    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 8)
     monkeypatch.setattr(http_guard, "TLS_SECONDS", 1.0)
     server = engines.serve(engines.tls(PREFILL))
     guard = server._guard

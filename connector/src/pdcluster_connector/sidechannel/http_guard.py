@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import ssl
 
@@ -17,8 +18,16 @@ from aiohttp import web
 
 logger = logging.getLogger(__name__)
 
+# Each rank of each decode engine keeps one or two: 64 engines of 8 ranks need about 1,100.
+MAX_CONNECTIONS = 8192
 TLS_SECONDS = 5.0  # for a client's TLS handshake
 PAUSE_SECONDS = 0.1  # after an accept that failed: no file descriptor is left, or the like
+
+
+def connection_limit() -> int:
+    """Return how many connections a side channel may hold: a quarter of the file descriptors."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
 
 
 class ConnectionGuard:

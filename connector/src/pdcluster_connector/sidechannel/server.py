@@ -32,14 +32,13 @@ from pdcluster_connector.protocol.messages import (
 )
 from pdcluster_connector.protocol.peer_name import engine_in, names_in, why_not_peer
 from pdcluster_connector.protocol.refusal import refusal_of
-from pdcluster_connector.sidechannel.http_guard import ConnectionGuard
+from pdcluster_connector.sidechannel.http_guard import ConnectionGuard, connection_limit
 from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.tls import Tls
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 512
 IDLE_SECONDS = 15.0  # peers that keep a connection ask every second
 BODY_SECONDS = 5.0
 MSGPACK = "application/msgpack"
@@ -166,7 +165,8 @@ class SideChannelServer:
         server = runner.server
         if not isinstance(server, web.Server):
             raise SideChannelError("aiohttp made no server")
-        self._guard = ConnectionGuard(server, limit=MAX_CONNECTIONS, idle_seconds=IDLE_SECONDS)
+        limit = connection_limit()
+        self._guard = ConnectionGuard(server, limit=limit, idle_seconds=IDLE_SECONDS)
         loop = asyncio.get_running_loop()
         self._runner = runner
         self._listener = listener
