@@ -15,6 +15,7 @@ from typing import Any, Final
 from pdcluster_connector.launcher.request_ids import MIDDLEWARE
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.link_documents import MAX_SIDE_CHANNELS
+from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 
 CONNECTOR_FLAG: Final = "--kv-transfer-config"
 KV_ROLE: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -53,6 +54,7 @@ class EngineCommand:
         block_tokens: ``--block-size``, or None where vLLM chooses.
         max_tokens: ``--max-model-len``, or None where the model's config decides.
         load_format: ``--load-format``.
+        tls: files of this engine's certificate; None without TLS.
     """
 
     arguments: tuple[str, ...]
@@ -71,6 +73,7 @@ class EngineCommand:
     block_tokens: int | None
     max_tokens: int | None
     load_format: str
+    tls: TlsFiles | None
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
@@ -137,6 +140,7 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
         # vLLM also accepts 32k, 1M and auto here. The launcher needs only a plain number.
         max_tokens=int(length) if length.isdecimal() else None,
         load_format=flags.get("--load-format", "auto"),
+        tls=_tls(extra),
     )
 
 
@@ -212,6 +216,15 @@ def _number(
     if not text.isdecimal() or not low <= int(text) <= high:
         raise ArgumentError(f"{name} is {text!r}; it must be a number from {low} to {high}")
     return int(text)
+
+
+def _tls(extra: dict[str, Any]) -> TlsFiles | None:
+    if "tls" not in extra:
+        return None
+    try:
+        return tls_files(extra["tls"])
+    except ValueError as error:
+        raise ArgumentError(f"{CONNECTOR_FLAG}: tls: {extra['tls']!r} {error}") from None
 
 
 def _port(value: object, data: int) -> int:

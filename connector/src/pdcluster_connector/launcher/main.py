@@ -46,8 +46,14 @@ def _run(options: Options, identity: Identity, command: EngineCommand) -> int:
     import asyncio
 
     from pdcluster_connector.launcher.supervisor import Supervisor
+    from pdcluster_connector.sidechannel.tls import Tls, TlsError
 
-    supervisor = Supervisor(options, identity, command, found, package_root())
+    try:
+        tls = None if command.tls is None else Tls(command.tls, identity.engine_id)
+    except TlsError as error:
+        _last_words(options.termination_log, str(error))
+        return EX_CONFIG
+    supervisor = Supervisor(options, identity, command, found, package_root(), tls)
     code, reason = asyncio.run(supervisor.run())
     if reason:
         _last_words(options.termination_log, reason)

@@ -13,9 +13,10 @@ from pdcluster_connector.launcher.progress import EngineState, Progress, advance
 WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
 
 
-def url(host: str, port: int) -> str:
-    """``http://host:port``, with brackets around an IPv6 address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def url(host: str, port: int, *, secured: bool = False) -> str:
+    """``http://host:port`` or ``https://…``, with brackets around an IPv6 address."""
+    scheme = "https" if secured else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def reachable(host: str, otherwise: str) -> str:

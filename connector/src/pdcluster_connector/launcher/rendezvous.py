@@ -3,8 +3,8 @@
 A follower learns its engine's identity from the leader's launcher and then keeps asking. So each
 side notices when the other has restarted or is gone, and ends its own part. A follower that is told
 to stop says so in its requests. It goes on until the leader has drained and ended. The leader's
-answer holds the token for reports and is not encrypted. Only pods of the same cluster may reach the
-launcher.
+answer holds the token for reports. With TLS, only a client with this engine's own certificate gets
+it. Without TLS it is not encrypted, and only pods of the same cluster may reach the launcher.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Annotated, Final
 import aiohttp
 import msgspec
 from msgspec import Meta, Struct
+
+from pdcluster_connector.sidechannel.tls import Tls, own_arguments
 
 ASK_EVERY: Final = 1.0
 SILENCE: Final = 20.0
@@ -90,15 +92,24 @@ class Leader:
         address: ``http://host:port``.
         rank: this follower's node rank.
         start: random for every start of this launcher.
+        tls: this engine's, if its launchers speak HTTPS.
 
     Attributes:
         leaving: set once this follower was told to stop.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, address: str, rank: int, start: str) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        address: str,
+        rank: int,
+        start: str,
+        tls: Tls | None = None,
+    ) -> None:
         self._session = session
         self.address = address
         self.leaving = False
+        self._tls = tls
         self._parameters = {"rank": str(rank), "start": start}
 
     async def meet(self, waiting: Callable[[str], None]) -> Rendezvous:
@@ -137,7 +148,11 @@ class Leader:
         parameters = {**self._parameters, **({"leaving": "1"} if self.leaving else {})}
         try:
             async with self._session.get(
-                address, params=parameters, timeout=timeout, allow_redirects=False
+                address,
+                params=parameters,
+                timeout=timeout,
+                allow_redirects=False,
+                **own_arguments(self._tls),
             ) as answer:
                 data = await answer.content.read(_MAX_ANSWER)
                 if answer.status != 200:
