@@ -8,13 +8,15 @@ import pytest
 from operator_runs import CHILDREN, GROUP, create, events, get
 from operator_runs import cluster as pdcluster
 
-from pdcluster_operator.adapters.api_server.children import KubeApi, NameConflict
+from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, find_configuration
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, WATCHED
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
+from pdcluster_operator.plan.drift import is_applied
 from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, Event, Observed
-from pdcluster_operator.plan.planner import is_applied, make_plan
+from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
+from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 from pdcluster_operator.runtime.queue import Key
 
@@ -84,8 +86,9 @@ async def test_objects_of_others_are_not_taken(real, api, live, namespace):
     del theirs["metadata"]["ownerReferences"], theirs["metadata"]["namespace"]
     path = CHILDREN["ServiceAccount"].format(namespace)
     assert real.call("POST", path, theirs)[0] == 201
-    with pytest.raises(NameConflict, match="exists and belongs to something else"):
+    with pytest.raises(ApiError, match="exists and belongs to something else") as refused:
         await api.apply(wanted)
+    assert refused.value.reason == NAME_CONFLICT
     assert "ownerReferences" not in read(real, wanted)[1]["metadata"]
 
 

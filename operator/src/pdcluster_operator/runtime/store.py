@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL
+from pdcluster_operator.plan.name_conflicts import owner_uids
 from pdcluster_operator.runtime.queue import Key
 
 Manifest = dict[str, Any]
@@ -120,11 +121,6 @@ def key_of(manifest: Mapping[str, Any]) -> Key | None:
             return Key(namespace, owner["name"])
     name = _labels(manifest).get(CLUSTER_LABEL)
     return Key(namespace, name) if name else None
-
-
-def owner_uids(manifest: Mapping[str, Any]) -> set[str]:
-    """UIDs of an object's owners."""
-    return {owner["uid"] for owner in manifest["metadata"].get("ownerReferences") or ()}
 
 
 def _identity(manifest: Mapping[str, Any]) -> Identity:

@@ -17,10 +17,10 @@ from typing import Any
 
 import kopf
 
-from pdcluster_operator.adapters.admission.webhook import Review
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, Kind, slim
 from pdcluster_operator.adapters.tls.live_certificate import keep_loaded
 from pdcluster_operator.api.labels import GROUP
+from pdcluster_operator.api.rules.admission import Review
 
 log = logging.getLogger(__name__)
 
