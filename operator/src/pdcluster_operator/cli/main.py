@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,11 @@ start here:
 exit codes: 0 done, 1 the manifest is wrong, 2 the command line is wrong, 3 not Ready in time,
 4 the request failed, 5 the KV cache did not move, 6 this machine lacks something, 130 Ctrl-C
 """
+NO_LOCAL_MODE = (
+    "this installation has no local mode, because the operator's image leaves it out; install "
+    "pdcluster from its sources on a Linux machine (pip install '.[operator]', and vLLM in the "
+    "same Python), or apply the manifest to a Kubernetes cluster with kubectl"
+)
 UP_DETAILS = """\
 The operator's own control loop runs over an in-memory API, and a mini-kubelet turns pods into
 processes, each pod on a 127.x.y.z address of its own. Ctrl-C ends every process; twice, at once.
@@ -136,7 +142,10 @@ def _command(options: argparse.Namespace) -> Callable[[], Exit]:
         from pdcluster_operator.cli.plan import show_plan
 
         return partial(show_plan, options.file, options.output)
-    from pdcluster_operator.cli.up import UpOptions, up
+    if importlib.util.find_spec("pdcluster_operator.local") is None:
+        raise UserError(NO_LOCAL_MODE, Exit.MACHINE)
+    from pdcluster_operator.cli.up import up
+    from pdcluster_operator.cli.up_run import UpOptions
 
     return partial(
         up,
