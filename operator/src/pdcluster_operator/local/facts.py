@@ -26,8 +26,9 @@ from pdcluster_operator.local.machine import (
     find_problems,
     memory_request,
 )
-from pdcluster_operator.local.preflight import Facts, Folder
+from pdcluster_operator.local.preflight import Facts
 from pdcluster_operator.local.preflight_gpus import VISIBLE, Gpus
+from pdcluster_operator.local.preflight_models import Folder
 from pdcluster_operator.plan.model import ConnectorBundle, Observed
 from pdcluster_operator.plan.rollout.desired import desire
 
