@@ -1,7 +1,7 @@
 """What the planner sees and what it answers: plain, immutable data.
 
-``make_plan(observed, now) -> Plan`` is a pure function over these types; an executor
-carries the plan out and decides nothing.
+``make_plan(observed, now) -> Plan`` is a pure function over these types. An executor performs
+the plan and decides nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Observed:
             unreachable.
         connector: the connector to mount in engine pods.
         operator_namespace: where the operator runs; None where that is not known.
-        host_path_models: whether whoever installed the operator trusts a PDCluster's author
-            with folders of the nodes.
+        host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
+            the operator decides.
         one_node: whether all pods run on one machine, as in local mode.
     """
 

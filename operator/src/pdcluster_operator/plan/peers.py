@@ -1,7 +1,7 @@
 """Which prefill engines each decode engine reads from.
 
-Every decode engine of a pairing key gets the same document. Its generation is a hash of the
-content: the planner remembers nothing, and launchers only look for another one than theirs.
+Every decode engine of a pairing key gets the same document. The planner remembers nothing, so
+the generation of the document is a hash of its content. Launchers only look whether it changed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def assign_peers(
 ) -> tuple[PeerAssignment, ...]:
     """Return one assignment for each decode engine that can be told.
 
-    A prefill engine becomes a peer when it is ready, so that its start does not look like a
-    failed link, and stays one when it is silent or starts again: then the link tells.
+    A prefill engine becomes a peer when it is ready. Before that, its start would look like a
+    failed link. It stays a peer when it no longer answers or starts again: the link then shows it.
     """
     linked = {link.prefill for report in links.values() for link in report.links}
     peers = [

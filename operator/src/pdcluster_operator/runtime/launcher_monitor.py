@@ -1,8 +1,8 @@
-"""Keeps asking launchers how their engines and links are, and tells decode engines their peers.
+"""Polls launchers for the state of their engines and links, and tells decode engines their peers.
 
-What launchers last said is evidence for the planner. An engine that does not answer has no
-entry: unknown, which is never the same as failed. Each target is polled by a task of its
-own, so that one that hangs delays nobody; a change wakes the cluster's reconcile.
+The planner gets the last answer of each launcher. A launcher that does not answer has no entry:
+its engine is unknown, which is not the same as failed. Each launcher is polled by a task of its
+own, so one that hangs does not delay the others. A change wakes the cluster's reconcile.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What the operator last saw of the cluster, fed by watch events and swept by lists.
+"""What the operator last saw of the cluster, from watch events and from lists.
 
-A watch can lose a deletion (its connection gap is longer than the server remembers), so a
-store that only listens keeps ghosts. :meth:`Store.replace` swaps all objects of one kind
-for the result of a LIST; whatever the list lacks is gone.
+A watch misses a deletion if its connection was broken for longer than the API server remembers.
+So :meth:`Store.replace` swaps all objects of one kind for the result of a LIST; an object that
+the list lacks is gone.
 
-Ownership is by owner UID. Labels only say which queue key an event belongs to.
+Who owns an object is decided by the owner's UID. Labels only say which queue key an event
+belongs to.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ CLUSTER_KIND = "PDCluster"
 
 
 class Store:
-    """Objects by (kind, namespace, name), with the owner's view on them. Not thread-safe."""
+    """Objects by (kind, namespace, name). Not thread-safe."""
 
     def __init__(self) -> None:
         self._objects: dict[Identity, Manifest] = {}
         self._touched: dict[str, set[Identity]] = {}
 
     def put(self, manifest: Manifest) -> Key | None:
-        """Remembers an object; returns the key of the cluster that it concerns.
+        """Remember an object; return the key of the cluster that it concerns.
 
-        What is older than what is known is not news: a watch lags behind our own writes.
+        A version that is older than the known one is ignored: a watch reports an object later
+        than the answer to our own write does.
         """
         identity = _identity(manifest)
         self._touch(identity)
@@ -42,7 +44,7 @@ class Store:
         return key_of(manifest)
 
     def drop(self, manifest: Manifest) -> Key | None:
-        """Forgets an object; returns the key of the cluster that it concerned."""
+        """Forget an object; return the key of the cluster that it concerned."""
         self._touch(_identity(manifest))
         held = self._objects.get(_identity(manifest))
         if held is not None and _uid(held) in (_uid(manifest), ""):
@@ -50,11 +52,11 @@ class Store:
         return key_of(manifest)
 
     def begin(self, kind: str) -> None:
-        """Announce a LIST of ``kind``: what a watch says meanwhile is newer than its result."""
+        """Say that a LIST of ``kind`` begins: what a watch reports from now on is newer."""
         self._touched[kind] = set()
 
     def replace(self, kind: str, manifests: Iterable[Manifest]) -> set[Key]:
-        """Swap all objects of ``kind`` for a LIST's result; returns the keys that changed."""
+        """Swap all objects of ``kind`` for a LIST's result; return the keys that changed."""
         newer = self._touched.pop(kind, set())
         listed = {_identity(manifest): manifest for manifest in manifests}
         fresh = {identity: listed[identity] for identity in listed.keys() - newer}

@@ -1,4 +1,4 @@
-"""The webhook as a process: kopf's server, a judge, and a readiness that asks it a review."""
+"""The webhook as a process. It is ready when it answers a review that it sends to itself."""
 
 from __future__ import annotations
 

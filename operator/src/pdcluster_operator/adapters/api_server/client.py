@@ -23,7 +23,7 @@ from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 log = logging.getLogger(__name__)
 
 Seen = Callable[[str, str, int, float], None]
-"""Told of every call: method, resource, status (0: no answer), seconds."""
+"""Called after every call with its method, path, status (0: no answer) and seconds."""
 
 TIMEOUT = 30.0
 CONNECTIONS = 32
@@ -111,7 +111,7 @@ class NotFound(ApiError):  # noqa: N818 - the API server's own name for it
 
 
 def classified(status: int, document: Mapping[str, Any]) -> ApiError:
-    """Return the error of an answer: one that may pass, or one that trying again cannot help."""
+    """Return the error of an answer; it is ``terminal`` if trying again cannot help."""
     message = str(document.get("message") or f"the API server answers {status}")
     if status == NOT_FOUND:
         return NotFound(message)

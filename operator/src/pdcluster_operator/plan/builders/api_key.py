@@ -7,7 +7,7 @@ from typing import Any
 from pdcluster_connector.protocol.api_key import VARIABLE
 from pdcluster_operator.api.spec.types import Cluster
 
-# vLLM's own check leaves open what does not begin with /v1.
+# vLLM's own check asks for the key only on paths that begin with /v1.
 ENGINE_MIDDLEWARE = "pdcluster_connector.vllm.api_guard.RequireKey"
 
 

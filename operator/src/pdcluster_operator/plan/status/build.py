@@ -104,7 +104,7 @@ def transitions(before: object, after: Mapping[str, Any]) -> tuple[Event, ...]:
     for condition in after["conditions"]:
         kind, status = condition["type"], condition["status"]
         old = find_condition(before, kind).get("status")
-        # That a cluster which is just being made is not ready yet is no news.
+        # A new cluster is not ready yet. That needs no event.
         if old == status or (old is None and kind != ConditionType.ACCEPTED):
             continue
         bad = status == Status.FALSE and kind != ConditionType.PROGRESSING
