@@ -83,7 +83,7 @@ def make_environment(cache: Path, uv: Path) -> Path:
         )
     count = sum(1 for line in pins.splitlines() if b"==" in line)
     say(f"  installing {count} packages into {folder} (once; 1–5 minutes)")
-    # A bytecode-free engine pays minutes at its first start.
+    # Without bytecode the first start of an engine takes minutes longer.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["UV_CACHE_DIR"] = str(cache / "uv")
     environment["UV_LINK_MODE"] = "hardlink"

@@ -1,7 +1,7 @@
 """Condition types, their reasons, and how a condition changes.
 
-``lastTransitionTime`` moves only when ``status`` flips. Messages hold nothing that changes
-by itself, or every write would cause the next one.
+``lastTransitionTime`` changes only when ``status`` does. A message holds nothing that changes by
+itself, because then every write of the status would cause the next one.
 """
 
 from __future__ import annotations

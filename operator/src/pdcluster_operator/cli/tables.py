@@ -67,7 +67,7 @@ def conditions_table(conditions: Iterable[Condition]) -> Columns:
 
 def waiting_for(snapshot: Snapshot) -> str:
     """Return what the cluster waits for, in one line: the conditions that do not hold."""
-    # Later conditions only repeat what the earlier ones wait for.
+    # Progressing and Available only repeat what the other conditions say.
     parts = [
         f"{c.type}={c.status} {c.reason}{': ' if c.message else ''}{c.message}"
         for c in snapshot.missing

@@ -30,12 +30,12 @@ from pdcluster_operator.runtime.queue import Key
 LOOK_SECONDS = 0.3
 STOP_SECONDS = 10.0
 DEATHS = 2
-"""With --once: a pod that died as often as this while starting will not come up by waiting."""
+"""With --once: after so many deaths of a pod while it starts, ``up`` gives up."""
 CANNOT_START = ("CreateContainerConfigError", "Unschedulable")
 PATIENCE_SECONDS = 10.0
-"""With --once: for so long a pod may lack something of this machine before that ends it."""
+"""With --once: how long a pod may wait for something that this machine lacks."""
 ON_THE_WAY = ("Accepted", "KVLinksEstablished", "KVPathVerified")
-"""Conditions that tell more than the pods' own lines while a cluster comes up."""
+"""Conditions that say more than the lines of the pods while a cluster starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class UpRun:
         self._interrupted = asyncio.Event()
 
     async def main(self, local: LocalCluster) -> Exit:
-        """Start everything, does what was asked, and ends every process on each way out."""
+        """Start everything, do what was asked, and end every process in any case."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt, local)

@@ -1,6 +1,6 @@
 """What keeps a manifest from running on this machine: facts in, findings out. Pure.
 
-Each finding is something that waiting does not heal. :mod:`.facts` gathers what is judged here.
+Each finding is something that waiting does not cure. :mod:`.facts` gathers the facts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdcluster_operator.local.preflight_models import Folder, model_findings
 
 
 class Bar(StrEnum):
-    """Rules of a whole manifest; those of a pod stand in :class:`.machine.Lack`."""
+    """Rules of a whole manifest. Those of a pod are in :class:`.machine.Lack`."""
 
     ONCE_NEEDS_ROUTER = "OnceNeedsRouter"
     ONCE_NEEDS_ENGINES = "OnceNeedsEngines"
@@ -160,7 +160,7 @@ def _build(cluster: Cluster, facts: Facts, wheel: str) -> Iterator[FieldError]:
 def _pods(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
     for owner, problem in facts.problems:
         if problem.subject == "model" and problem.lack is Lack.VOLUME_UNUSABLE:
-            continue  # told better of the model's folder
+            continue  # preflight_models has the better message
         yield FieldError(
             _place(cluster, owner, problem),
             problem.subject,

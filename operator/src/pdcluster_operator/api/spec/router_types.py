@@ -16,14 +16,14 @@ from pdcluster_operator.api.spec.network_types import PEERS, NetworkPeer
 class RouterResources:
     """Compute resources of each router pod.
 
-    The defaults are measured, see docs/operations.md. There is no CPU limit: a router that is
-    throttled delays every token of every request.
+    The defaults are measured, see docs/operations.md. There is no CPU limit, because a router that
+    is throttled delays every token of every request.
     """
 
     requests: Annotated[
         Quantities,
         Example({"cpu": "1", "memory": "512Mi"}),
-        Doc("are the resources that a pod is promised."),
+        Doc("are the resources that Kubernetes reserves for a pod."),
     ] = field(default_factory=lambda: Quantities(cpu="250m", memory="256Mi"))
     limits: Annotated[
         Quantities,
@@ -37,7 +37,7 @@ class Router:
     """The router before the engines: vLLM's own vllm-router."""
 
     replicas: Annotated[
-        int, Example(2), Doc("is the number of router pods; 0 for none."), Whole(0, 64)
+        int, Example(2), Doc("is the number of router pods. 0 means no router."), Whole(0, 64)
     ] = 1
     policy: Annotated[
         RouterPolicy, Example("CacheAware"), Doc("is how the router picks engines.")
@@ -46,9 +46,9 @@ class Router:
         str,
         Example("registry.example/team/vllm-router:0.1.17"),
         Doc(
-            "is the router's container image: one that holds vllm-router. The default is a tag "
-            "that moves every day, for its dated tags are deleted after two weeks; name an image "
-            "of your own for what must stay as it is (docs/images.md)."
+            "is the router's container image, which must hold vllm-router. The default is a tag "
+            "that moves every day, because tags with a date are deleted after two weeks. If the "
+            "image must not change, name one of your own (docs/images.md)."
         ),
         IMAGE,
     ] = "docker.io/vllm/vllm-router:nightly"
@@ -58,21 +58,24 @@ class Router:
     api_key_secret_ref: Annotated[
         SecretKeyRef | None,
         Doc(
-            "is the Secret that holds the key that clients must send, as Authorization: Bearer "
-            "KEY. The router and the engines ask for it; without it nobody needs one."
+            "is the Secret with the API key. Clients send the key as Authorization: Bearer KEY, "
+            "and the router and the engines ask for it. Without this field they ask for no key."
         ),
     ] = None
     allow_from: Annotated[
         tuple[NetworkPeer, ...] | None,
         Example(PEERS),
         Doc(
-            "are those who may reach the router, or the engines' API where "
-            "replicas is 0; anybody if not given."
+            "are the peers that may reach the router, or the engines' API if replicas is 0. "
+            "Without this field everybody may."
         ),
         Items(64, 1),
     ] = None
     pod_template: Annotated[
         Free | None,
         Example({"spec": {"priorityClassName": "high"}}),
-        Doc("is a Kubernetes pod template, merged over ours; containers merge by name (router)."),
+        Doc(
+            "is a Kubernetes pod template. It is merged over the operator's own, containers by "
+            "name. The router's container is called router."
+        ),
     ] = None

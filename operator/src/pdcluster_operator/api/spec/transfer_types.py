@@ -76,13 +76,13 @@ class Transfer:
         Example("Hidden"),
         Doc(
             "says whether answers to clients name the engines that KV moved between: their "
-            "addresses in the answer's id, their ids in kv_path. The router's own errors name the "
-            "engine that it could not reach, whatever stands here, and so does its /workers."
+            "addresses in the answer's id, and their ids in kv_path. It does not change the "
+            "router's own errors and its page /workers, which always name engines."
         ),
     ] = Visibility.HIDDEN
     nixl_threads: Annotated[
         int | None,
         Example(4),
-        Doc("is the number of NIXL's threads in each decode worker; by default the connector's."),
+        Doc("is the number of NIXL's threads in each decode worker. The connector has a default."),
         Whole(0, 64),
     ] = None

@@ -81,7 +81,7 @@ class Canary:
     interval_seconds: Annotated[
         int,
         Example(60),
-        Doc("is how often each link is proved again, in seconds."),
+        Doc("is how often a request proves each link again, in seconds."),
         Whole(5, 86_400),
     ] = 300
 
@@ -103,8 +103,8 @@ class Monitoring:
         tuple[NetworkPeer, ...],
         Example(PEERS),
         Doc(
-            "are those who may read the metrics of engines and routers, such as Prometheus' pods; "
-            "nobody if it is empty. It opens no other port."
+            "are the peers that may read the metrics of engines and routers, such as Prometheus' "
+            "pods. If the list is empty, nobody may. It opens no other port."
         ),
         Items(32),
     ] = ()
