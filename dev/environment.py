@@ -27,7 +27,7 @@ NEEDED_BYTES = 9 * 1024**3
 
 
 def cache_folder() -> Path:
-    """The folder for everything slow to make; never inside the tree."""
+    """Return the folder for everything that is slow to make. It is never inside of the tree."""
     if own := os.environ.get("PDCLUSTER_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -35,7 +35,7 @@ BASE = "docker.io/library/python:3.11-slim-bookworm"
 
 
 class RefusedError(Exception):
-    """The image cannot be built or pushed so; the text says why and what to do."""
+    """The image cannot be built or pushed. The text says why and what to do."""
 
 
 @dataclass(frozen=True)

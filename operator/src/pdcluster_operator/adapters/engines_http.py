@@ -1,4 +1,4 @@
-"""The launchers' HTTP on aiohttp: short timeouts, bounded answers, every failure typed."""
+"""HTTP to launchers, on aiohttp. Every failure is a :class:`LauncherError`."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def find_condition(status: object, kind: str) -> Mapping[str, Any]:
 def set_conditions(
     before: object, verdicts: Iterable[tuple[ConditionType, Verdict]], generation: int, now: float
 ) -> list[dict[str, Any]]:
-    """Return the conditions to write: transition times are kept where the status stays."""
+    """Return the conditions to write. A transition time is kept if the status did not change."""
     written = []
     for kind, verdict in verdicts:
         old = find_condition(before, kind)

@@ -107,7 +107,7 @@ class EngineName:
 
 
 def engine_of(manifest: Mapping[str, object]) -> EngineName | None:
-    """Read an engine's name back from a StatefulSet's or pod's labels; None if it is none."""
+    """Return the name of the engine that an object's labels name; None if they name none."""
     metadata = manifest.get("metadata")
     if not isinstance(metadata, Mapping):
         return None
@@ -188,5 +188,5 @@ def router_policy_name(cluster: str) -> str:
 
 
 def cluster_selector(cluster: str) -> str:
-    """Label selector of a cluster's leading decode pods, one an engine, for /scale."""
+    """Label selector of the leading pod of each decode engine, for /scale."""
     return f"{CLUSTER_LABEL}={cluster},{ROLE_LABEL}={Role.DECODE.value},{POD_INDEX_LABEL}=0"

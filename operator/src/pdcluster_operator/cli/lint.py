@@ -66,7 +66,7 @@ def _count(findings: Sequence[FieldError], name: str) -> str:
 
 
 def _clusters(documents: Iterable[Any]) -> list[Any]:
-    """Every document, but the objects of other kinds that stand beside a PDCluster."""
+    """Return the PDClusters of a file. If it has none, return its first document."""
     documents = list(documents)
     clusters = [
         document

@@ -34,7 +34,7 @@ def pods_table(pods: Iterable[PodLine]) -> Columns:
 
 
 def links_table(links: Iterable[tuple[str, LinkReport]]) -> Columns:
-    """Every pair of engines: whether KV can move, how fast, and whether it was seen to."""
+    """Return every pair of engines: whether KV can move, how fast, and whether a canary passed."""
     table = Columns("PREFILL", "DECODE", "STATE", "SHARDS", "GB/s", "CANARY", "REASON")
     for decode, link in links:
         canary = link.canary.state.value

@@ -1,7 +1,7 @@
 """Gathers what :mod:`.preflight` judges: files, ports, memory, and the engines' Python.
 
-That Python is asked in a process of its own and imports nothing of vLLM, so that all of it takes
-a second.
+The engines' Python is asked in a process of its own. It imports nothing of vLLM, so it takes
+about a second.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Problem:
         reason: Kubernetes' reason.
         lack: ours.
         subject: the volume, program or variable that it is about.
-        what: what is in the way, in one sentence.
+        what: what is wrong, in one sentence.
         remedy: what to do, in one sentence.
     """
 
@@ -64,7 +64,7 @@ class Problem:
 
 
 def find_problem(pod: Manifest, environment: Mapping[str, str], promised: int) -> Problem | None:
-    """Return the first thing in the way of a pod, or None.
+    """Return the first problem that keeps a pod from starting, or None.
 
     Args:
         pod: the pod to be started.
@@ -76,7 +76,7 @@ def find_problem(pod: Manifest, environment: Mapping[str, str], promised: int) -
 
 
 def find_problems(pod: Manifest, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield everything but memory that is in the way of a pod."""
+    """Yield every problem that keeps a pod from starting, but for memory."""
     spec = pod["spec"]
     if spec.get("initContainers"):
         yield Problem(

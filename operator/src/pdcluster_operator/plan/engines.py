@@ -127,7 +127,7 @@ def _silent(name: EngineName, waiting: Sequence[Manifest]) -> tuple[bool | None,
 
 
 def known_ids(cluster: Manifest) -> dict[str, str]:
-    """Return the engine ids that the status holds, by engine; empty for one never heard."""
+    """Return the engine ids in the status, by engine; empty if an engine has never answered."""
     entries = status_of(cluster).get("engines")
     return {
         str(entry.get("name")): text_of(entry.get("engineId"))

@@ -51,7 +51,7 @@ class PairView:
 
     @property
     def canary_failed(self) -> bool:
-        """Whether the link stands, and the latest request through it moved no KV."""
+        """Whether the link is established, and the last canary through it moved no KV."""
         return self.state is PairState.ESTABLISHED and self.canary.state is LinkState.FAILED
 
 

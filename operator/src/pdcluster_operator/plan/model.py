@@ -75,7 +75,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class RestartPod:
-    """Deletion of one pod, so that its StatefulSet makes it anew from the current template."""
+    """Deletion of one pod, so that its StatefulSet creates it again from the current template."""
 
     namespace: str
     name: str
@@ -104,7 +104,7 @@ class PeerAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A Kubernetes event about the cluster; at most one per condition flip."""
+    """A Kubernetes event about the cluster. There is at most one for each change of a condition."""
 
     type: str  # Normal or Warning
     reason: str

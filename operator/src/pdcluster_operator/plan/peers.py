@@ -27,7 +27,7 @@ def assign_peers(
     decode: Sequence[EngineView],
     links: Mapping[str, LinksReport],
 ) -> tuple[PeerAssignment, ...]:
-    """Return one assignment for each decode engine that can be told.
+    """Return one assignment for each decode engine that has an address.
 
     A prefill engine becomes a peer when it is ready. Before that, its start would look like a
     failed link. It stays a peer when it no longer answers or starts again: the link then shows it.
@@ -69,5 +69,5 @@ def _peer(engine: EngineView) -> dict[str, Any]:
 
 
 def _rank_hosts(engine: EngineView) -> list[str]:
-    """Return the further pods that have data-parallel ranks, and side channels, of their own."""
+    """Return the hosts of the other pods that have data-parallel ranks, and so side channels."""
     return list(engine.follower_addresses) if engine.data_parallel_size > 1 else []

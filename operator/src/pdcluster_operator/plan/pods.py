@@ -25,7 +25,7 @@ MORE_MEMORY = (
     "out of memory: the kernel killed it; raise its memory limit (resources), or lower its KV cache"
 )
 FIRST_MESSAGES = ("", "starting vLLM")
-"""What a launcher says before vLLM has said anything."""
+"""What a launcher reports before vLLM has printed anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from pdcluster_operator.runtime.queue import Key
 log = logging.getLogger(__name__)
 
 MISSES = 2
-"""Polls in a row that may fail before an engine counts as unreachable."""
+"""Polls in a row that must fail before an engine counts as unreachable."""
 
 
 class LauncherMonitor:
@@ -78,7 +78,7 @@ class LauncherMonitor:
             watch.stop()
 
     def assign(self, key: Key, peers: Iterable[PeerAssignment]) -> None:
-        """Send each decode engine its peers: when they change, and to every new incarnation."""
+        """Send each decode engine its peers when they change, and when the engine restarts."""
         for assignment in peers:
             if (watch := self._watches.get(key, {}).get(assignment.decode)) is not None:
                 watch.peers = assignment

@@ -102,7 +102,7 @@ class Store:
         )
 
     def pods(self, key: Key) -> tuple[Manifest, ...]:
-        """Pods that carry the cluster's label; they are read, never deleted by label."""
+        """Return the pods with the cluster's label. No pod is deleted because of its label."""
         return tuple(
             manifest
             for (kind, namespace, _), manifest in self._objects.items()
@@ -113,7 +113,7 @@ class Store:
 
 
 def key_of(manifest: Mapping[str, Any]) -> Key | None:
-    """Return the cluster that an object concerns: itself, its owner, or the one its label names."""
+    """Return the key of the cluster that an object is, belongs to, or names in its label."""
     metadata = manifest["metadata"]
     namespace = metadata.get("namespace", "")
     if manifest["kind"] == CLUSTER_KIND:
@@ -139,7 +139,7 @@ def _version(manifest: Mapping[str, Any] | None) -> str | None:
 
 
 def _older(manifest: Manifest, held: Manifest | None) -> bool:
-    """Whether the same object is known in a later version; versions are numbers that grow."""
+    """Whether a later version of the same object is known. Versions are numbers that grow."""
     if held is None or _uid(held) != _uid(manifest):
         return False
     new, old = _version(manifest) or "", _version(held) or ""

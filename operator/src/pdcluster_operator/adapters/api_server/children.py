@@ -1,4 +1,7 @@
-"""The reconcile loop's port to a real API server: server-side apply, guarded deletes, lists."""
+"""Reads and writes a cluster's objects on a real API server.
+
+It applies with server-side apply, and deletes only the object that was seen.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class KubeApi:
         self.remember = remember or (lambda _: None)
 
     async def read_uid(self, key: Key) -> str | None:
-        """Return the live cluster's UID; None when it is gone or going."""
+        """Return the live cluster's UID; None if it is gone or is being deleted."""
         live = await self._read(PDCLUSTER, key.namespace, key.name)
         if live is None or is_being_deleted(live):
             return None

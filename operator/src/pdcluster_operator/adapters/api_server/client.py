@@ -1,4 +1,4 @@
-"""HTTP to the API server on ``kubernetes.aio``: dicts in, dicts out, every failure typed.
+"""HTTP to the API server, on ``kubernetes.aio``. Every failure is an :class:`ApiError`.
 
 The client's models drop fields that they do not know and write nulls for those that were not
 set, so only its transport and its authentication are used.
@@ -70,7 +70,7 @@ class KubeClient:
         body: Mapping[str, Any] | None = None,
         content: str = "application/json",
     ) -> dict[str, Any]:
-        """Make one call; returns the answer's document.
+        """Make one call; return the answer's document.
 
         Raises:
             NotFound, Conflict, Invalid, ApiError: the server refused or did not answer.
@@ -146,7 +146,7 @@ async def find_configuration(kubeconfig: str | None = None) -> client.Configurat
             )
     except (config.ConfigException, OSError) as error:
         raise NotConnected(
-            f"no way to the API server: {error}; run in a pod with a ServiceAccount, or set "
+            f"cannot reach the API server: {error}; run in a pod with a ServiceAccount, or set "
             "KUBECONFIG"
         ) from error
     return configuration

@@ -86,7 +86,7 @@ class CertificateKeeper:
         held = await self._read()
         why = why_renew(held, self._place.names, self._clock())
         if why is not None:
-            log.info("the webhook's certificate is made anew: %s", why)
+            log.info("making a new certificate for the webhook: %s", why)
             held = make_certificate(self._place.names, self._clock(), held.authorities)
             await self._trust(held.authorities)
             await self._write(held)

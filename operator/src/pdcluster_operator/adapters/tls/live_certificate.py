@@ -34,7 +34,7 @@ def load(context: ssl.SSLContext, folder: Path) -> None:
 
 
 async def keep_loaded(context: ssl.SSLContext, folder: Path, seconds: float) -> None:
-    """Look every ``seconds`` whether the folder holds another certificate; never returns."""
+    """Load the folder's certificate when it changes. Look every ``seconds``; never return."""
     loaded = b""
     while True:
         await asyncio.sleep(seconds)

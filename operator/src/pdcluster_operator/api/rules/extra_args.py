@@ -1,4 +1,4 @@
-"""Rules of extraArgs and env: what the operator writes itself is refused there."""
+"""Rules of extraArgs and env. They refuse flags and variables that the operator sets itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TYPED_FLAGS = {
 
 
 def engine_places(cluster: Cluster) -> Iterator[tuple[str, EngineOverride]]:
-    """Yield every place where engine settings stand, with its path."""
+    """Yield all engine settings of a spec, each with its path."""
     yield "spec.engine", cluster.spec.engine
     for role in Role:
         yield f"spec.{role}.engine", cluster.spec.role(role).engine

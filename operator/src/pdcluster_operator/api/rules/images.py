@@ -1,4 +1,4 @@
-"""The engines' images, as far as their names tell what is inside."""
+"""Rules about images, as far as an image's name says what is in it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an engine's image is named: ``strict`` refuses a version out of the range."""
+    """Where an engine's image is named. With ``strict`` a version out of the range is refused."""
 
     path: str
     reference: str

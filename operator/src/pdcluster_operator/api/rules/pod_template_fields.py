@@ -97,7 +97,7 @@ def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
 
 
 def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
-    """Yield what is wrong with a value; ``null`` removes a field of ours, whatever its type."""
+    """Yield what is wrong with a value. ``null`` is right for every type: it removes a field."""
     if value is None or kind == "any":
         return
     if kind.startswith("["):

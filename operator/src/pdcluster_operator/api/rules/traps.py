@@ -141,6 +141,6 @@ def _overlay(template: Free | None, path: str, container: str) -> Iterator[Field
                     f"{path}.spec.containers[{place}].{field}",
                     shown(entry[field]),
                     Rule.ARGUMENTS_OVERLAID,
-                    f"replaces the operator's own {field}, and no rule checks what stands there",
+                    f"replaces the operator's own {field}, and no rule checks it",
                     "Use engine.extraArgs instead if you can.",
                 )

@@ -1,4 +1,4 @@
-"""What a manifest does not say about the engines, in the words of whoever wrote it.
+"""What a manifest does not say about the engines, in words that its author knows.
 
 A rule that compares two engines needs values that a manifest may leave out. Such a rule is
 checked when the engines connect to each other.

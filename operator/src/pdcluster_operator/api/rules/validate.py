@@ -1,6 +1,6 @@
 """Rules across fields: arithmetic, owned flags, and whether the two roles can exchange KV.
 
-Used by the webhook, the planner and ``pdcluster lint`` alike.
+The webhook, the planner and ``pdcluster lint`` all use them.
 """
 
 from __future__ import annotations

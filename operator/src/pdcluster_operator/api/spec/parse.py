@@ -19,7 +19,7 @@ MAX_ERRORS = 100
 
 @dataclass(frozen=True, slots=True)
 class ParseResult:
-    """A parsed cluster, and what stood in the way."""
+    """A parsed cluster, and the errors of its manifest."""
 
     cluster: Cluster
     errors: tuple[FieldError, ...]

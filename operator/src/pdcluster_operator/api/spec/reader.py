@@ -57,7 +57,7 @@ class Reader:
         """Add the error of a field that the API does not have.
 
         Args:
-            path: of the object that the field stands in.
+            path: of the object that has the field.
             known: the fields of that object.
             cls: the dataclass of that object, if it is one.
         """
@@ -200,7 +200,7 @@ class Reader:
         for n, name in enumerate(keys):
             if name and name in seen:
                 where = f"{path}[{n}].{key}"
-                self.error(where, name, Rule.DUPLICATE, "stands twice", "Keep one of them.")
+                self.error(where, name, Rule.DUPLICATE, "is given twice", "Keep one of them.")
             seen.add(name)
 
     def _quantities(self, _field: FieldInfo, value: object, path: str) -> Quantities:

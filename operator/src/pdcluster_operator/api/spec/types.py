@@ -2,8 +2,8 @@
 
 One frozen dataclass per object of the API. Marks in ``Annotated`` say bounds and
 descriptions; the CRD is generated from them. A field that is None was not given.
-Defaults stand only on shared fields: a default on a role's own engine would mask the
-shared value.
+Only shared fields have defaults. A default of a role's own engine would hide the shared
+value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The API key that clients must send: pods read it from the user's Secret, never from here."""
+"""The API key that clients must send. Pods read it from the user's Secret; it is in no manifest."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def build_disruption_budget(cluster: Cluster, role: Role) -> dict[str, Any]:
 
 
 def build_router_budget(cluster: Cluster, pairing_key: str) -> dict[str, Any] | None:
-    """Return the routers' PodDisruptionBudget; None for one router, whose node must be drained."""
+    """Return the routers' PodDisruptionBudget; None for one router: it must be evictable."""
     if cluster.spec.router.replicas < 2:
         return None
     return _budget(cluster, ROUTER_COMPONENT, router_selector(cluster, pairing_key))

@@ -67,7 +67,7 @@ def _clients(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def _rule(peers: list[dict[str, Any]], *ports: int) -> dict[str, Any]:
-    """Return an ingress rule; without peers it lets anybody in."""
+    """Return an ingress rule. Without peers it lets in everybody."""
     rule: dict[str, Any] = {"ports": _ports(*ports)}
     return {**rule, "from": peers} if peers else rule
 

@@ -160,5 +160,5 @@ class _Build:
 
 
 def identity(manifest: Manifest) -> tuple[str, str]:
-    """Return what tells a cluster's children apart: kind and name."""
+    """Return the kind and name of a child, which identify it within a cluster."""
     return str(manifest.get("kind")), str(manifest["metadata"]["name"])
