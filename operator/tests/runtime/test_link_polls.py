@@ -171,7 +171,7 @@ async def test_another_engine_on_the_address_is_not_believed() -> None:
     await monitor.stop()
 
 
-async def test_a_first_look_ends_when_every_engine_has_answered() -> None:
+async def test_all_are_heard_when_every_engine_has_answered() -> None:
     launchers = Launchers()
     monitor, woken = monitor_of(launchers)
     monitor.follow(KEY, [P, D])
@@ -184,7 +184,7 @@ async def test_a_first_look_ends_when_every_engine_has_answered() -> None:
     await monitor.stop()
 
 
-async def test_a_first_look_ends_and_wakes_when_an_engine_stays_silent() -> None:
+async def test_all_are_heard_and_the_cluster_wakes_when_an_engine_stays_silent() -> None:
     launchers = Launchers()
     launchers.ids["http://d"] = None
     monitor, woken = monitor_of(launchers)
