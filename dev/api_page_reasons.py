@@ -15,7 +15,7 @@ BOTH_LOGS = "`kubectl logs` of both engines."
 # (what holds, where it sends you)
 REASONS: Mapping[R, tuple[str, str]] = {
     R.PARTIALLY_CHECKED: (
-        "The spec obeys every rule that it tells enough for. The handshake checks the rest.",
+        "The spec breaks no rule that can be checked now. The engines check the rest later.",
         "",
     ),
     R.NOT_ACCEPTED: ("The spec breaks a rule.", "The condition Accepted names it."),
@@ -65,7 +65,7 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.ROUTER_UNAVAILABLE: ("No router pod is ready.", "The router's pods."),
     R.REPLACING: ("Engines of an older revision still exist.", WAIT),
     R.COMPLETE: ("Nothing is left to do.", ""),
-    R.PAUSED: ("A change waits, for `rollout.paused` is set.", "`spec.rollout.paused`."),
+    R.PAUSED: ("A change waits, because `rollout.paused` is set.", "`spec.rollout.paused`."),
     R.PROGRESS_DEADLINE_EXCEEDED: (
         "The cluster was not Ready in time.",
         "Ready says what it waits for; `spec.rollout.progressDeadlineSeconds` is the time.",

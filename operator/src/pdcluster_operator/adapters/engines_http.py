@@ -1,4 +1,4 @@
-"""The launchers' HTTP on aiohttp: short timeouts, bounded answers, every failure typed.
+"""HTTP to launchers, on aiohttp. Every failure is a :class:`LauncherError`.
 
 A redirect is a failure. A pod that carries an engine's labels could otherwise have the operator,
 which reaches every namespace, send its requests somewhere else.
