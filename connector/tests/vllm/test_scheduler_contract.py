@@ -336,7 +336,7 @@ def test_without_a_key_only_a_ticket_that_is_used_makes_decode_connect(
 
 
 def test_keys_that_are_replaced_cost_no_transfer(engines: Any, tmp_path: Path) -> None:
-    """Prefill has the new file first, decode an hour later; then the new key signs."""
+    """Prefill has the new file first, then decode. When both files are old, the new key signs."""
     old, new = "0a" * 32, "0b" * 32
     files = {role: tmp_path / role for role in ("producer", "consumer")}
     for file in files.values():
