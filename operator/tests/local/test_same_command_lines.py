@@ -64,12 +64,16 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
         }
         assert process._environment.keys() - given.keys() == {"PATH"}
         if "--kv-transfer-config" in process._command:
-            config = process._command[process._command.index("--kv-transfer-config") + 1]
-            file = json.loads(config)["kv_connector_extra_config"]["ticket_key_file"]
-            keys.append(Path(file).read_bytes())
+            keys.append(ticket_key(process._command))
     assert len(keys) == 2
     assert parse_keys(keys[0]) == parse_keys(keys[1]), "engines of a cluster share a ticket key"
     book.close()
+
+
+def ticket_key(command: list[str]) -> bytes:
+    """What stands in the key file that an engine's command line names."""
+    config = json.loads(command[command.index("--kv-transfer-config") + 1])
+    return Path(config["kv_connector_extra_config"]["ticket_key_file"]).read_bytes()
 
 
 def names_of(container: dict) -> list[str]:
