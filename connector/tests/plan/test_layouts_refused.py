@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from layout_cases import FULL, MAMBA, MLA, WINDOW, Case, each, named
 from modelled_engine import Modelled
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.errors import PlanError

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -298,7 +299,7 @@ def test_pairs_made_by_hand_are_not_trusted_either(fields: dict) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
     arrays = {name: np.array(value, np.int32) for name, value in fields.items()}
     with pytest.raises(PlanError):
-        plan.indices(replace(pairs_of([1], [1], stop=16), **arrays))
+        plan.indices(dataclasses.replace(pairs_of([1], [1], stop=16), **arrays))
 
 
 def test_a_start_inside_of_a_packed_block_is_refused() -> None:

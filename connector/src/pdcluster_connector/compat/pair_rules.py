@@ -6,7 +6,8 @@ A field that is None on either side leaves a rule undecided.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, show

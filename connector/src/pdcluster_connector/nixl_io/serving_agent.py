@@ -14,7 +14,6 @@ from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange, N
 from pdcluster_connector.nixl_io.probe import PROBE_BYTES, pattern
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.plan.slices import seams
-from pdcluster_connector.protocol.conversion import from_region
 from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata
 
 
@@ -57,7 +56,7 @@ class ServingAgent:
             rank=rank,
             agent_name=self._port.name,
             agent_metadata=self._port.metadata(),
-            regions=tuple(from_region(region) for region in regions),
+            regions=tuple(regions),
             probe=ProbeRegion(address=self._probe.ctypes.data, length=self._probe.nbytes),
             seams=self._seams,
         )

@@ -22,14 +22,23 @@ Regions of different groups may lie on the same memory (vLLM's hybrid tensors do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
+from pdcluster_connector.compat.field_types import (
+    Address,
+    Bytes,
+    Count,
+    DeviceNumber,
+    GroupNumber,
+    HeadNumber,
+    Identifier,
+    Name,
+)
 from pdcluster_connector.compat.shape import Memory
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """One layer's KV cache in one shard.
+class Region(Struct, frozen=True, array_like=True):
+    """One layer's KV cache in one shard. Handshakes send it as an array of its fields.
 
     Attributes:
         layer: vLLM's layer name; layers are matched by it.
@@ -47,24 +56,40 @@ class Region:
         part: which of the layer's arrays; empty if it has one.
     """
 
-    layer: str
-    base: int
-    num_blocks: int
-    block_stride: int
-    block_tokens: int
-    head_start: int
-    head_stop: int
-    head_stride: int
-    token_stride: int | None
-    token_bytes: int
-    device: int = 0
+    layer: Identifier
+    base: Address
+    num_blocks: Count
+    block_stride: Bytes
+    block_tokens: Count
+    head_start: HeadNumber
+    head_stop: HeadNumber
+    head_stride: Bytes
+    token_stride: Bytes | None
+    token_bytes: Bytes
+    device: DeviceNumber = 0
     memory: Memory = Memory.DRAM
-    group: int = 0
-    part: str = ""
+    group: GroupNumber = 0
+    part: Name = ""
+
+    @property
+    def heads(self) -> int:
+        """Return the number of KV heads that this shard holds."""
+        return self.head_stop - self.head_start
+
+    @property
+    def piece(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return the bytes of the smallest piece of a block, and how it repeats in the block.
+
+        A piece is one token of one head, or one head where tokens cannot be told apart. It
+        repeats over axes of (stride in bytes, count): heads, then tokens.
+        """
+        axes = [(self.head_stride, self.heads)]
+        if self.token_stride is None:
+            return self.block_tokens * self.token_bytes, axes
+        return self.token_bytes, [*axes, (self.token_stride, self.block_tokens)]
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Struct, frozen=True):
     """One rank's regions.
 
     Attributes:

@@ -92,12 +92,7 @@ def _runs(regions: Sequence[Region]) -> list[_Run]:
 
 
 def _run(region: Region) -> _Run:
-    axes = [(region.head_stride, region.head_stop - region.head_start)]
-    if region.token_stride is None:
-        length = region.block_tokens * region.token_bytes
-    else:
-        length = region.token_bytes
-        axes.append((region.token_stride, region.block_tokens))
+    length, axes = region.piece
     inner = [axis for axis in axes if axis[0] < region.block_stride]
     outer = [axis for axis in axes if axis[0] >= region.block_stride]
     length += sum(stride * (count - 1) for stride, count in inner)

@@ -13,11 +13,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from pdcluster_connector.compat.field_types import Identifier, ParallelSize
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.messages import (
-    Identifier,
     Malformed,
-    ParallelSize,
     Rank,
     RankNumber,
     Text,

@@ -12,13 +12,9 @@ from collections.abc import Iterator
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import Finding, Verdict
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape
+from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.plan.topology import head_interval
-from pdcluster_connector.protocol.conversion import to_shape
-from pdcluster_connector.protocol.messages import (
-    EngineMetadata,
-    RegionMessage,
-    ShardMetadata,
-)
+from pdcluster_connector.protocol.messages import EngineMetadata, ShardMetadata
 
 MOST_FINDINGS = 8
 REPORT = "Report it: the engine's ranks describe its KV cache in contradicting ways."
@@ -26,7 +22,7 @@ REPORT = "Report it: the engine's ranks describe its KV cache in contradicting w
 
 def claims(metadata: EngineMetadata) -> Iterator[Finding]:
     """Yield what the shape claims and the regions contradict, a few findings at most."""
-    shape = to_shape(metadata.shape)
+    shape = metadata.shape
     found = [*_stated(shape), *_held(metadata, shape)]
     yield from found[:MOST_FINDINGS]
 
@@ -51,7 +47,7 @@ def _held(metadata: EngineMetadata, shape: EngineShape) -> Iterator[Finding]:
     layers = {layer.name: layer for layer in shape.layers or ()}
     stages: dict[str, int] = {}
     for shard in metadata.shards:
-        arrays: dict[str, list[RegionMessage]] = defaultdict(list)
+        arrays: dict[str, list[Region]] = defaultdict(list)
         for region in shard.regions:
             arrays[region.layer].append(region)
         for name, regions in arrays.items():
@@ -64,7 +60,7 @@ def _held(metadata: EngineMetadata, shape: EngineShape) -> Iterator[Finding]:
 
 
 def _layer(
-    shard: ShardMetadata, layer: LayerShape, regions: list[RegionMessage], shape: EngineShape
+    shard: ShardMetadata, layer: LayerShape, regions: list[Region], shape: EngineShape
 ) -> Iterator[Finding]:
     where = f"{layer.name} of rank {shard.rank}"
     parts = [region.part for region in regions]
@@ -93,7 +89,7 @@ def _layer(
 
 
 def _heads(
-    shard: ShardMetadata, where: str, heads: int, region: RegionMessage, shape: EngineShape
+    shard: ShardMetadata, where: str, heads: int, region: Region, shape: EngineShape
 ) -> Iterator[Finding]:
     held = (region.head_start, region.head_stop)
     try:

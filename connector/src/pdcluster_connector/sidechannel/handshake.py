@@ -15,7 +15,6 @@ from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.conversion import from_shape, to_shape
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import (
     EngineMetadata,
@@ -52,7 +51,7 @@ class Introduction:
             HandshakeRequest(
                 protocols=(messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST),
                 engine_id=self.engine_id,
-                shape=from_shape(self.shape),
+                shape=self.shape,
                 rank=self.rank,
             )
         )
@@ -123,9 +122,7 @@ def judge(
     if not messages.PROTOCOL_OLDEST <= reply.protocol <= messages.PROTOCOL_NEWEST:
         message = f"{where} answered in protocol {reply.protocol}"
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, message)
-    refusal = refusal_of(validate_metadata(reply)) or refusal_of(
-        rules.check(to_shape(reply.shape), me.shape)
-    )
+    refusal = refusal_of(validate_metadata(reply)) or refusal_of(rules.check(reply.shape, me.shape))
     return reply if refusal is None else failure_of(refusal)
 
 

@@ -11,7 +11,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, AgentSurvivedError, MemoryRange
@@ -22,7 +23,6 @@ from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.slices import seams
 from pdcluster_connector.plan.transfer import PeerPlan
-from pdcluster_connector.protocol.conversion import to_shard
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
@@ -110,7 +110,7 @@ class Connections:
             self._make_room()
         plan = self._plans.get(metadata.engine_id)
         if plan is None:
-            plan = plan_peer(self._shard, [to_shard(shard) for shard in metadata.shards])
+            plan = plan_peer(self._shard, [shard.shard for shard in metadata.shards])
         connection = self.agent.open(metadata, plan)
         connection.notice = cost_notice(plan, metadata.shape.layout)
         if connection.notice:
