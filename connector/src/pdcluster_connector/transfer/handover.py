@@ -83,19 +83,13 @@ class ReceiveStats:
 
     Attributes:
         nbytes: bytes read by requests that arrived whole.
-        descriptors: descriptors posted for them.
-        receives: how many there were.
         phase_seconds: one value a request under ``handshake``, ``post``, ``transfer``, ``total``.
-        failures: requests failed, by reason.
-        abandoned: requests that the engine gave up.
+        failures: requests failed, by reason; not those that the engine gave up.
     """
 
     nbytes: int = 0
-    descriptors: int = 0
-    receives: int = 0
     phase_seconds: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
-    abandoned: int = 0
 
 
 @dataclass(slots=True)
@@ -130,7 +124,6 @@ class ReceiveResults:
         self.failed[receive.request_id] = failure
         if receive.abandoned:
             self.abandoned.add(receive.request_id)
-            self.stats.abandoned += 1
         else:
             self.stats.failures[failure.reason] = self.stats.failures.get(failure.reason, 0) + 1
 
@@ -138,8 +131,6 @@ class ReceiveResults:
         phases = _phases(receive)
         self.received[receive.request_id] = Received(nbytes, descriptors, phases["total"])
         self.stats.nbytes += nbytes
-        self.stats.descriptors += descriptors
-        self.stats.receives += 1
         for phase, seconds in phases.items():
             self.stats.phase_seconds.setdefault(phase, []).append(seconds)
 
