@@ -13,7 +13,7 @@ Release = tuple[int, int]
 # From (inclusive) and below (exclusive).
 SUPPORTED: Final[Mapping[str, tuple[Release, Release]]] = {
     "vllm": ((0, 32), (0, 34)),
-    "nixl": ((1, 0), (2, 0)),
+    "nixl": ((1, 5), (2, 0)),
 }
 # In an engine's environment, "1" lets it start with any version.
 ANY_VERSION: Final = "PDCLUSTER_ANY_VERSION"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
 import os
 import secrets
 import weakref
@@ -31,9 +30,6 @@ from pdcluster_connector.nixl_io.interface import (
     NixlErrorKind,
     Rows,
 )
-from pdcluster_connector.plan.descriptors import rows_nx3
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -98,7 +94,6 @@ class NixlAgent:
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 0,
         backend_options: Sequence[tuple[str, str, str]] = (),
-        strided: bool | None = None,
     ) -> None:
         """Make an agent.
 
@@ -107,14 +102,12 @@ class NixlAgent:
             backends: those that this nixl lacks are left out.
             num_threads: threads of the agent's own that post large transfers.
             backend_options: (backend, option, value) (:mod:`compat.transports`).
-            strided: whether Nx5 lists are used; None finds out at the first list.
         """
         for variable, value in UCX_DEFAULTS.items():
             os.environ.setdefault(variable, value)
         api = _load_nixl()
         # Peers tell agents apart by name, so a rebuilt agent needs a new one.
         self.name = f"{name}#{secrets.token_hex(4)}"
-        self._strided = strided
         self._registrations: list[Any] = []
         self._open: set[Dlist | Handle] = set()
         self._kinds = _error_kinds(
@@ -152,21 +145,7 @@ class NixlAgent:
 
     def prepare(self, peer: str | None, rows: Rows, memory: Memory) -> Dlist:
         agent = "NIXL_INIT_AGENT" if peer is None else peer
-        native = None
-        if self._strided is not False:
-            try:
-                native = self._call(lambda: self._agent.prep_xfer_dlist(agent, rows, memory.value))
-                self._strided = True
-            except NixlError:
-                if self._strided:
-                    raise
-        if native is None:
-            # Older nixl knows no strided lists; if the rows are wrong, this raises as well.
-            dense = rows_nx3(rows)
-            native = self._call(lambda: self._agent.prep_xfer_dlist(agent, dense, memory.value))
-            if self._strided is None:
-                logger.warning("nixl takes no strided lists: %d descriptors instead", len(dense))
-            self._strided = False
+        native = self._call(lambda: self._agent.prep_xfer_dlist(agent, rows, memory.value))
         dlist = Dlist(native, peer)
         self._open.add(dlist)
         return dlist

@@ -138,16 +138,6 @@ def stride_classes(assignments: Sequence[Assignment], unit: int | None) -> dict[
     return {key: _concatenated(runs).merged() for key, runs in found.items()}
 
 
-def rows_nx3(rows: Rows) -> Rows:
-    """Flatten strided rows to (m, 3) rows ``(addr, len, device)``, for NIXL before 1.5."""
-    counts = rows[:, 4].astype(np.int64)
-    flat = np.repeat(rows[:, :3], counts, axis=0)
-    before = np.repeat(np.cumsum(counts) - counts, counts)
-    element = (np.arange(before.size) - before).astype(np.uint64)
-    flat[:, 0] += element * np.repeat(rows[:, 3], counts)
-    return flat
-
-
 def _geometry(region: Region) -> Region:
     return replace(region, layer="", part="", base=0)
 
