@@ -156,7 +156,7 @@ def planned(case: Case, **change):
 
 def test_a_state_after_other_tokens_is_refused() -> None:
     case = named(window=None, mamba=True)
-    with pytest.raises(PlanError, match="after 300 tokens is wanted, the ticket's is after 333"):
+    with pytest.raises(PlanError, match="after 300 tokens is needed, the ticket's is after 333"):
         planned(case, stop=300)
 
 

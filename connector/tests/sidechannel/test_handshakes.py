@@ -99,7 +99,7 @@ def test_more_peers_than_may_be_tried_at_once_are_refused_by_name(
     refused = connect(book, free_port(), "ns.c.prefill.r.9/aa", 60.0).wait()
     assert isinstance(refused, Failure)
     assert refused.reason is Reason.SIDE_CHANNEL_UNREACHABLE
-    assert "3 peers are being tried already" in refused.message
+    assert "3 handshakes are under way already" in refused.message
     assert not any(answer.values for answer in tried)
     for number, port in enumerate(ports):  # and go on being tried
         serve(f"ns.c.prefill.r.{number}/aa", port=port)

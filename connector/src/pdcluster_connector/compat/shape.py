@@ -8,10 +8,10 @@ unknown, ``None``), a spec with the model's config, or a handshake (all fields k
 The rules in :mod:`pdcluster_connector.compat.rules` read nothing else, so admission and
 handshake cannot disagree about the same facts.
 
-At a handshake the engine fills in, from vLLM's ``KVCacheConfig`` and its tensors: one
-:class:`GroupShape` a KV cache group, in vLLM's order, and one :class:`LayerShape` a layer, with
-the sizes of the whole model (before tensor parallelism). What one rank holds of them stands in
-its regions (:mod:`pdcluster_connector.plan.geometry`).
+For a handshake, the engine reads vLLM's ``KVCacheConfig`` and tensors. It states one
+:class:`GroupShape` for each KV cache group, in vLLM's order, and one :class:`LayerShape` for each
+layer. Sizes are those of the whole model, before tensor parallelism. The regions say what one rank
+holds (:mod:`pdcluster_connector.plan.geometry`).
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class PartShape(Struct, frozen=True, array_like=True):
     """One of several arrays that a layer's KV consists of, over all ranks of the engine.
 
     Attributes:
-        name: the same on both engines, e.g. ``conv.x``, ``conv.b``, ``conv.c``, ``ssm``. An
-            order of bytes that cannot be cut by head is another part: ``conv`` with one head a
-            rank, so that engines of different tensor sizes are refused.
+        name: equal on both engines: ``conv.x``, ``conv.b``, ``conv.c``, ``ssm``. A conv state
+            that cannot be cut by head is one part, ``conv``, with one head for each rank, so
+            engines of different tensor sizes are refused.
         heads: what tensor parallelism divides, or replicates where there are more ranks:
             Mamba heads for ``conv.x`` and ``ssm``, B/C groups for ``conv.b`` and ``conv.c``.
         head_bytes: bytes of one head's state (all of its channels, rows and elements).
@@ -85,9 +85,9 @@ class LayerShape(Struct, frozen=True, array_like=True):
             one state over all parts.
         window: sliding window in tokens; None for full attention.
         dtype: element type of this layer's cache; empty: the engine's ``kv_dtype``.
-        scales: of a quantised layer, a text that is equal exactly if its constant scales are
-            (e.g. ``k=0.25,v=0.5``); empty for a layer that has none; None: there is no one
-            scale, or it is not known.
+        scales: the constant scales of a quantized layer as text, e.g. ``k=0.25,v=0.5``. Equal
+            texts mean equal scales. Empty for a layer without scales; None if the layer has
+            several scales, or they are not known.
         parts: a Mamba layer's states, in a fixed order; empty for one array.
     """
 
@@ -140,12 +140,12 @@ class EngineShape(Struct, frozen=True):
         data: data-parallel size; each rank holds KV of its own requests, for itself.
         nodes: machines (pods) that the engine spans.
         memory: where KV lives.
-        token_sliceable: whether a block's interior can be cut by token, in all layers.
-        packing: identifies an opaque interior's byte order (host instruction set, backend).
+        token_sliceable: whether the inside of a block can be cut by token, in all layers.
+        packing: names the byte order of blocks that cannot be cut by token (backend, CPU).
         layers: all layers of the model that have KV, over all pipeline ranks.
         groups: the KV cache groups; ``LayerShape.group`` and ``Region.group`` index them.
-        layout: vLLM's name of the physical order (``LBHNC``, ``LBNHC``, …) for messages; the
-            regions' strides are what the plan goes by.
+        layout: vLLM's name of the physical order (``LBHNC``, ``LBNHC``, …), for messages only:
+            plans use the regions' strides.
         hybrid: whether the model has Mamba layers, where ``layers`` is not known.
     """
 

@@ -1,6 +1,6 @@
-"""Which versions of vLLM and NIXL the connector works with: one range for all who ask.
+"""The versions of vLLM and NIXL that the connector works with.
 
-The launcher asks it of what an image holds, and admission of what an image's tag says.
+The launcher compares the installed versions with them, and admission the tags of images.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The NIXL agent that reads, and what it holds of each peer.
 
-It is apart from the agent that serves this engine's memory to others, so that it can be
-destroyed at any time: nothing less stops a transfer under way.
+Another agent serves this engine's memory to peers, so this one can be destroyed at any time. Only
+that stops a transfer that is under way.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class ReadingAgent:
         self._peers[peer] -= 1
         if self._peers[peer] == 0:
             del self._peers[peer]
-            # NIXL has dropped the peer by itself if its transport failed.
+            # NIXL drops a peer by itself if its transport failed.
             with suppress(NixlError):
                 self._nixl.remove_peer(peer)
 

@@ -1,7 +1,7 @@
 """The agent through which this worker's KV can be read by its peers.
 
-It makes no transfers of its own: after registration, NIXL's progress thread (or the network
-hardware) answers the readers. The reading agent is another one and may be destroyed.
+It makes no transfers of its own. After registration, NIXL's progress thread or the network card
+answers the readers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class ServingAgent:
     ) -> None:
         self._probe = np.zeros(probe_bytes, np.uint8)
         self._seams = seams(item.span for item in memory)
-        self._port = make_agent()
+        self._agent = make_agent()
         try:
             probe = MemoryRange(self._probe.ctypes.data, self._probe.nbytes)
-            self._port.register([*memory, probe])
+            self._agent.register([*memory, probe])
         except NixlError:
-            self._port.close()
+            self._agent.close()
             raise
 
     def metadata(
@@ -54,8 +54,8 @@ class ServingAgent:
         return ShardMetadata(
             engine_id=engine_id,
             rank=rank,
-            agent_name=self._port.name,
-            agent_metadata=self._port.metadata(),
+            agent_name=self._agent.name,
+            agent_metadata=self._agent.metadata(),
             regions=tuple(regions),
             probe=ProbeRegion(address=self._probe.ctypes.data, length=self._probe.nbytes),
             seams=self._seams,
@@ -63,4 +63,4 @@ class ServingAgent:
 
     def close(self) -> None:
         """Stop serving: readers see their transfers fail."""
-        self._port.close()
+        self._agent.close()

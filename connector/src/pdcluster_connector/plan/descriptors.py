@@ -1,8 +1,8 @@
 """From (layer, head interval) to strided descriptor rows.
 
-A *run* is a range of bytes that is contiguous on both sides, at the same place in every block (or
-in every ``unit`` tokens of a block). All runs of a *stride class* repeat with the same strides, so
-one arithmetic gives the indices of all of them (:mod:`transfer`).
+A *run* is a range of bytes that is contiguous on both sides. It lies at the same place in every
+block, or in every ``unit`` tokens of a block. All runs of a *stride class* repeat with the same
+strides, so one formula gives the indices of all of them (:mod:`transfer`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rows = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How one side's copies of a run repeat.
+    """How runs repeat on one side.
 
     Attributes:
         num_blocks, block_tokens: as in the region.
@@ -81,7 +81,7 @@ class ClassKey:
     unit: int
     prefill: Side
     decode: Side
-    by_token: bool = False  # a head's tokens of a unit are in descriptors of their own
+    by_token: bool = False  # each token of a unit has a descriptor of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +95,8 @@ class Runs:
     def merged(self) -> Runs:
         """Join runs that follow one another on both sides.
 
-        Runs of a stride class shift alike from block to block, so what is adjacent in block 0 is
-        adjacent in all: this joins the layers of a layout with blocks outermost.
+        All runs of a stride class move by the same distance from block to block, so neighbours in
+        block 0 are neighbours in every block. In a layout with blocks outermost, this joins layers.
         """
         order = np.argsort(self.prefill, kind="stable")
         prefill, decode, length = self.prefill[order], self.decode[order], self.length[order]
@@ -108,7 +108,7 @@ class Runs:
 
 
 def stride_classes(assignments: Sequence[Assignment], unit: int | None) -> dict[ClassKey, Runs]:
-    """Cut assignments into runs, by stride class; layers of one geometry together.
+    """Cut assignments into runs, by stride class. Layers of equal geometry are cut together.
 
     Args:
         assignments: all from one prefill shard; the regions passed :func:`check_region`.
@@ -159,7 +159,7 @@ def _unit(prefill: Region, decode: Region, wanted: int | None) -> int:
         raise PlanError(Reason.BLOCK_SIZE_MISMATCH, message)
     whole = unit == prefill.block_tokens == decode.block_tokens
     if prefill.token_stride is None and not whole:
-        message = f"layer {prefill.layer}: a block cannot be cut by token, and blocks differ "
+        message = f"layer {prefill.layer}: a block cannot be cut by token, and block sizes differ "
         raise PlanError(Reason.BLOCK_INTERIOR_OPAQUE, message + sizes)
     return unit
 

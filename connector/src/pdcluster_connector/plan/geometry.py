@@ -1,11 +1,11 @@
 """Where the KV of one shard lies in memory.
 
-vLLM's per-layer cache is logically ``[block, head, token, content]`` whatever the physical
-order (vLLM RFC #42082); strides say how it is laid out. A backend may pack a block's
-interior so that only whole (block, head) runs have meaning (CPU_ATTN keeps all K tokens,
-then all V tokens): such a region has no token stride and can be cut by head, not by token.
+A layer's cache in vLLM is logically ``[block, head, token, content]``, whatever its physical order
+(vLLM RFC #42082). Strides say where each of them lies. Some backends pack the inside of a block:
+CPU_ATTN keeps K of all tokens of a head, then V of all of them. Such a region has no token stride.
+It can be cut by head and not by token.
 
-What the vLLM side fills in, for each layer of its rank:
+``vllm.registration`` makes these regions for each layer of its rank:
 
 * attention: one region (``part`` empty), or one for K and one for V where a backend keeps them
   apart; ``block_tokens`` is the kernel block's: the group's block size divided by its ratio;
@@ -48,7 +48,7 @@ class Region(Struct, frozen=True, array_like=True):
         block_tokens: tokens in a kernel block.
         head_start, head_stop: global KV heads that this shard holds.
         head_stride: bytes from one head to the next in a block.
-        token_stride: bytes from one token to the next in a head; None if opaque.
+        token_stride: bytes from one token to the next in a head; None if it is packed.
         token_bytes: bytes of one token of one head.
         device: device index.
         memory: NIXL memory type.

@@ -1,7 +1,7 @@
-"""What an engine's shape claims of its layers, against what its shards' regions say.
+"""Compares an engine's shape with the regions of its shards.
 
-Both come from the same engine, so a difference is a fault in it: another connector version in
-one rank, or a cache that was not understood. Each finding names the field and both values.
+Both come from the same engine, so a difference is a fault of that engine: one rank has another
+connector version, or the connector misread a cache. Each finding names the field and both values.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ MOST_FINDINGS = 8
 REPORT = "Report it: the engine's ranks describe its KV cache in contradicting ways."
 
 
-def claims(metadata: EngineMetadata) -> Iterator[Finding]:
-    """Yield what the shape claims and the regions contradict, a few findings at most."""
+def compare(metadata: EngineMetadata) -> Iterator[Finding]:
+    """Yield where the shape contradicts itself or the regions, a few findings at most."""
     shape = metadata.shape
-    found = [*_stated(shape), *_held(metadata, shape)]
+    found = [*_in_shape(shape), *_in_regions(metadata, shape)]
     yield from found[:MOST_FINDINGS]
 
 
-def _stated(shape: EngineShape) -> Iterator[Finding]:
-    """Yield what contradicts itself in the shape alone."""
+def _in_shape(shape: EngineShape) -> Iterator[Finding]:
+    """Yield where the shape contradicts itself."""
     for number, group in enumerate(shape.groups or ()):
         if group.block_size % group.kernel_blocks_per_block:
             ratio = f"{group.kernel_blocks_per_block} kernel blocks in a block"
@@ -43,7 +43,7 @@ def _stated(shape: EngineShape) -> Iterator[Finding]:
             yield _differs("layers", layer.name, *both)
 
 
-def _held(metadata: EngineMetadata, shape: EngineShape) -> Iterator[Finding]:
+def _in_regions(metadata: EngineMetadata, shape: EngineShape) -> Iterator[Finding]:
     layers = {layer.name: layer for layer in shape.layers or ()}
     stages: dict[str, int] = {}
     for shard in metadata.shards:
@@ -95,7 +95,7 @@ def _heads(
     try:
         expected = head_interval(heads, shape.tensor, shard.rank[1])
     except ValueError:
-        return  # a rule of compat, or the rank itself, is refused by name
+        return  # a rule of compat or the check of the ranks refuses it
     if held != expected:
         share = f"{heads} heads over {shape.tensor} ranks, here {list(expected)}"
         yield _differs("heads", where, share, f"{list(held)}")
@@ -107,12 +107,12 @@ def _group(shape: EngineShape, layer: LayerShape) -> GroupShape | None:
 
 
 def _differs(field: str, where: str, stated: str, found: str) -> Finding:
-    message = f"{field} of {where}: {stated} is stated, and {found}"
+    message = f"{field} of {where}: the engine states {stated}, and also {found}"
     return contradiction(Reason.LAYOUT_UNSUPPORTED, field, stated, message, REPORT)
 
 
 def contradiction(reason: Reason, field: str, value: str, message: str, remedy: str) -> Finding:
-    """Return a refusal of one engine's own statement, without a rule of compat behind it."""
+    """Return a refusal of what one engine states about itself. No rule of compat is behind it."""
     return Finding(
         reason=reason,
         verdict=Verdict.REFUSED,

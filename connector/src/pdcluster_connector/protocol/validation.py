@@ -1,8 +1,7 @@
-"""Contradictions inside one engine's metadata: found before anything is planned from it.
+"""Finds contradictions inside one engine's metadata, before anything is planned from it.
 
-The rules of :mod:`pdcluster_connector.compat` judge two shapes; here one engine's own
-statement is judged: its shards must be complete, agree on the engine, and describe memory
-that can exist.
+The rules of :mod:`pdcluster_connector.compat` compare two engines. This module judges one engine:
+its shards must be complete, agree on the engine id, and describe memory that can exist.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import Finding
 from pdcluster_connector.plan.bounds import region_fault
 from pdcluster_connector.protocol.messages import EngineMetadata, ShardMetadata
-from pdcluster_connector.protocol.shape_against_regions import claims, contradiction
+from pdcluster_connector.protocol.shape_against_regions import compare, contradiction
 
 MAX_RANKS = 4096
 
 
 def validate_metadata(metadata: EngineMetadata) -> tuple[Finding, ...]:
-    """All contradictions in ``metadata``; empty when it can be planned from."""
+    """Return all contradictions in ``metadata``; empty if a plan can be made from it."""
     return tuple(_findings(metadata))
 
 
@@ -28,7 +27,7 @@ def _findings(metadata: EngineMetadata) -> Iterator[Finding]:
     yield from _shards(metadata)
     if metadata.shape.layers is not None:
         yield from _layers(metadata)
-        yield from claims(metadata)
+        yield from compare(metadata)
     for shard in metadata.shards:
         yield from _memory(shard)
 
@@ -99,5 +98,5 @@ def _memory(shard: ShardMetadata) -> Iterator[Finding]:
             "regions",
             region.layer,
             f"layer {region.layer} of rank {shard.rank}: {why}",
-            "Report it: the connector described memory that cannot exist.",
+            "Report it: the connector of that engine described memory that cannot exist.",
         )

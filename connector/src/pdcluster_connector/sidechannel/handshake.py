@@ -32,7 +32,7 @@ NETWORK_ERRORS = (aiohttp.ClientError, OSError, TimeoutError, asyncio.Incomplete
 
 @dataclass(frozen=True, slots=True)
 class TryAgain:
-    """The attempt did not succeed, and the next one may."""
+    """The attempt failed; a later one may succeed."""
 
     message: str
 
@@ -98,22 +98,24 @@ async def shake_hands(
             body = await read_bounded(response, messages.MAX_REPLY_BYTES)
     except NETWORK_ERRORS as error:
         return TryAgain(f"{where}: {describe(error)}")
-    except ValueError as error:  # a host that makes no URL
-        return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"{where} is no address: {error}")
+    except ValueError as error:  # the host is not valid in a URL
+        return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"{where} is not an address: {error}")
     if status in {200, 409}:
         return judge(messages.decode_handshake_reply(body), me, engine_id, where)
     text = body[:200].decode("utf-8", "replace")
     if status == 400:
-        return Failure(Reason.PROTOCOL_VERSION_MISMATCH, f"{where} cannot read us: {text}")
+        return Failure(
+            Reason.PROTOCOL_VERSION_MISMATCH, f"{where} could not read the handshake: {text}"
+        )
     return TryAgain(f"{where} answered {status}: {text}")
 
 
 def judge(
     reply: EngineMetadata | Refusal | Malformed, me: Introduction, engine_id: str, where: str
 ) -> EngineMetadata | Failure:
-    """Decide whether a reply may be planned from: the peer we meant, sound, compatible."""
+    """Return the metadata if it is of the engine that was asked, sound and compatible."""
     if isinstance(reply, Malformed):
-        message = f"{where} answered what we cannot read: {reply.message}"
+        message = f"{where} sent an answer that cannot be read: {reply.message}"
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, message)
     if isinstance(reply, Refusal):
         return failure_of(reply)
@@ -142,21 +144,21 @@ async def ask_health(
     except (*NETWORK_ERRORS, ValueError) as error:
         return TryAgain(f"{where}: {describe(error)}")
     if status != 200 or isinstance(reply, Malformed):
-        return TryAgain(f"{where} answered {status}, and not as a side channel does")
+        return TryAgain(f"{where} answered {status}, which is not the answer of a side channel")
     return reply
 
 
 def unreachable(why: TryAgain) -> Failure:
     """Return the failure of a peer whose side channel does not answer."""
     message = (
-        f"the side channel at {why.message}. See whether the engine runs, and let"
-        " its side channel's port through (network policies, firewalls)"
+        f"the side channel at {why.message}. Check that the engine runs, and that network"
+        " policies and firewalls allow the port of its side channel"
     )
     return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
 
 
 def restarted(expected: str, found: str, where: str) -> Failure:
-    """Return the failure of meeting another engine or incarnation than the one meant."""
+    """Return the failure for an address where another engine or incarnation listens now."""
     return Failure(Reason.PEER_RESTARTED, f"{expected} is gone; {found} listens on {where} now")
 
 

@@ -1,4 +1,4 @@
-"""What the engine step and the transfer thread hand to each other: requests, limits, results."""
+"""The requests, limits and results that engine step and transfer thread hand to each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def exit_process(message: str) -> None:
-    """End this worker: blocks can be neither kept for ever nor given back safely."""
+    """End this worker: its blocks can neither be kept forever nor be freed safely."""
     logger.critical("the worker ends: %s", message)
     sys.stderr.flush()
     os._exit(70)  # EX_SOFTWARE; the launcher starts the engine anew
@@ -50,12 +50,11 @@ class ReceiverOptions:
 
     Attributes:
         drain_deadline_seconds: how long a failed request may wait for its transfers before
-            the reading agent is destroyed under them.
-        descriptors_per_transfer: larger requests are posted in several transfers, between which
-            others are served; posting costs some 10 microseconds a descriptor.
+            the reading agent is destroyed.
+        descriptors_per_transfer: larger requests are posted in several transfers, so that other
+            requests are served in between; posting takes about 10 microseconds a descriptor.
         probe_seconds: how long a warm-up or a probe may take.
-        check_seconds: how long the small read may take that shows that an idle connection still
-            carries data.
+        check_seconds: how long a check may take: a small read over an idle connection.
         max_requests: requests under way at once.
         fatal: called when transfers can no longer be stopped; must not return in production.
     """
@@ -70,7 +69,7 @@ class ReceiverOptions:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One request that arrived whole: what this rank read for it, and in what time."""
+    """What this rank read for one request that arrived whole, and how long it took."""
 
     nbytes: int
     descriptors: int
@@ -98,9 +97,10 @@ class ReceiveResults:
 
     Attributes:
         finished: every request that ended, well or not; each id once.
-        failed: those whose blocks hold no valid KV, with the cause. Their blocks are free of
-            any transfer. Abandoned requests are among them.
-        abandoned: those of ``failed`` that the engine gave up: no fault of the KV path.
+        failed: requests whose blocks hold no valid KV, with the cause. No transfer can write into
+            the blocks any more. Abandoned requests are among them.
+        abandoned: the requests of ``failed`` that the engine gave up. They are not failures of the
+            KV path.
         received: those that arrived whole.
         stats: counters.
     """
