@@ -102,7 +102,7 @@ def test_threads_are_a_small_number(threads: object) -> None:
         ({"UCX": {"num_workers": "2"}}, "which is not a whole number"),
         ({"UCX": {"num_workers": True}}, "which is not a whole number"),
         ({"UCX": {"ucx_devices": ""}}, "which is not a text of 1 to 1024 characters"),
-        ({"UCX": {"ucx_devices": "x" * 1025}}, "which is no text"),
+        ({"UCX": {"ucx_devices": "x" * 1025}}, "which is not a text"),
         ({"UCX": []}, "is no options by backend"),
         (["UCX"], "is no options by backend"),
     ],

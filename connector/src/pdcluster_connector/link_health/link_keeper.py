@@ -137,9 +137,9 @@ class LinkKeeper:
         if found.data_rank == wanted:
             return ""
         return (
-            f"{_named(found.data_rank)} of {found.logical}, not {_named(wanted)}; set the peer's"
-            f" data-parallel size ({size} here) and the port of its first rank's side channel to"
-            " those that it runs with"
+            f"{_named(found.data_rank)} of {found.logical}, not {_named(wanted)}; state the"
+            f" data-parallel size that the peer runs with, not {size}, and the port of its first"
+            " rank's side channel"
         )
 
     async def _hold(self, metadata: EngineMetadata) -> Failure:

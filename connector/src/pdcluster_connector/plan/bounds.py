@@ -14,6 +14,7 @@ from pdcluster_connector.plan.geometry import Region
 ADDRESS_LIMIT = 2**63
 EXTENT_LIMIT = 2**48
 SIZE_LIMIT = 2**31
+STRIDES = ("block_stride", "head_stride", "token_stride")
 
 
 def check_region(region: Region, side: str) -> None:
@@ -36,12 +37,16 @@ def region_fault(region: Region) -> str | None:
             return f"{field} is {value}"
     if region.head_start < 0:
         return f"head_start is {region.head_start}"
+    found = {
+        name: getattr(region, name) for name in ("block_stride", "head_stride", "token_stride")
+    }
+    strides = {name: stride for name, stride in found.items() if stride is not None}
+    shown = ", ".join(f"{name} {stride}" for name, stride in strides.items())
     extent = region_extent(region)
     if extent is None:
-        strides = f"block_stride {region.block_stride}, head_stride {region.head_stride}"
-        if region.token_stride is not None:
-            strides += f", token_stride {region.token_stride}"
-        return f"{strides}: blocks, heads and tokens overlap"
+        return f"{shown}: blocks, heads and tokens overlap"
+    if min(strides.values()) < 1:
+        return f"{shown}: a stride is not positive"
     end = region.base + extent
     if region.base < 0 or end > ADDRESS_LIMIT or extent > EXTENT_LIMIT:
         return f"addresses [{region.base}, {end}) do not exist"
