@@ -45,7 +45,8 @@ class Connections:
 
     Attributes:
         by_engine: every connection, whatever its state, by the peer's engine id.
-        probe, check, step, runs, probes: of :class:`Probing`; ``probes`` wait for their turn.
+        probe, check, step, runs, scratch: those of :class:`Probing`.
+        probes: probes that wait for their turn.
     """
 
     def __init__(
@@ -79,12 +80,13 @@ class Connections:
         )
         self.probe, self.check, self.step = probing.probe, probing.check, probing.step
         self.runs, self.probes = probing.runs, probing.waiting
+        self.scratch = probing.scratch
 
     @property
     def agent(self) -> ReadingAgent:
         """Return the reading agent; made when there is none. Raises NixlError."""
         if self._agent is None:
-            self._agent = ReadingAgent(self._make_agent, self._memory, self._probing.scratch)
+            self._agent = ReadingAgent(self._make_agent, self._memory, self.scratch)
         return self._agent
 
     @property
