@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from flat_rows import descriptors
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.plan.descriptors import rows_nx3
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.pairing import BlockList, Pairs, pair_blocks
@@ -133,13 +134,6 @@ def test_an_empty_request_moves_nothing() -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
     (part,) = plan.indices(pair_blocks(BlockList([], 16), BlockList([], 16), 0, 0))
     assert (part.nbytes, part.prefill_indices.size, part.decode_indices.size) == (0, 0, 0)
-
-
-def test_strided_rows_flatten_to_plain_ones() -> None:
-    rows = np.array([[100, 4, 0, 10, 3], [900, 6, 1, 6, 2]], np.uint64)
-    flat = [[100, 4, 0], [110, 4, 0], [120, 4, 0], [900, 6, 1], [906, 6, 1]]
-    assert rows_nx3(rows).tolist() == flat
-    assert rows_nx3(rows).dtype == np.uint64
 
 
 # What must be refused while planning.
@@ -298,7 +292,7 @@ def test_pairs_made_by_hand_are_not_trusted_either(fields: dict) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
     arrays = {name: np.array(value, np.int32) for name, value in fields.items()}
     with pytest.raises(PlanError):
-        plan.indices(replace(pairs_of([1], [1], stop=16), **arrays))
+        plan.indices(dataclasses.replace(pairs_of([1], [1], stop=16), **arrays))
 
 
 def test_a_start_inside_of_a_packed_block_is_refused() -> None:
@@ -327,7 +321,7 @@ def test_whatever_the_blocks_no_descriptor_leaves_its_region(ours, theirs, start
             (source.prefill_rows, part.prefill_indices, prefill),
             (source.decode_rows, part.decode_indices, decode),
         ):
-            for address, length, _ in rows_nx3(rows)[indices].tolist():
+            for address, length, _ in descriptors(rows)[indices].tolist():
                 assert any(
                     region.base <= address
                     and address + length <= region.base + region.num_blocks * region.block_stride

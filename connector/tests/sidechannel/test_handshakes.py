@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from loopback import free_port
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.conversion import from_shape, to_shape, to_shard
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import peers as peers_module
 from pdcluster_connector.sidechannel.handshake import Introduction, judge
@@ -32,7 +31,7 @@ def test_a_handshake_brings_shape_and_shards(serve: Serve, books: Books) -> None
     server = serve()
     reply = connect(books(), server.port).wait()
     assert isinstance(reply, m.EngineMetadata)
-    assert to_shape(reply.shape) == SHAPE
+    assert reply.shape == SHAPE
     assert reply.shards == shards_of(PREFILL)
     assert reply.versions == {"pdcluster": "0"}
 
@@ -100,7 +99,7 @@ def test_more_peers_than_may_be_tried_at_once_are_refused_by_name(
     refused = connect(book, free_port(), "ns.c.prefill.r.9/aa", 60.0).wait()
     assert isinstance(refused, Failure)
     assert refused.reason is Reason.SIDE_CHANNEL_UNREACHABLE
-    assert "3 peers are being tried already" in refused.message
+    assert "3 handshakes are under way already" in refused.message
     assert not any(answer.values for answer in tried)
     for number, port in enumerate(ports):  # and go on being tried
         serve(f"ns.c.prefill.r.{number}/aa", port=port)
@@ -192,7 +191,7 @@ def test_another_protocol_is_refused_by_name(
     server = serve()
     monkeypatch.setattr(m, "PROTOCOL_OLDEST", 7)
     monkeypatch.setattr(m, "PROTOCOL_NEWEST", 9)
-    request = m.encode(m.HandshakeRequest((1, 1), "d/1", from_shape(SHAPE), (0, 0)))
+    request = m.encode(m.HandshakeRequest((1, 1), "d/1", SHAPE, (0, 0)))
     decoded = m.decode_handshake_request(request)
     assert isinstance(decoded, m.HandshakeRequest)
     refusal = server._refusal(decoded)
@@ -203,7 +202,7 @@ def test_another_protocol_is_refused_by_name(
 
 def handshake_of_protocol(newest: int, port: int) -> tuple[int, m.EngineMetadata | m.Refusal]:
     """What a decode engine of protocols 1 to ``newest`` is answered."""
-    request = m.encode(m.HandshakeRequest((1, newest), "d/1", from_shape(SHAPE), (0, 0)))
+    request = m.encode(m.HandshakeRequest((1, newest), "d/1", SHAPE, (0, 0)))
     try:
         with urlopen(f"http://127.0.0.1:{port}/v1/handshake", request, timeout=5) as response:
             status, raw = response.status, response.read()
@@ -235,13 +234,13 @@ def test_decode_that_reads_no_ticket_of_ours_is_refused_at_the_handshake(serve: 
 
 def test_prefill_of_the_protocol_before_names_no_seams() -> None:
     (shard,) = shards_of(PREFILL)
-    told = m.EngineMetadata(1, PREFILL, from_shape(SHAPE), (shard,), 60.0)
+    told = m.EngineMetadata(1, PREFILL, SHAPE, (shard,), 60.0)
     fields = msgspec.msgpack.decode(m.encode(told))
     del fields["shards"][0]["seams"]
     reply = m.decode_handshake_reply(msgspec.msgpack.encode(fields))
     me = Introduction("d/1", SHAPE, (0, 0))
     assert judge(reply, me, PREFILL, "here") == told
-    assert to_shard(told.shards[0]).seams == ()
+    assert told.shards[0].shard.seams == ()
 
 
 def test_metadata_that_contradicts_itself_is_not_used(books: Books) -> None:

@@ -17,7 +17,6 @@ from loopback_engines import PREFILL, SHAPE, connect, shards_of, until
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.conversion import from_shape
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import peers as peers_module
 from pdcluster_connector.sidechannel.peers import HEALTH_SECONDS, POLL_SECONDS, PeerBook
@@ -126,9 +125,7 @@ def answer(body: bytes) -> bytes:
 
 
 HEALTH = answer(m.encode_health(m.HealthReply(PREFILL, "prefill", 1)))
-METADATA = answer(
-    m.encode(m.EngineMetadata(1, PREFILL, from_shape(SHAPE), shards_of(PREFILL), 60.0))
-)
+METADATA = answer(m.encode(m.EngineMetadata(1, PREFILL, SHAPE, shards_of(PREFILL), 60.0)))
 
 
 class Peer:

@@ -17,7 +17,6 @@ import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, connect, until
 
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.conversion import from_shape
 from pdcluster_connector.sidechannel.http_guard import ConnectionGuard
 from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox, LeaseNews
 from pdcluster_connector.sidechannel.peers import PeerBook
@@ -29,7 +28,7 @@ from pdcluster_connector.sidechannel.server import (
 
 Serve = Callable[..., SideChannelServer]
 Books = Callable[..., PeerBook]
-REQUEST = m.encode(m.HandshakeRequest((1, 2), DECODE, from_shape(SHAPE), (0, 0)))
+REQUEST = m.encode(m.HandshakeRequest((1, 2), DECODE, SHAPE, (0, 0)))
 HEAD = b"POST /v1/handshake HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 

@@ -1,17 +1,18 @@
 """From (layer, head interval) to strided descriptor rows.
 
-A *run* is a range of bytes that is contiguous on both sides, at the same place in every block (or
-in every ``unit`` tokens of a block). All runs of a *stride class* repeat with the same strides, so
-one arithmetic gives the indices of all of them (:mod:`transfer`).
+A *run* is a range of bytes that is contiguous on both sides. It lies at the same place in every
+block, or in every ``unit`` tokens of a block. All runs of a *stride class* repeat with the same
+strides, so one formula gives the indices of all of them (:mod:`transfer`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.reasons import Reason
@@ -25,7 +26,7 @@ Rows = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How one side's copies of a run repeat.
+    """How runs repeat on one side.
 
     Attributes:
         num_blocks, block_tokens: as in the region.
@@ -80,7 +81,7 @@ class ClassKey:
     unit: int
     prefill: Side
     decode: Side
-    by_token: bool = False  # a head's tokens of a unit are in descriptors of their own
+    by_token: bool = False  # each token of a unit has a descriptor of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +95,8 @@ class Runs:
     def merged(self) -> Runs:
         """Join runs that follow one another on both sides.
 
-        Runs of a stride class shift alike from block to block, so what is adjacent in block 0 is
-        adjacent in all: this joins the layers of a layout with blocks outermost.
+        All runs of a stride class move by the same distance from block to block, so neighbours in
+        block 0 are neighbours in every block. In a layout with blocks outermost, this joins layers.
         """
         order = np.argsort(self.prefill, kind="stable")
         prefill, decode, length = self.prefill[order], self.decode[order], self.length[order]
@@ -107,7 +108,7 @@ class Runs:
 
 
 def stride_classes(assignments: Sequence[Assignment], unit: int | None) -> dict[ClassKey, Runs]:
-    """Cut assignments into runs, by stride class; layers of one geometry together.
+    """Cut assignments into runs, by stride class. Layers of equal geometry are cut together.
 
     Args:
         assignments: all from one prefill shard; the regions passed :func:`check_region`.
@@ -137,16 +138,6 @@ def stride_classes(assignments: Sequence[Assignment], unit: int | None) -> dict[
     return {key: _concatenated(runs).merged() for key, runs in found.items()}
 
 
-def rows_nx3(rows: Rows) -> Rows:
-    """Flatten strided rows to (m, 3) rows ``(addr, len, device)``, for NIXL before 1.5."""
-    counts = rows[:, 4].astype(np.int64)
-    flat = np.repeat(rows[:, :3], counts, axis=0)
-    before = np.repeat(np.cumsum(counts) - counts, counts)
-    element = (np.arange(before.size) - before).astype(np.uint64)
-    flat[:, 0] += element * np.repeat(rows[:, 3], counts)
-    return flat
-
-
 def _geometry(region: Region) -> Region:
     return replace(region, layer="", part="", base=0)
 
@@ -168,7 +159,7 @@ def _unit(prefill: Region, decode: Region, wanted: int | None) -> int:
         raise PlanError(Reason.BLOCK_SIZE_MISMATCH, message)
     whole = unit == prefill.block_tokens == decode.block_tokens
     if prefill.token_stride is None and not whole:
-        message = f"layer {prefill.layer}: a block cannot be cut by token, and blocks differ "
+        message = f"layer {prefill.layer}: a block cannot be cut by token, and block sizes differ "
         raise PlanError(Reason.BLOCK_INTERIOR_OPAQUE, message + sizes)
     return unit
 

@@ -1,9 +1,8 @@
 """Limits that an aiohttp server lacks: how many connections, and how long one may idle.
 
-aiohttp bounds the size of bodies and headers. It waits without limit for the first
-request's headers, though, and accepts any number of connections; both would let one
-client that sends nothing take the engine's file descriptors. asyncio does not count the
-connections whose TLS handshake goes on, so connections are accepted here.
+aiohttp limits the size of bodies and headers. It does not limit the number of connections, nor the
+time until the first request. A client that sends nothing could take all file descriptors. asyncio
+does not count connections before the end of their TLS handshake, so they are accepted here.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def connection_limit() -> int:
 
 
 class ConnectionGuard:
-    """Sweeps idle connections once a second and turns away those over the limit.
+    """Closes idle connections once a second and turns away those over the limit.
 
     A connection is busy from the moment that a request's headers are complete
     (:meth:`began`) to its answer (:meth:`ended`); otherwise it may idle ``idle_seconds``.
@@ -88,7 +87,7 @@ class ConnectionGuard:
             handler.force_close()
 
     async def sweep(self) -> None:
-        """Close connections that idle too long, for ever."""
+        """Close connections that idle too long. Runs until cancelled."""
         while True:
             now = asyncio.get_running_loop().time()
             known = self._idle_since
