@@ -42,7 +42,8 @@ class ConnectionGuard:
         self._idle_seconds = idle_seconds
         self._idle_since: dict[web.RequestHandler, float] = {}
         self._busy: set[web.RequestHandler] = set()
-        self._greeting: set[asyncio.Task[None]] = set()
+        self._greeting: set[web.RequestHandler] = set()  # those in their TLS handshake
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Accept connections for ever, and close at once those over the limit."""
@@ -54,23 +55,29 @@ class ConnectionGuard:
                 logger.warning("no connection can be accepted: %s", error)
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
-            if len(self._server.connections) + len(self._greeting) >= self._limit:
+            if len(self._greeting.union(self._server.connections)) >= self._limit:
                 connection.close()
                 continue
-            task = loop.create_task(self._greet(connection, tls))
-            self._greeting.add(task)
-            task.add_done_callback(self._greeting.discard)
+            handler = self._server()
+            self._greeting.add(handler)
+            task = loop.create_task(self._greet(handler, connection, tls))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _greet(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+    async def _greet(
+        self, handler: web.RequestHandler, connection: socket.socket, tls: ssl.SSLContext | None
+    ) -> None:
         """Hand a connection to aiohttp; with TLS, once the client has shown its certificate."""
         timeout = None if tls is None else TLS_SECONDS
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._server, connection, ssl=tls, ssl_handshake_timeout=timeout
+                lambda: handler, connection, ssl=tls, ssl_handshake_timeout=timeout
             )
         except OSError as error:  # ssl.SSLError, TimeoutError and broken connections
             logger.debug("a connection was not taken: %s", error)
             connection.close()
+        finally:
+            self._greeting.discard(handler)
 
     def began(self, handler: web.RequestHandler) -> None:
         """Note that a request's headers are complete."""
