@@ -79,7 +79,6 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
         "Decode cannot reach prefill's side channel.",
         "NetworkPolicies of others, and the network between the nodes.",
     ),
-    Kv.AUTHENTICATION_FAILED: ("The peer did not prove who it is.", BOTH_LOGS),
     Kv.PROTOCOL_VERSION_MISMATCH: (
         "The two connectors speak no common version.",
         "The same connector on both roles.",
@@ -90,10 +89,6 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
     ),
     Kv.ENGINE_ID_INCONSISTENT: ("The ranks of one engine disagree about its id.", BOTH_LOGS),
     Kv.SHARD_MISSING: ("A rank of the prefill engine did not tell its memory.", BOTH_LOGS),
-    Kv.BLOCK_SIZE_MISMATCH: (
-        "A block does not fit the peer's block.",
-        "`blockSize` of both roles.",
-    ),
     Kv.BACKEND_ERROR: ("NIXL or UCX reports an error.", BOTH_LOGS),
     Kv.PROBE_CORRUPTED: ("A test read found wrong bytes.", "RDMA devices and drivers."),
     Kv.TRANSFER_STALLED: (

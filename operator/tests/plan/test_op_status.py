@@ -235,15 +235,15 @@ def test_a_follower_that_is_not_ready_keeps_its_engine_from_being_ready():
 def test_a_failed_link_names_the_pair_and_both_values(world):
     world.bring_up()
     message = "block size in tokens differs (prefill 16, decode 32)"
-    world.link(state=LinkState.FAILED, reason="BlockSizeMismatch", message=message)
+    world.link(state=LinkState.FAILED, reason="BlockInteriorOpaque", message=message)
     world.step()
-    is_(world, "KVLinksEstablished", "False", "BlockSizeMismatch", message, "llama-prefill")
+    is_(world, "KVLinksEstablished", "False", "BlockInteriorOpaque", message, "llama-prefill")
     is_(world, "KVPathVerified", "False", "CanaryPending", "link failed")
-    is_(world, "Ready", "False", "BlockSizeMismatch", message)
+    is_(world, "Ready", "False", "BlockInteriorOpaque", message)
     (failed,) = world.cluster["status"]["failedLinks"]
     assert failed["prefill"].startswith("llama-prefill-")
     assert failed["decode"].startswith("llama-decode-")
-    assert (failed["reason"], failed["message"]) == ("BlockSizeMismatch", message)
+    assert (failed["reason"], failed["message"]) == ("BlockInteriorOpaque", message)
     since = failed["lastTransitionTime"]
     world.now += 100
     world.step()
