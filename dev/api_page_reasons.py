@@ -79,6 +79,7 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
         "Decode cannot reach prefill's side channel.",
         "NetworkPolicies of others, and the network between the nodes.",
     ),
+    Kv.AUTHENTICATION_FAILED: ("The peer did not prove who it is.", BOTH_LOGS),
     Kv.PROTOCOL_VERSION_MISMATCH: (
         "The two connectors speak no common version.",
         "The same connector on both roles.",

@@ -29,6 +29,7 @@ class Reason(StrEnum):
 
     # Observations: what happened on the way.
     SIDE_CHANNEL_UNREACHABLE = "SideChannelUnreachable"
+    AUTHENTICATION_FAILED = "AuthenticationFailed"
     BACKEND_ERROR = "BackendError"
     PROBE_CORRUPTED = "ProbeCorrupted"
     TRANSFER_STALLED = "TransferStalled"
