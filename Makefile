@@ -79,7 +79,7 @@ format: ## rewrite files the way `make check` wants them
 	$(BIN)ruff check --fix .
 	$(BIN)ruff format .
 
-generate: ## write crds/, docs/api.md, docs/rules.md and docs/layouts.md again from the code
+generate: ## write crds/, docs/{api,layouts,reasons,rules}.md again from the code
 	$(PY) dev/generated.py
 
 lock: ## resolve the pinned requirement files again

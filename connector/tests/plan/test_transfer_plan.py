@@ -218,15 +218,6 @@ def test_shards_that_do_not_correspond_are_refused(prefill, decode, reason) -> N
     assert caught.value.reason is reason
 
 
-@pytest.mark.parametrize("unit", [0, -1, 3, 32])
-def test_a_unit_that_does_not_fit_is_refused(unit: int) -> None:
-    shards = packed(base=BASE * 2, opaque=False), packed(opaque=False)
-    assert plan_peer(shards[0], [shards[1]], unit=8).sources
-    with pytest.raises(PlanError) as caught:
-        plan_peer(shards[0], [shards[1]], unit=unit)
-    assert caught.value.reason is Reason.BLOCK_SIZE_MISMATCH
-
-
 def test_mixed_memory_in_one_shard_is_refused_and_either_alone_is_not() -> None:
     prefill = changed(packed(), memory=Memory.VRAM)
     assert plan_peer(packed(base=BASE * 2), [prefill]).sources[0].prefill_memory is Memory.VRAM

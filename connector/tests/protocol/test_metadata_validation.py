@@ -201,7 +201,9 @@ def test_a_million_regions_are_refused_before_anything_is_made_of_them() -> None
 
 
 def finding(verdict: Verdict) -> Finding:
-    return Finding(Reason.BLOCK_SIZE_MISMATCH, verdict, "block_size", "16", "32", "differ.", "Fix.")
+    return Finding(
+        Reason.BLOCK_INTERIOR_OPAQUE, verdict, "block_size", "16", "32", "differ.", "Fix."
+    )
 
 
 def test_a_refusal_becomes_a_failure_with_rule_and_both_values() -> None:
@@ -209,7 +211,7 @@ def test_a_refusal_becomes_a_failure_with_rule_and_both_values() -> None:
     assert refusal is not None
     assert refusal.message == "differ. Fix."
     failure = failure_of(refusal)
-    assert failure.reason is Reason.BLOCK_SIZE_MISMATCH
+    assert failure.reason is Reason.BLOCK_INTERIOR_OPAQUE
     assert "prefill: 16" in failure.message
     assert "decode: 32" in failure.message
 
@@ -223,7 +225,7 @@ def test_a_refusal_becomes_a_failure_with_rule_and_both_values() -> None:
     ],
 )
 def test_a_value_is_said_once(message: str, added: str) -> None:
-    refusal = m.Refusal("BlockSizeMismatch", message, "16", "32")
+    refusal = m.Refusal("BlockInteriorOpaque", message, "16", "32")
     assert failure_of(refusal).message == message + added
 
 

@@ -110,7 +110,7 @@ VALID = [
             (Region("l", 4096, 8, 1024, 16, 0, 2, 512, None, 32),),
         )
     ),
-    m.encode(m.Refusal("BlockSizeMismatch", "no", "16", "32")),
+    m.encode(m.Refusal("BlockInteriorOpaque", "no", "16", "32")),
     m.encode(m.LeaseRequest("p/1", (("r", 2**64 - 1),), (("s", 0),))),
     m.encode_health(m.HealthReply("p/1", "prefill", 2)),
 ]

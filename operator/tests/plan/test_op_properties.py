@@ -6,7 +6,10 @@ import argparse
 import copy
 import json
 import re
+from pathlib import Path
 
+import simulated_cluster
+import valid_specs
 from hypothesis import given, settings
 from simulated_cluster import SimulatedCluster
 from valid_specs import manifests
@@ -15,6 +18,7 @@ from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.options import parse as parse_launcher
 from pdcluster_connector.vllm.config import parse_options
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Role, Switch, Visibility
 
@@ -33,6 +37,21 @@ def engine_containers(plan):
     for child, template in pod_templates(plan):
         if child["kind"] == "StatefulSet":
             yield child, template["spec"]["containers"][0]
+
+
+def test_every_field_of_the_api_is_drawn():
+    """Else what follows holds for every spec that leaves the field out."""
+    drawn = Path(valid_specs.__file__).read_text() + Path(simulated_cluster.__file__).read_text()
+    spec = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    names = {name for name in fields_of(spec) if not re.search(rf"\b{name}\b", drawn)}
+    assert names == set(), "draw them in valid_specs.py"
+
+
+def fields_of(schema):
+    for name, part in schema.get("properties", {}).items():
+        yield name
+        yield from fields_of(part)
+        yield from fields_of(part.get("items", {}))
 
 
 @settings(max_examples=150, deadline=None)
@@ -123,6 +142,8 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         assert known.served_model_name == parsed.served_name
         assert (known.host, known.port) == ("0.0.0.0", 8000)
         assert known.tensor_parallel_size == parallel.tensor
+        assert known.pipeline_parallel_size == parallel.pipeline
+        assert known.data_parallel_size == parallel.data
         assert known.nnodes == parallel.nodes
         assert known.block_size == engine.block_size
         assert known.enable_prefix_caching == (engine.prefix_caching is Switch.ENABLED)
@@ -199,7 +220,9 @@ def vllm_parser() -> argparse.ArgumentParser:
     for name in ("--port", "--block-size", "--max-model-len", "--node-rank", "--master-port"):
         parser.add_argument(name, type=int)
     parser.add_argument("--tensor-parallel-size", type=int, required=True)
-    parser.add_argument("--nnodes", type=int, default=1)
+    for name in ("--pipeline-parallel-size", "--data-parallel-size", "--api-server-count",
+                 "--nnodes"):  # fmt: skip
+        parser.add_argument(name, type=int, default=1)
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     parser.add_argument("--kv-transfer-config", type=json.loads)
     return parser

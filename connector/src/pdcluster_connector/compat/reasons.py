@@ -19,7 +19,6 @@ class Reason(StrEnum):
     LAYER_MISMATCH = "LayerMismatch"
     LAYOUT_UNSUPPORTED = "LayoutUnsupported"
     BLOCK_INTERIOR_OPAQUE = "BlockInteriorOpaque"
-    BLOCK_SIZE_MISMATCH = "BlockSizeMismatch"
     PREFIX_CACHING_HETEROGENEOUS_BLOCKS = "PrefixCachingHeterogeneousBlocks"
     CONTEXT_PARALLEL_UNSUPPORTED = "ContextParallelUnsupported"
     MEMORY_TYPE_UNSUPPORTED = "MemoryTypeUnsupported"

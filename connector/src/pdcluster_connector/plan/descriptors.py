@@ -107,12 +107,11 @@ class Runs:
         return Runs(prefill[first], decode[first], np.add.reduceat(length, first))
 
 
-def stride_classes(assignments: Sequence[Assignment], unit: int | None) -> dict[ClassKey, Runs]:
+def stride_classes(assignments: Sequence[Assignment]) -> dict[ClassKey, Runs]:
     """Cut assignments into runs, by stride class. Layers of equal geometry are cut together.
 
     Args:
         assignments: all from one prefill shard; the regions passed :func:`check_region`.
-        unit: tokens in a descriptor; None for the most that both block sizes allow.
 
     Raises:
         PlanError: the two sides' bytes do not correspond.
@@ -124,7 +123,7 @@ def stride_classes(assignments: Sequence[Assignment], unit: int | None) -> dict[
     found: dict[ClassKey, list[Runs]] = {}
     for items in alike.values():
         first = items[0]
-        tokens = _unit(first.prefill, first.decode, unit)
+        tokens = _unit(first.prefill, first.decode)
         length, prefill_offsets, decode_offsets = _runs(first, tokens)
         prefill_bases = np.array([item.prefill.base for item in items], np.int64)
         decode_bases = np.array([item.decode.base for item in items], np.int64)
@@ -142,9 +141,12 @@ def _geometry(region: Region) -> Region:
     return replace(region, layer="", part="", base=0)
 
 
-def _unit(prefill: Region, decode: Region, wanted: int | None) -> int:
-    """Return the tokens of one descriptor after checking that both sides' bytes correspond."""
-    sizes = f"(prefill {prefill.block_tokens}, decode {decode.block_tokens} tokens)"
+def _unit(prefill: Region, decode: Region) -> int:
+    """Return the tokens of one descriptor, the most that both block sizes allow.
+
+    Raises:
+        PlanError: the two sides' bytes do not correspond.
+    """
     if prefill.token_bytes != decode.token_bytes:
         message = f"layer {prefill.layer} has {prefill.token_bytes} bytes a token and head on "
         message += f"prefill and {decode.token_bytes} on decode"
@@ -152,15 +154,12 @@ def _unit(prefill: Region, decode: Region, wanted: int | None) -> int:
     if (prefill.token_stride is None) != (decode.token_stride is None):
         message = f"layer {prefill.layer}: a block's inside is packed on one side only"
         raise PlanError(Reason.BLOCK_INTERIOR_OPAQUE, message)
-    largest = math.gcd(prefill.block_tokens, decode.block_tokens)
-    unit = largest if wanted is None else wanted
-    if unit < 1 or largest % unit:
-        message = f"descriptors of {unit} tokens do not fit the blocks {sizes}"
-        raise PlanError(Reason.BLOCK_SIZE_MISMATCH, message)
+    unit = math.gcd(prefill.block_tokens, decode.block_tokens)
     whole = unit == prefill.block_tokens == decode.block_tokens
     if prefill.token_stride is None and not whole:
         message = f"layer {prefill.layer}: a block cannot be cut by token, and block sizes differ "
-        raise PlanError(Reason.BLOCK_INTERIOR_OPAQUE, message + sizes)
+        message += f"(prefill {prefill.block_tokens}, decode {decode.block_tokens} tokens)"
+        raise PlanError(Reason.BLOCK_INTERIOR_OPAQUE, message)
     return unit
 
 
