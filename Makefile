@@ -46,6 +46,7 @@ cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with 
 
 soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of the others (as root)
 	$(PY) -m pytest connector/tests e2e operator/tests charts -m soak --durations=10
+	PDCLUSTER_EXAMPLES=soak $(PY) -m pytest operator/tests/plan/test_op_properties.py
 
 fast: ## the tests that take seconds
 	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)" -q

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from itertools import chain, combinations
@@ -13,7 +14,8 @@ from hypothesis import settings
 
 # Time limits on single examples fail on a busy machine and say nothing about the code.
 settings.register_profile("pdcluster", deadline=None)
-settings.load_profile("pdcluster")
+settings.register_profile("soak", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("PDCLUSTER_EXAMPLES", "pdcluster"))
 
 FILES_MARKS = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
 
