@@ -221,9 +221,8 @@ async def test_a_changed_spec_reaches_the_processes(tmp_path: Path, change: str)
         key = cluster.apply(manifest)
         await until_ready(cluster, key)
         if change == "env":
-            manifest["spec"]["decode"]["engine"] = {
-                "env": [{"name": "NEW", "value": f"in-{tmp_path}"}]
-            }
+            new = {"name": "NEW", "value": f"in-{tmp_path}"}
+            manifest["spec"]["decode"]["engine"] = {"env": [new]}
         else:
             manifest["spec"]["decode"]["replicas"] = 2
         cluster.apply(manifest)
