@@ -172,9 +172,8 @@ def test_plans_of_random_engines_whose_memory_is_sliced(number: int) -> None:
     case = build(Choices(f"slices {number}").pick, menu)
     engine = Modelled(case.model, case.prefill, 0)
     span = engine.address, engine.address + engine.memory.size
-    for shard in engine.shards:
-        if not shard.regions:
-            continue
+    shards = [shard for shard in engine.shards if shard.regions]
+    for shard in (*shards[:3], shards[-1]):
         limit = 3 * max(region.block_stride for region in shard.regions)
         slices = sliced(span, shard.regions, limit)
         own = Shard(shard.rank, shard.regions)

@@ -22,6 +22,8 @@ from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Role, Switch, Visibility
 
+EXAMPLES = settings().max_examples // 2  # each is several plans; `make soak` asks for more
+
 LABEL = re.compile(r"[a-z0-9A-Z]([-._a-z0-9A-Z]*[a-z0-9A-Z])?")
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
@@ -54,7 +56,7 @@ def fields_of(schema):
         yield from fields_of(part.get("items", {}))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_planning_its_own_result_gives_no_step(cluster):
     world = SimulatedCluster(cluster)
@@ -75,7 +77,7 @@ def test_planning_its_own_result_gives_no_step(cluster):
     assert world.condition("Ready")["status"] == ("True" if wanted else "False")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_names_are_unique_legal_and_short_enough(cluster):
     plan = SimulatedCluster(cluster).plan()
@@ -94,7 +96,7 @@ def test_names_are_unique_legal_and_short_enough(cluster):
         assert len(f"{child['metadata']['name']}-{child['spec']['replicas'] - 1}") <= 63
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_ports_and_volumes_of_a_pod_do_not_collide(cluster):
     for _, template in pod_templates(SimulatedCluster(cluster).plan()):
@@ -113,7 +115,7 @@ def test_ports_and_volumes_of_a_pod_do_not_collide(cluster):
             assert len(set(names)) == len(names)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_selectors_find_exactly_their_pods(cluster):
     plan = SimulatedCluster(cluster).plan()
@@ -125,7 +127,7 @@ def test_selectors_find_exactly_their_pods(cluster):
             assert (selector.items() <= labels.items()) == (other is child)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_the_command_line_says_what_the_spec_says(cluster):
     parsed, findings = check_manifest(cluster)
@@ -164,7 +166,7 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         assert known.kv_transfer_config["kv_load_failure_policy"] in ("fail", "recompute")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_the_launcher_reads_the_same_from_it(cluster):
     parsed, _ = check_manifest(cluster)
@@ -184,7 +186,7 @@ def test_the_launcher_reads_the_same_from_it(cluster):
         assert launcher.drain_seconds >= parsed.spec.transfer.lease_seconds
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_replicas_and_router_do_not_restart_engines(cluster):
     def revisions(manifest):
