@@ -40,10 +40,14 @@ def manifest(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def idle(container: str = "engine") -> dict[str, Any]:
-    """A pod template that serves nothing: for tests of what stands, not of what it does."""
-    script = "trap 'exit 0' TERM; sleep 3600 & wait"
-    command = ["/bin/sh", "-c", script]
-    return {"spec": {"containers": [{"name": container, "command": command, "args": []}]}}
+    """A pod template that serves nothing: for tests of what stands, not of what it does.
+
+    It ends at a SIGTERM from its first instruction on: the kernel drops one that process 1 does
+    not handle, but here process 1 is the pause process.
+    """
+    command = ["/bin/sleep", "3600"]
+    containers = [{"name": container, "command": command, "args": []}]
+    return {"spec": {"shareProcessNamespace": True, "containers": containers}}
 
 
 class ClusterRun:
