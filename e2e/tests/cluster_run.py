@@ -40,17 +40,6 @@ def manifest(name: str, **changes: Any) -> dict[str, Any]:
     return {**document, "metadata": {"name": name}}
 
 
-def idle(container: str = "engine") -> dict[str, Any]:
-    """A pod template that serves nothing: for tests of what stands, not of what it does.
-
-    It ends at a SIGTERM from its first instruction on: the kernel drops one that process 1 does
-    not handle, but here process 1 is the pause process.
-    """
-    command = ["/bin/sleep", "3600"]
-    containers = [{"name": container, "command": command, "args": []}]
-    return {"spec": {"shareProcessNamespace": True, "containers": containers}}
-
-
 def broken_under_load(run: ClusterRun, pod: str, seed: int, *words: str) -> None:
     """Delete a pod under load: Ready is False within 5 s, and no token is made up."""
     with Load(run, lambda number: text(100, seed + number)) as load:

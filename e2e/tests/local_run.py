@@ -68,6 +68,17 @@ def appended(*words: str) -> dict[str, Any]:
     }
 
 
+def idle(container: str = "engine") -> dict[str, Any]:
+    """A pod template that serves nothing: for tests of what stands, not of what it does.
+
+    It ends at a SIGTERM from its first instruction on: the kernel drops one that process 1 does
+    not handle, but here process 1 is the pause process.
+    """
+    command = ["/bin/sleep", "3600"]
+    containers = [{"name": container, "command": command, "args": []}]
+    return {"spec": {"shareProcessNamespace": True, "containers": containers}}
+
+
 def mounted(model: Path) -> dict[str, Any]:
     """A pod template that mounts another model, past every admission rule."""
     return {"spec": {"volumes": [{"name": "model", "hostPath": {"path": str(model)}}]}}

@@ -9,7 +9,8 @@ import time
 import pytest
 from cluster_access import Proxy
 from cluster_install import Installation
-from cluster_run import ClusterRun, idle, manifest, running
+from cluster_run import ClusterRun, manifest, running
+from local_run import idle
 
 from cluster.session import Cluster
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from local_run import BLOCK_TOKENS, EXAMPLE, KV_BYTES_PER_TOKEN, START_SECONDS, manifest
+from local_run import BLOCK_TOKENS, EXAMPLE, KV_BYTES_PER_TOKEN, START_SECONDS, idle, manifest
 
 from models.tiny import model_path
 
@@ -94,7 +94,7 @@ def test_an_engine_that_cannot_load_says_why(tmp_path: Path) -> None:
     weights = next(folder.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:100])
     file = tmp_path / "prefill-alone.yaml"
-    file.write_text(yaml.safe_dump(manifest(decode={"replicas": 0})))
+    file.write_text(yaml.safe_dump(manifest(decode={"podTemplate": idle()})))
     code, printed = once(folder, file)
     assert code == 3, printed
     last = printed.strip().splitlines()[-1]
