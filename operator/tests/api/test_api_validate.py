@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdcluster_operator.api.rules.extra_args import TYPED_FLAGS
 from pdcluster_operator.api.rules.validate import check_manifest
 
 
@@ -239,6 +240,12 @@ def test_a_beginning_of_a_flag_that_rules_read_is_refused(words):
     found = error("spec.decode.engine.extraArgs[0]", decode={"engine": {"extraArgs": words}})
     assert found.rule == "UnreadableFlag"
     assert "abbreviates" in found.message
+
+
+@pytest.mark.parametrize("name", sorted(TYPED_FLAGS))
+def test_a_beginning_of_a_flag_that_a_field_sets_is_refused(name):
+    found = error("spec.engine.extraArgs[0]", engine={"extraArgs": [name[:-1], "7"]})
+    assert found.rule == "UnreadableFlag"
 
 
 def test_prefix_caching_cannot_come_back_in_short_beside_different_block_sizes():

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 import pdcluster_connector
+from pdcluster_operator.api.rules.extra_args import CHECKED_FLAGS
 from pdcluster_operator.api.spec.arguments import OWNED_FLAGS, SHORT_NAMES
-from pdcluster_operator.api.spec.shape import READ_FLAGS
 
 HERE = Path(__file__).parent
 CHILD = """
@@ -114,6 +114,6 @@ def test_our_picture_of_vllms_flags_is_true(vllm):
     assert known_shorts <= set(SHORT_NAMES), "a short name that could carry an owned flag"
     # An abbreviation is refused; no whole flag of vLLM may be taken for one.
     for flag in flags:
-        checked = READ_FLAGS.union(OWNED_FLAGS)
+        checked = CHECKED_FLAGS.union(OWNED_FLAGS)
         whole = flag in checked or not any(name.startswith(flag) for name in checked)
         assert whole or not flag.startswith("--"), flag

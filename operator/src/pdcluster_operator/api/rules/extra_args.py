@@ -26,6 +26,7 @@ TYPED_FLAGS = {
     "--max-model-len": ("max_model_len", "maxModelLen"),
     "--attention-backend": ("attention_backend", "attentionBackend"),
 }
+CHECKED_FLAGS = READ_FLAGS | TYPED_FLAGS.keys()
 
 
 def engine_places(cluster: Cluster) -> Iterator[tuple[str, EngineOverride]]:
@@ -103,8 +104,8 @@ def _owned(path: str, flag: Flag) -> Iterator[FieldError]:
 
 def _abbreviated(path: str, flag: Flag) -> Iterator[FieldError]:
     """Yield an abbreviated flag that rules read: argparse accepts it, but no rule sees it."""
-    meant = sorted(name for name in READ_FLAGS if name.startswith(flag.head))
-    whole = flag.head in READ_FLAGS or not re.match("--.", flag.head)
+    meant = sorted(name for name in CHECKED_FLAGS if name.startswith(flag.head))
+    whole = flag.head in CHECKED_FLAGS or not re.match("--.", flag.head)
     if meant and not whole:
         yield FieldError(
             path,
