@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType
-from pdcluster_operator.plan.status.failure import with_failure
+from pdcluster_operator.plan.status.failed_step import with_failure
 
 NOW = 1_800_000_000.0
 

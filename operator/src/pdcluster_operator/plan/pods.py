@@ -1,4 +1,7 @@
-"""What the status of a pod says. A status of any shape can be read."""
+"""What the status of a pod says: why it does not run, such as an image that cannot be pulled.
+
+A status of any shape can be read.
+"""
 
 from __future__ import annotations
 

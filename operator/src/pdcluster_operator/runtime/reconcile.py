@@ -16,7 +16,7 @@ from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.model import Apply, Observed, Plan, Step, WriteTicketKey
 from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.status.failure import with_failure
+from pdcluster_operator.plan.status.failed_step import with_failure
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink
