@@ -213,7 +213,7 @@ class LinkTable:
 
 
 def _waits_for(silent: list[Worker], unheard: list[Worker], pending: list[LinkReport]) -> str:
-    """Say what a link waits for: workers that report no more, a first report, or a handshake."""
+    """Say what a link waits for: workers that stopped reporting, a first report, or a handshake."""
     if silent:
         return f"no report in the last {REPORT_LIFETIME:.0f} s from {_named(silent)}"
     if unheard:

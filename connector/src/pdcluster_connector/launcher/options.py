@@ -38,8 +38,8 @@ signals:
   SIGTERM or SIGINT drains the engine, then stops it; a second one kills it at once.
 
 exit code:
-  the engine's own; 128 + n when signal n ended it; 1 when it ended with 0 although nobody
-  told it to; 2 for a wrong command line; 78 when a check before the start failed. The
+  the engine's own; 128 + n when signal n ended it; 1 when it ended with 0 and nobody had
+  told it to end; 2 for a wrong command line; 78 when a check before the start failed. The
   reason is on stderr and in --termination-log.
 
 environment:

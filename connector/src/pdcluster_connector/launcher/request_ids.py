@@ -38,7 +38,10 @@ class PlainRequestIds:
 
 
 def plain(request_id: bytes) -> bytes:
-    """Return only the unique part of an id that holds addresses; the same in every engine."""
+    """Return the id; if it holds addresses, only its unique part.
+
+    Every engine makes the same part of the same id.
+    """
     if not any(mark in request_id for mark in _MARKS):
         return request_id
     unique = _UNIQUE.search(request_id)

@@ -224,6 +224,6 @@ class ControlAgent:
 
 
 def _same_place(one: PeerEntry, other: PeerEntry, data_rank: int) -> bool:
-    """Tell whether a rank's address and its engine's data-parallel size are the same."""
+    """Tell whether two entries give a rank the same address, and its engine the same size."""
     sizes = one.data_parallel_size, other.data_parallel_size
     return sizes[0] == sizes[1] and one.address(data_rank) == other.address(data_rank)

@@ -39,9 +39,9 @@ class NixlError(Exception):
     """A NIXL call failed.
 
     Attributes:
-        kind: what the failure tells.
-        flying: whether bytes may still be written because of this transfer. False when it
-            was refused before it was posted, or when the transport itself ended it.
+        kind: what failed, as far as NIXL tells.
+        flying: whether this transfer may still write bytes. False if it was refused before it
+            was posted, or if the transport itself ended it.
     """
 
     def __init__(self, kind: NixlErrorKind, message: str, *, flying: bool = False) -> None:

@@ -49,7 +49,7 @@ class ServingAgent:
     def metadata(
         self, engine_id: str, rank: tuple[int, int], regions: Sequence[Region]
     ) -> ShardMetadata:
-        """Fill the probe buffer for ``engine_id`` and return what peers need to read here."""
+        """Fill the probe buffer for ``engine_id``. Return what peers need for reads from here."""
         self._probe[:] = pattern(engine_id, rank, self._probe.nbytes)
         return ShardMetadata(
             engine_id=engine_id,

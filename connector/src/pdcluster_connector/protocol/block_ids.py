@@ -37,7 +37,7 @@ class BlockIds(Sequence[int]):
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"block ids that are no numbers of 32 bits: {error}") from error
         if self._ids.ndim != 1 or (self._ids.size and int(self._ids.min()) < LOWEST):
-            raise ValueError(f"block ids that are no list of numbers from {LOWEST} on")
+            raise ValueError(f"the block ids are not a list of whole numbers of at least {LOWEST}")
         self._ids.setflags(write=False)
 
     def packed(self) -> bytes:

@@ -21,7 +21,7 @@ class LoopThread:
         self._stopped = False
 
     def start(self) -> None:
-        """Start the thread; callbacks given before run first."""
+        """Start the thread. It first runs the callbacks that :meth:`call` got before the start."""
         self._thread.start()
 
     @property

@@ -28,7 +28,7 @@ class PairView:
     Attributes:
         state: Waiting while one of the engines is known not to be ready, Unknown where the
             decode engine's launcher does not answer.
-        canary: of these incarnations of both engines, since the link was established.
+        canary: the last one between these incarnations, since the link was established.
     """
 
     prefill: EngineView

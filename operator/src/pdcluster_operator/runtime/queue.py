@@ -74,7 +74,7 @@ class KeyedQueue:
         self._tasks: list[asyncio.Task[None]] = []
 
     def add(self, key: Key) -> None:
-        """Have ``key`` worked on as soon as a worker is free."""
+        """Queue ``key``. A worker takes it as soon as one is free."""
         if self._stopping:
             return
         if key in self._running:
@@ -84,7 +84,7 @@ class KeyedQueue:
         self._wake.set()
 
     def add_after(self, key: Key, seconds: float) -> None:
-        """Have ``key`` worked on in ``seconds``, unless it is due earlier already."""
+        """Queue ``key`` in ``seconds``, unless it is due earlier already."""
         if self._stopping:
             return
         loop = asyncio.get_running_loop()

@@ -49,7 +49,7 @@ def _selector(path: str, selector: LabelSelector) -> Iterator[FieldError]:
                 ", ".join(wanted.values),
                 Rule.PEER_UNUSABLE,
                 f"operator {wanted.operator} {needs}",
-                "Write In or NotIn with values, Exists or DoesNotExist without.",
+                "Write In or NotIn with values, or Exists or DoesNotExist without values.",
             )
 
 

@@ -75,7 +75,7 @@ def _conditions() -> dict[str, Any]:
                     "type": "integer",
                     "format": "int64",
                     "minimum": 0,
-                    "description": "observedGeneration is the spec's generation that it describes.",
+                    "description": "observedGeneration is the generation of the judged spec.",
                 },
                 "lastTransitionTime": _time("lastTransitionTime is when status last flipped."),
             },
@@ -105,7 +105,7 @@ def _engines() -> dict[str, Any]:
                     "enum": ["prefill", "decode"],
                     "description": "role says what the engine does.",
                 },
-                "state": _text("state is Ready, Unknown, or why it is not ready.", 64),
+                "state": _text("state is Ready, Unknown, or the reason why it is not ready.", 64),
                 "engineId": _text("engineId names the running incarnation.", 512),
                 "message": _text("message explains the state.", 1024),
             },
@@ -131,7 +131,7 @@ def _failed_links() -> dict[str, Any]:
                 "prefill": _text("prefill is the prefill engine.", 63),
                 "decode": _text("decode is the decode engine.", 63),
                 "reason": _text("reason says why, in one CamelCase word.", 256),
-                "message": _text("message is why, with both engines' values.", 1024),
+                "message": _text("message says why, with the values of both engines.", 1024),
                 "lastTransitionTime": _time(
                     "lastTransitionTime is when the link began to fail for this reason."
                 ),

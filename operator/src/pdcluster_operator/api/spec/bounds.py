@@ -20,7 +20,9 @@ RELATIVE = Text(
 )
 ABSOLUTE = Text(1024, pattern=rf"^(/{_PART}?)+$", says="an absolute path, without '..' in it")
 # Words of a command line. One that begins with a hyphen would be read as a flag.
-WORD = Text(200, pattern=r"^[^-\s]\S*$", says="a word without spaces that begins with no hyphen")
+WORD = Text(
+    200, pattern=r"^[^-\s]\S*$", says="a word without spaces; it may not begin with a hyphen"
+)
 EXTENDED_RESOURCE = Text(
     253,
     pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$",

@@ -26,7 +26,7 @@ class ParseResult:
 
 
 def parse_cluster(manifest: object) -> ParseResult:
-    """Parse a whole manifest, total for any JSON value.
+    """Parse a whole manifest. It may be any JSON value: what is wrong becomes an error.
 
     Unknown fields are errors in ``spec``; ``metadata`` and ``status`` belong to Kubernetes.
     """

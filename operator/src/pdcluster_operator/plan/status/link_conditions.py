@@ -82,7 +82,10 @@ def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
 
 
 def _undecided(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict | None:
-    """Return the verdict of a pair that is not established; one that is silent comes first."""
+    """Return the verdict of a pair of which nothing is decided; None if there is no such pair.
+
+    A pair whose decode launcher does not answer comes before one that waits.
+    """
     silent = next((pair for pair in pairs if pair.state is PairState.UNKNOWN), None)
     if silent is not None:
         return unknown(silent.reason, silent.message)
