@@ -14,7 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pdcluster_connector.launcher import canary
-from pdcluster_connector.launcher.canary import CanarySchedule, keep_running, run, run_ranks
+from pdcluster_connector.launcher.canary import keep_running, run, run_ranks
+from pdcluster_connector.launcher.canary_schedule import CanarySchedule
 from pdcluster_connector.launcher.engine_api import DATA_RANK_HEADER, MAX_ANSWER, EngineApi
 from pdcluster_connector.launcher.link_table import CanaryResult, LinkTable
 from pdcluster_connector.protocol.link_documents import (

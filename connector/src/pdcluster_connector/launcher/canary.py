@@ -12,24 +12,22 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 
+from pdcluster_connector.launcher.canary_schedule import CanarySchedule
 from pdcluster_connector.launcher.engine_api import ApiError, ApiUnreachableError, EngineApi
-from pdcluster_connector.launcher.link_table import CanaryResult, LinkRow, LinkTable
+from pdcluster_connector.launcher.link_table import CanaryResult, LinkTable
 from pdcluster_connector.protocol.engine_id import id_of_rank
 from pdcluster_connector.protocol.kv_path import KEY_PARAMETER
-from pdcluster_connector.protocol.link_documents import LinkState
 
 TIMEOUT_SECONDS: Final = 120.0
 _BLOCKS: Final = 3
 _LOOK_EVERY: Final = 0.5
-_FIRST_RETRY: Final = 2.0
-_LAST_RETRY: Final = 60.0
 
 
 def prompt(block_tokens: int, vocabulary: int, limit: int | None) -> list[int]:
@@ -154,53 +152,6 @@ def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> Cana
 
 def _failed(message: str) -> CanaryResult:
     return CanaryResult("Failed", message=message)
-
-
-class CanarySchedule:
-    """Which links are due for a canary.
-
-    A new link is due at once. A link that passed is due again after an interval, and one that
-    failed after growing pauses. A link that was lost and is established again counts as new. Times
-    are seconds of a monotonic clock.
-    """
-
-    def __init__(self) -> None:
-        self._next: dict[str, float] = {}
-        self._pause: dict[str, float] = {}
-        self._last: dict[str, tuple[tuple[int, ...], float]] = {}
-
-    def due(self, rows: Sequence[LinkRow], now: float) -> LinkRow | None:
-        """Choose the established link that has waited longest, if any is due."""
-        known = {row.engine_id for row in rows}
-        self._next = {key: at for key, at in self._next.items() if key in known}
-        self._pause = {key: pause for key, pause in self._pause.items() if key in known}
-        self._last = {key: last for key, last in self._last.items() if key in known}
-        waiting = [
-            (self._at(row), row)
-            for row in rows
-            if row.state is LinkState.ESTABLISHED and row.peer.api.startswith("http://")
-        ]
-        at, row = min(waiting, key=lambda item: item[0], default=(0.0, None))
-        return row if at <= now else None
-
-    def _at(self, row: LinkRow) -> float:
-        planned = self._next.get(row.engine_id, 0.0)
-        establishment, ran = self._last.get(row.engine_id, (row.establishment, 0.0))
-        # Wait for the first pause in any case. If the canary itself breaks the link, canaries would
-        # otherwise follow one another without a pause.
-        return planned if establishment == row.establishment else min(planned, ran + _FIRST_RETRY)
-
-    def ran(self, row: LinkRow, result: CanaryResult, interval: float, now: float) -> None:
-        """Plan this link's next canary; ``interval`` 0 means no other after a pass."""
-        engine_id = row.engine_id
-        self._last[engine_id] = row.establishment, now
-        if result.state == "Passed":
-            self._pause.pop(engine_id, None)
-            self._next[engine_id] = now + interval if interval > 0 else float("inf")
-            return
-        pause = self._pause.get(engine_id, _FIRST_RETRY)
-        self._next[engine_id] = now + pause
-        self._pause[engine_id] = min(2 * pause, _LAST_RETRY)
 
 
 async def keep_running(
