@@ -34,6 +34,7 @@ from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, Rece
 
 Rank = tuple[int, int]
 SECONDS = 60.0
+SLOT, TOKEN = 3, 2**63 + 1  # of the request's lease word
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class PrefillRank:
         self.memory[:] = bytes_for(engine.memory)
         ranges = [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)]
         self.agent = ServingAgent(lambda: NixlAgent(f"{engine_id}/{rank}"), ranges)
+        self.agent.lease_words.write({SLOT: TOKEN})
         (shard,) = [shard for shard in engine.shards if shard.rank == rank]
         self.metadata = self.agent.metadata(engine_id, rank, shard.regions)
 
@@ -152,6 +154,7 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
             start=case.start,
             stop=case.stop,
             deadline=time.monotonic() + SECONDS,
+            claimed=True,
         )
         receiver.receive([request])
         while not (results := receiver.results()).finished:

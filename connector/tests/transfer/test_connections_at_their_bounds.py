@@ -67,10 +67,10 @@ class Bench:
         return self.connections
 
     def _behave(self, transfer: Transfer) -> Behaviour:
-        """Warm-ups are well; what comes after them from an engine of ``hanging`` hangs."""
+        """From an engine of ``hanging``, KV hangs; warm-ups and lease words are well."""
         engine_id = transfer.peer.partition("-")[0]
-        warm_up = len(transfer.copies) == 1 and transfer.nbytes == 4096
-        return Behaviour(hang=engine_id in self.hanging and not warm_up)
+        small = len(transfer.copies) == 1 and transfer.nbytes in (8, 4096)
+        return Behaviour(hang=engine_id in self.hanging and not small)
 
     def prefill(self, engine_id: str) -> Prefill:
         made = Prefill(self.fabric, engine_id, **CACHE)
@@ -84,7 +84,7 @@ class Bench:
         ticket = prefill.ticket(self.sent, [self.sent], 4)
         groups = [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])]
         blocks = EngineBlocks(groups, [GroupBlocks([31 - self.sent])])
-        request = ReceiveRequest(request_id, ticket, blocks, 0, 4, self.now + LEASE)
+        request = ReceiveRequest(request_id, ticket, blocks, 0, 4, self.now + LEASE, True)
         self.receives.receive([request])
         self.turns()
         return request_id

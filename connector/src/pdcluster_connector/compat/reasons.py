@@ -36,6 +36,8 @@ class Reason(StrEnum):
     TRANSFER_STALLED = "TransferStalled"
     PEER_RESTARTED = "PeerRestarted"
     LEASE_EXPIRED = "LeaseExpired"
+    LEASE_LOST = "LeaseLost"
+    LEASE_CLAIMED = "LeaseClaimed"
     TICKET_INVALID = "TicketInvalid"
     COVERAGE_INCOMPLETE = "CoverageIncomplete"
     CANARY_FAILED = "CanaryFailed"

@@ -31,7 +31,7 @@ from pdcluster_connector.protocol.messages import (
 )
 from pdcluster_connector.protocol.refusal import refusal_of
 from pdcluster_connector.sidechannel.http_guard import ConnectionGuard
-from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox
+from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class SideChannelServer:
         shape: this engine's shape, all fields known.
         shards: metadata of every rank; empty until :meth:`set_shards`, handshakes are then
             answered with 503, which peers retry.
-        leases: where releases and renewals go; None refuses them (a decode engine).
+        leases: what answers releases and renewals; None refuses them (a decode engine).
         allow_insecure: listen on an address that is not loopback, without TLS.
         lease_seconds: how long this engine holds blocks for a peer.
         versions: named versions to tell peers, for people to read.
@@ -74,7 +74,7 @@ class SideChannelServer:
         shape: EngineShape,
         *,
         shards: Sequence[ShardMetadata] = (),
-        leases: LeaseInbox | None = None,
+        leases: LeaseDesk | None = None,
         allow_insecure: bool = False,
         role: str = "prefill",
         lease_seconds: float = 60.0,
@@ -217,10 +217,8 @@ class SideChannelServer:
             return _msgpack(messages.encode(refusal), status=409)
         if self._leases is None:
             return web.Response(status=404, text="this engine grants no leases")
-        if not self._leases.put(asked):
-            return web.Response(status=503, text="too many lease messages wait")
         self.counts["lease_messages"] += 1
-        return web.Response(status=204)
+        return _msgpack(messages.encode(self._leases.answer(asked)))
 
     def _malformed(self, why: Malformed) -> web.Response:
         self.counts["malformed"] += 1
@@ -239,16 +237,6 @@ class SideChannelServer:
                 " ranges overlap",
                 ours,
                 theirs,
-            )
-        if newest < messages.PROTOCOL_OF_RUNS:
-            # It could read the memory where there are no slices, but no ticket of ours.
-            return Refusal(
-                Reason.PROTOCOL_VERSION_MISMATCH.value,
-                "prefill's tickets list blocks as runs and its memory may lie in slices, which "
-                f"decode's connector of protocol {newest} does not know; give decode the "
-                "connector that prefill has",
-                str(messages.PROTOCOL_OF_RUNS),
-                str(newest),
             )
         return refusal_of(rules.check(self._shape, to_shape(asked.shape)))
 

@@ -48,6 +48,7 @@ class Connections:
 
     Attributes:
         by_engine: every connection, whatever its state, by the peer's engine id.
+        scratch: memory that probes and lease words are read into.
         runs: warm-ups, probes and checks that have to be polled.
         probes: probes that wait for their turn.
     """
@@ -72,7 +73,7 @@ class Connections:
         self._check_seconds = check_seconds
         self._warmed = warmed
         self._closed = closed
-        self._scratch = Scratch()
+        self.scratch = Scratch()
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
         self._plans: dict[str, PeerPlan] = {}
@@ -85,7 +86,7 @@ class Connections:
     def agent(self) -> ReadingAgent:
         """Return the reading agent; made when there is none. Raises NixlError."""
         if self._agent is None:
-            self._agent = ReadingAgent(self._port_factory, self._memory, self._scratch)
+            self._agent = ReadingAgent(self._port_factory, self._memory, self.scratch)
         return self._agent
 
     @property
@@ -232,7 +233,7 @@ class Connections:
         run = ProbeRun(
             self.agent,
             connection,
-            self._scratch,
+            self.scratch,
             size=size,
             seconds=self._check_seconds if check else self._probe_seconds,
             clock=self._clock,
@@ -295,7 +296,7 @@ class Connections:
                 run.report(failure if final else None)  # nothing is known; the next one will tell
             run.reported = True  # a cut warm-up starts anew with its connection
         self._probing = None
-        self._scratch.reset()
+        self.scratch.reset()
         if final:
             while self.probes:
                 metadata, future = self.probes.popleft()

@@ -16,6 +16,7 @@ from typing import Any, Final
 from vllm.v1.request import Request
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import has_key, without_names
 from pdcluster_connector.protocol.messages import Malformed
 from pdcluster_connector.protocol.ticket import Ticket, ticket_of
@@ -125,7 +126,7 @@ class DecodeRole:
         incoming = self._requests.get(request.request_id)
         if incoming is None or incoming.ticket is None or incoming.stage is not Stage.WAITING:
             return 0, False
-        if incoming.reason:
+        if incoming.reason or self._tickets.objection(incoming.ticket):
             return 0, False
         count = min(incoming.ticket.tokens, request.num_tokens) - computed
         return (count, True) if count > 0 else (0, False)
@@ -149,10 +150,8 @@ class DecodeRole:
             self._park(request, incoming, incoming.ticket, blocks, external_tokens)
             return
         if incoming.stage is Stage.WAITING:
-            incoming.reason = incoming.reason or (
-                PREFIX_READING_OFF if request.skip_reading_prefix_cache else PREFIX_HIT
-            )
-            self._settle(incoming)
+            self._explain(request, incoming)
+            self._settle(request.request_id, incoming)
         if not incoming.counted and incoming.outcome == "local":
             incoming.counted = True
             self._stats.decoded_without_transfer(incoming.reason)
@@ -174,7 +173,7 @@ class DecodeRole:
         )
         incoming.blocks = sum(block > 0 for group in held for block in group.blocks)
         incoming.stage = Stage.PARKED
-        self._tickets.renew(ticket)
+        seconds, claimed = self._tickets.park(ticket, request.request_id)
         self._orders.append(
             ReceiveOrder(
                 request_id=request.request_id,
@@ -182,9 +181,26 @@ class DecodeRole:
                 blocks=held,
                 start=incoming.start,
                 stop=incoming.stop,
-                seconds=self._tickets.lease_seconds(ticket),
+                seconds=seconds,
+                claimed=claimed,
             )
         )
+
+    def _explain(self, request: Request, incoming: Incoming) -> None:
+        """Say why a request whose ticket was good is computed here."""
+        if incoming.reason or incoming.ticket is None:
+            return
+        objection = self._tickets.objection(incoming.ticket)
+        if objection is not None:
+            incoming.reason, incoming.message = objection.reason.value, objection.message
+        elif request.skip_reading_prefix_cache:
+            incoming.reason = PREFIX_READING_OFF
+        else:
+            incoming.reason = PREFIX_HIT
+
+    def hear(self) -> tuple[dict[str, float], dict[str, Failure]]:
+        """Return parked requests whose lease was renewed (seconds left), or lost (why)."""
+        return self._tickets.take_news()
 
     def take_orders(self) -> tuple[list[ReceiveOrder], list[str]]:
         """(receives to start, parked requests that were aborted); each is given out once."""
@@ -215,7 +231,7 @@ class DecodeRole:
             if incoming.receipt is not None and incoming.receipt.reason:
                 incoming.reason = incoming.receipt.reason
                 incoming.message = incoming.receipt.message
-            self._settle(incoming)
+            self._settle(request_id, incoming)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return what the client learns about its KV."""
@@ -228,7 +244,7 @@ class DecodeRole:
             self._abandoned.append(request.request_id)
             return None
         if incoming.stage is Stage.WAITING:
-            self._settle(incoming)
+            self._settle(request.request_id, incoming)
         path = self._path(incoming)
         return {"kv_path": path if incoming.named else without_names(path)}
 
@@ -240,7 +256,7 @@ class DecodeRole:
         if incoming.stage is Stage.PARKED:
             self._aborted[request_id] = incoming
         elif incoming.stage is Stage.WAITING:
-            self._settle(incoming)
+            self._settle(request_id, incoming)
 
     def _path(self, incoming: Incoming) -> dict[str, Any]:
         receipt = incoming.receipt or Receipt(0, 0.0)
@@ -270,8 +286,8 @@ class DecodeRole:
             return TICKET_TOO_LONG
         return ""
 
-    def _settle(self, incoming: Incoming) -> None:
+    def _settle(self, request_id: str, incoming: Incoming) -> None:
         """Nothing will be loaded any more."""
         incoming.stage = Stage.SETTLED
         if incoming.ticket is not None:
-            self._tickets.done(incoming.ticket)
+            self._tickets.done(incoming.ticket, request_id)

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-PHASES: Final = ("handshake", "post", "transfer", "total")
+PHASES: Final = ("handshake", "post", "transfer", "fence", "total")
 MAX_SAMPLES: Final = 4096  # for each phase and interval; further ones are dropped
 _COUNTS: Final = ("failures", "decodes_without_transfer", "faults")
 _BUCKETS: Final = (
