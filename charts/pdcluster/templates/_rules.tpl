@@ -23,6 +23,11 @@
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
+# The ticket keys of each PDCluster. Their names are not known beforehand, so that RBAC cannot limit
+# them by name; Secrets are neither listed nor watched.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [get, create, patch]
 # Pods are made by StatefulSets; deleting one restarts its engine.
 - apiGroups: [""]
   resources: [pods]

@@ -152,7 +152,11 @@ def test_a_renewal_and_an_expiry_at_the_same_moment() -> None:
         now[0] = 10.0  # due, and not yet looked at
         said: list[tuple[tuple[str, int], ...]] = []
         request = LeaseRequest(PREFILL, DECODE, renewals=(("r", 1),))
-        asker = threading.Thread(target=lambda: said.append(leases.answer(request).renewed))
+        asker = threading.Thread(
+            target=lambda said=said, leases=leases, request=request: said.append(
+                leases.answer(request).renewed
+            )
+        )
         asker.start()
         expired = leases.take().expired
         asker.join()

@@ -9,6 +9,7 @@ from typing import Any
 from fork_host import Answer, Engine
 
 from loopback import free_port
+from ticket_key import KEY_FILE
 
 _incarnations = itertools.count(1)
 
@@ -17,6 +18,7 @@ def connector_config(role: str, policy: str = "fail", **extra: Any) -> dict[str,
     """A kv-transfer-config as local mode writes it: answers say what the KV path did, and why."""
     extra.setdefault("side_channel_port", free_port())
     extra.setdefault("show_internal_names", True)
+    extra.setdefault("ticket_key_file", KEY_FILE)
     return {
         "kv_connector": "PDClusterConnector",
         "kv_connector_module_path": "pdcluster_connector.vllm.connector",

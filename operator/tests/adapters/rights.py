@@ -21,7 +21,7 @@ WATCHED_RULES = [
     {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
 ]
 CERTIFICATE_RULES = [
-    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "patch"]},
+    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
     {
         "apiGroups": ["admissionregistration.k8s.io"],
         "resources": ["validatingwebhookconfigurations"],

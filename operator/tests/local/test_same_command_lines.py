@@ -19,8 +19,9 @@ from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet.kubelet import Kubelet, PodRun
 from pdcluster_operator.local.kubelet.translate import Substitutions, expand
 from pdcluster_operator.local.names import Names
-from pdcluster_operator.plan.model import Apply, Observed
+from pdcluster_operator.plan.model import Apply, Observed, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.runtime.ticket_keys import with_a_new_key
 
 
 async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> None:
@@ -32,8 +33,11 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
     live = api.apply({**manifest, "metadata": {"name": "tiny", "namespace": "default"}})
     plan = make_plan(Observed(live, (), (), {}, {}, FakeConnector().bundle()), 0.0)
     for step in plan.steps:
-        assert isinstance(step, Apply)
-        api.apply(dict(step.manifest))
+        assert isinstance(step, Apply | WriteTicketKey)
+        if isinstance(step, WriteTicketKey):
+            api.apply(with_a_new_key(step, None))
+        else:
+            api.apply(dict(step.manifest))
     Workloads(api).sync()
     book = AddressBook((), print, first="127.94.0.2")
     for program in ("python3", "vllm-router"):
@@ -87,6 +91,7 @@ def back(words: list[str], run: PodRun, tmp: Path) -> list[str]:
     base = f"{tmp}/run/{run.name}"
     undone = [
         word.replace(f"{base}/volumes/connector", "/pdcluster")
+        .replace(f"{base}/volumes/ticket-key", "/pdcluster-keys")
         .replace(f"{tmp}/model", "/models/model")
         .replace(f"{base}/engine/termination-log", "/dev/termination-log")
         for word in words

@@ -39,5 +39,7 @@ class Reason(StrEnum):
     LEASE_LOST = "LeaseLost"
     LEASE_CLAIMED = "LeaseClaimed"
     TICKET_INVALID = "TicketInvalid"
+    FORGED = "Forged"
+    AUDIENCE_MISMATCH = "AudienceMismatch"
     COVERAGE_INCOMPLETE = "CoverageIncomplete"
     CANARY_FAILED = "CanaryFailed"

@@ -233,8 +233,8 @@ class SideChannelServer:
             theirs = f"{oldest}..{newest}"
             return Refusal(
                 Reason.PROTOCOL_VERSION_MISMATCH.value,
-                f"prefill speaks protocol {ours}, decode {theirs}; run connectors whose"
-                " ranges overlap",
+                f"prefill speaks protocol {ours}, decode {theirs}; give both"
+                " engines the same connector",
                 ours,
                 theirs,
             )

@@ -14,6 +14,7 @@ from typing import Any, Final
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
+from pdcluster_connector.protocol.ticket_keys import MAKE_A_KEY_FILE
 
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
@@ -23,7 +24,6 @@ _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, no
 _NOT_YET: Final = {
     "tls": "the side channel has no TLS in this version; remove the key and keep the side "
     "channel on a loopback address or in a trusted network with allow_insecure",
-    "ticket_key_file": "tickets are not signed in this version; remove the key",
 }
 
 
@@ -40,11 +40,14 @@ class ConnectorOptions:
         side_channel_port: its port; a data-parallel engine adds its rank.
         lease_seconds: how long a prefill engine keeps a finished request's blocks unasked.
         drain_deadline_seconds: how long a failed receive may hold its blocks in quarantine.
-        allow_insecure: permits a side channel without TLS on other than loopback addresses.
+        allow_insecure: permits a side channel without TLS on other than loopback addresses, and
+            tickets without a signature where there is no ticket_key_file.
         backends: NIXL's transport backends.
         num_threads: NIXL's threads that post the reads of a decode engine; 0 for none of its own.
         backend_options: further options of NIXL's backends: (backend, option, value).
         show_internal_names: tell clients the engine ids that their KV moved between.
+        ticket_key_file: file with the keys that sign tickets; empty for none.
+        ticket_audience: which engines may use this engine's tickets; equal on both sides.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -56,6 +59,8 @@ class ConnectorOptions:
     num_threads: int = 4  # as the stock connector
     backend_options: tuple[tuple[str, str, str], ...] = ()
     show_internal_names: bool = False
+    ticket_key_file: str = ""
+    ticket_audience: str = ""
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -88,7 +93,16 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         num_threads=take("num_threads", _threads),
         backend_options=take("backend_options", _backend_options),
         show_internal_names=take("show_internal_names", _flag),
+        ticket_key_file=take("ticket_key_file", _path),
+        ticket_audience=take("ticket_audience", _audience),
     )
+    if "ticket_key_file" not in extra and not options.allow_insecure:
+        problems.append(
+            "ticket_key_file: missing: without a key, decode cannot tell a true ticket from a "
+            f"forged one; make a key with {MAKE_A_KEY_FILE} and name FILE here, the same for the "
+            "prefill and the decode engine (or set allow_insecure: true where every client is "
+            "trusted)"
+        )
     if options.side_channel_port > 65535:
         problems.append(
             f"side_channel_port: {options.side_channel_port} with data-parallel rank "
@@ -170,6 +184,18 @@ def _seconds(value: Any) -> float:
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("is neither true nor false")
+    return value
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value.startswith("/") or len(value) > 4096:
+        raise ValueError("is not the absolute path of a file")
+    return value
+
+
+def _audience(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 512:
+        raise ValueError("is no text of at most 512 characters")
     return value
 
 

@@ -11,21 +11,24 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.protocol.block_ids import BlockIds
-from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params
+from pdcluster_connector.protocol.prompt_digest import PromptDigest
+from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params, passed_on
+from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.prompt import digest_of_prompt
+from pdcluster_connector.vllm.prompt import digest_of_prompt, prompt_reader
 
 logger = logging.getLogger(__name__)
 
+DIGEST_TOKENS_A_STEP = 131_072  # two to three milliseconds
 _HANDED_OFF = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -38,7 +41,8 @@ def is_prefill(request: Request) -> bool:
 class PrefillRole:
     """Not thread-safe: lives on the scheduler's thread.
 
-    ``leases`` is shared with the side channel, where releases and renewals come in.
+    ``leases`` is shared with the side channel, where releases and renewals come in. ``keys`` gives
+    the keys that sign tickets.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class PrefillRole:
         parallel: tuple[int, int],
         stats: StatsCollector,
         leases: LeaseDesk,
+        keys: Callable[[], TicketKeys | None],
     ) -> None:
         self._engine_id = engine_id
         self._options = options
@@ -59,8 +64,10 @@ class PrefillRole:
         self._tensor, self._pipeline = parallel
         self._stats = stats
         self._leases = leases
+        self._keys = keys
         self._owed: set[str] = set()  # finished requests whose blocks vLLM keeps for us
         self._shortened: set[str] = set()
+        self._prompts: dict[str, PromptDigest] = {}  # of requests that compute
 
     @property
     def leases_held(self) -> int:
@@ -87,6 +94,16 @@ class PrefillRole:
         """Arm the lease of a request that starts to compute; again after a preemption."""
         if is_prefill(request):
             self._leases.arm(request.request_id, 1 + secrets.randbelow(2**64 - 1))
+            if request.request_id not in self._prompts:
+                reader = prompt_reader(request, request.num_prompt_tokens)
+                if reader is not None:
+                    self._prompts[request.request_id] = reader
+
+    def read_prompts(self) -> None:
+        """Read on in the prompts that compute, so that a long one does not hold up one step."""
+        left = DIGEST_TOKENS_A_STEP
+        for reader in self._prompts.values():
+            left -= reader.read(left)
 
     def finished(
         self, request: Request, blocks: Sequence[Sequence[int]]
@@ -96,13 +113,13 @@ class PrefillRole:
         whole = self._leaves_last_token and request_id not in self._shortened
         self._shortened.discard(request_id)
         place = self._leases.place(request_id)
-        digest = digest_of_prompt(request, request.num_prompt_tokens)
+        reader = self._prompts.pop(request_id, None)
         handed_off = (
             request.status in _HANDED_OFF
             and request.num_computed_tokens >= request.num_prompt_tokens
             and any(blocks)
         )
-        if place is None or digest is None or whole or not handed_off:
+        if place is None or reader is None or whole or not handed_off:
             self._leases.drop(request_id)
             return False, None
         token, slot = place
@@ -113,7 +130,9 @@ class PrefillRole:
             self._leases.drop(request_id)
             return False, None
         try:
-            params = kv_transfer_params(self._ticket(request, token, slot, digest, blocks))
+            digest = digest_of_prompt(request, request.num_prompt_tokens, reader)
+            ticket = self._ticket(request, token, slot, digest, blocks)
+            params = kv_transfer_params(ticket, self._keys())
         except ValueError as error:
             logger.warning("the KV of %s is not handed over: %s", request_id, error)
             self._stats.fault("finished:TicketTooLong")
@@ -121,9 +140,8 @@ class PrefillRole:
             return False, None
         if not self._leases.grant(request_id):
             return False, None
-        params["lease_seconds"] = self._options.lease_seconds  # advice: how often to renew
         self._owed.add(request_id)
-        return True, params
+        return True, params | passed_on(request.kv_transfer_params)
 
     def _ticket(
         self,
@@ -151,6 +169,8 @@ class PrefillRole:
             tensor=self._tensor,
             pipeline=self._pipeline,
             fence_slot=slot,
+            lease_seconds=self._options.lease_seconds,
+            audience=self._options.ticket_audience,
         )
 
     def forget(self, request_id: str) -> None:
@@ -158,6 +178,7 @@ class PrefillRole:
         self._leases.drop(request_id)
         self._owed.discard(request_id)
         self._shortened.discard(request_id)
+        self._prompts.pop(request_id, None)
 
     def take(self) -> tuple[list[str], dict[int, int]]:
         """(requests that every rank reports as sent now, lease words to write before), once."""

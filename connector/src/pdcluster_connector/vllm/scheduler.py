@@ -28,6 +28,7 @@ from pdcluster_connector.protocol.messages import Malformed, decode_shard
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.decode import DecodeRole
 from pdcluster_connector.vllm.groups import cache_groups
@@ -73,6 +74,12 @@ class SchedulerRole:
         self._lease_client: LeaseClient | None = None
         self.prefill: PrefillRole | None = None
         self.decode: DecodeRole | None = None
+        keys = TicketKeyFile(options.ticket_key_file) if options.ticket_key_file else _no_keys
+        if not options.ticket_key_file:
+            logger.warning(
+                "tickets are not signed: there is no ticket_key_file, and allow_insecure is set. "
+                "Whoever can send a request can make this engine read or serve wrong KV"
+            )
         if transfer.is_kv_producer:
             self._leases = LeaseDesk(options.lease_seconds)
             self.prefill = PrefillRole(
@@ -83,6 +90,7 @@ class SchedulerRole:
                 (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
                 self._stats,
                 self._leases,
+                keys,
             )
         if transfer.is_kv_consumer:
             self._lease_client = LeaseClient(engine_id)
@@ -93,6 +101,8 @@ class SchedulerRole:
                 groups,
                 self._lease_client,
                 self._stats,
+                keys=keys,
+                audience=options.ticket_audience,
                 show_names=options.show_internal_names,
                 key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
             )
@@ -159,7 +169,7 @@ class SchedulerRole:
         if self.decode is not None:
             self.decode.arrived(request)
 
-    def matched(self, request: Request, computed: int) -> tuple[int, bool]:
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """See :meth:`DecodeRole.matched`."""
         return (0, False) if self.decode is None else self.decode.matched(request, computed)
 
@@ -180,6 +190,7 @@ class SchedulerRole:
         orders = StepOrders()
         if self.prefill is not None:
             orders.sent, orders.lease_words = self.prefill.take()
+            self.prefill.read_prompts()
         if self.decode is not None:
             orders.renewed, orders.lost = self.decode.hear()
             orders.receive, orders.abandon = self.decode.take_orders()
@@ -233,6 +244,10 @@ class SchedulerRole:
             self._side_channel.stop()
         if self._lease_client is not None:
             self._lease_client.close()
+
+
+def _no_keys() -> None:
+    """Tickets are neither signed nor checked (``allow_insecure``)."""
 
 
 def _merge(shapes: Mapping[tuple[int, int], EngineShape]) -> EngineShape:

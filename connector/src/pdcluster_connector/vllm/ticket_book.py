@@ -63,8 +63,10 @@ class _Lease:
     """The lease of one ticket in use.
 
     Attributes:
-        seconds: how long it lasts after each renewal, as far as is known.
+        seconds: how long it lasts after each renewal.
         until: when it ends, unless it is renewed; guessed until it is claimed.
+        renew_at: when it is renewed next.
+        users: requests that came with the ticket.
         claimed: whether prefill has acknowledged it for this engine.
         lost: why it is not this engine's any more.
         parked: requests that wait for its KV.
@@ -73,6 +75,7 @@ class _Lease:
     ticket: Ticket
     seconds: float
     until: float
+    renew_at: float = 0.0
     users: int = 0
     claimed: bool = False
     lost: Failure | None = None
@@ -92,7 +95,7 @@ class TicketBook:
         self._spent: OrderedDict[_Key, None] = OrderedDict()
         self._renewed: dict[str, float] = {}
         self._lost: dict[str, Failure] = {}
-        self._renew_at = 0.0
+        self._renew_at = math.inf
 
     def __len__(self) -> int:
         """Tickets in use."""
@@ -102,20 +105,17 @@ class TicketBook:
         """Whether the ticket was released already."""
         return _key(ticket) in self._spent
 
-    def use(self, ticket: Ticket, lease_seconds: object = None) -> None:
+    def use(self, ticket: Ticket) -> None:
         """Count one more request that came with the ticket, and renew its lease.
 
-        ``lease_seconds`` is what prefill says of its leases; the shorter of its and ours counts.
+        The shorter of the ticket's lease and ours counts.
         """
-        length = self._lease_seconds
-        if isinstance(lease_seconds, int | float) and lease_seconds >= 1:
-            length = min(length, float(lease_seconds))
         key, now = _key(ticket), self._clock()
+        length = min(self._lease_seconds, ticket.lease_seconds)
         lease = self._held.setdefault(key, _Lease(ticket, length, now + length))
         lease.users += 1
-        lease.seconds = length
-        self._renew_at = min(self._renew_at, now + length / RENEWALS_PER_LEASE)
         self._renew(lease)
+        self._renew_at = min(self._renew_at, lease.renew_at)
 
     def objection(self, ticket: Ticket) -> Failure | None:
         """Why the KV of a ticket in use must not be read any more; None if it may be."""
@@ -132,7 +132,6 @@ class TicketBook:
         """
         lease = self._held[_key(ticket)]
         lease.parked.add(request_id)
-        self._renew(lease)
         return lease.until - self._clock(), lease.claimed
 
     def done(self, ticket: Ticket, request_id: str = "") -> None:
@@ -179,20 +178,23 @@ class TicketBook:
         return {request_id: until - now for request_id, until in renewed.items()}, lost
 
     def renew_all(self) -> None:
-        """Extend every lease in use, a few times in a lease's length; otherwise do nothing."""
+        """Extend each lease in use a few times in its length; otherwise do nothing.
+
+        Each has its own times: one short lease does not make all others be renewed.
+        """
         now = self._clock()
         if now < self._renew_at:
             return
-        shortest = min((lease.seconds for lease in self._held.values()), default=math.inf)
-        self._renew_at = now + min(shortest, self._lease_seconds) / RENEWALS_PER_LEASE
         for lease in self._held.values():
-            self._renew(lease)
+            if lease.renew_at <= now:
+                self._renew(lease)
+        self._renew_at = min((lease.renew_at for lease in self._held.values()), default=math.inf)
 
     def _renew(self, lease: _Lease) -> None:
-        ticket = lease.ticket
+        ticket, period = lease.ticket, lease.seconds / RENEWALS_PER_LEASE
+        lease.renew_at = self._clock() + period
         if lease.lost is None and not self.is_spent(ticket):
-            deadline = self._clock() + lease.seconds / RENEWALS_PER_LEASE
-            self._leases.renew(*_address(ticket), ticket.request_id, ticket.token, deadline)
+            self._leases.renew(*_address(ticket), ticket.request_id, ticket.token, lease.renew_at)
 
 
 def _key(ticket: Ticket) -> _Key:

@@ -14,7 +14,7 @@ from typing import Any
 from pdcluster_operator.api.conditions import ConditionType, no, set_conditions
 from pdcluster_operator.api.labels import LAUNCHER_PORT, POD_INDEX_LABEL, engine_of
 from pdcluster_operator.plan.engines import known_ids
-from pdcluster_operator.plan.model import Apply, Observed, Plan, Step
+from pdcluster_operator.plan.model import Apply, Observed, Plan, Step, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor, Target
@@ -82,9 +82,12 @@ class Reconciler:
             # process has, is no news.
             return wait
         now = self._clock.now()
-        observed = self._observe(key, cluster)
         try:
-            plan = make_plan(observed, now)
+            plan = make_plan(await self._observe(key, cluster), now)
+        except ApiError as error:
+            before = cluster.get("status") or {}
+            await self._write_status(key, cluster, _with_failure(before, cluster, error, now))
+            raise
         except Exception as error:
             # A bug of ours must stand where users look, and must not stop other clusters.
             failure = ApiError("PlanFailed", f"{type(error).__name__}: {error}")
@@ -114,7 +117,7 @@ class Reconciler:
         if status != cluster.get("status"):
             await self._api.write_status(key, cluster["metadata"]["uid"], status)
 
-    def _observe(self, key: Key, cluster: Manifest) -> Observed:
+    async def _observe(self, key: Key, cluster: Manifest) -> Observed:
         return Observed(
             cluster=cluster,
             children=self._store.children(key),
@@ -122,6 +125,8 @@ class Reconciler:
             engines=self._monitor.engines(key),
             links=self._monitor.links(key),
             connector=self._connector.bundle(),
+            # Secrets are neither listed nor watched: nobody is given that right.
+            ticket_key=await self._api.read_ticket_key(key, cluster["metadata"]["uid"]),
             operator_namespace=self._place.namespace,
             host_path_models=self._place.host_path_models,
             one_node=self._place.one_node,
@@ -131,12 +136,15 @@ class Reconciler:
         """Carries steps out in order; False when the cluster is no longer the one observed."""
         checked = False
         for step in steps:
-            if isinstance(step, Apply):
+            if isinstance(step, Apply | WriteTicketKey):
                 # A ghost in the store must not bring children to life that nobody deletes.
                 if not checked and await self._api.read_uid(key) != cluster["metadata"]["uid"]:
                     log.info("%s: is gone or made anew; nothing done", key)
                     return False
                 checked = True
+            if isinstance(step, WriteTicketKey):
+                await self._api.write_ticket_key(step)
+            elif isinstance(step, Apply):
                 await self._api.apply(step.manifest)
             else:
                 await self._api.delete(step)
