@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -143,8 +144,14 @@ class Commands:
         self.engine = engine
         self._scheduler = engine.engine_core.engine_core.scheduler
         self._answers: dict[str, tuple[Any, ...]] = {}
+        self._paused = False
+        self._nap = 0.0
 
     def step(self) -> None:
+        if self._paused:
+            return
+        nap, self._nap = self._nap, 0.0
+        time.sleep(nap)
         for output in self.engine.step():
             if output.finished:
                 self._answers[output.request_id] = (
@@ -180,6 +187,14 @@ class Commands:
 
     def answer(self, request_id: str) -> tuple[Any, ...] | None:
         return self._answers.get(request_id)
+
+    def pause(self, paused: bool) -> None:
+        """Make no step, or go on: requests still arrive, as with vLLM's pause mode ``keep``."""
+        self._paused = paused
+
+    def nap(self, seconds: float) -> None:
+        """Let the next step last so long; the engine's other threads run."""
+        self._nap = seconds
 
     def abort(self, request_id: str) -> None:
         self.engine.abort_request([request_id])

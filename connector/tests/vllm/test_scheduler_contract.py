@@ -15,6 +15,7 @@ from contract import BLOCK, ContractEngine, closing_engines, prompt
 from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.messages import LeaseRequest
 from pdcluster_connector.protocol.prompt_digest import prompt_digest
 from pdcluster_connector.protocol.ticket import Ticket, encode, ticket_of
 from pdcluster_connector.protocol.ticket_keys import parse_keys
@@ -201,7 +202,8 @@ def test_preempted_prefill_hands_off_once(engines: Any) -> None:
     held = {r for r in ("p0", "p1") if r in prefill.finished}
     role = prefill.connector._scheduler.prefill
     for request_id in held:
-        assert role.release(request_id, role._leases.token(request_id))
+        token, _ = role._leases.place(request_id)
+        role._leases.answer(LeaseRequest(prefill.engine_id, "d/1", ((request_id, token),)))
     prefill.run(lambda: len(prefill.finished) == 2)
 
 

@@ -83,6 +83,12 @@ def test_a_fault_while_starting_fails_those_requests(connector: PDClusterConnect
         def receive(self, requests: Any) -> None:
             raise AssertionError("not reached")
 
+        def acknowledge(self, until: Any) -> None:
+            assert until == {}
+
+        def refuse(self, failures: Any) -> None:
+            assert failures == {}
+
         def results(self) -> Any:
             raise OSError("a fault that nobody thought of")
 
