@@ -99,6 +99,12 @@ class Prefill:
         for agent in self.agents:
             agent.lease_words.write({slot: word})
 
+    def give_up(self, seed: int, blocks: Sequence[int], tokens: int, word: int = 0) -> None:
+        """End the lease of request ``seed``, and compute another request in its blocks."""
+        self.write_word(seed, word)
+        for cache in self.caches:
+            cache.write(seed + 1, blocks, tokens)
+
     def ticket(self, seed: int, blocks: Sequence[int], tokens: int, /, **changes) -> Ticket:
         """Compute the KV of request ``seed`` and hand it over."""
         for cache in self.caches:
