@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.vllm.config import ConfigError, ConnectorOptions, parse_options
 
 KEY = {"ticket_key_file": "/run/key"}
@@ -118,9 +121,29 @@ def test_backend_options_are_known_and_bounded(options: object, why: str) -> Non
         parse_options({"backend_options": options})
 
 
-def test_protection_that_is_not_there_is_not_silently_dropped() -> None:
-    with pytest.raises(ConfigError, match="tls: "):
-        parse_options({"tls": "/some/where", **KEY})
+def test_tls_names_three_files() -> None:
+    paths = {"ca": "/tls/ca.crt", "certificate": "/tls/tls.crt", "key": "/tls/tls.key"}
+    files = parse_options({"tls": paths, **KEY}).tls
+    assert files == TlsFiles(*map(Path, paths.values()), named=True)
+    by_host = parse_options({"tls": {**paths, "names": "hosts"}, **KEY}).tls
+    assert by_host is not None
+    assert not by_host.named
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (True, "is not"),
+        ({"ca": "a", "certificate": "b"}, "is not"),
+        ({"ca": "a", "certificate": "b", "key": "c", "password": "d"}, "is not"),
+        ({"ca": "a", "certificate": "", "key": "c"}, "certificate that is no path"),
+        ({"ca": "a", "certificate": "b", "key": "c", "names": "any"}, "engines or hosts"),
+    ],
+    ids=str,
+)
+def test_a_wrong_tls_is_refused(given: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"tls: .*{why}"):
+        parse_options({"tls": given, **KEY})
 
 
 def test_an_engine_without_a_ticket_key_is_refused_with_the_remedy() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +21,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.messages import LeaseRequest
 from pdcluster_connector.protocol.prompt_digest import prompt_digest
 from pdcluster_connector.protocol.ticket import Ticket, encode, ticket_of
-from pdcluster_connector.protocol.ticket_keys import parse_keys
+from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
 from pdcluster_connector.vllm import decode as decode_role
 from ticket_key import KEYS
 
@@ -308,11 +311,16 @@ def test_a_ticket_that_does_not_fit_is_not_used(
 
 @pytest.mark.parametrize("change", ["prompt", "expired", ""])
 def test_without_a_key_only_a_ticket_that_is_used_makes_decode_connect(
-    engines: Any, change: str, monkeypatch: pytest.MonkeyPatch
+    engines: Any,
+    change: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing proves its host and port; at least the client must know the whole prompt."""
     insecure = {"allow_insecure": True, "ticket_key_file": None}
-    prefill, decode = engines("producer", **insecure), engines("consumer", **insecure)
+    with caplog.at_level(logging.WARNING):
+        prefill, decode = engines("producer", **insecure), engines("consumer", **insecure)
+    assert caplog.text.count("tickets are not signed: there is no ticket_key_file") == 2
     params = prefill.prefill("p0", prompt(40))
     if change == "expired":
         decode.connector._scheduler.decode._wall_clock = lambda: time.time() + 1000
@@ -327,6 +335,53 @@ def test_without_a_key_only_a_ticket_that_is_used_makes_decode_connect(
         decode.run(lambda: "d0" in decode.finished)
         assert decode.params["d0"]["kv_path"]["outcome"] == "transferred"
         assert released(prefill)
+
+
+def test_keys_that_are_replaced_cost_no_transfer(engines: Any, tmp_path: Path) -> None:
+    """Prefill has the new file first, then decode. When both files are old, the new key signs."""
+    old, new = "0a" * 32, "0b" * 32
+    files = {role: tmp_path / role for role in ("producer", "consumer")}
+    for file in files.values():
+        file.write_text(old)
+    pair = {role: engines(role, ticket_key_file=str(file)) for role, file in files.items()}
+    prefill, decode = pair["producer"], pair["consumer"]
+    roles = {"producer": prefill.connector._scheduler.prefill._keys,
+             "consumer": decode.connector._scheduler.decode._ticket_keys}  # fmt: skip
+
+    def write(role: str, *keys: str, age: float = 0.0) -> None:
+        files[role].write_text("\n".join(keys))
+        written = time.time() - age
+        os.utime(files[role], (written, written))
+        roles[role]._look_at = 0.0  # a second has passed
+
+    def signed_with(name: str) -> str:
+        params = prefill.prefill(name, prompt(40))
+        decode.add(name, prompt(40), params)
+        decode.run(lambda: name in decode.parked())
+        decode.land(name)
+        decode.run(lambda: name in decode.finished)
+        assert decode.params[name]["kv_path"]["outcome"] == "transferred"
+        readers = {key: parse_keys(key.encode()) for key in (old, new)}
+        found = [
+            key for key, keys in readers.items() if isinstance(ticket_of(params, keys), Ticket)
+        ]
+        assert len(found) == 1
+        return found[0]
+
+    assert signed_with("a") == old
+    kept = prefill.prefill("kept", prompt(40))
+    write("producer", new, old)
+    assert signed_with("b") == old
+    write("consumer", new, old)
+    assert signed_with("c") == old
+    write("producer", new, old, age=ROTATION_SECONDS)
+    assert signed_with("d") == new
+    decode.add("kept", prompt(40), kept)
+    decode.run(lambda: "kept" in decode.parked())
+    decode.land("kept")
+    write("consumer", new, age=ROTATION_SECONDS)
+    assert signed_with("e") == new
+    assert decode.total("decodes_without_transfer") == {}
 
 
 def test_a_very_long_prompt_is_compared_over_several_steps(

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "local"))
 from manifests import tiny
 from pods import carrying
 
-from pdcluster_operator.cli.up import with_names
+from pdcluster_operator.cli.up_manifest import with_names
 
 SCRIPT = Path(__file__).with_name("up_with_small_engines.py")
 

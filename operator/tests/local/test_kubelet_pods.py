@@ -117,12 +117,13 @@ async def test_a_signal_shows_as_128_plus_n(tmp_path: Path) -> None:
 
 FAMILY = """
     import os, signal, subprocess, sys, time
-    if os.fork() == 0:
+    if (child := os.fork()) == 0:
         os.setsid()                       # a daemon that its parent forgot
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(600)
         os._exit(0)
+    os.waitpid(child, 0)                  # from now on the daemon is there
     if len(sys.argv) > 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)
     open(sys.argv[1], "w").write("up")
     time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 600)

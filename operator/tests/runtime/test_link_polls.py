@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import LauncherError
-from pdcluster_operator.runtime.launcher_monitor import FIRST_LOOK_SECONDS, LauncherMonitor, Target
+from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
 
 KEY = Key("ns", "tiny")
@@ -172,41 +171,43 @@ async def test_another_engine_on_the_address_is_not_believed() -> None:
     await monitor.stop()
 
 
-async def test_a_first_look_ends_when_every_engine_has_answered() -> None:
+async def test_all_are_heard_when_every_engine_has_answered() -> None:
     launchers = Launchers()
     monitor, woken = monitor_of(launchers)
     monitor.follow(KEY, [P, D])
-    assert 0 < monitor.first_look(KEY) <= FIRST_LOOK_SECONDS
+    assert not monitor.all_heard(KEY)
     await until(lambda: len(woken) == 2)
-    assert monitor.first_look(KEY) == 0
+    assert monitor.all_heard(KEY)
     assert set(monitor.engines(KEY)) == {P.engine, D.engine}
     monitor.follow(KEY, [P, replace(D, process="2/1")])
-    assert monitor.first_look(KEY) == 0, "an engine that comes later is not waited for"
+    assert monitor.all_heard(KEY), "an engine that comes later is not waited for"
     await monitor.stop()
 
 
-async def test_a_first_look_ends_and_wakes_when_an_engine_stays_silent() -> None:
+async def test_all_are_heard_and_the_cluster_wakes_when_an_engine_stays_silent() -> None:
     launchers = Launchers()
     launchers.ids["http://d"] = None
     monitor, woken = monitor_of(launchers)
     monitor.follow(KEY, [D])
     await until(lambda: woken)
-    assert monitor.first_look(KEY) == 0
+    assert monitor.all_heard(KEY)
     assert not monitor.engines(KEY)
     await asyncio.sleep(0.05)
     assert len(woken) == 1, "silence that goes on is no news"
     await monitor.stop()
 
 
-async def test_a_first_look_ends_in_time_although_one_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(f"{LauncherMonitor.__module__}.FIRST_LOOK_SECONDS", 0.1)
+async def test_one_that_hangs_stays_unheard_until_it_is_gone() -> None:
     launchers = Launchers()
     launchers.hang.add("http://p")
     monitor, _ = monitor_of(launchers)
+    assert monitor.followed_seconds(KEY) == 0
     monitor.follow(KEY, [P, D])
-    assert monitor.first_look(KEY) > 0
-    await until(lambda: monitor.first_look(KEY) == 0)
-    assert P.engine not in monitor.engines(KEY)
+    await until(lambda: D.engine in monitor.engines(KEY))
+    assert not monitor.all_heard(KEY)
+    await until(lambda: monitor.followed_seconds(KEY) > 0)
+    monitor.follow(KEY, [D])
+    assert monitor.all_heard(KEY), "an engine that is gone is not waited for"
+    monitor.forget(KEY)
+    assert monitor.followed_seconds(KEY) == 0
     await monitor.stop()

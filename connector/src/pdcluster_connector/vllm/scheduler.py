@@ -29,6 +29,7 @@ from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
+from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.decode import DecodeRole
 from pdcluster_connector.vllm.groups import cache_groups
@@ -69,6 +70,7 @@ class SchedulerRole:
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         self._stats = StatsCollector()
         self._unreceivable: dict[str, str] = {}
+        self._tls = None if options.tls is None else Tls(options.tls, engine_id)
         self._side_channel: SideChannelServer | None = None
         self._leases: LeaseDesk | None = None
         self._lease_client: LeaseClient | None = None
@@ -93,7 +95,7 @@ class SchedulerRole:
                 keys,
             )
         if transfer.is_kv_consumer:
-            self._lease_client = LeaseClient(engine_id)
+            self._lease_client = LeaseClient(engine_id, self._tls)
             self._lease_client.start()
             self.decode = DecodeRole(
                 engine_id,
@@ -145,6 +147,7 @@ class SchedulerRole:
             shape,
             shards=shards,
             leases=self._leases,
+            tls=self._tls,
             allow_insecure=self._options.allow_insecure,
             role="prefill" if self.prefill is not None else "decode",
             lease_seconds=self._options.lease_seconds,
