@@ -16,16 +16,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from pdcluster_connector.compat.field_types import Count, Identifier, ParallelSize
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
-from pdcluster_connector.protocol.messages import (
-    Count,
-    Identifier,
-    Malformed,
-    ParallelSize,
-    Token,
-    bounded,
-)
+from pdcluster_connector.protocol.messages import Malformed, Token, bounded
 from pdcluster_connector.protocol.prompt_digest import DIGEST_BYTES
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 
