@@ -21,9 +21,9 @@ from pdcluster_connector.transfer import probing as probing_module
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
 from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiveResults, ReceiverOptions
 from pdcluster_connector.transfer.probe_run import NO_ROOM
+from pdcluster_connector.transfer.reads import Job
 from pdcluster_connector.transfer.receives import HANDSHAKE_GRACE_SECONDS, Receives
 from pdcluster_connector.transfer.transfer_thread import Timers
-from pdcluster_connector.transfer.transfers import Job
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 PROBE_SECONDS = 10.0
