@@ -151,14 +151,11 @@ def test_decode_outlives_a_killed_prefill(
         second = engines("p", prefill_config(), model=model).wait_ready()
         answer = decode.generate(PROMPT, TOKENS, later, "later")
         assert answer.tokens == expected("llama")
-        assert answer.path["reason"] == Reason.PEER_RESTARTED, "a ticket of the start before"
+        # The same engine by name and address, but another start of it: its memory is new.
+        assert (answer.path["outcome"], answer.path["reason"]) == ("failed", Reason.PEER_RESTARTED)
         answer = Pair(second, decode).generate(PROMPT, TOKENS, salt="second")
         assert answer.tokens == expected("llama")
         assert answer.path["outcome"] == "transferred"
-        # The same engine by name and address, but another start of it: its memory is new.
-        answer = decode.generate(PROMPT, TOKENS, stale, "stale")
-        assert answer.tokens == expected("llama")
-        assert (answer.path["outcome"], answer.path["reason"]) == ("failed", Reason.PEER_RESTARTED)
         second.stop()
     decode.stop()
 
