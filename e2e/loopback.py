@@ -1,4 +1,4 @@
-"""Ports of this machine for tests that name a port before anybody listens on it."""
+"""Ports of this machine, for tests that name a port before a process listens on it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that is free, and that no earlier call has given out.
+    """Return a free port of 127.0.0.1 that no earlier call has returned.
 
-    Asking the kernel (port 0) is not enough: it may give a port again as long as nobody listens
-    there, to another caller or to an outgoing connection.
+    Asking the kernel (port 0) is not enough. As long as nobody listens on a port, the kernel may
+    give it to another caller or to an outgoing connection.
     """
     while True:
         port = random.SystemRandom().choice(PORTS)

@@ -1,8 +1,8 @@
-"""One PDCluster on a real Kubernetes: what a person does with kubectl, in words for tests.
+"""One PDCluster on a real Kubernetes, with methods for what a person does with kubectl.
 
-Traffic of clients goes to the router's Service. What only the cluster's own pods may reach, an
-engine's API and its launcher, is asked by way of the API server (`kubectl proxy`), which no
-NetworkPolicy stands in the way of.
+Clients' requests go to the router's Service. Only the cluster's own pods may reach an engine's API
+and its launcher. Tests reach these through the API server (`kubectl proxy`), because no
+NetworkPolicy stops it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def manifest(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def idle(container: str = "engine") -> dict[str, Any]:
-    """A pod template that serves nothing: for tests of what stands, not of what it does."""
+    """A pod template that serves nothing, for tests that only look at the objects."""
     script = "trap 'exit 0' TERM; sleep 3600 & wait"
     command = ["/bin/sh", "-c", script]
     return {"spec": {"containers": [{"name": container, "command": command, "args": []}]}}
 
 
 class ClusterRun:
-    """One PDCluster in a namespace of its own; both are made at once and deleted together."""
+    """One PDCluster in a namespace of its own. Both are created and deleted together."""
 
     def __init__(self, cluster: Cluster, proxy: Proxy, name: str) -> None:
         self.cluster, self.name, self.namespace = cluster, name, f"e2e-{name}"
@@ -87,7 +87,7 @@ class ClusterRun:
         return self.wait("Ready", lambda: self.condition("Ready")["status"] == "True", seconds)
 
     def wait_pod(self, role: str, seconds: float = START_SECONDS) -> float:
-        """Until a pod of a role is ready, whatever the PDCluster says of itself."""
+        """Wait until a pod of a role is ready, whatever the PDCluster's status says."""
         ready = ("Ready", "True")
         return self.wait(
             f"{role} pod that is ready",
@@ -122,7 +122,7 @@ class ClusterRun:
         return "\n".join(lines)
 
     def pods(self, role: str = "") -> list[dict[str, Any]]:
-        """Pods of an engine's role or of the ``router``; of all that are labelled ours if empty."""
+        """Return the pods of an engine's role or of the ``router``; all our pods if empty."""
         chosen = f"pdcluster.dev/cluster={self.name}"
         if role:
             label = "app.kubernetes.io/component" if role == "router" else "pdcluster.dev/role"
@@ -134,14 +134,14 @@ class ClusterRun:
         return [pod for pod in items if pod.get("status", {}).get("phase") != "Succeeded"]
 
     def pod(self, role: str) -> str:
-        """The name of a role's first pod that is not on its way out."""
+        """The name of a role's first pod that is not being deleted."""
         for pod in self.pods(role):
             if "deletionTimestamp" not in pod["metadata"]:
                 return str(pod["metadata"]["name"])
         raise AssertionError(f"no pod of {role}\n{self.report()}")
 
     def restarts(self, role: str, number: int = 0) -> tuple[str, int]:
-        """UID and container restarts of a role's pod: the same as long as it lives."""
+        """UID and container restarts of a role's pod: the same as long as its container runs."""
         pod = self.pods(role)[number]
         counts = (c["restartCount"] for c in pod["status"].get("containerStatuses", ()))
         return pod["metadata"]["uid"], sum(counts)
@@ -202,7 +202,7 @@ class ClusterRun:
 def running(
     cluster: Cluster, proxy: Proxy, document: Mapping[str, Any] | None, name: str
 ) -> Iterator[ClusterRun]:
-    """A PDCluster from its apply to the end of its namespace; None leaves applying to the test."""
+    """A PDCluster, from its apply to the end of its namespace. With None, the test applies it."""
     run = ClusterRun(cluster, proxy, name)
     run.delete_namespace()  # what a run that was killed left
     run.make_namespace()
@@ -212,6 +212,6 @@ def running(
         yield run
     finally:
         run.kubectl("delete", "pdc", "--all")
-        # Their grace period is for requests in flight, and nobody waits for any here.
+        # The grace period is for requests that are under way. Here nobody waits for an answer.
         run.kubectl("delete", "pod", "--all", "--force", "--grace-period=0", "--wait=false")
         run.delete_namespace()

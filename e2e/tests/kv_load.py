@@ -27,7 +27,7 @@ def text(words: int, seed: int) -> str:
 
 
 def moved(run: Run, prompt: str) -> Reply:
-    """A prompt that nobody has cached: its KV must move; decode says what prefill would."""
+    """Send a prompt that nobody has cached. Its KV must move; decode answers as prefill does."""
     reply = run.complete(prompt)
     assert reply.status == 200, reply.text
     assert reply.kv_path["outcome"] == "transferred", reply.kv_path

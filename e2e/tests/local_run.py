@@ -1,7 +1,7 @@
 """A local cluster for end-to-end tests: the real control loop, launchers, engines and router.
 
-The cluster lives on an event loop in a thread of its own, so that tests read as what a person
-does: apply, wait for a condition, send a prompt, kill a process, look at the links.
+The cluster runs on an event loop in a thread of its own. So a test reads like the steps of a
+person: apply, wait for a condition, send a prompt, kill a process, look at the links.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def manifest(**changes: Any) -> dict[str, Any]:
 
 
 def appended(*words: str) -> dict[str, Any]:
-    """A pod template that adds words to the engine's arguments, past every admission rule."""
+    """A pod template that adds words to the engine's arguments. No admission rule sees them."""
     script = f'exec python3 /pdcluster/connector.pyz "$@" {" ".join(words)}'
     return {
         "spec": {
@@ -55,7 +55,7 @@ def appended(*words: str) -> dict[str, Any]:
 
 
 def mounted(model: Path) -> dict[str, Any]:
-    """A pod template that mounts another model, past every admission rule."""
+    """A pod template that mounts another model. No admission rule sees it."""
     return {"spec": {"volumes": [{"name": "model", "hostPath": {"path": str(model)}}]}}
 
 
@@ -72,7 +72,7 @@ def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def until(what: str, holds: Callable[[], Any], seconds: float, report: Callable[[], str]) -> float:
-    """Seconds until ``holds``; fails with everything known when it does not in time."""
+    """Return the seconds until ``holds``. If it takes too long, fail with everything known."""
     started = time.monotonic()
     while not holds():
         if time.monotonic() - started > seconds:
@@ -137,7 +137,7 @@ class LocalRun:
         return self.wait("Ready", lambda: self.condition("Ready")["status"] == "True", seconds)
 
     def wait_pod(self, role: str, seconds: float = START_SECONDS) -> float:
-        """Until a pod of a role is ready, whatever the cluster says of itself."""
+        """Wait until a pod of a role is ready, whatever the cluster's status says."""
 
         def ready() -> bool:
             return any(p.state == "Ready" for p in self.snapshot().pods if p.role == role)
@@ -201,7 +201,7 @@ class LocalRun:
         raise AssertionError(f"no launcher of {role}\n{self.report()}")
 
     def kill(self, role: str) -> None:
-        """SIGKILL to every process of a role's engine, as a node's loss would."""
+        """Send SIGKILL to every process of a role's engine, as if its node were lost."""
         launcher = self.launcher(role)
         for process in (launcher, *launcher.children(recursive=True)):
             try:
@@ -210,14 +210,14 @@ class LocalRun:
                 continue
 
     def kill_core(self, role: str) -> None:
-        """SIGKILL to the process of a role's engine that vLLM names EngineCore."""
+        """Send SIGKILL to the process of a role's engine that vLLM names EngineCore."""
         processes = self.launcher(role).children(recursive=True)
         [core] = [process for process in processes if "EngineCore" in "".join(process.cmdline())]
         core.send_signal(signal.SIGKILL)
 
     @contextlib.contextmanager
     def standing_still(self, role: str) -> Iterator[None]:
-        """A role's engine does nothing until the block ends; its launcher goes on."""
+        """Stop a role's engine until the block ends. Its launcher keeps running."""
         processes = self.launcher(role).children(recursive=True)
         for process in processes:
             process.suspend()

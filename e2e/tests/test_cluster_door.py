@@ -1,4 +1,4 @@
-"""Who gets to a cluster's API: a key from a Secret, and a NetworkPolicy that is enforced."""
+"""Who can use a cluster's API: a key from a Secret, and a NetworkPolicy that is enforced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdcluster_operator.plan.merge import merge
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 KEY = "sk-cluster-0123456789"
-# Told to a pod that is let in and to one that is not; 0 is: no connection.
+# Runs in a pod that may connect and in one that may not. It prints 0 if there is no connection.
 ASK = """
 import json, sys, urllib.error, urllib.request
 url, key = sys.argv[1:3]
@@ -37,7 +37,7 @@ except OSError:
 
 
 def client(name: str, image: str) -> dict[str, Any]:
-    """A pod that waits to be told what to ask."""
+    """A pod that waits, so that a test can send requests from it."""
     spec = {
         "terminationGracePeriodSeconds": 0,
         "automountServiceAccountToken": False,

@@ -1,4 +1,4 @@
-"""Pods that are deleted under load: the link says so, the others live, and all comes back."""
+"""Pods are deleted under load. The link shows it, other pods keep running, and all recovers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RECOVERY_SECONDS = 400.0
 
 
 def breaks(run: ClusterRun, role: str, seed: int, *words: str) -> None:
-    """Delete a role's pod under load: Ready is False within 5 s, and no token is made up."""
+    """Delete a role's pod under load. Ready is False within 5 s, and no wrong token is served."""
     with Load(run, lambda number: text(100, seed + number)) as load:
         run.wait("request that is answered", lambda: load.answered, 30)
         run.kubectl("delete", "pod", run.pod(role), "--wait=false", *words)
@@ -23,7 +23,7 @@ def breaks(run: ClusterRun, role: str, seed: int, *words: str) -> None:
         )
         assert seen < 5, f"it showed only after {seen:.1f} s"
     for reply in load.replies:
-        # Policy Fail: a request ends well or with an error, never with made-up tokens.
+        # With the policy Fail, a request succeeds or gets an error, but never wrong tokens.
         if reply.status == 200:
             assert reply.kv_path["outcome"] == "transferred", reply.text
         else:

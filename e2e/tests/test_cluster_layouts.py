@@ -40,7 +40,7 @@ def test_more_ranks_on_decode(cluster: Cluster, proxy: Proxy, operator: Installa
 def test_an_engine_of_two_pods_serves_and_restarts_as_one(
     cluster: Cluster, proxy: Proxy, operator: Installation
 ) -> None:
-    """Two ranks on prefill and one on decode, too."""
+    """The same with two ranks on prefill and one on decode."""
     document = manifest("two-pods", prefill=tensor(2, nodes=2))
     with running(cluster, proxy, document, "two-pods") as run:
         took = run.wait_ready(2 * START_SECONDS)

@@ -1,4 +1,4 @@
-"""Who may read metrics: a scraper of another namespace that the spec names, and no other pod."""
+"""Only a scraper that the spec names may read metrics, here one of another namespace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GET = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=3).
 
 
 class Clients:
-    """A Prometheus and a stranger, in a namespace that is no PDCluster's."""
+    """A Prometheus and a stranger, in a namespace without a PDCluster."""
 
     def __init__(self, run: ClusterRun) -> None:
         self._run = run
@@ -58,13 +58,13 @@ class Clients:
         self.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=120s")
 
     def get(self, client: str, role: str, port: int) -> str:
-        """What a client's GET of a role's /metrics is answered; empty where nobody answers."""
+        """Return the answer to a client's GET of a role's /metrics; empty if there is no answer."""
         address = self._run.pods(role)[0]["status"]["podIP"]
         url = f"http://{address}:{port}/metrics"
         try:
             return self.kubectl("exec", client, "--", "python3", "-c", GET, url)
         except ClusterError as error:
-            # A status would be an answer: the port must not be reached at all.
+            # Even an error status is an answer. The port must not be reachable at all.
             if "timed out" in str(error) or "refused" in str(error):
                 return ""
             raise

@@ -1,4 +1,4 @@
-"""The operator at rest, stopped, and killed: what stands stays, what is deleted goes."""
+"""The operator at rest, stopped and killed: objects stay as they are, and deleted ones go."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def idling(cluster: Cluster, proxy: Proxy, operator: Installation) -> ClusterRun
 
 
 def standing(run: ClusterRun) -> list[str]:
-    """All children by kind and name, without the suffixes that Kubernetes draws by lot."""
+    """All children by kind and name, without the random suffixes of Kubernetes."""
     drawn = re.compile(r"^(endpointslice\S*|pod/\S+-router-\S+)-[a-z0-9]{5}$")
     return sorted(drawn.sub(r"\1", name) for name in run.children())
 

@@ -1,4 +1,4 @@
-"""Networks that are half broken: only KV is cut off, or only the operator is."""
+"""Networks that are partly broken: only KV is cut off, or only the operator is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECOVERY_SECONDS = 180.0
 
 
 def everywhere_but_pods(cluster: Cluster) -> dict[str, Any]:
-    """A second policy cannot forbid what the cluster's own admits, but the sender's may."""
+    """Cut the sender's egress: a second policy cannot forbid what the cluster's own one allows."""
     pods = [str(network.PODS)]
     if not cluster.ours:  # whose network plugin may give out addresses as it likes
         words = ("get", "pods", "--all-namespaces", "--output=json")
@@ -35,7 +35,7 @@ def everywhere_but_pods(cluster: Cluster) -> dict[str, Any]:
 
 
 def policy(chosen: dict[str, str], *egress: dict[str, Any]) -> str:
-    """A NetworkPolicy that leaves the chosen pods only these ways out."""
+    """A NetworkPolicy that allows the chosen pods only these outgoing connections."""
     spec = {"podSelector": {"matchLabels": chosen}, "policyTypes": ["Egress"], "egress": [*egress]}
     kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
     return json.dumps({**kind, "metadata": {"name": "cut"}, "spec": spec})
@@ -50,7 +50,7 @@ def to_prefill(*ports: int) -> dict[str, Any]:
 
 @contextmanager
 def decode_without(run: ClusterRun, *ports: int) -> Iterator[None]:
-    """Decode reaches only these ports of prefill, then all again: and all heals by itself."""
+    """Decode reaches only these ports of prefill for a while. Then all recovers by itself."""
     run.wait_ready()
     prefill = run.restarts("prefill")
     cut = policy(
@@ -92,7 +92,7 @@ def test_kv_ports_that_are_cut_off_are_named_although_every_api_answers(tiny: Cl
 
 
 def test_a_transfer_port_alone_that_is_cut_off_is_named(tiny: ClusterRun) -> None:
-    """Open connections may outlive a new policy, so decode starts anew behind this one."""
+    """Open connections may survive a new policy, so decode restarts under this one."""
     with decode_without(tiny, HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT):
         gone = tiny.pod("decode"), "--force", "--grace-period=0", "--wait=false"
         tiny.kubectl("delete", "pod", *gone)

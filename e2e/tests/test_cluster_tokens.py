@@ -1,4 +1,4 @@
-"""`kubectl apply`, `Ready`, tokens: and `Ready` means that KV moved between the pods."""
+"""`kubectl apply`, then `Ready`, then tokens. `Ready` means that KV moved between the pods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key for the API: real engines, launchers and the router, with it and without."""
+"""A key for the API: real engines, launchers and the router, with the key and without it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERYWHERE = ("router", *ENGINES)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
-    """Ready: the canary went through both engines, and the router's readiness was asked for."""
+    """A Ready cluster: the canary passed both engines, and the router's probe was answered."""
     folder: Path = tmp_path_factory.mktemp("local")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", KEY)

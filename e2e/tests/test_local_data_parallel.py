@@ -1,4 +1,4 @@
-"""Data-parallel engines in local mode: every rank is a peer of its own, the engine is one."""
+"""Data-parallel engines in local mode: one engine, but each of its ranks is a separate peer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """(Prefill rank, decode rank) of each prompt: every pair, again and again."""
+        """(Prefill rank, decode rank) of each prompt. Every pair occurs, several times."""
         every = [(p, d) for p in range(self.prefill) for d in range(self.decode)]
         return [every[n % len(every)] for n in range(PROMPTS)]
 
@@ -120,7 +120,7 @@ def test_kv_goes_from_each_rank_to_each_and_is_released_there(run: LocalRun, cas
             if match["name"] == name
         }
 
-    # Sooner than any lease ends by itself.
+    # This is sooner than any lease expires.
     run.wait("release", lambda: not any(samples("pdcluster_kv_leases_held").values()), 20)
     ranks = {str(rank) for rank in range(case.prefill)}
     assert samples("pdcluster_kv_leases_held").keys() == ranks

@@ -13,7 +13,7 @@ from models.tiny import model_path
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
-# What the admission rule EagerPipeline tells to write where an engine has stages.
+# The admission rule EagerPipeline asks for this if an engine has pipeline stages.
 PROFILED = ["--compilation-config", '{"mode":3,"backend":"eager"}']
 HYBRID_BLOCK_TOKENS = 160  # vLLM's choice: a block of attention is as large as a state
 HYBRID_BYTES_PER_TOKEN = 4 * 2 * 32 * 4  # of its one attention layer: heads x (K, V) x head size
@@ -32,7 +32,7 @@ def test_pipeline_stages_hand_over_to_one_rank(tmp_path: Path) -> None:
 
 
 def test_a_mamba_hybrid_on_two_ranks_hands_over_to_one(tmp_path: Path) -> None:
-    """With different tensor sizes its states must be laid out so that ranks can be cut."""
+    """With different tensor sizes, the layout of its states must allow a cut between ranks."""
     model: dict[str, Any] = {"source": {"hostPath": {"path": str(model_path("granite-hybrid"))}}}
     engine = {"prefixCaching": "Disabled"}
     ranks = {"parallelism": {"tensor": 2}}

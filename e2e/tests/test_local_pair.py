@@ -1,4 +1,4 @@
-"""One local pair through what production brings: odd requests, pauses, abuse, engines that die."""
+"""One local pair with the troubles of production: odd requests, pauses, abuse, dead engines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pdcluster_operator.api.labels import (
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
 RECOVERY_SECONDS = 300.0
-# /pause is for developers. Over TCP a read waits for a prefill that stands still.
+# /pause needs vLLM's developer mode. Over TCP, a read waits for a prefill that is stopped.
 ENVIRONMENT = [
     {"name": "VLLM_SERVER_DEV_MODE", "value": "1"},
     {"name": "UCX_TLS", "value": "tcp"},
@@ -58,7 +58,7 @@ def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(run: LocalRun) 
 
 
 def test_clients_learn_neither_addresses_nor_engine_ids(run: LocalRun) -> None:
-    """Of all that the router and the engines answer, bodies, headers and streams."""
+    """Check everything that the router and the engines answer: bodies, headers and streams."""
     secret = [run.address(role) for role in ("prefill", "decode")]
     secret += [run.engine_id(role).partition("/")[0] for role in ("prefill", "decode")]
     for stream in (False, True):
@@ -87,9 +87,9 @@ def test_each_engine_shows_its_metrics_on_a_port_of_their_own(run: LocalRun) -> 
     received = "pdcluster_kv_received_bytes_total"
     page = run.get("decode", ENGINE_METRICS_PORT, "/metrics")
     assert [line for line in page.splitlines() if line.startswith(f"{received}{{")]
-    # Prefill's page has the same names, and what only prefill counts.
+    # Prefill's page has the same names, and the metrics that only prefill counts.
     assert "pdcluster_kv_leases_held{" in run.get("prefill", ENGINE_METRICS_PORT, "/metrics")
-    # docs/metrics.md names vLLM's and the router's metrics too: those of the versions in use.
+    # docs/metrics.md also names metrics of vLLM and of the router, of the versions in use.
     for begins, role, port in (
         ("pdcluster_kv_", "decode", ENGINE_METRICS_PORT),
         ("vllm:", "decode", ENGINE_METRICS_PORT),
@@ -136,7 +136,7 @@ def test_structured_output_is_prefills_own(run: LocalRun) -> None:
 
 @pytest.fixture
 def pausable(run: LocalRun) -> Iterator[LocalRun]:
-    """Serves again whatever a test leaves paused."""
+    """Resume both engines after a test, so that they serve again."""
     run.wait_ready()
     yield run
     for role in ("prefill", "decode"):
@@ -162,7 +162,7 @@ def kv_under_way(run: LocalRun, prompt: str) -> Iterator[Future[Reply]]:
 
 
 def until_requests(run: LocalRun, do: str) -> None:
-    """Until decode has a request that is ``waiting`` (for its KV) or ``running``."""
+    """Wait until decode has a request that is ``waiting`` (for its KV) or ``running``."""
     run.wait(
         f"{do} request", lambda: run.metric("decode", f"vllm:num_requests_{do}") == 1, seconds=10
     )
@@ -214,7 +214,7 @@ def test_pausing_decode_waits_for_kv_under_way(pausable: LocalRun, mode: str) ->
 
 @pytest.mark.parametrize(("clear", "status"), [("false", 200), ("true", 500)])
 def test_a_paused_decode_keeps_kv_under_way(pausable: LocalRun, clear: str, status: int) -> None:
-    """vLLM cannot clear its caches then: it says so, and is paused until /resume all the same."""
+    """vLLM cannot clear its caches then. It answers so, but it is paused until /resume."""
     run, prompt = pausable, text(60, 100 + status)
     with kv_under_way(run, prompt) as answer:
         paused = run.post("decode", f"/pause?mode=keep&clear_cache={clear}")
@@ -291,7 +291,7 @@ def test_a_killed_engine_comes_back_and_kv_moves_again(run: LocalRun, role: str)
         run.wait("request that ends after the engine did", lambda: len(load.replies) > asked, 60)
 
     for reply in load.replies:
-        # Policy Fail: a request ends well or with an error, never with made-up tokens.
+        # With the policy Fail, a request succeeds or gets an error, but never wrong tokens.
         if reply.status == 200:
             assert reply.kv_path["outcome"] == "transferred", reply.text
         else:

@@ -1,4 +1,4 @@
-"""Pairs that could only exchange wrong KV: refused at lint, and at the handshake behind it."""
+"""Pairs that could only exchange wrong KV are refused: by lint, and then by the handshake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pdcluster up`` as a newcomer runs it: one command, real engines, tokens, nothing left."""
+"""``pdcluster up`` as a newcomer runs it: one command, real engines, tokens, no process left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-m", "pdcluster_operator", "up", str(EXAMPLE), "--pl
 
 
 def left(printed: str) -> list[str]:
-    """Live processes that work below the run's folder: all that its pods ever started."""
+    """Running processes whose folder is below the run's: all that its pods have started."""
     [folder] = re.findall(r"logs are below (\S+)", printed)
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -34,7 +34,7 @@ def left(printed: str) -> list[str]:
 
 
 def once(model: Path) -> tuple[int, str]:
-    """Exit code and output of ``pdcluster up --once``, which leaves no process."""
+    """Return exit code and output of ``pdcluster up --once``. It must leave no process."""
     command = [*COMMAND, "--model-dir", str(model), "--once", PROMPT]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=START_SECONDS, check=False

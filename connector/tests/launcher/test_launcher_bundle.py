@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(bundle.BundleError, match="a ConfigMap holds"):
         bundle.build(tmp_path / "out.pyz", package)
     assert not (tmp_path / "out.pyz").exists()
-    with pytest.raises(bundle.BundleError, match="is no folder"):
+    with pytest.raises(bundle.BundleError, match="is not a folder"):
         bundle.build(tmp_path / "out.pyz", tmp_path / "out.pyz" / "pdcluster_connector")
 
 
@@ -97,8 +97,8 @@ def test_help_teaches(pyz):
         (("--engine", "a", "--role", "both", "--", "m"), "invalid choice: 'both'"),
         (("--engine", "a", "--role", "decode"), "add -- MODEL"),
         (("--engine", "a/b", "--role", "decode", "--", "m", "--kv-transfer-config", "{}"),
-         "'a/b' is no engine id"),
-        (("--engine", "a", "--role", "decode", "--port", "0", "--", "m"), "'0' is no port"),
+         "'a/b' is not a valid engine id"),
+        (("--engine", "a", "--role", "decode", "--port", "0", "--", "m"), "'0' is not a port"),
         (("--engine", "a", "--role", "decode", "--drain-seconds", "x", "--", "m"), "'x' is no"),
     ],
 )  # fmt: skip

@@ -84,7 +84,7 @@ def test_a_folder_without_config(model):
 def test_a_config_that_is_cut(model):
     (model / "config.json").write_text('{"architectures": [')
     (problem,) = model_problems(str(model))
-    assert problem.startswith(f"{model / 'config.json'} is no JSON")
+    assert problem.startswith(f"{model / 'config.json'} is not valid JSON")
 
 
 def test_a_folder_without_weights(model):
@@ -189,7 +189,7 @@ def test_shared_memory_that_is_missing(tmp_path):
 
 def test_shared_memory_that_is_too_small(tmp_path):
     (problem,) = shm_problems(tmp_path, 10**9)
-    assert "less than 1000000000 workers must have" in problem
+    assert "but 1000000000 workers must have" in problem
     assert "sizeLimit" in problem
 
 

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import random
+import resource
 import socket
 import time
 import tracemalloc
@@ -207,7 +208,7 @@ def test_slow_clients_are_dropped_and_hold_up_nobody(
 def test_connections_over_the_limit_are_turned_away_at_once(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdcluster_connector.sidechannel.server.MAX_CONNECTIONS", 8)
+    monkeypatch.setattr("pdcluster_connector.sidechannel.http_guard.MAX_CONNECTIONS", 8)
     server = serve()
     guard = server._guard
     assert isinstance(guard, ConnectionGuard)
@@ -220,6 +221,24 @@ def test_connections_over_the_limit_are_turned_away_at_once(
         peer.close()
     until(lambda: not guard._server.connections)
     assert post(server.port, "/v1/handshake", REQUEST)[0] == 200
+
+
+def test_the_peers_of_a_large_cluster_all_find_room(
+    serve: Serve, books: Callable[..., PeerBook]
+) -> None:
+    """64 decode engines of 8 ranks that only ask for health were more than the limit of 512."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 8192:
+        pytest.skip("a process may have too few file descriptors here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 8192), hard))
+    server = serve()
+    with contextlib.ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+        guard = server._guard
+        assert guard is not None
+        until(lambda: len(guard._server.connections) == 1100)
+        assert isinstance(connect(books(), server.port).wait(), m.EngineMetadata)
 
 
 def test_healthz(serve: Serve) -> None:

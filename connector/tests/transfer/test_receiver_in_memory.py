@@ -181,6 +181,44 @@ def test_an_id_under_way_is_not_taken_twice(rig: Rig) -> None:
     rig.decode.nothing()
 
 
+def test_a_call_that_does_not_return_ends_the_worker() -> None:
+    """Nothing else could notice: deadlines are kept by the thread that hangs."""
+    said: list[str] = []
+    rig = Rig(options=ReceiverOptions(fatal=said.append, stall_seconds=0.4))
+    returns = threading.Event()
+
+    def behave(transfer: Transfer) -> Behaviour:
+        if len(transfer.copies) > 1:
+            returns.wait(60)
+        return Behaviour()
+
+    try:
+        rig.works("before")
+        rig.fabric.behave = behave
+        rig.send("r")
+        eventually(lambda: said)
+        assert "has been in one call" in said[0]
+    finally:
+        returns.set()
+    finish(rig)
+
+
+def test_a_thread_that_waits_or_polls_for_long_is_not_hanging() -> None:
+    said: list[str] = []
+    rig = Rig(options=ReceiverOptions(fatal=said.append, stall_seconds=0.2))
+    try:
+        rig.of_kv(Behaviour(hang=True))
+        rig.send("r")
+        eventually(lambda: rig.hanging == 1)
+        time.sleep(0.6)
+        rig.fabric.land()
+        rig.decode.wait("r")
+        time.sleep(0.6)
+    finally:
+        finish(rig)
+    assert said == []
+
+
 @pytest.mark.parametrize(
     ("changes", "blocks", "reason"),
     [

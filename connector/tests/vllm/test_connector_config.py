@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.vllm.config import ConfigError, ConnectorOptions, parse_options
 
 
@@ -107,7 +110,32 @@ def test_backend_options_are_known_and_bounded(options: object, why: str) -> Non
         parse_options({"backend_options": options})
 
 
-@pytest.mark.parametrize("key", ["tls", "ticket_key_file"])
+def test_tls_names_three_files() -> None:
+    paths = {"ca": "/tls/ca.crt", "certificate": "/tls/tls.crt", "key": "/tls/tls.key"}
+    files = parse_options({"tls": paths}).tls
+    assert files == TlsFiles(*map(Path, paths.values()), named=True)
+    by_host = parse_options({"tls": {**paths, "names": "hosts"}}).tls
+    assert by_host is not None
+    assert not by_host.named
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (True, "is not"),
+        ({"ca": "a", "certificate": "b"}, "is not"),
+        ({"ca": "a", "certificate": "b", "key": "c", "password": "d"}, "is not"),
+        ({"ca": "a", "certificate": "", "key": "c"}, "certificate that is no path"),
+        ({"ca": "a", "certificate": "b", "key": "c", "names": "any"}, "engines or hosts"),
+    ],
+    ids=str,
+)
+def test_a_wrong_tls_is_refused(given: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"tls: .*{why}"):
+        parse_options({"tls": given})
+
+
+@pytest.mark.parametrize("key", ["ticket_key_file"])
 def test_protection_that_is_not_there_is_not_silently_dropped(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}: "):
         parse_options({key: "/some/where"})

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from fork_host import Engine, EngineDiedError
 
+from authority import Authority
+
 pytest.importorskip("vllm")
 
 from engine_pair import Pair, connector_config
@@ -73,15 +75,21 @@ LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
 @pytest.fixture(scope="module")
-def pair(engines: Callable[..., Engine]) -> Iterator[Pair]:
-    """Chunked prefill, prefix caching and LoRA; decode's pool is tiny."""
+def secured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Path]:
+    """Who signs the certificates of this module's engines."""
+    return Authority(), tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Callable[..., Engine], secured: tuple[Authority, Path]) -> Iterator[Pair]:
+    """Chunked prefill, prefix caching, LoRA, and TLS on the side channel; decode's pool is tiny."""
     model = str(model_path("llama"))
     prefill = engines(
-        "p", connector_config("kv_producer", lease_seconds=LEASE), model=model,
+        "p", connector_config("kv_producer", secured=secured, lease_seconds=LEASE), model=model,
         max_num_batched_tokens=64, max_num_seqs=8, **LORA,
     )  # fmt: skip
     decode = engines(
-        "d", connector_config("kv_consumer"), model=model,
+        "d", connector_config("kv_consumer", secured=secured), model=model,
         max_num_batched_tokens=64, max_num_seqs=8, num_gpu_blocks_override=POOL, max_model_len=448,
         **LORA,
     )  # fmt: skip
@@ -233,11 +241,14 @@ def test_a_reset_waits_for_leases(pair: Pair, expected: Callable[..., list[int]]
 
 
 def test_speculation_on_decode_alone(
-    engines: Callable[..., Engine], pair: Pair, expected: Callable[..., list[int]]
+    engines: Callable[..., Engine],
+    secured: tuple[Authority, Path],
+    pair: Pair,
+    expected: Callable[..., list[int]],
 ) -> None:
     decode = engines(
-        "n", connector_config("kv_consumer"), model=str(model_path("llama")), max_num_seqs=8,
-        speculative_config=NGRAM, **LORA,
+        "n", connector_config("kv_consumer", secured=secured), model=str(model_path("llama")),
+        max_num_seqs=8, speculative_config=NGRAM, **LORA,
     ).wait_ready()  # fmt: skip
     for seed in range(4):
         tokens = prompt(100, 60 + seed)
@@ -253,13 +264,16 @@ def test_speculation_on_decode_alone(
 
 
 def test_speculation_with_a_draft_model(
-    engines: Callable[..., Engine], pair: Pair, expected: Callable[..., list[int]]
+    engines: Callable[..., Engine],
+    secured: tuple[Authority, Path],
+    pair: Pair,
+    expected: Callable[..., list[int]],
 ) -> None:
     """Its layers have KV of their own, which moves too where both engines have it."""
     draft = {**DRAFT, "model": str(model_path("llama-finetuned"))}
     llm = {"model": str(model_path("llama")), "max_num_seqs": 8, "speculative_config": draft}
-    prefill = engines("dp", connector_config("kv_producer"), **llm)
-    decode = engines("dd", connector_config("kv_consumer", "recompute"), **llm)
+    prefill = engines("dp", connector_config("kv_producer", secured=secured), **llm)
+    decode = engines("dd", connector_config("kv_consumer", "recompute", secured=secured), **llm)
     drafting = Pair(prefill.wait_ready(), decode.wait_ready())
     for seed in range(4):
         tokens = prompt(100, 70 + seed)

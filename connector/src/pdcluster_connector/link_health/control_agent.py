@@ -31,6 +31,7 @@ from pdcluster_connector.sidechannel.handshake import (
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.tls import Tls, own_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class ControlAgent:
         data_rank: its data-parallel rank.
         peers: where handshakes are made.
         probe: reads and checks a peer's probe memory.
+        tls: for side channels and for the launcher; None for plain HTTP.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ControlAgent:
         data_rank: int,
         peers: PeerBook,
         probe: Probe,
+        tls: Tls | None = None,
     ) -> None:
         self._address = address.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"}
@@ -72,6 +75,7 @@ class ControlAgent:
         self._data_rank = data_rank
         self._peers = peers
         self._probe = probe
+        self._tls = tls
         self._thread = LoopThread("pdcluster-control")
         self._keepers: dict[tuple[str, int], tuple[LinkKeeper, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
@@ -87,13 +91,23 @@ class ControlAgent:
         data_rank: int,
         peers: PeerBook,
         probe: Probe,
+        tls: Tls | None = None,
     ) -> ControlAgent | None:
         """Make the agent that the launcher asked for; None without a launcher."""
         address = environment.get(URL_VARIABLE, "")
         if not address:
             return None
         token = environment.get(TOKEN_VARIABLE, "")
-        return cls(address, token, rank=rank, of=of, data_rank=data_rank, peers=peers, probe=probe)
+        return cls(
+            address,
+            token,
+            rank=rank,
+            of=of,
+            data_rank=data_rank,
+            peers=peers,
+            probe=probe,
+            tls=tls,
+        )
 
     def start(self) -> None:
         """Start the agent's thread."""
@@ -137,6 +151,8 @@ class ControlAgent:
                 params={"after": str(generation), "wait": str(POLL_SECONDS)},
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=POLL_SECONDS + 10, sock_connect=3.0),
+                allow_redirects=False,
+                **own_arguments(self._tls),
             ) as response:
                 body = await read_bounded(response, MAX_DOCUMENT_BYTES)
                 status = response.status
@@ -163,7 +179,9 @@ class ControlAgent:
             del self._keepers[key]
         for key, entry in wanted.items():
             if key not in self._keepers:
-                keeper = LinkKeeper(entry, key[1], self._peers, self._probe, self._changed.set)
+                keeper = LinkKeeper(
+                    entry, key[1], self._peers, self._probe, self._changed.set, self._tls
+                )
                 self._keepers[key] = keeper, asyncio.create_task(keeper.keep(session))
         self._changed.set()
 
@@ -186,6 +204,8 @@ class ControlAgent:
                 data=encode_json(RankReport(self._rank, self._of, links, self._data_rank)),
                 headers={**self._headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=5.0),
+                allow_redirects=False,
+                **own_arguments(self._tls),
             ) as response:
                 if response.status in {200, 204}:
                     self._complaint = ""

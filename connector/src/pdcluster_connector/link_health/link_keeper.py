@@ -26,6 +26,7 @@ from pdcluster_connector.protocol.link_documents import LinkReport, LinkState, P
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.handshake import TryAgain, ask_health, unreachable
 from pdcluster_connector.sidechannel.peer_source import PeerSource
+from pdcluster_connector.sidechannel.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class LinkKeeper:
         peers: where handshakes are made; its news of gone peers comes in by :meth:`gone`.
         probe: reads the peer's probe memory, at first and, as a check, from time to time.
         changed: called, without arguments, after :attr:`report` has changed.
+        tls: for the peer's side channel; None for plain HTTP.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class LinkKeeper:
         peers: PeerSource,
         probe: Probe,
         changed: Callable[[], None],
+        tls: Tls | None = None,
     ) -> None:
         self.entry = entry
         self.report = LinkReport(
@@ -104,6 +107,7 @@ class LinkKeeper:
         self._peers = peers
         self._probe = probe
         self._changed = changed
+        self._tls = tls
         self._engine_id = ""
         self._lost: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
 
@@ -129,9 +133,11 @@ class LinkKeeper:
     async def _once(self, session: aiohttp.ClientSession) -> Failure:
         """Establish the link and hold it; return why it could not be, or was lost."""
         address = self.entry.address(self._data_rank)
-        health = await ask_health(session, *address, HEALTH_SECONDS)
+        health = await ask_health(session, self.entry.engine, *address, HEALTH_SECONDS, self._tls)
         if isinstance(health, TryAgain):
             return unreachable(health)
+        if isinstance(health, Failure):
+            return health
         if wrong := self._mistaken(health.engine_id):
             where = f"{address[0]}:{address[1]}"
             return Failure(Reason.ENGINE_ID_INCONSISTENT, f"{where} is {wrong}")

@@ -18,8 +18,14 @@ import aiohttp
 
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.messages import LeaseKey, LeaseRequest
-from pdcluster_connector.sidechannel.handshake import NETWORK_ERRORS, client_session, describe, url
+from pdcluster_connector.sidechannel.handshake import (
+    NETWORK_ERRORS,
+    client_session,
+    describe,
+    url,
+)
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel.tls import Tls, tls_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +59,8 @@ class LeaseClient:
     because too many waited).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
         self.counts: Counter[str] = Counter()
         self._thread = LoopThread("pdcluster-leases")
         self._outboxes: dict[Address, _Outbox] = {}
@@ -138,7 +145,11 @@ class LeaseClient:
             self._session = client_session()
         try:
             async with self._session.post(
-                url(host, port, "/v1/leases"), data=body, timeout=SEND, allow_redirects=False
+                url(host, port, "/v1/leases", tls=self._tls),
+                data=body,
+                timeout=SEND,
+                allow_redirects=False,
+                **tls_arguments(self._tls, engine_id),
             ) as response:
                 status = response.status
         except NETWORK_ERRORS as error:
@@ -149,7 +160,7 @@ class LeaseClient:
             return "refused"
         if status == 204:
             return "delivered"
-        if status in {400, 404, 409, 413}:
+        if status in {400, 403, 404, 409, 413}:
             logger.warning("leases of %s were refused: %d", engine_id, status)
             return "refused"
         return "retry"

@@ -18,7 +18,7 @@ import aiohttp
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.protocol.messages import EngineMetadata, HealthReply
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
     TryAgain,
@@ -30,6 +30,7 @@ from pdcluster_connector.sidechannel.handshake import (
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peer_source import PeerSource
+from pdcluster_connector.sidechannel.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ POLL_SECONDS = 1.0
 # Silence of three seconds, asked twice: a stall of our own loop ends the first wait too.
 HEALTH_SECONDS = (2.0, 1.0)
 MAX_PEERS = 4096
+NO_ATTEMPT = TryAgain("no attempt was made")
 CLOSING = "this engine is shutting down"
 
 
@@ -61,7 +63,7 @@ class _Peer:
     waiters: list[_Waiter] = field(default_factory=list)
     answer: EngineMetadata | Failure | None = None
     answer_until: float = 0.0  # loop time; a refusal's only
-    last_error: str = "no attempt was made"
+    last_error: TryAgain = NO_ATTEMPT
     task: asyncio.Task[None] | None = None
 
 
@@ -70,11 +72,15 @@ class PeerBook(PeerSource):
 
     Args:
         engine_id, shape, rank: how this rank introduces itself.
+        tls: what it shows to peers and asks of them; None for plain HTTP.
     """
 
-    def __init__(self, engine_id: str, shape: EngineShape, rank: tuple[int, int]) -> None:
+    def __init__(
+        self, engine_id: str, shape: EngineShape, rank: tuple[int, int], tls: Tls | None = None
+    ) -> None:
         self.on_gone: OnGone | None = None
         self._me = Introduction(engine_id, shape, rank)
+        self._tls = tls
         self._thread = LoopThread("pdcluster-peers")
         self._peers: dict[str, _Peer] = {}
         self._listeners: list[OnGone] = []
@@ -145,10 +151,10 @@ class PeerBook(PeerSource):
         pause = FIRST_RETRY_SECONDS
         while peer.waiters:
             outcome = await shake_hands(
-                self._http(), self._me, peer.engine_id, peer.host, peer.port
+                self._http(), self._me, peer.engine_id, peer.host, peer.port, self._tls
             )
             if isinstance(outcome, TryAgain):
-                peer.last_error = outcome.message
+                peer.last_error = outcome
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
                 pause = min(2 * pause, LAST_RETRY_SECONDS)
                 continue
@@ -164,14 +170,21 @@ class PeerBook(PeerSource):
         """Return why the peer is gone, once it is."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            reply = await ask_health(self._http(), peer.host, peer.port, HEALTH_SECONDS[0])
+            reply = await self._health(peer, HEALTH_SECONDS[0])
             if isinstance(reply, TryAgain):  # the second time over a fresh connection
-                reply = await ask_health(self._http(), peer.host, peer.port, HEALTH_SECONDS[1])
+                reply = await self._health(peer, HEALTH_SECONDS[1])
             if isinstance(reply, TryAgain):
                 return unreachable(reply)
+            if isinstance(reply, Failure):
+                return reply
             if reply.engine_id != peer.engine_id:
                 where = f"{peer.host}:{peer.port}"
                 return restarted(peer.engine_id, reply.engine_id, where)
+
+    async def _health(self, peer: _Peer, seconds: float) -> HealthReply | Failure | TryAgain:
+        return await ask_health(
+            self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
+        )
 
     def _gone(self, peer: _Peer, failure: Failure) -> None:
         logger.warning("peer %s is gone: %s", peer.engine_id, failure)
@@ -188,8 +201,8 @@ class PeerBook(PeerSource):
     def _too_late(self, peer: _Peer, waiter: _Waiter) -> None:
         if waiter in peer.waiters:
             peer.waiters.remove(waiter)
-            message = f"no handshake before the deadline; last: {peer.last_error}"
-            _tell(waiter, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
+            message = f"no handshake before the deadline; last: {peer.last_error.message}"
+            _tell(waiter, Failure(peer.last_error.reason, message))
             if not peer.waiters and peer.task is not None:
                 peer.task.cancel()
                 self._peers.pop(peer.engine_id, None)

@@ -1,8 +1,8 @@
 """NIXL in memory: agents in one process that really copy bytes, and that fail on request.
 
-It keeps NIXL's unpleasant properties: releasing a handle or removing a peer does not stop a
-transfer under way, and only destroying the agent does; indices and addresses are checked; a
-transfer may land long after everybody stopped waiting.
+It has NIXL's unpleasant properties. Releasing a handle or removing a peer does not stop a transfer
+that is under way; only destroying the agent does. Indices and addresses are checked. A transfer may
+land long after everybody has stopped waiting for it.
 """
 
 # ruff: noqa: D102 - the methods of an agent are documented in AgentInterface
@@ -41,14 +41,14 @@ class Behaviour:
     """What one transfer does.
 
     Attributes:
-        polls: polls answered PROC before the transfer lands (or ``poll_error`` comes).
-        hang: PROC for ever; bytes move only by :meth:`Fabric.land`.
-        post_error: posting raises this; with ``hang`` the bytes are under way all the same
+        polls: this many polls answer PROC before the transfer lands (or ``poll_error`` comes).
+        hang: every poll answers PROC; bytes move only by :meth:`Fabric.land`.
+        post_error: posting raises this. With ``hang``, the bytes are under way nevertheless
             (not for DISCONNECTED).
-        poll_error: polling raises this; DISCONNECTED and TRANSPORT end the transfer, after the
-            others its bytes may land all the same.
-        poll_raises: polling raises this very exception (a broken agent).
-        refuse_release: releasing the handle raises while it is under way.
+        poll_error: polling raises this. DISCONNECTED and TRANSPORT end the transfer. After the
+            other errors, its bytes may still land.
+        poll_raises: polling raises exactly this exception (a broken agent).
+        refuse_release: releasing the handle raises while the transfer is under way.
     """
 
     polls: int = 0
@@ -106,7 +106,7 @@ class Fabric:
             return agent
 
     def kill(self, name: str) -> None:
-        """End a peer's process: what it still had to deliver never lands; readers see errors."""
+        """End a peer's process. Bytes that it has not delivered never land; readers see errors."""
         with self.lock:
             self.dead.update(agent for agent in self.agents if agent.startswith(name))
             for transfer in self.flying:
@@ -116,7 +116,7 @@ class Fabric:
             self.flying = [item for item in self.flying if item.peer not in self.dead]
 
     def disconnect(self, agent: InMemoryAgent, peer: str) -> None:
-        """Break one agent's connection to one peer: NIXL then forgets the peer by itself."""
+        """Break one agent's connection to one peer. NIXL then forgets the peer by itself."""
         with self.lock:
             for transfer in self.flying:
                 if (transfer.agent, transfer.peer) == (agent.name, peer):
@@ -126,7 +126,7 @@ class Fabric:
             agent.peers.discard(peer)
 
     def land(self, transfer: Transfer | None = None, copies: int | None = None) -> int:
-        """Make (at most ``copies``) copies of one or of all flying transfers; returns how many."""
+        """Make the copies (at most ``copies``) of one or all flying transfers; returns how many."""
         with self.lock:
             made = 0
             for item in [transfer] if transfer else list(self.flying):

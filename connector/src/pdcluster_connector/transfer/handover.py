@@ -57,6 +57,7 @@ class ReceiverOptions:
         check_seconds: how long the small read may take that shows that an idle connection still
             carries data.
         max_requests: requests under way at once.
+        stall_seconds: how long one call of NIXL may last before the worker ends.
         fatal: called when transfers can no longer be stopped; must not return in production.
     """
 
@@ -65,6 +66,7 @@ class ReceiverOptions:
     probe_seconds: float = 10.0
     check_seconds: float = 5.0
     max_requests: int = 65536
+    stall_seconds: float = 120.0
     fatal: Callable[[str], None] = exit_process
 
 

@@ -96,6 +96,7 @@ class Receiver:
             prepare=self._prepare,
             clock=clock,
             fatal=options.fatal,
+            stall_seconds=options.stall_seconds,
         )
         peers.on_gone = self._gone
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.transfer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,9 @@ class TransferThread:
         prepare: called first on the thread; what it raises, :meth:`start` raises.
         executor: used on the thread only.
         timers: used on the thread only; their ends go to the executor.
-        fatal: called when nothing can stop the transfers of a thread that ends.
+        fatal: called when nothing can stop the transfers of a thread that ends, or when one of
+            its calls does not return.
+        stall_seconds: how long one turn may last.
     """
 
     def __init__(
@@ -103,12 +106,17 @@ class TransferThread:
         prepare: Command,
         clock: Callable[[], float],
         fatal: Callable[[str], None],
+        stall_seconds: float,
     ) -> None:
         self._executor = executor
         self._timers = timers
         self._prepare = prepare
         self._clock = clock
         self._fatal = fatal
+        self._works_since: float | None = None
+        self._watchdog = Watchdog(
+            name, stall_seconds, since=lambda: self._works_since, clock=clock, hangs=fatal
+        )
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -118,6 +126,7 @@ class TransferThread:
         """Start, and wait until the agent is there."""
         self._thread.start()
         self._ready.result(timeout)
+        self._watchdog.start()
 
     def put(self, command: Command) -> None:
         """Have ``command`` called on the thread. Never blocks, never raises."""
@@ -151,6 +160,7 @@ class TransferThread:
         self._end(failure)
 
     def _end(self, failure: Failure) -> None:
+        self._watchdog.stop()
         try:
             self._executor.rebuild(failure, final=True)
         except BaseException as error:  # noqa: BLE001
@@ -196,8 +206,10 @@ class TransferThread:
         until_timer = self._timers.next - self._clock()
         wait = min(until_timer, sleep if self._executor.busy else LONGEST_BLOCK)
         commanded = False
+        self._works_since = None
         try:
             command = self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
+            self._works_since = self._clock()
             while True:
                 if command is None:
                     return None
@@ -205,4 +217,5 @@ class TransferThread:
                 command()
                 command = self._inbox.get_nowait()
         except queue.Empty:
+            self._works_since = self._clock()
             return commanded

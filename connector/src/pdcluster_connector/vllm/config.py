@@ -14,6 +14,7 @@ from typing import Any, Final
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
+from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
@@ -21,8 +22,6 @@ _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, no
 # Keys of the design whose feature this version lacks. Ignoring them would leave an engine open
 # that its user believes to be protected.
 _NOT_YET: Final = {
-    "tls": "the side channel has no TLS in this version; remove the key and keep the side "
-    "channel on a loopback address or in a trusted network with allow_insecure",
     "ticket_key_file": "tickets are not signed in this version; remove the key",
 }
 
@@ -45,6 +44,7 @@ class ConnectorOptions:
         num_threads: NIXL's threads that post the reads of a decode engine; 0 for none of its own.
         backend_options: further options of NIXL's backends: (backend, option, value).
         show_internal_names: tell clients the engine ids that their KV moved between.
+        tls: files for mutual TLS on the side channel; None for plain HTTP.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -56,6 +56,7 @@ class ConnectorOptions:
     num_threads: int = 4  # as the stock connector
     backend_options: tuple[tuple[str, str, str], ...] = ()
     show_internal_names: bool = False
+    tls: TlsFiles | None = None
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -88,6 +89,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         num_threads=take("num_threads", _threads),
         backend_options=take("backend_options", _backend_options),
         show_internal_names=take("show_internal_names", _flag),
+        tls=take("tls", tls_files),
     )
     if options.side_channel_port > 65535:
         problems.append(

@@ -28,6 +28,7 @@ from pdcluster_connector.protocol.messages import Malformed, decode_shard
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox
 from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.decode import DecodeRole
 from pdcluster_connector.vllm.groups import cache_groups
@@ -68,6 +69,7 @@ class SchedulerRole:
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         self._stats = StatsCollector()
         self._unreceivable: dict[str, str] = {}
+        self._tls = None if options.tls is None else Tls(options.tls, engine_id)
         self._side_channel: SideChannelServer | None = None
         self._inbox: LeaseInbox | None = None
         self._lease_client: LeaseClient | None = None
@@ -84,7 +86,7 @@ class SchedulerRole:
                 self._stats,
             )
         if transfer.is_kv_consumer:
-            self._lease_client = LeaseClient()
+            self._lease_client = LeaseClient(self._tls)
             self._lease_client.start()
             self.decode = DecodeRole(
                 engine_id,
@@ -134,6 +136,7 @@ class SchedulerRole:
             shape,
             shards=shards,
             leases=self._inbox,
+            tls=self._tls,
             allow_insecure=self._options.allow_insecure,
             role="prefill" if self.prefill is not None else "decode",
             lease_seconds=self._options.lease_seconds,
