@@ -96,6 +96,7 @@ class SchedulerRole:
                 self._stats,
                 show_names=options.show_internal_names,
                 key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
+                recomputes=transfer.kv_load_failure_policy == "recompute",
             )
 
     # At start.
