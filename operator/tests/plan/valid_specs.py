@@ -103,6 +103,7 @@ def manifests(draw: st.DrawFn) -> dict:
             )
         ),
         monitoring=draw(optional(scrapeFrom=PEERS)),
+        verification=draw(optional(maxLocalShare=st.integers(0, 100))),
         prefill=draw(roles()),
         decode=draw(roles()),
         router=draw(
