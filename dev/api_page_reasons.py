@@ -94,10 +94,6 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
     ),
     Kv.ENGINE_ID_INCONSISTENT: ("The ranks of one engine disagree about its id.", BOTH_LOGS),
     Kv.SHARD_MISSING: ("A rank of the prefill engine did not tell its memory.", BOTH_LOGS),
-    Kv.BLOCK_SIZE_MISMATCH: (
-        "A block does not fit the peer's block.",
-        "`blockSize` of both roles.",
-    ),
     Kv.BACKEND_ERROR: ("NIXL or UCX reports an error.", BOTH_LOGS),
     Kv.PROBE_CORRUPTED: ("A test read found wrong bytes.", "RDMA devices and drivers."),
     Kv.TRANSFER_STALLED: (

@@ -26,8 +26,9 @@ Which prefill engine can hand its KV to which decode engine. The states mean:
   cannot.
 * *refused*: the rule named refuses the pair, and nothing is moved. Admission refuses it if the spec
   says enough. The handshake refuses it in any case.
-* *unproven*: only the byte oracle has run it. The oracle plans for random pairs of simulated
-  engines, and compares the result byte by byte with a reference of its own.
+* *unproven*: no test has moved it. The byte oracle plans for random pairs of simulated engines,
+  and compares the result byte by byte with a reference of its own. A row names the oracle only if
+  the oracle varies what the row is about.
 
 [rules.md](rules.md) says what each rule refuses and what to do about it;
 [features.md](features.md) is about vLLM's other features.
@@ -49,15 +50,16 @@ class Row:
 
     Attributes:
         name: the layout in words.
-        oracle: test module that compares it byte by byte in simulated memory.
-        engines: test module and the cases (or models) of it that ran real engines.
+        oracle: test module that compares it byte by byte in simulated memory, and what its check
+            of the cases (``test_the_cases_reach_every_kind_of_pair``) says of this layout.
+        engines: test module and the cases of it that ran real engines: model, prefill→decode.
         processes: what :data:`GRIDS` moves between real processes without engines.
         rule: id of the rule that refuses it.
         note: what else to know.
     """
 
     name: str
-    oracle: str = ""
+    oracle: tuple[str, str] | None = None
     engines: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
     rule: str = ""
@@ -65,40 +67,42 @@ class Row:
 
 
 ROWS = (
-    Row("full attention, one rank on each side", ATTENTION, (MATRIX, "llama")),
-    Row("different tensor parallel sizes, either way", ATTENTION, (MATRIX, "llama")),
-    Row("tensor parallel ranks on two nodes", ATTENTION, (NODES, "llama")),
+    Row("full attention, one rank on each side", (ATTENTION, "FULL"), (MATRIX, "llama 1→1")),
+    Row(
+        "different tensor parallel sizes, either way",
+        (ATTENTION, "s.tensor"),
+        (MATRIX, "llama 2→1", "llama 1→2"),
+    ),
+    Row("tensor parallel ranks on two nodes", engines=(NODES, "llama 1x2→1x1")),
     Row(
         "KV heads replicated over ranks (more ranks than heads)",
-        ATTENTION,
-        (MATRIX, "llama-mqa"),
+        (ATTENTION, "_replicated"),
+        (MATRIX, "llama-mqa 2→1", "llama-mqa 1→2"),
         ("coverage",),
         note="ranks that share a head read it from different peers",
     ),
     Row(
         "pipeline stages, of different numbers on both sides",
-        ATTENTION,
-        (LAYOUTS, "llama"),
+        (ATTENTION, "s.pipeline"),
+        (LAYOUTS, "llama 2x1→1x1", "llama 1x2→2x1"),
         ("stages",),
         note="layers are matched by name; a rank reads only the ranks that hold its layers",
     ),
     Row(
         "data-parallel engines, of different numbers of ranks on both sides",
-        ATTENTION,
-        (DATA_PARALLEL, "llama"),
-        note="each rank is a peer of its own (`_dpN` in its engine id)",
+        engines=(DATA_PARALLEL, "llama 2→1"),
+        note="each rank is a peer of its own (`_dpN` in its engine id); no test runs more ranks on "
+        "decode than on prefill",
     ),
     Row(
         "data-parallel ranks that step together, as those of a mixture of experts do",
-        ATTENTION,
-        (DATA_PARALLEL, "llama-lockstep"),
+        engines=(DATA_PARALLEL, "llama-lockstep 2→2"),
         note="shown with dense layers under vLLM's lockstep; layers of experts are unproven: "
         "vLLM's CPU backend cannot spread them over data-parallel ranks",
     ),
     Row(
         "data-parallel engines over several nodes, whole ranks on each",
-        ATTENTION,
-        (DATA_PARALLEL, "llama"),
+        engines=(DATA_PARALLEL, "llama 2→1"),
         note="a rank's side channel is in the pod that it runs in",
     ),
     Row(
@@ -108,42 +112,47 @@ ROWS = (
     ),
     Row(
         "sliding window in all layers",
-        ATTENTION,
-        (LAYOUTS, "mistral-window"),
+        (ATTENTION, "WINDOW"),
+        (LAYOUTS, "mistral-window 1x1→1x1"),
         note="only the window before the prompt's end is moved",
     ),
     Row(
         "sliding windows beside full attention: several KV cache groups",
-        WINDOWS,
-        (LAYOUTS, "gemma3-hybrid", "gpt-oss"),
+        (WINDOWS, "len(case.model.groups)"),
+        (LAYOUTS, "gemma3-hybrid 1x2→1x1", "gpt-oss 1x1→1x1"),
         ("windows",),
         note="each group has blocks and an alignment of its own",
     ),
     Row(
         "MLA",
-        ATTENTION,
-        (LAYOUTS, "deepseek-mla"),
+        (ATTENTION, "MLA"),
+        (LAYOUTS, "deepseek-mla 1x1→1x1", "deepseek-mla 1x2→1x1"),
         ("latents",),
         note="each decode rank reads the latent from one prefill rank; all ranks are released",
     ),
     Row(
         "Mamba2 hybrid",
-        HYBRID,
-        (LAYOUTS, "granite-hybrid"),
+        (HYBRID, "MENU"),
+        (LAYOUTS, "granite-hybrid 1x1→1x1"),
         note="needs `VLLM_SSM_CONV_STATE_LAYOUT=DS`, which the operator sets; vLLM's CPU backend "
         "needs prefix caching off",
     ),
     Row(
         "Mamba2 hybrid, different tensor parallel sizes",
-        HYBRID,
-        (LAYOUTS, "granite-hybrid", "granite-one-group"),
+        (HYBRID, "case.prefill.tensor, case.decode.tensor"),
+        (
+            LAYOUTS,
+            "granite-hybrid 1x2→1x1",
+            "granite-one-group 1x2→1x1",
+            "granite-one-group 1x1→1x2",
+        ),
         ("hybrids",),
         note="states are cut by head, and by B/C group; the group of a model that has one is on "
         "every rank",
     ),
     Row(
         "hybrid whose sides have different blocks or ratios (34 and 66), without prefix caching",
-        HYBRID,
+        (HYBRID, "p.ratio != d.ratio"),
         processes=("hybrids",),
         note="decode clears what of its last block no token fills (`test_cleared_tails`)",
     ),
@@ -153,7 +162,7 @@ ROWS = (
     ),
     Row(
         "different block sizes, blocks ordered by token (GPU backends)",
-        ATTENTION,
+        (ATTENTION, "SIZES"),
         processes=("sizes", "coverage"),
         note="both directions, with prefix hits; what vLLM's own schedulers order is compared "
         "in `test_scheduler_block_sizes`",
@@ -164,15 +173,15 @@ ROWS = (
     ),
     Row(
         "different order of heads and tokens (HND, NHD, layers or blocks outermost)",
-        ATTENTION,
+        (ATTENTION, "g.order"),
         processes=("sizes", "quantized"),
         note="one descriptor a token and head where the order inside of a block differs; vLLM's "
         "own tensors in each order to each other: `test_registered_pairs`",
     ),
     Row(
         "fp8 KV (e4m3, e5m2) with one constant scale a layer, the checkpoint's or 1.0",
-        ATTENTION,
-        (LAYOUTS, "llama", "llama-fp8-kv"),
+        (ATTENTION, '"fp8_e5m2", "fp8_e4m3"'),
+        (LAYOUTS, "llama 1x1→1x1", "llama 1x2→1x1", "llama-fp8-kv 1x1→1x2"),
         ("quantized",),
         note="other scales on the other side: `KVScalesMismatch`; layers that are left out of it "
         "(`--kv-cache-dtype-skip-layers`) have the model's dtype",
@@ -189,9 +198,9 @@ ROWS = (
     Row("different dtypes", rule="KVDtypeMismatch"),
     Row(
         "GPU memory (VRAM) on both sides, in any layout that is carried",
-        ATTENTION,
-        note="plans are those of host memory and descriptors name NIXL's VRAM and the device, "
-        "after the engine's own tensors; no GPU has run it",
+        note="plans are those of host memory, and descriptors name NIXL's VRAM and the device of "
+        "the engine's own tensors: `test_transfer_plan` holds that a plan keeps that name; no GPU "
+        "has run it",
     ),
     Row("prefill in VRAM, decode in DRAM, or the other way round", rule="MemoryTypeUnsupported"),
     Row("context parallelism", rule="ContextParallelUnsupported"),
@@ -224,7 +233,10 @@ def state_of(row: Row) -> tuple[str, str]:
         tests.append(f"engines: `{module}` ({', '.join(cases)})")
     if row.processes:
         tests.append(f"processes: `{GRIDS}` ({', '.join(row.processes)})")
-    tests.append(f"oracle: `{row.oracle}`")
+    if row.oracle:
+        tests.append(f"oracle: `{row.oracle[0]}`")
+    elif not row.processes:
+        tests.append("no oracle varies it")
     state = "works" if row.engines else "moved" if row.processes else "unproven"
     return state, "; ".join(tests)
 

@@ -127,6 +127,7 @@ def test_an_operator_that_is_cut_off_says_unknown_and_changes_no_traffic(
         finally:
             operator.kubectl("delete", "networkpolicy", "cut", f"--namespace={NAMESPACE}")
         tiny.wait_ready(60)
+    assert load.broken == []
     assert {reply.status for reply in load.replies} == {200}
     assert {reply.kv_path["outcome"] for reply in load.replies} == {"transferred"}
     assert tiny.children() == children

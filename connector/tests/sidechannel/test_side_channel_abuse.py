@@ -17,7 +17,6 @@ import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, connect, until
 
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.conversion import from_shape
 from pdcluster_connector.sidechannel.http_guard import ConnectionGuard
 from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox, LeaseNews
 from pdcluster_connector.sidechannel.peers import PeerBook
@@ -29,7 +28,7 @@ from pdcluster_connector.sidechannel.server import (
 
 Serve = Callable[..., SideChannelServer]
 Books = Callable[..., PeerBook]
-REQUEST = m.encode(m.HandshakeRequest((1, 2), DECODE, from_shape(SHAPE), (0, 0)))
+REQUEST = m.encode(m.HandshakeRequest((1, 2), DECODE, SHAPE, (0, 0)))
 HEAD = b"POST /v1/handshake HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
@@ -184,7 +183,7 @@ def test_slow_clients_are_dropped_and_hold_up_nobody(
     try:
         for peer, start in zip(slow, starts * 20, strict=True):
             peer.sendall(start)
-        assert isinstance(connect(books(), server.port).wait(2.0), m.EngineMetadata)
+        assert isinstance(connect(books(), server.port).wait(), m.EngineMetadata)
         begun = time.monotonic()
         while time.monotonic() - begun < 3.0:  # a byte now and then does not help
             for peer in slow:
@@ -192,13 +191,13 @@ def test_slow_clients_are_dropped_and_hold_up_nobody(
                     peer.send(b"a")
             time.sleep(0.2)
         for peer in slow:
-            peer.settimeout(5.0)
+            peer.settimeout(60.0)
             with contextlib.suppress(ConnectionError):
                 while peer.recv(4096):
                     pass  # until the server closes
         assert server._guard is not None
         guard = server._guard
-        until(lambda: len(guard._server.connections) <= 1, seconds=6.0)
+        until(lambda: len(guard._server.connections) <= 1)
         assert not guard._busy
     finally:
         for peer in slow:

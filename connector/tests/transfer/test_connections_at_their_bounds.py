@@ -17,6 +17,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer import connections as connections_module
+from pdcluster_connector.transfer import probing as probing_module
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
 from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiveResults, ReceiverOptions
 from pdcluster_connector.transfer.probe_run import NO_ROOM
@@ -210,7 +211,7 @@ def test_a_probe_without_room_says_nothing_of_its_connection(bench: Bench) -> No
 def test_more_probes_than_may_wait_are_answered_at_once_and_break_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections_module, "MAX_PROBES", 2)
+    monkeypatch.setattr(probing_module, "MAX_PROBES", 2)
     stuck, good = bench.prefill("stuck/1"), bench.prefill("good/1")
     bench.send(good)
     bench.take()

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from engine_pair import Pair, connector_config
 
 from models.tiny import model_path
+from pdcluster_connector.compat.reasons import Reason
 
 pytestmark = pytest.mark.engine
 
@@ -150,6 +151,7 @@ def test_decode_outlives_a_killed_prefill(
     pair = Pair(doomed.wait_ready(), decode.wait_ready())
     assert pair.generate(PROMPT, TOKENS).path["outcome"] == "transferred"
     late = pair.ticket(PROMPT, salt="late")
+    stale = pair.ticket(PROMPT, salt="stale")
     doomed.kill()
     started = time.monotonic()
     answer = decode.generate(PROMPT, TOKENS, late, "late")
@@ -164,10 +166,15 @@ def test_decode_outlives_a_killed_prefill(
     assert decode.generate(PROMPT, TOKENS, salt="after").tokens == expected("llama")
 
     if policy == "recompute":  # another engine serves the same decode engine at once
-        second = engines("p", connector_config("kv_producer"), model=model).wait_ready()
+        config = connector_config("kv_producer", side_channel_port=stale["remote_port"])
+        second = engines("p", config, model=model).wait_ready()
         answer = Pair(second, decode).generate(PROMPT, TOKENS, salt="second")
         assert answer.tokens == expected("llama")
         assert answer.path["outcome"] == "transferred"
+        # The same engine by name and address, but another start of it: its memory is new.
+        answer = decode.generate(PROMPT, TOKENS, stale, "stale")
+        assert answer.tokens == expected("llama")
+        assert (answer.path["outcome"], answer.path["reason"]) == ("failed", Reason.PEER_RESTARTED)
         second.stop()
     decode.stop()
 

@@ -5,6 +5,7 @@ Tokens equal a single engine's, and afterwards nothing is held: blocks, requests
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -203,25 +204,73 @@ def test_prompt_logprobs_are_computed_here(pair: Pair, expected: Callable[..., l
     assert (answer.path["outcome"], answer.path["reason"]) == ("local", "PrefixReadingOff")
 
 
-@pytest.mark.parametrize("side", ["prefill", "lease", "decode"])
-def test_aborts(pair: Pair, expected: Callable[..., list[int]], side: str) -> None:
-    for i in range(2 if side == "lease" else 6):
-        tokens = prompt(300, 40 + i)
-        if side == "prefill":
-            request_id = pair.prefill.submit(tokens, 1, {"do_remote_decode": True})
-            time.sleep(0.003 * i)
-            pair.prefill.abort(request_id)
-            continue
-        params = pair.ticket(tokens, f"{side} {i}")
-        if side == "lease":  # the client hangs up on prefill when its answer is out already
-            pair.prefill.abort(params["remote_request_id"])
-            answer = pair.decode.generate(tokens, TOKENS, params, f"{side} {i}")
-            assert answer.path["outcome"] == "transferred"
-            assert answer.tokens == expected(tokens)
-            continue
-        request_id = pair.decode.submit(tokens, 50, params, f"{side} {i}")
-        time.sleep(0.004 * i)
+@contextlib.contextmanager
+def paused(engine: Engine) -> Iterator[None]:
+    """The engine makes no step but those that ``advance`` makes."""
+    engine.ask("pause", True)
+    yield
+    engine.ask("pause", False)
+
+
+def gone(engine: Engine, request_id: str) -> None:
+    """The scheduler forgets a request long before its lease would end by itself."""
+    deadline = time.monotonic() + LEASE / 2
+    while engine.ask("status", request_id) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engine.ask("status", request_id) == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "computed"), [("WAITING", 0), ("RUNNING", 64), ("RUNNING", 256)]
+)
+def test_an_aborted_prefill_hands_nothing_out(pair: Pair, status: str, computed: int) -> None:
+    with paused(pair.prefill):
+        request_id = pair.prefill.submit(prompt(300, 40), 1, {"do_remote_decode": True}, status)
+        pair.prefill.ask("advance", request_id, status, computed)
+        pair.prefill.abort(request_id)
+        pair.prefill.ask("step")
+        assert pair.prefill.ask("status", request_id) == "", "no lease keeps its blocks"
+        assert pair.prefill.ask("answer", request_id) is None
+
+
+def test_a_client_that_hangs_up_after_prefills_answer_takes_no_ticket_away(
+    pair: Pair, expected: Callable[..., list[int]]
+) -> None:
+    tokens = prompt(300, 41)
+    params = pair.ticket(tokens)
+    pair.prefill.abort(params["remote_request_id"])
+    assert pair.prefill.ask("status", params["remote_request_id"]) == "FINISHED_LENGTH_CAPPED"
+    answer = pair.decode.generate(tokens, TOKENS, params)
+    assert answer.path["outcome"] == "transferred"
+    assert answer.tokens == expected(tokens)
+    gone(pair.prefill, params["remote_request_id"])
+
+
+@pytest.mark.parametrize(
+    ("status", "computed", "after"),
+    [
+        ("WAITING", 0, ""),
+        ("WAITING_FOR_REMOTE_KVS", 0, "FINISHED_ABORTED"),  # its KV may still land in its blocks
+        ("RUNNING", 303, ""),
+    ],
+)
+def test_an_aborted_decode_gives_the_lease_back(
+    pair: Pair, status: str, computed: int, after: str
+) -> None:
+    tokens = prompt(300, 42)
+    params = pair.ticket(tokens, status)
+    before = pair.decode.metrics()
+    with paused(pair.decode):
+        request_id = pair.decode.submit(tokens, 50, params, status)
+        pair.decode.ask("advance", request_id, status, computed)
         pair.decode.abort(request_id)
+        assert pair.decode.ask("status", request_id) == after
+    gone(pair.decode, request_id)
+    gone(pair.prefill, params["remote_request_id"])
+    assert pair.decode.free_blocks() == POOL - 1
+    known = {name: count for name, count in before.items() if "failures" in name}
+    now = {name: count for name, count in pair.decode.metrics().items() if "failures" in name}
+    assert now == known, "an abort is no fault of the KV path"
 
 
 def test_a_reset_waits_for_leases(pair: Pair, expected: Callable[..., list[int]]) -> None:

@@ -13,6 +13,8 @@ pytest.importorskip("vllm")
 from contract import BLOCK, ContractEngine, closing_engines, prompt
 from vllm.v1.request import RequestStatus
 
+from pdcluster_connector.protocol.ticket import ticket_of
+
 pytestmark = pytest.mark.vllm
 
 
@@ -183,18 +185,39 @@ def test_preemption_does_not_load_again(engines: Any) -> None:
     assert released(prefill)
 
 
-def test_preempted_prefill_hands_off_once(engines: Any) -> None:
-    prefill = engines("producer", blocks=8, max_tokens_per_step=32)
-    for i in range(2):
-        prefill.add(f"p{i}", prompt(60, first=i), {"do_remote_decode": True})
-    prefill.run(lambda: len(prefill.finished) >= 1)
-    for request_id in list(prefill.finished):
-        assert prefill.params[request_id]["remote_request_id"] == request_id
-    held = {r for r in ("p0", "p1") if r in prefill.finished}
-    role = prefill.connector._scheduler.prefill
-    for request_id in held:
-        assert role.release(request_id, role._leases.token(request_id))
-    prefill.run(lambda: len(prefill.finished) == 2)
+@pytest.mark.parametrize(("blocks", "victim"), [(7, "p1 for p0"), (8, "p1 for itself")])
+def test_preempted_prefill_hands_off_once(engines: Any, blocks: int, victim: str) -> None:
+    """Two prompts of four blocks grow side by side in a pool of six or seven."""
+    prefill, decode = engines("producer", blocks=blocks), engines("consumer")
+    before = prefill.free_blocks()
+    # A step computes one block of each: otherwise p0 is through before p1 begins.
+    prefill.scheduler.scheduler_config.long_prefill_token_threshold = BLOCK
+    prompts = {name: prompt(60, first=i) for i, name in enumerate(("p0", "p1"))}
+    first, second = (
+        prefill.add(name, tokens, {"do_remote_decode": True}) for name, tokens in prompts.items()
+    )
+    prefill.run(lambda: second.num_preemptions > 0)
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1), victim
+    prefill.run(lambda: "p0" in prefill.finished)
+    for _ in range(3):
+        prefill.step()
+    assert "p1" not in prefill.finished, "p0's lease holds the blocks that it needs"
+    assert prefill.total("leases_held") == 1
+
+    for name, tokens in prompts.items():
+        prefill.run(lambda name=name: name in prefill.finished)
+        params = prefill.params[name]
+        ticket = ticket_of(params)
+        held = prefill.scheduler.kv_cache_manager.get_block_ids(name)
+        assert [list(ids) for ids in ticket.blocks] == [list(ids) for ids in held]
+        decode.add(f"d-{name}", tokens, params, max_tokens=2)
+        decode.run(lambda name=name: f"d-{name}" in decode.parked())
+        decode.land(f"d-{name}")
+        decode.run(lambda name=name: f"d-{name}" in decode.finished)
+        assert decode.params[f"d-{name}"]["kv_path"]["outcome"] == "transferred"
+    assert released(prefill)
+    assert [worker.sent for worker in prefill.workers] == [["p0", "p1"]] * 2
+    assert prefill.free_blocks() == before
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

@@ -92,6 +92,23 @@ async def test_objects_of_others_are_not_taken(real, api, live, namespace):
     assert "ownerReferences" not in read(real, wanted)[1]["metadata"]
 
 
+async def test_a_child_that_something_keeps_from_going_is_not_written_to(real, api, live):
+    wanted = child(live, "Service")
+    await api.apply(wanted)
+    metadata = wanted["metadata"]
+    path = f"{CHILDREN['Service'].format(metadata['namespace'])}/{metadata['name']}"
+    merge = "application/merge-patch+json"
+    real.call("PATCH", path, {"metadata": {"finalizers": ["tests.pdcluster.dev/hold"]}}, merge)
+    real.call("DELETE", path)
+    with pytest.raises(ApiError, match=metadata["name"]) as going:
+        await api.apply(wanted)
+    assert going.value.reason == "StillBeingDeleted"
+    assert not going.value.terminal, "once it is gone, the next reconcile makes it anew"
+    real.call("PATCH", path, {"metadata": {"finalizers": None}}, merge)
+    await api.apply(wanted)
+    assert "deletionTimestamp" not in read(real, wanted)[1]["metadata"]
+
+
 async def test_a_deletion_takes_only_what_was_seen(real, api, live):
     wanted = child(live, "Service")
     await api.apply(wanted)

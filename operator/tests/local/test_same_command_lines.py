@@ -13,6 +13,7 @@ from fake_engine import FakeConnector
 from manifests import tiny
 
 import pdcluster_operator.local.kubelet as kubelet_package
+from loopback import free_network
 from pdcluster_operator.local.addresses import AddressBook
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.controllers import Workloads
@@ -35,7 +36,7 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
         assert isinstance(step, Apply)
         api.apply(dict(step.manifest))
     Workloads(api).sync()
-    book = AddressBook((), print, first="127.94.0.2")
+    book = AddressBook((), print, first=f"{free_network()}.2")
     for program in ("python3", "vllm-router"):
         (tmp_path / program).touch(mode=0o755)
     names = Names(api, book.address)

@@ -8,7 +8,7 @@ from typing import Any
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import PeerAssignment
-from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_operator.plan.reports import EngineReport, LinkReport, LinksReport
 from pdcluster_operator.runtime.errors import LauncherError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
@@ -29,6 +29,7 @@ class Launchers:
         self.refuse_peers = False
         self.misses = 0  # polls of readiness, of whomever, that fail from now on
         self.polls = 0
+        self.linked: tuple[LinkReport, ...] = ()
 
     async def ready(self, url: str) -> EngineReport:
         self.polls += 1
@@ -42,7 +43,7 @@ class Launchers:
         return EngineReport(ready=True, engine=self.engines[url], engine_id=engine_id)
 
     async def links(self, url: str) -> LinksReport:
-        return LinksReport(self.engines[url], self.ids[url] or "")
+        return LinksReport(self.engines[url], self.ids[url] or "", self.linked)
 
     async def put_peers(self, url: str, body: Mapping[str, Any]) -> None:
         self.told.append((self.ids[url] or "", body))
@@ -93,6 +94,22 @@ async def test_peers_are_sent_once_and_again_when_they_or_the_engine_change() ->
     launchers.ids["http://d"] = "d/2"
     await until(lambda: len(launchers.told) == 3)
     assert launchers.told[1:] == [("d/1", {"generation": 2}), ("d/2", {"generation": 2})]
+    await monitor.stop()
+
+
+async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:
+    """A busy launcher may take in a request that the operator has long given up."""
+    launchers = Launchers()
+    body = {"generation": 2, "peers": [{"engine": P.engine}]}
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    monitor.assign(KEY, [PeerAssignment(D.engine, D.url, body)])
+    await until(lambda: len(launchers.told) >= 2)  # as long as its links do not name the peer
+    launchers.linked = (LinkReport(prefill=P.engine, prefill_engine_id="p/1"),)
+    await until(lambda: monitor.links(KEY)[D.engine].links)
+    told = len(launchers.told)
+    await asyncio.sleep(0.1)
+    assert len(launchers.told) == told
     await monitor.stop()
 
 
@@ -171,7 +188,7 @@ async def test_another_engine_on_the_address_is_not_believed() -> None:
     await monitor.stop()
 
 
-async def test_a_first_look_ends_when_every_engine_has_answered() -> None:
+async def test_all_are_heard_when_every_engine_has_answered() -> None:
     launchers = Launchers()
     monitor, woken = monitor_of(launchers)
     monitor.follow(KEY, [P, D])
@@ -184,7 +201,7 @@ async def test_a_first_look_ends_when_every_engine_has_answered() -> None:
     await monitor.stop()
 
 
-async def test_a_first_look_ends_and_wakes_when_an_engine_stays_silent() -> None:
+async def test_all_are_heard_and_the_cluster_wakes_when_an_engine_stays_silent() -> None:
     launchers = Launchers()
     launchers.ids["http://d"] = None
     monitor, woken = monitor_of(launchers)

@@ -11,9 +11,9 @@ import pytest
 
 from pdcluster_operator.api.labels import API_VERSION
 from pdcluster_operator.local.api import LocalApi
-from pdcluster_operator.plan.first_look import FIRST_LOOK_SECONDS
 from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.model import ConnectorBundle, Delete, Event, RestartPod
+from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
@@ -247,7 +247,7 @@ async def test_an_operator_that_has_just_started_asks_before_it_judges() -> None
         assert world.condition("DecodeReady")["status"] == "True"
         await world.monitor.stop()
     assert wait is not None
-    assert 0 < wait <= FIRST_LOOK_SECONDS
+    assert 0 < wait <= LONGEST_WAIT_SECONDS
 
 
 def ready_pod(stateful_set: Mapping[str, Any], address: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The worker's line to its launcher: which peers to keep links to, and how the links are.
+"""Asks the launcher which peers to keep links to, and reports the state of the links.
 
-Optional: without a launcher there is no agent, and links come up with the first request.
+Without a launcher there is no control agent. Links then come up with the first request.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ URL_VARIABLE = "PDCLUSTER_CONTROL_URL"
 TOKEN_VARIABLE = "PDCLUSTER_CONTROL_TOKEN"  # noqa: S105 - a variable's name
 
 POLL_SECONDS = 20
-REPORT_SECONDS = 4.0  # the launcher counts on one every 5 s
-GATHER_SECONDS = 0.02  # changes at one moment travel together
+REPORT_SECONDS = 4.0  # the launcher expects one every 5 s
+GATHER_SECONDS = 0.02  # changes of one moment are sent together
 RETRY_SECONDS = 0.5
 
 
@@ -139,7 +139,7 @@ class ControlAgent:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if document.generation == generation:
-                await asyncio.sleep(0.1)  # should the launcher not wait, this does
+                await asyncio.sleep(0.1)  # the launcher did not wait, so wait here
                 continue
             generation = document.generation
             await self._apply(document, session)
@@ -186,7 +186,7 @@ class ControlAgent:
         self._changed.set()
 
     async def _report(self, session: aiohttp.ClientSession) -> None:
-        """Report at every change, and when nothing changes often enough to be believed."""
+        """Report each change, and without changes often enough to count as alive."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), REPORT_SECONDS)
@@ -224,6 +224,6 @@ class ControlAgent:
 
 
 def _same_place(one: PeerEntry, other: PeerEntry, data_rank: int) -> bool:
-    """Whether a rank is where it was; its name also says whether there are others."""
+    """Tell whether a rank's address and its engine's data-parallel size are the same."""
     sizes = one.data_parallel_size, other.data_parallel_size
     return sizes[0] == sizes[1] and one.address(data_rank) == other.address(data_rank)

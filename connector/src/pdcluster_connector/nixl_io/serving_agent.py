@@ -1,7 +1,7 @@
 """The agent through which this worker's KV can be read by its peers.
 
-It makes no transfers of its own: after registration, NIXL's progress thread (or the network
-hardware) answers the readers. The reading agent is another one and may be destroyed.
+It makes no transfers of its own. After registration, NIXL's progress thread or the network card
+answers the readers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange, N
 from pdcluster_connector.nixl_io.probe import PROBE_BYTES, pattern
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.plan.slices import seams
-from pdcluster_connector.protocol.conversion import from_region
 from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata
 
 
@@ -39,12 +38,12 @@ class ServingAgent:
     ) -> None:
         self._probe = np.zeros(probe_bytes, np.uint8)
         self._seams = seams(item.span for item in memory)
-        self._port = make_agent()
+        self._agent = make_agent()
         try:
             probe = MemoryRange(self._probe.ctypes.data, self._probe.nbytes)
-            self._port.register([*memory, probe])
+            self._agent.register([*memory, probe])
         except NixlError:
-            self._port.close()
+            self._agent.close()
             raise
 
     def metadata(
@@ -55,13 +54,13 @@ class ServingAgent:
         return ShardMetadata(
             engine_id=engine_id,
             rank=rank,
-            agent_name=self._port.name,
-            agent_metadata=self._port.metadata(),
-            regions=tuple(from_region(region) for region in regions),
+            agent_name=self._agent.name,
+            agent_metadata=self._agent.metadata(),
+            regions=tuple(regions),
             probe=ProbeRegion(address=self._probe.ctypes.data, length=self._probe.nbytes),
             seams=self._seams,
         )
 
     def close(self) -> None:
         """Stop serving: readers see their transfers fail."""
-        self._port.close()
+        self._agent.close()

@@ -14,15 +14,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from pdcluster_connector.compat.field_types import Count, Identifier, ParallelSize
 from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
-from pdcluster_connector.protocol.messages import (
-    Count,
-    Identifier,
-    Malformed,
-    ParallelSize,
-    Token,
-    bounded,
-)
+from pdcluster_connector.protocol.messages import Malformed, Token, bounded
 from pdcluster_connector.protocol.prompt_digest import DIGEST_BYTES
 
 # Of the encoded text. A million tokens in four groups need 1.4 MB in the worst case, when their

@@ -17,7 +17,6 @@ from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.conversion import from_shape, to_shape
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import (
     EngineMetadata,
@@ -32,17 +31,17 @@ from pdcluster_connector.sidechannel.tls import Tls, tls_arguments
 
 ATTEMPT = aiohttp.ClientTimeout(total=60.0, sock_connect=3.0, sock_read=15.0)
 _REFUSED = {
-    400: (Reason.PROTOCOL_VERSION_MISMATCH, "cannot read"),
-    403: (Reason.AUTHENTICATION_FAILED, "does not trust"),
+    400: (Reason.PROTOCOL_VERSION_MISMATCH, "could not read the handshake"),
+    403: (Reason.AUTHENTICATION_FAILED, "does not trust this engine"),
 }
 NETWORK_ERRORS = (aiohttp.ClientError, OSError, TimeoutError, asyncio.IncompleteReadError)
 
 
 @dataclass(frozen=True, slots=True)
 class TryAgain:
-    """The attempt did not succeed, and the next one may.
+    """The attempt failed; a later one may succeed.
 
-    ``reason`` is for a user whose patience ends first.
+    ``reason`` is what to report when there is no time for a later one.
     """
 
     message: str
@@ -63,7 +62,7 @@ class Introduction:
             HandshakeRequest(
                 protocols=(messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST),
                 engine_id=self.engine_id,
-                shape=from_shape(self.shape),
+                shape=self.shape,
                 rank=self.rank,
             )
         )
@@ -119,23 +118,23 @@ async def shake_hands(
         return Failure(Reason.AUTHENTICATION_FAILED, _not_trusted(where, engine_id, error))
     except NETWORK_ERRORS as error:
         return _no_answer(where, error, tls)
-    except ValueError as error:  # a host that makes no URL
-        return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"{where} is no address: {error}")
+    except ValueError as error:  # the host is not valid in a URL
+        return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"{where} is not an address: {error}")
     if status in {200, 409}:
         return judge(messages.decode_handshake_reply(body), me, engine_id, where)
     text = body[:200].decode("utf-8", "replace")
     if status in _REFUSED:
         reason, how = _REFUSED[status]
-        return Failure(reason, f"{where} {how} us: {text}")
+        return Failure(reason, f"{where} {how}: {text}")
     return TryAgain(f"{where} answered {status}: {text}")
 
 
 def judge(
     reply: EngineMetadata | Refusal | Malformed, me: Introduction, engine_id: str, where: str
 ) -> EngineMetadata | Failure:
-    """Decide whether a reply may be planned from: the peer we meant, sound, compatible."""
+    """Return the metadata if it is of the engine that was asked, sound and compatible."""
     if isinstance(reply, Malformed):
-        message = f"{where} answered what we cannot read: {reply.message}"
+        message = f"{where} sent an answer that cannot be read: {reply.message}"
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, message)
     if isinstance(reply, Refusal):
         return failure_of(reply)
@@ -144,9 +143,7 @@ def judge(
     if not messages.PROTOCOL_OLDEST <= reply.protocol <= messages.PROTOCOL_NEWEST:
         message = f"{where} answered in protocol {reply.protocol}"
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, message)
-    refusal = refusal_of(validate_metadata(reply)) or refusal_of(
-        rules.check(to_shape(reply.shape), me.shape)
-    )
+    refusal = refusal_of(validate_metadata(reply)) or refusal_of(rules.check(reply.shape, me.shape))
     return reply if refusal is None else failure_of(refusal)
 
 
@@ -174,7 +171,7 @@ async def ask_health(
     except (*NETWORK_ERRORS, ValueError) as error:
         return _no_answer(where, error, tls)
     if status != 200 or isinstance(reply, Malformed):
-        return TryAgain(f"{where} answered {status}, and not as a side channel does")
+        return TryAgain(f"{where} answered {status}, which is not the answer of a side channel")
     return reply
 
 
@@ -209,14 +206,14 @@ def unreachable(why: TryAgain) -> Failure:
     if why.reason is not Reason.SIDE_CHANNEL_UNREACHABLE:
         return Failure(why.reason, f"the side channel at {why.message}")
     message = (
-        f"the side channel at {why.message}. See whether the engine runs, and let"
-        " its side channel's port through (network policies, firewalls)"
+        f"the side channel at {why.message}. Check that the engine runs, and that network"
+        " policies and firewalls allow the port of its side channel"
     )
     return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
 
 
 def restarted(expected: str, found: str, where: str) -> Failure:
-    """Return the failure of meeting another engine or incarnation than the one meant."""
+    """Return the failure for an address where another engine or incarnation listens now."""
     return Failure(Reason.PEER_RESTARTED, f"{expected} is gone; {found} listens on {where} now")
 
 

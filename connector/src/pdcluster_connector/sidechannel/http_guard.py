@@ -1,9 +1,8 @@
 """Limits that an aiohttp server lacks: how many connections, and how long one may idle.
 
-aiohttp bounds the size of bodies and headers. It waits without limit for the first
-request's headers, though, and accepts any number of connections; both would let one
-client that sends nothing take the engine's file descriptors. asyncio does not count the
-connections whose TLS handshake goes on, so connections are accepted here.
+aiohttp limits the size of bodies and headers. It does not limit the number of connections, nor the
+time until the first request. A client that sends nothing could take all file descriptors. asyncio
+does not count connections before the end of their TLS handshake, so they are accepted here.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def connection_limit() -> int:
 
 
 class ConnectionGuard:
-    """Sweeps idle connections once a second and turns away those over the limit.
+    """Closes idle connections once a second and turns away those over the limit.
 
     A connection is busy from the moment that a request's headers are complete
     (:meth:`began`) to its answer (:meth:`ended`); otherwise it may idle ``idle_seconds``.
@@ -43,7 +42,8 @@ class ConnectionGuard:
         self._idle_seconds = idle_seconds
         self._idle_since: dict[web.RequestHandler, float] = {}
         self._busy: set[web.RequestHandler] = set()
-        self._greeting: set[asyncio.Task[None]] = set()
+        self._greeting: set[web.RequestHandler] = set()  # those in their TLS handshake
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Accept connections for ever, and close at once those over the limit."""
@@ -55,23 +55,29 @@ class ConnectionGuard:
                 logger.warning("no connection can be accepted: %s", error)
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
-            if len(self._server.connections) + len(self._greeting) >= self._limit:
+            if len(self._greeting.union(self._server.connections)) >= self._limit:
                 connection.close()
                 continue
-            task = loop.create_task(self._greet(connection, tls))
-            self._greeting.add(task)
-            task.add_done_callback(self._greeting.discard)
+            handler = self._server()
+            self._greeting.add(handler)
+            task = loop.create_task(self._greet(handler, connection, tls))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _greet(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+    async def _greet(
+        self, handler: web.RequestHandler, connection: socket.socket, tls: ssl.SSLContext | None
+    ) -> None:
         """Hand a connection to aiohttp; with TLS, once the client has shown its certificate."""
         timeout = None if tls is None else TLS_SECONDS
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._server, connection, ssl=tls, ssl_handshake_timeout=timeout
+                lambda: handler, connection, ssl=tls, ssl_handshake_timeout=timeout
             )
         except OSError as error:  # ssl.SSLError, TimeoutError and broken connections
             logger.debug("a connection was not taken: %s", error)
             connection.close()
+        finally:
+            self._greeting.discard(handler)
 
     def began(self, handler: web.RequestHandler) -> None:
         """Note that a request's headers are complete."""
@@ -88,7 +94,7 @@ class ConnectionGuard:
             handler.force_close()
 
     async def sweep(self) -> None:
-        """Close connections that idle too long, for ever."""
+        """Close connections that idle too long. Runs until cancelled."""
         while True:
             now = asyncio.get_running_loop().time()
             known = self._idle_since

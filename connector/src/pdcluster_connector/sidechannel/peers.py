@@ -1,7 +1,7 @@
-"""The peers that this rank knows: handshakes, what they returned, and whether peers live.
+"""The peers that this rank knows: handshakes, their answers, and whether the peers still live.
 
-One thread with an asyncio loop. Requests for one engine share its attempts; attempts for
-different engines run side by side, so a dead engine delays nobody else.
+One thread runs an asyncio loop. Requests for the same engine share its attempts. Attempts for
+different engines run at the same time, so a dead engine delays no other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 REFUSAL_SECONDS = 5.0  # how long a refusal is answered from memory
 POLL_SECONDS = 1.0
-# Silence of three seconds, asked twice: a stall of our own loop ends the first wait too.
+# A peer is gone after two questions without an answer, three seconds in all. One is not enough: it
+# also times out if this loop itself was held up.
 HEALTH_SECONDS = (2.0, 1.0)
 MAX_PEERS = 4096
 NO_ATTEMPT = TryAgain("no attempt was made")
@@ -92,7 +93,7 @@ class PeerBook(PeerSource):
         self._thread.start()
 
     def close(self) -> None:
-        """End every attempt; what still waits is told so. May be called twice."""
+        """End every attempt and tell those that wait. May be called twice."""
         self._closed = True
         if self._thread.alive:
             self._thread.submit(self._close()).result(timeout=10)
@@ -109,7 +110,7 @@ class PeerBook(PeerSource):
         self._thread.call(self._forget, engine_id, failure)
 
     def listen(self, on_gone: OnGone) -> None:
-        """Have ``on_gone`` called too when a connected peer is gone, or was forgotten."""
+        """Also call ``on_gone`` when a connected peer is gone or was forgotten."""
         self._listeners.append(on_gone)
 
     # From here on: the loop's thread only.
@@ -121,7 +122,7 @@ class PeerBook(PeerSource):
             if len(self._peers) >= MAX_PEERS:
                 self._trim()
             if len(self._peers) >= MAX_PEERS:
-                message = f"{MAX_PEERS} peers are being tried already"
+                message = f"{MAX_PEERS} handshakes are under way already"
                 _tell(waiter, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
                 return
             peer = self._peers[engine_id] = _Peer(engine_id, host, port)
@@ -220,7 +221,7 @@ class PeerBook(PeerSource):
             self._tell_listeners(peer, failure)
 
     def _trim(self) -> None:
-        """Make room: refusals, of which a client's tickets can cause any number, go first."""
+        """Make room by dropping refusals. A client's tickets can cause any number of them."""
         for engine_id in [key for key, peer in self._peers.items() if peer.task is None]:
             del self._peers[engine_id]
 

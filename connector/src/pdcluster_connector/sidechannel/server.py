@@ -22,7 +22,6 @@ from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.conversion import from_shape, to_shape
 from pdcluster_connector.protocol.messages import (
     EngineMetadata,
     HandshakeRequest,
@@ -133,7 +132,7 @@ class SideChannelServer:
                 EngineMetadata(
                     protocol=protocol,
                     engine_id=self._engine_id,
-                    shape=from_shape(self._shape),
+                    shape=self._shape,
                     shards=self._shards,
                     lease_seconds=self._lease_seconds,
                     versions=self._versions,
@@ -280,7 +279,7 @@ class SideChannelServer:
                 str(messages.PROTOCOL_OF_RUNS),
                 str(newest),
             )
-        return refusal_of(rules.check(self._shape, to_shape(asked.shape)))
+        return refusal_of(rules.check(self._shape, asked.shape))
 
 
 async def _body(request: web.Request) -> bytes:

@@ -1,8 +1,9 @@
 """The one thread that makes every NIXL call of a worker's receiving side.
 
-The engine step only puts commands into a queue. While nothing is under way the thread blocks
-on that queue; while transfers fly it polls, at first every 50 microseconds and, the longer
-nothing moves, up to every millisecond: a poller that spins doubled the engine's step.
+The engine step only puts commands into a queue. While nothing is under way, the thread waits for
+that queue. While transfers are under way, it polls them: every 50 microseconds at first, and less
+often the longer nothing moves, at least every millisecond. Polling without pauses doubled the time
+of an engine step.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ class Executor(Protocol):
         """Do what is due; returns whether anything moved."""
 
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
-        """Destroy the agent and fail what ran on it; ``final``: and everything else."""
+        """Destroy the agent and fail what ran on it; with ``final`` also everything else."""
 
 
 class Timers:
-    """One due time for each serial number; infinite means none. A heap that forgets lazily."""
+    """One due time for each serial number; infinite means none.
+
+    Outdated entries stay in the heap until they come up or are too many.
+    """
 
     def __init__(self) -> None:
         self._due: dict[int, float] = {}
@@ -90,8 +94,8 @@ class TransferThread:
 
     Args:
         prepare: called first on the thread; what it raises, :meth:`start` raises.
-        executor: used on the thread only.
-        timers: used on the thread only; their ends go to the executor.
+        executor: what the thread drives; used on the thread only.
+        timers: used on the thread only; the executor hears of those that run out.
         fatal: called when nothing can stop the transfers of a thread that ends, or when one of
             its calls does not return.
         stall_seconds: how long one turn may last.
@@ -169,7 +173,7 @@ class TransferThread:
         self.drain()
 
     def drain(self) -> None:
-        """Run what came too late, once the thread is dead; the executor then refuses it."""
+        """Run the commands that came after the thread's end. The executor refuses them."""
         with suppress(queue.Empty):
             while True:
                 command = self._inbox.get_nowait()

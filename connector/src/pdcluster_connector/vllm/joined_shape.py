@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerShape
-from pdcluster_connector.protocol.conversion import from_shape, to_shape
-from pdcluster_connector.protocol.messages import ShapeMessage, encode
+from pdcluster_connector.protocol.messages import encode
 
 _ALIKE = ("model", "kv_dtype", "block_size", "prefix_caching", "memory", "layout")
 
 
 def encode_shape(shape: EngineShape) -> bytes:
     """Bytes of a shape; inverse of :func:`decode_shape`."""
-    return encode(from_shape(shape))
+    return encode(shape)
 
 
 def decode_shape(raw: bytes) -> EngineShape:
     """Shape from bytes of the same engine; raises ``msgspec.MsgspecError`` on anything else."""
-    return to_shape(msgspec.msgpack.decode(raw, type=ShapeMessage))
+    return msgspec.msgpack.decode(raw, type=EngineShape)
 
 
 def join_shapes(shapes: Sequence[EngineShape]) -> EngineShape:

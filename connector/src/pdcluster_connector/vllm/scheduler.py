@@ -6,13 +6,13 @@ has a thread of its own (sidechannel.server, sidechannel.lease_client).
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -252,17 +252,17 @@ def _merge(shapes: Mapping[tuple[int, int], EngineShape]) -> EngineShape:
     """
     first: dict[int | None, tuple[int, int]] = {}
     for rank, shape in shapes.items():
-        for field in dataclasses.fields(EngineShape):
-            of_stage = field.name in _OF_A_STAGE
+        for field in EngineShape.__struct_fields__:
+            of_stage = field in _OF_A_STAGE
             other = first.setdefault(rank[0] if of_stage else None, rank)
-            theirs, ours = getattr(shape, field.name), getattr(shapes[other], field.name)
-            if field.name != "layers" and theirs != ours:
+            theirs, ours = getattr(shape, field), getattr(shapes[other], field)
+            if field != "layers" and theirs != ours:
                 raise HandshakeError(
-                    f"rank {rank} has {field.name} {theirs}, rank {other} has {ours}; give every "
+                    f"rank {rank} has {field} {theirs}, rank {other} has {ours}; give every "
                     "rank of an engine the same model files, settings and kind of machine"
                 )
     layers = join_layers(shapes.values())
-    return dataclasses.replace(next(iter(shapes.values())), layers=layers)
+    return msgspec.structs.replace(next(iter(shapes.values())), layers=layers)
 
 
 def _versions() -> dict[str, str]:

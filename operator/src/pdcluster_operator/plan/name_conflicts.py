@@ -31,16 +31,21 @@ def why_not_applied(desired: Manifest, live: Manifest | None) -> Refusal | None:
     """
     if live is None:
         return None
-    name = f"{desired['kind']} {desired['metadata']['name']}"
+    kind, name = str(desired["kind"]), str(desired["metadata"]["name"])
     if not owner_uids(desired) <= owner_uids(live):
-        return Refusal(
-            NAME_CONFLICT,
-            f"{name} exists and belongs to something else: "
-            "rename it, or name the PDCluster otherwise",
-        )
+        return name_conflict(kind, name)
     if is_being_deleted(live):
-        return Refusal(STILL_BEING_DELETED, f"{name} is still being deleted")
+        return Refusal(STILL_BEING_DELETED, f"{kind} {name} is still being deleted")
     return None
+
+
+def name_conflict(kind: str, name: str) -> Refusal:
+    """Return the refusal for an object that has the name of a child and another owner."""
+    return Refusal(
+        NAME_CONFLICT,
+        f"{kind} {name} exists and belongs to something else: "
+        "rename it, or name the PDCluster otherwise",
+    )
 
 
 def owner_uids(manifest: Manifest) -> set[str]:

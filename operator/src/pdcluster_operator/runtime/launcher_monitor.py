@@ -158,3 +158,8 @@ class _Watch:
             await self._launchers.put_peers(self.target.url, self.peers.body)
             self._told = (report.engine_id, self.peers.body)
         self.links = await self._launchers.links(self.target.url)
+        if self._told is not None:
+            peers = {peer["engine"] for peer in self._told[1].get("peers", ())}
+            if peers - {link.prefill for link in self.links.links}:
+                # An older document, given up as unanswered, may have come in after this one.
+                self._told = None

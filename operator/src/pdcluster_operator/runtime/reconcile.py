@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.plan.deletions import is_being_deleted
-from pdcluster_operator.plan.first_look import first_look_wait
 from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.model import Apply, Observed, Plan, Step
+from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.failure import with_failure
 from pdcluster_operator.runtime.errors import ApiError
@@ -78,7 +78,7 @@ class Reconciler:
             self._monitor.forget(key)  # Kubernetes deletes the children: the cluster owns them
             return None
         self._monitor.follow(key, launchers_to_poll(self._store.pods(key)))
-        wait = first_look_wait(
+        wait = wait_before_judging(
             cluster,
             followed_seconds=self._monitor.followed_seconds(key),
             all_heard=self._monitor.all_heard(key),

@@ -43,13 +43,11 @@ class KubeClient:
     """A connection to one API server. Use as an async context manager."""
 
     def __init__(self, configuration: client.Configuration, seen: Seen | None = None) -> None:
-        self._configuration = configuration
         self._seen = seen
-        self._client: client.ApiClient | None = None
+        self._client = client.ApiClient(configuration)
+        self._client.user_agent = "pdcluster-operator"
 
     async def __aenter__(self) -> Self:
-        self._client = client.ApiClient(self._configuration)
-        self._client.user_agent = "pdcluster-operator"
         return self
 
     async def __aexit__(
@@ -58,8 +56,7 @@ class KubeClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._client is not None:
-            await self._client.close()
+        await self._client.close()
 
     async def call(
         self,
@@ -75,8 +72,6 @@ class KubeClient:
         Raises:
             NotFound, Conflict, Invalid, ApiError: the server refused or did not answer.
         """
-        if self._client is None:
-            raise ApiError("NotConnected", "the client is not open")
         started = time.monotonic()
         status = NO_ANSWER
         try:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pdcluster_operator.plan.engines import known_ids
 from pdcluster_operator.plan.model import Manifest
 
-FIRST_LOOK_SECONDS = 5.0
+LONGEST_WAIT_SECONDS = 5.0
 """The longest wait. An engine that has not answered by then counts as silent."""
 
 
-def first_look_wait(cluster: Manifest, *, followed_seconds: float, all_heard: bool) -> float:
+def wait_before_judging(cluster: Manifest, *, followed_seconds: float, all_heard: bool) -> float:
     """Return how many seconds to wait before the cluster is judged; 0 to judge it now.
 
     Args:
@@ -25,4 +25,4 @@ def first_look_wait(cluster: Manifest, *, followed_seconds: float, all_heard: bo
     """
     if all_heard or not any(known_ids(cluster).values()):
         return 0.0
-    return max(0.0, FIRST_LOOK_SECONDS - followed_seconds)
+    return max(0.0, LONGEST_WAIT_SECONDS - followed_seconds)
