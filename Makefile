@@ -41,7 +41,7 @@ test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's sche
 e2e: local-e2e cluster-e2e ## what a user does, end to end: on this machine, then on a real Kubernetes (as root)
 
 local-e2e: ## without Kubernetes: tokens, layouts, kills, restarts
-	$(PY) -m pytest -m "local and not soak" --durations=10
+	$(PY) -m pytest e2e -m "local and not soak" --durations=10
 
 cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
 	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "(cluster or helm) and not soak" --durations=20

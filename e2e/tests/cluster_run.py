@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cluster_access import Proxy, ask
+from kv_load import Load, text
 from local_run import START_SECONDS, condition, until
 from local_run import manifest as local_manifest
 from reply import Reply
@@ -39,11 +40,24 @@ def manifest(name: str, **changes: Any) -> dict[str, Any]:
     return {**document, "metadata": {"name": name}}
 
 
-def idle(container: str = "engine") -> dict[str, Any]:
-    """A pod template that serves nothing, for tests that only look at the objects."""
-    script = "trap 'exit 0' TERM; sleep 3600 & wait"
-    command = ["/bin/sh", "-c", script]
-    return {"spec": {"containers": [{"name": container, "command": command, "args": []}]}}
+def broken_under_load(run: ClusterRun, pod: str, seed: int, *words: str) -> None:
+    """Delete a pod under load: Ready is False within 5 s, and no token is made up."""
+    with Load(run, lambda number: text(100, seed + number)) as load:
+        run.wait("request that is answered", lambda: load.answered, 30)
+        run.kubectl("delete", "pod", pod, "--wait=false", *words)
+        seen = run.wait_not_ready(10)
+        ready = run.condition("Ready")
+        print(f"{pod} deleted: Ready=False {ready['reason']} after {seen:.1f} s")
+        assert seen < 5, f"it showed only after {seen:.1f} s"
+    for reply in load.replies:
+        # Policy Fail: a request ends well or with an error, never with made-up tokens.
+        if reply.status == 200:
+            assert reply.kv_path["outcome"] == "transferred", reply.text
+        else:
+            assert 500 <= reply.status < 600, reply.text
+
+
+KILLED = ("--force", "--grace-period=0")
 
 
 class ClusterRun:

@@ -32,6 +32,13 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
 START_SECONDS = 400.0  # two engines that load beside each other on two slow cores
 
+# A third of an engine's start is a third process that imports vLLM. With this, a single rank has
+# no process of its own beside its engine core: so it is on a GPU, but vLLM for CPU must be told.
+# `make demo` and test_local_up_once.py run the example as it is.
+ONE_PROCESS_A_RANK = {"name": "VLLM_ENABLE_V1_MULTIPROCESSING", "value": "0"}
+# With several ranks vLLM compiles one tiny function with the C++ compiler in each: 10 s.
+UNCOMPILED = {"name": "TORCHDYNAMO_DISABLE", "value": "1"}
+
 # One layer's K and V of one token: KV heads x (K, V) x head size x float32.
 KV_BYTES_PER_TOKEN = 4 * 4 * 2 * 32 * 4  # layers x heads x 2 x head_dim x 4
 BLOCK_TOKENS = 32
@@ -41,7 +48,14 @@ def manifest(**changes: Any) -> dict[str, Any]:
     """The example manifest over the tiny Llama; ``changes`` are merged into its spec."""
     document: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
     document["spec"]["model"]["source"] = {"hostPath": {"path": str(model_path("llama"))}}
+    document["spec"]["engine"]["env"].append(ONE_PROCESS_A_RANK)
     return {**document, "spec": _merged(document["spec"], changes)}
+
+
+def tensor(ranks: int, nodes: int = 1) -> dict[str, Any]:
+    """A role whose engines have so many tensor ranks, on so many nodes."""
+    parallelism = {"tensor": ranks, "nodes": nodes}
+    return {"parallelism": parallelism, "engine": {"env": [UNCOMPILED]}}
 
 
 def appended(*words: str) -> dict[str, Any]:
@@ -52,6 +66,17 @@ def appended(*words: str) -> dict[str, Any]:
             "containers": [{"name": "engine", "command": ["/bin/sh", "-c", script, "launcher"]}]
         }
     }
+
+
+def idle(container: str = "engine") -> dict[str, Any]:
+    """A pod template that serves nothing: for tests of what stands, not of what it does.
+
+    It ends at a SIGTERM from its first instruction on: the kernel drops one that process 1 does
+    not handle, but here process 1 is the pause process.
+    """
+    command = ["/bin/sleep", "3600"]
+    containers = [{"name": container, "command": command, "args": []}]
+    return {"spec": {"shareProcessNamespace": True, "containers": containers}}
 
 
 def mounted(model: Path) -> dict[str, Any]:
@@ -84,8 +109,8 @@ def until(what: str, holds: Callable[[], Any], seconds: float, report: Callable[
 class LocalRun:
     """Use as a context manager; ends every process on the way out."""
 
-    def __init__(self, document: dict[str, Any], folder: Path) -> None:
-        self._document, self.folder = document, folder
+    def __init__(self, document: dict[str, Any], folder: Path, key: str = "") -> None:
+        self._document, self.folder, self._key_of_api = document, folder, key
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.said: list[str] = []
@@ -114,6 +139,14 @@ class LocalRun:
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def apply(self, document: dict[str, Any]) -> None:
+        """Change the PDCluster, as ``kubectl apply`` would."""
+
+        async def change() -> None:
+            self._local.apply(document)
+
+        self._call(change())
 
     def snapshot(self) -> Snapshot:
         async def take() -> Snapshot:
@@ -173,6 +206,7 @@ class LocalRun:
             headers={
                 "Content-Type": "application/json",
                 **({} if data_rank is None else {"X-data-parallel-rank": str(data_rank)}),
+                **({"Authorization": f"Bearer {self._key_of_api}"} if self._key_of_api else {}),
             },
         )
         return answer(request)

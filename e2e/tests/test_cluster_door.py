@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -98,8 +99,9 @@ def test_the_router_asks_the_friend_for_the_key_and_hears_no_stranger(guarded: C
 def test_engines_hear_neither_and_ask_for_the_key_themselves(guarded: ClusterRun) -> None:
     pod = guarded.pods("decode")[0]
     url = f"http://{pod['status']['podIP']}:{HTTP_PORT}/v1/completions"
-    for who in ("friend", "stranger"):
-        assert asked(guarded, who, url, KEY, 5) == 0
+    with ThreadPoolExecutor() as threads:
+        heard = threads.map(lambda who: asked(guarded, who, url, KEY, 5), ("friend", "stranger"))
+        assert list(heard) == [0, 0]
     assert guarded.complete("x", role="decode").status == 401
     assert guarded.at_pod(guarded.pod("decode"), HTTP_PORT, "GET", "/health").status == 200
 

@@ -7,8 +7,8 @@ import re
 import pytest
 from cluster_access import Proxy
 from cluster_install import Installation
-from cluster_run import ClusterRun, idle, manifest, running
-from local_run import appended
+from cluster_run import ClusterRun, manifest, running
+from local_run import appended, idle
 
 from cluster.session import Cluster
 

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
 PROMPTS = 8
 SAMPLE = r'^(?P<name>\w+)\{(?:[^}]*,)?engine="(?P<rank>\d+)"[^}]*\} (?P<value>\S+)'
+# As vLLM for CPU starts them: several cores, and a process for each rank.
+PROCESS_A_RANK = {"name": "VLLM_ENABLE_V1_MULTIPROCESSING", "value": "1"}
 CANARY_BLOCKS = 4  # three blocks and one token
 
 
@@ -53,10 +55,11 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def run(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
+    engine = {"env": [PROCESS_A_RANK]}
     document = manifest(
         model={"source": {"hostPath": {"path": str(model_path(case.model))}}},
-        prefill={"parallelism": {"data": case.prefill, "nodes": case.pods}},
-        decode={"parallelism": {"data": case.decode}},
+        prefill={"parallelism": {"data": case.prefill, "nodes": case.pods}, "engine": engine},
+        decode={"parallelism": {"data": case.decode}, "engine": engine},
         transfer={"internalNames": "Shown"},
     )
     with LocalRun(document, tmp_path_factory.mktemp("local")) as run:

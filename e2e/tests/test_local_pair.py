@@ -21,6 +21,7 @@ from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, manifest
 from reply import Reply
 
 from metrics_page import documented
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.labels import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
@@ -269,34 +270,26 @@ def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:
     moved(run, text(60, 100))
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_engine_comes_back_and_kv_moves_again(run: LocalRun, role: str) -> None:
+@contextmanager
+def restart(run: LocalRun, role: str, seed: int) -> Iterator[None]:
+    """Around what kills an engine: under load, no token is made up, and all comes back."""
     run.wait_ready()
     other = "decode" if role == "prefill" else "prefill"
     before, survivor = run.engine_id(role), run.engine_id(other)
     other_pid = run.launcher(other).pid
-    with Load(run, lambda number: text(100, 1000 + number)) as load:
+    with Load(run, lambda number: text(100, seed + number)) as load:
         run.wait("request that is answered", lambda: load.answered, 8)
-        run.kill(role)
-        seen = run.wait(
-            "link that shows the dead engine",
-            lambda: run.condition("KVLinksEstablished")["status"] != "True",
-            10,
-        )
-        assert seen < 5, f"the link showed it only after {seen:.1f} s"
-        ready = run.condition("Ready")
-        assert ready["status"] != "True"
-        assert ready["reason"]
+        yield
+        run.wait("end of Ready", lambda: run.condition("Ready")["status"] != "True", 20)
+        assert run.condition("Ready")["reason"]
         asked = len(load.replies)
         run.wait("request that ends after the engine did", lambda: len(load.replies) > asked, 60)
-
     for reply in load.replies:
         # With the policy Fail, a request succeeds or gets an error, but never wrong tokens.
         if reply.status == 200:
             assert reply.kv_path["outcome"] == "transferred", reply.text
         else:
             assert 500 <= reply.status < 600, reply.text
-
     run.wait_ready(RECOVERY_SECONDS)
     assert run.engine_id(role).rpartition("/")[0] == before.rpartition("/")[0]
     assert run.engine_id(role) != before, "a restart is a new incarnation"
@@ -305,22 +298,53 @@ def test_a_killed_engine_comes_back_and_kv_moves_again(run: LocalRun, role: str)
     assert link["prefill_engine_id"] == run.engine_id("prefill")
     assert link["canary"]["state"] == "Passed"
     assert run.launcher(other).pid == other_pid, "the other engine lived on"
-    moved(run, text(60, 200 if role == "prefill" else 300))
+    moved(run, text(60, seed + 900))
+
+
+def test_a_killed_prefill_comes_back_and_its_canaries_go_on(run: LocalRun) -> None:
+    often = {"canary": {"intervalSeconds": 5}}
+    run.apply(manifest(prefill=ROLE, decode=ROLE, verification=often))
+    with restart(run, "prefill", 1000):
+        run.kill("prefill")
+        seen = run.wait(
+            "link that shows the dead engine",
+            lambda: run.condition("KVLinksEstablished")["status"] != "True",
+            10,
+        )
+        assert seen < 5, f"the link showed it only after {seen:.1f} s"
+
+    # The link stands, and prefill ends each request before it has computed it.
+    assert run.post("prefill", "/pause?mode=keep").status == 200
+
+    def failed() -> bool:
+        assert run.post("prefill", "/pause?mode=abort").status == 200
+        return run.condition("KVPathVerified")["reason"] == Reason.CANARY_FAILED
+
+    try:
+        run.wait("failed canary", failed, 60)
+        print(run.condition("KVPathVerified"))
+        assert run.condition("KVLinksEstablished")["status"] == "True"
+        assert run.condition("Ready")["reason"] == Reason.CANARY_FAILED
+        [link] = run.status()["failedLinks"]
+        assert link["reason"] == Reason.CANARY_FAILED
+    finally:
+        assert run.post("prefill", "/resume").status == 200
+        run.apply(manifest(prefill=ROLE, decode=ROLE))
+    run.wait_ready()
 
 
 def test_a_killed_engine_core_is_named_in_the_conditions(run: LocalRun) -> None:
-    run.wait_ready()
+    """The whole of a decode engine is killed on the cluster: test_cluster_policies.py."""
     words = "vLLM's process EngineCore was killed by SIGKILL"
     again = f"the last end was: {words}"
 
     def told() -> str:
         return str(run.condition("DecodeReady")["message"])
 
-    run.kill_core("decode")
-    run.wait("message on its end", lambda: words in told(), 60)
-    run.wait("message on its next start", lambda: again in told(), RECOVERY_SECONDS)
-    run.wait_ready(RECOVERY_SECONDS)
-    moved(run, text(60, 400))
+    with restart(run, "decode", 2000):
+        run.kill_core("decode")
+        run.wait("message on its end", lambda: words in told(), 60)
+        run.wait("message on its next start", lambda: again in told(), RECOVERY_SECONDS)
 
 
 def test_prompts_that_go_past_the_router_are_named_in_the_conditions(run: LocalRun) -> None:

@@ -21,9 +21,12 @@ MAX_BUNDLE: Final = 700 * 1024
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 _SHEBANG: Final = b"#!/usr/bin/env python3\n"
 _MAIN: Final = b"""\
-from pdcluster_connector.launcher.main import main
+from pdcluster_connector.launcher.early_stop import end_when_told
 
 if __name__ == "__main__":
+    end_when_told()
+    from pdcluster_connector.launcher.main import main
+
     main()
 """
 

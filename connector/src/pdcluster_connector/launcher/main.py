@@ -84,7 +84,3 @@ def _termination_log(arguments: list[str]) -> Path:
         if name == "--termination-log":
             return Path(value if equals else "".join(arguments[index + 1 : index + 2]))
     return Path("/dev/termination-log")
-
-
-if __name__ == "__main__":
-    main()
