@@ -72,10 +72,12 @@ def test_the_first_look_counts_what_was_before_it() -> None:
 
 
 def test_an_engine_that_counts_from_anew_is_not_believed_to_count_backwards() -> None:
-    window = PromptWindow()
-    window.add({NO_TICKET: 30}, 0)
-    window.add({MOVED: 5}, 10)
-    assert told(window, 10) == (5, 0, "")
+    window = PromptWindow(100)
+    window.add({NO_TICKET: 30, MOVED: 30}, 0)
+    window.add({NO_TICKET: 30, MOVED: 30}, 150)
+    assert told(window, 150) == (0, 0, "")
+    window.add({MOVED: 20}, 160)
+    assert told(window, 160) == (20, 0, "")
 
 
 def test_what_decode_is_meant_to_compute_is_no_prompt_of_the_share() -> None:

@@ -114,6 +114,15 @@ def test_an_engine_that_cannot_be_asked_is_unknown_and_not_well():
     assert judged(world) == "False"
 
 
+def test_an_engine_that_is_known_to_be_gone_is_not_judged():
+    world = running()
+    assert seen(world, 100, 50) == "False"
+    (decode,) = world.links
+    world.engines[decode] = replace(world.engines[decode], ready=False, state="Draining")
+    assert judged(world) == "True"
+    assert world.condition("DecodeReady")["status"] == "False"
+
+
 def test_an_engine_that_has_not_counted_yet_changes_nothing():
     world = running()
     nothing = parse_links_report({"links": [], "prompts": None}).prompts
