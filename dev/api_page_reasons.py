@@ -103,6 +103,14 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
     Kv.PEER_RESTARTED: ("The prefill engine started again.", WAIT),
     Kv.LEASE_EXPIRED: ("Prefill gave the KV up before it was read.", "`leaseSeconds`."),
     Kv.TICKET_INVALID: ("The ticket does not fit the prompt or the engine.", "The router."),
+    Kv.FORGED: (
+        "The ticket was changed on its way, or signed with a key that decode does not have.",
+        "Who sent the request; the Secret `NAME-ticket-key` in the pods of both roles.",
+    ),
+    Kv.AUDIENCE_MISMATCH: (
+        "The ticket is meant for the engines of another cluster or pairing key.",
+        "The router: it must not mix engines.",
+    ),
     Kv.COVERAGE_INCOMPLETE: ("Prefill's blocks do not hold all that decode needs.", BOTH_LOGS),
     Kv.CANARY_FAILED: ("The canary request moved no KV, or failed.", "The message."),
 }

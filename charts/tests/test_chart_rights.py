@@ -24,6 +24,7 @@ WATCHED = {
     "/serviceaccounts": APPLY,
     "policy/poddisruptionbudgets": APPLY,
     "networking.k8s.io/networkpolicies": APPLY,
+    "/secrets": {"get", "create", "patch"},
     "/pods": READ | {"delete"},
     "events.k8s.io/events": {"create", "patch"},
 }

@@ -23,6 +23,11 @@
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
+# The ticket key of each PDCluster. RBAC cannot limit this by name, because the names are not known
+# beforehand. The operator neither lists nor watches Secrets.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [get, create, patch]
 # StatefulSets create the pods. The operator deletes a pod to restart its engine.
 - apiGroups: [""]
   resources: [pods]

@@ -31,6 +31,7 @@ from pdcluster_connector.protocol import messages, ticket
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer import transfers
 from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, ReceiverOptions
+from ticket_key import KEYS
 
 Rank = tuple[int, int]
 SECONDS = 60.0
@@ -140,7 +141,7 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
         peers=peers,
         options=ReceiverOptions(descriptors_per_transfer=256),
     )
-    promise = ticket.decode(handed_over)
+    promise = ticket.decode(handed_over, KEYS)
     assert isinstance(promise, ticket.Ticket), promise
     with without_rules(without), spoiled(spoil):
         peers.start()

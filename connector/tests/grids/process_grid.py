@@ -15,6 +15,7 @@ from modelled_engine import Modelled
 from pdcluster_connector.protocol.messages import Malformed, ShardMetadata, decode_shard
 from pdcluster_connector.protocol.ticket import Ticket, encode
 from pdcluster_connector.sidechannel.server import SideChannelServer
+from ticket_key import KEYS
 
 ANSWER_SECONDS = 90
 
@@ -105,7 +106,7 @@ class ProcessGrid:
         server = SideChannelServer("127.0.0.1", 0, engine_id, prefill.shape(), shards=published)
         with without_rules(without):
             server.start()
-            handed_over = encode(self._ticket(case, prefill, engine_id, server.port))
+            handed_over = encode(self._ticket(case, prefill, engine_id, server.port), KEYS)
             reading = self._ranks("decode", case.decode.pipeline, case.decode.tensor)
             for rank, process in reading.items():
                 process.ask("receive", case, rank, handed_over, spoil, set(without))

@@ -22,6 +22,7 @@ import pytest
 from loopback import free_port
 from pdcluster_connector.protocol.block_ids import BlockIds
 from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params, ticket_of
+from ticket_key import KEYS
 
 ROUTER = Path(sys.executable).with_name("vllm-router")
 
@@ -104,7 +105,7 @@ def test_a_million_tokens_in_four_groups_reach_decode() -> None:
     dice = random.Random(4)
     blocks = tuple(BlockIds(dice.sample(range(1, 300_000), 62_500)) for _ in range(4))
     ticket = Ticket("e/1", "h", 5600, "r", 7, blocks, 16, 1_000_000, b"d" * 16, 0.0)
-    prefill, decode = Engine(kv_transfer_params(ticket)), Engine({})
+    prefill, decode = Engine(kv_transfer_params(ticket, KEYS)), Engine({})
     with router(prefill, decode) as url:
         complete(url)
     for engine in (prefill, decode):
@@ -113,4 +114,4 @@ def test_a_million_tokens_in_four_groups_reach_decode() -> None:
     (asked,) = decode.asked
     params = asked["kv_transfer_params"]
     assert len(params["ticket"]) > 1_300_000
-    assert ticket_of(params) == ticket
+    assert ticket_of(params, KEYS) == ticket

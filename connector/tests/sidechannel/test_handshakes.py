@@ -9,7 +9,6 @@ from collections.abc import Callable
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-import msgspec
 import pytest
 from loopback_engines import PREFILL, SHAPE, Answer, connect, shards_of, until
 from msgspec.structs import replace
@@ -216,7 +215,7 @@ def handshake_of_protocol(newest: int, port: int) -> tuple[int, m.EngineMetadata
 def test_decode_is_answered_in_the_newest_protocol_of_both(serve: Serve) -> None:
     server = serve()
     server.set_shards([replace(shard, seams=(1 << 31,)) for shard in shards_of(PREFILL)])
-    for newest, expected in ((2, 2), (9, m.PROTOCOL_NEWEST)):
+    for newest, expected in ((3, 3), (9, m.PROTOCOL_NEWEST)):
         status, reply = handshake_of_protocol(newest, server.port)
         assert isinstance(reply, m.EngineMetadata)
         assert (status, reply.protocol) == (200, expected)
@@ -225,22 +224,19 @@ def test_decode_is_answered_in_the_newest_protocol_of_both(serve: Serve) -> None
 
 def test_decode_that_reads_no_ticket_of_ours_is_refused_at_the_handshake(serve: Serve) -> None:
     """Else the link would stand, and every prompt would silently be computed on decode."""
-    status, refusal = handshake_of_protocol(1, serve().port)
+    status, refusal = handshake_of_protocol(2, serve().port)
     assert isinstance(refusal, m.Refusal)
     assert (status, refusal.reason) == (409, Reason.PROTOCOL_VERSION_MISMATCH)
-    assert "list blocks as runs" in refusal.message
-    assert (refusal.prefill_value, refusal.decode_value) == ("2", "1")
+    assert "give both engines the same connector" in refusal.message
+    assert (refusal.prefill_value, refusal.decode_value) == ("3..3", "1..2")
 
 
-def test_prefill_of_the_protocol_before_names_no_seams() -> None:
-    (shard,) = shards_of(PREFILL)
-    told = m.EngineMetadata(1, PREFILL, SHAPE, (shard,), 60.0)
-    fields = msgspec.msgpack.decode(m.encode(told))
-    del fields["shards"][0]["seams"]
-    reply = m.decode_handshake_reply(msgspec.msgpack.encode(fields))
-    me = Introduction("d/1", SHAPE, (0, 0))
-    assert judge(reply, me, PREFILL, "here") == told
-    assert told.shards[0].shard.seams == ()
+def test_prefill_of_the_protocol_before_is_refused() -> None:
+    """Its tickets have no signature."""
+    told = m.EngineMetadata(2, PREFILL, SHAPE, shards_of(PREFILL), 60.0)
+    failure = judge(told, Introduction("d/1", SHAPE, (0, 0)), PREFILL, "here")
+    assert isinstance(failure, Failure)
+    assert failure.reason is Reason.PROTOCOL_VERSION_MISMATCH
 
 
 def test_metadata_that_contradicts_itself_is_not_used(books: Books) -> None:

@@ -28,7 +28,9 @@ from pdcluster_connector.sidechannel.server import (
 
 Serve = Callable[..., SideChannelServer]
 Books = Callable[..., PeerBook]
-REQUEST = m.encode(m.HandshakeRequest((1, 2), DECODE, SHAPE, (0, 0)))
+REQUEST = m.encode(
+    m.HandshakeRequest((m.PROTOCOL_OLDEST, m.PROTOCOL_NEWEST), DECODE, SHAPE, (0, 0))
+)
 HEAD = b"POST /v1/handshake HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 

@@ -49,6 +49,7 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata, encode
 from pdcluster_connector.vllm.joined_shape import encode_shape
 from pdcluster_connector.vllm.step_messages import Receipt, WorkerHandshake
+from ticket_key import KEY_FILE
 
 BLOCK = 16
 LAYER = "model.layers.0.self_attn.attn"
@@ -79,9 +80,12 @@ class ContractEngine:
             "kv_connector_extra_config": {
                 "side_channel_port": self.port,
                 "show_internal_names": True,
+                "ticket_key_file": KEY_FILE,
                 **extra,
             },
         }
+        if extra.get("ticket_key_file", KEY_FILE) is None:
+            del transfer["kv_connector_extra_config"]["ticket_key_file"]
         if others:
             transfer = {
                 "kv_connector": "MultiConnector",

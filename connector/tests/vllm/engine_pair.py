@@ -11,6 +11,7 @@ from fork_host import Answer, Engine
 
 from authority import Authority
 from loopback import free_port
+from ticket_key import KEY_FILE
 
 _incarnations = itertools.count(1)
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
@@ -25,6 +26,7 @@ def connector_config(
     """
     extra.setdefault("side_channel_port", free_port())
     extra.setdefault("show_internal_names", True)
+    extra.setdefault("ticket_key_file", KEY_FILE)
     engine_id = f"test.c.{ROLES[role]}.r.0/{next(_incarnations):016x}"
     if secured is not None:
         authority, folder = secured

@@ -9,9 +9,11 @@ import pytest
 from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.vllm.config import ConfigError, ConnectorOptions, parse_options
 
+KEY = {"ticket_key_file": "/run/key"}
+
 
 def test_defaults_are_safe_ones() -> None:
-    assert parse_options({}) == ConnectorOptions(
+    assert parse_options(KEY) == ConnectorOptions(
         side_channel_host="127.0.0.1",
         side_channel_port=5600,
         lease_seconds=60.0,
@@ -20,6 +22,7 @@ def test_defaults_are_safe_ones() -> None:
         backends=("UCX",),
         num_threads=4,
         backend_options=(),
+        ticket_key_file="/run/key",
     )
 
 
@@ -33,17 +36,21 @@ def test_every_option_is_taken() -> None:
             "allow_insecure": True,
             "backends": ["UCX"],
             "num_threads": 0,
+            "show_internal_names": True,
+            "ticket_key_file": "/run/key",
+            "ticket_audience": "ns/c/k",
             "backend_options": {"UCX": {"ucx_devices": "mlx5_0:1", "split_batch_size": 2048}},
         }
     )
     nixl = (("UCX", "ucx_devices", "mlx5_0:1"), ("UCX", "split_batch_size", "2048"))
-    assert options == ConnectorOptions("10.0.0.7", 7000, 5.0, 2.5, True, ("UCX",), 0, nixl)
+    assert options == ConnectorOptions(
+        "10.0.0.7", 7000, 5.0, 2.5, True, ("UCX",), 0, nixl, True, "/run/key", "ns/c/k"
+    )
 
 
 def test_the_data_parallel_rank_moves_the_port() -> None:
-    assert (
-        parse_options({"side_channel_port": 5600}, data_parallel_rank=3).side_channel_port == 5603
-    )
+    options = parse_options({"side_channel_port": 5600, **KEY}, data_parallel_rank=3)
+    assert options.side_channel_port == 5603
     with pytest.raises(ConfigError, match="over 65535"):
         parse_options({"side_channel_port": 65535}, data_parallel_rank=1)
 
@@ -57,6 +64,8 @@ def test_all_mistakes_are_told_at_once() -> None:
                 "lease_seconds": 0,
                 "allow_insecure": "yes",
                 "side_channel_host": "",
+                "ticket_key_file": "relative/key",
+                "ticket_audience": 7,
             }
         )
     message = str(caught.value)
@@ -64,6 +73,8 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert "side_channel_port: '5600' is not a port" in message
     assert "lease_seconds: 0 is not between" in message
     assert "allow_insecure: 'yes'" in message
+    assert "ticket_key_file: 'relative/key' is not the absolute path" in message
+    assert "ticket_audience: 7 is no text" in message
     assert "side_channel_host: ''" in message
 
 
@@ -118,9 +129,9 @@ def test_backend_options_are_known_and_bounded(options: object, why: str) -> Non
 
 def test_tls_names_three_files() -> None:
     paths = {"ca": "/tls/ca.crt", "certificate": "/tls/tls.crt", "key": "/tls/tls.key"}
-    files = parse_options({"tls": paths}).tls
+    files = parse_options({"tls": paths, **KEY}).tls
     assert files == TlsFiles(*map(Path, paths.values()), named=True)
-    by_host = parse_options({"tls": {**paths, "names": "hosts"}}).tls
+    by_host = parse_options({"tls": {**paths, "names": "hosts"}, **KEY}).tls
     assert by_host is not None
     assert not by_host.named
 
@@ -138,13 +149,15 @@ def test_tls_names_three_files() -> None:
 )
 def test_a_wrong_tls_is_refused(given: object, why: str) -> None:
     with pytest.raises(ConfigError, match=f"tls: .*{why}"):
-        parse_options({"tls": given})
+        parse_options({"tls": given, **KEY})
 
 
-@pytest.mark.parametrize("key", ["ticket_key_file"])
-def test_protection_that_is_not_there_is_not_silently_dropped(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: "):
-        parse_options({key: "/some/where"})
+def test_an_engine_without_a_ticket_key_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"ticket_key_file: missing.*openssl rand -hex 32 > FILE"):
+        parse_options({"side_channel_port": 5600})
+    assert parse_options({"allow_insecure": True}).ticket_key_file == ""
+    both = parse_options({"allow_insecure": True, **KEY})
+    assert (both.allow_insecure, both.ticket_key_file) == (True, "/run/key")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

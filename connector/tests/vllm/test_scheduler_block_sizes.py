@@ -21,6 +21,7 @@ from modelled_engine import Array, Grid, Group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from pdcluster_connector.protocol.ticket import Ticket, ticket_of
+from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm
 
@@ -56,7 +57,7 @@ def handed_over(prefill: ContractEngine, decode: ContractEngine, tokens: list[in
     decode.land(request_id)
     decode.run(lambda: request_id in decode.finished)
     assert decode.params[request_id]["kv_path"]["outcome"] == "transferred"
-    assert order.ticket == ticket_of(params)
+    assert order.ticket == ticket_of(params, KEYS)
     return order
 
 

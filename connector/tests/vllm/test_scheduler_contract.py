@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -13,7 +17,12 @@ pytest.importorskip("vllm")
 from contract import BLOCK, ContractEngine, closing_engines, prompt
 from vllm.v1.request import RequestStatus
 
-from pdcluster_connector.protocol.ticket import ticket_of
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.prompt_digest import prompt_digest
+from pdcluster_connector.protocol.ticket import Ticket, encode, ticket_of
+from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
+from pdcluster_connector.vllm import decode as decode_role
+from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm
 
@@ -207,7 +216,7 @@ def test_preempted_prefill_hands_off_once(engines: Any, blocks: int, victim: str
     for name, tokens in prompts.items():
         prefill.run(lambda name=name: name in prefill.finished)
         params = prefill.params[name]
-        ticket = ticket_of(params)
+        ticket = ticket_of(params, KEYS)
         held = prefill.scheduler.kv_cache_manager.get_block_ids(name)
         assert [list(ids) for ids in ticket.blocks] == [list(ids) for ids in held]
         decode.add(f"d-{name}", tokens, params, max_tokens=2)
@@ -248,14 +257,35 @@ def test_a_failed_receive_follows_the_policy(engines: Any, policy: str, bad_rank
     assert [worker.abandoned for worker in decode.workers] == [[], []]
 
 
+PROVEN_FALSE = (Reason.TICKET_INVALID, Reason.FORGED, Reason.AUDIENCE_MISMATCH)
+
+
+def messages_to_prefill(
+    decode: ContractEngine, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Any, ...]]:
+    """What decode tells prefill engines from now on."""
+    sent: list[tuple[Any, ...]] = []
+    client = decode.connector._scheduler._lease_client
+    for name in ("renew", "release"):
+        tell = getattr(client, name)
+        monkeypatch.setattr(
+            client, name, lambda *words, tell=tell: (sent.append(words), tell(*words))
+        )
+    return sent
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ("prompt", "PromptMismatch"),
-        ("ticket", "TicketInvalid"),
-        ("no ticket", "TicketInvalid"),
+        ("ticket", Reason.TICKET_INVALID),
+        ("signature", Reason.FORGED),
+        ("blocks", Reason.FORGED),
+        ("no signature", Reason.FORGED),
+        ("audience", Reason.AUDIENCE_MISMATCH),
+        ("no ticket", Reason.TICKET_INVALID),
         ("no params", "NoTicket"),
-        ("expired", "LeaseExpired"),
+        ("expired", Reason.LEASE_EXPIRED),
     ],
 )
 def test_a_ticket_that_does_not_fit_is_not_used(
@@ -268,20 +298,178 @@ def test_a_ticket_that_does_not_fit_is_not_used(
         tokens[3] += 1
     elif change == "ticket":
         params = {**params, "ticket": params["ticket"][:-10]}
+    elif change in ("signature", "blocks", "no signature", "audience"):
+        true = ticket_of(params, KEYS)
+        assert isinstance(true, Ticket)
+        changed, keys = {
+            "signature": ({}, parse_keys(b"ab" * 32)),
+            "blocks": ({"blocks": ((1, 2, 3),)}, parse_keys(b"ab" * 32)),
+            "no signature": ({"blocks": ((1, 2, 3),)}, None),
+            "audience": ({"audience": "another"}, KEYS),
+        }[change]
+        params = {**params, "ticket": encode(msgspec.structs.replace(true, **changed), keys)}
     elif change == "no ticket":
         params = {"do_remote_prefill": True}
     elif change == "no params":
         params = None
     else:
         decode.connector._scheduler.decode._wall_clock = lambda: time.time() + 1000
+    sent = messages_to_prefill(decode, monkeypatch)
     decode.add("d0", tokens, params)
     decode.run(lambda: "d0" in decode.finished)
-    assert decode.params["d0"]["kv_path"]["outcome"] == "local"
-    assert decode.params["d0"]["kv_path"]["reason"] == reason
+    path = decode.params["d0"]["kv_path"]
+    assert (path["outcome"], path["reason"]) == ("local", reason)
+    assert bool(path["message"]) == (reason in PROVEN_FALSE)
     decode.step()
     assert decode.total("decodes_without_transfer") == {reason: 1}
     if change in ("prompt", "expired"):
-        assert released(prefill), "an unused ticket is released too"
+        assert released(prefill), "what an engine of ours has signed is released, though unused"
+    else:
+        assert not sent, "nobody is told about a ticket that no engine of ours has signed"
+
+
+@pytest.mark.parametrize("change", ["prompt", "expired", ""])
+def test_without_a_key_only_a_ticket_that_is_used_makes_decode_connect(
+    engines: Any,
+    change: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing proves its host and port; at least the client must know the whole prompt."""
+    insecure = {"allow_insecure": True, "ticket_key_file": None}
+    with caplog.at_level(logging.WARNING):
+        prefill, decode = engines("producer", **insecure), engines("consumer", **insecure)
+    assert caplog.text.count("tickets are not signed: there is no ticket_key_file") == 2
+    params = prefill.prefill("p0", prompt(40))
+    if change == "expired":
+        decode.connector._scheduler.decode._wall_clock = lambda: time.time() + 1000
+    sent = messages_to_prefill(decode, monkeypatch)
+    decode.add("d0", prompt(40, first=9 if change == "prompt" else 5), params)
+    if change:
+        decode.run(lambda: "d0" in decode.finished)
+        assert not sent
+    else:
+        decode.run(lambda: "d0" in decode.parked())
+        decode.land("d0")
+        decode.run(lambda: "d0" in decode.finished)
+        assert decode.params["d0"]["kv_path"]["outcome"] == "transferred"
+        assert released(prefill)
+
+
+def test_keys_that_are_replaced_cost_no_transfer(engines: Any, tmp_path: Path) -> None:
+    """Prefill has the new file first, then decode. When both files are old, the new key signs."""
+    old, new = "0a" * 32, "0b" * 32
+    files = {role: tmp_path / role for role in ("producer", "consumer")}
+    for file in files.values():
+        file.write_text(old)
+    pair = {role: engines(role, ticket_key_file=str(file)) for role, file in files.items()}
+    prefill, decode = pair["producer"], pair["consumer"]
+    roles = {"producer": prefill.connector._scheduler.prefill._keys,
+             "consumer": decode.connector._scheduler.decode._ticket_keys}  # fmt: skip
+
+    def write(role: str, *keys: str, age: float = 0.0) -> None:
+        files[role].write_text("\n".join(keys))
+        written = time.time() - age
+        os.utime(files[role], (written, written))
+        roles[role]._look_at = 0.0  # a second has passed
+
+    def signed_with(name: str) -> str:
+        params = prefill.prefill(name, prompt(40))
+        decode.add(name, prompt(40), params)
+        decode.run(lambda: name in decode.parked())
+        decode.land(name)
+        decode.run(lambda: name in decode.finished)
+        assert decode.params[name]["kv_path"]["outcome"] == "transferred"
+        readers = {key: parse_keys(key.encode()) for key in (old, new)}
+        found = [
+            key for key, keys in readers.items() if isinstance(ticket_of(params, keys), Ticket)
+        ]
+        assert len(found) == 1
+        return found[0]
+
+    assert signed_with("a") == old
+    kept = prefill.prefill("kept", prompt(40))
+    write("producer", new, old)
+    assert signed_with("b") == old
+    write("consumer", new, old)
+    assert signed_with("c") == old
+    write("producer", new, old, age=ROTATION_SECONDS)
+    assert signed_with("d") == new
+    decode.add("kept", prompt(40), kept)
+    decode.run(lambda: "kept" in decode.parked())
+    decode.land("kept")
+    write("consumer", new, age=ROTATION_SECONDS)
+    assert signed_with("e") == new
+    assert decode.total("decodes_without_transfer") == {}
+
+
+def test_a_very_long_prompt_is_compared_over_several_steps(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million token ids take 20 ms; no step may stand still for so long."""
+    prefill, decode = pair
+    monkeypatch.setattr(decode_role, "DIGEST_TOKENS_A_STEP", 100)
+    before = decode.free_blocks()
+    tickets = {name: prefill.prefill(name, prompt(410)) for name in ("good", "other", "gone")}
+    other = [*prompt(409), 7]
+    decode.step()
+    for name, tokens in (("good", prompt(410)), ("other", other), ("gone", prompt(410))):
+        decode.add(name, tokens, tickets[name])
+    decode.add("short", prompt(20))
+    steps = 0
+    abort(decode, "gone")
+    while "good" not in decode.parked():
+        decode.step()
+        steps += 1
+        assert steps < 20
+        assert "other" not in decode.tokens or steps > 4
+    assert steps >= 5, "410 token ids, at most 100 a step, of two prompts"
+    assert "short" in decode.finished, "others are not held up"
+    decode.land("good")
+    decode.run(lambda: {"good", "other"} <= set(decode.finished))
+    assert decode.params["good"]["kv_path"]["outcome"] == "transferred"
+    assert decode.params["other"]["kv_path"]["reason"] == "PromptMismatch"
+    assert decode.free_blocks() == before
+    assert released(prefill), "all three, also of the request that was aborted meanwhile"
+
+
+def test_a_reset_while_a_prompt_is_compared(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = pair
+    params = prefill.prefill("p0", prompt(40))
+    monkeypatch.setattr(decode_role, "DIGEST_TOKENS_A_STEP", 10)
+    decode.step()
+    decode.add("d0", prompt(40), params)
+    decode.connector.reset_cache()
+    decode.run(lambda: "d0" in decode.finished)
+    assert decode.params["d0"]["kv_path"]["reason"] == decode_role.CACHE_RESET
+    assert decode.total("faults") == {}
+
+
+def test_a_long_prompt_is_read_while_it_computes(engines: Any) -> None:
+    prefill = engines("producer", max_tokens_per_step=64)
+    prefill.add("p0", prompt(640), {"do_remote_decode": True})
+    prefill.step()
+    reader = prefill.connector._scheduler.prefill._prompts["p0"]
+    assert reader.left == 0, "in the step that began to compute it"
+    prefill.run(lambda: "p0" in prefill.finished)
+    assert prefill.connector._scheduler.prefill._prompts == {}
+    ticket = ticket_of(prefill.params["p0"], KEYS)
+    assert isinstance(ticket, Ticket)
+    assert ticket.prompt_digest == prompt_digest(prompt(640))
+
+
+def test_a_routers_id_of_the_transfer_is_repeated(pair: Any) -> None:
+    prefill, decode = pair
+    prefill.add("p0", prompt(40), {"do_remote_decode": True, "transfer_id": "t-1"})
+    prefill.run(lambda: "p0" in prefill.finished)
+    params = prefill.params["p0"]
+    assert params["transfer_id"] == "t-1"
+    decode.add("d0", prompt(40), params)
+    decode.run(lambda: "d0" in decode.parked())
+    decode.land("d0")
+    decode.run(lambda: "d0" in decode.finished)
+    assert decode.params["d0"]["transfer_id"] == "t-1"
+    assert decode.params["d0"]["kv_path"]["outcome"] == "transferred"
 
 
 def test_one_ticket_for_several_requests(pair: Any) -> None:

@@ -14,6 +14,7 @@ from contract import BLOCK, FULL, STATE, ContractEngine, closing_engines, prompt
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from pdcluster_connector.protocol.ticket import Ticket, ticket_of
+from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm
 
@@ -28,7 +29,7 @@ def engines() -> Iterator[Any]:
 
 
 def ticket(params: dict[str, Any]) -> Ticket:
-    found = ticket_of(params)
+    found = ticket_of(params, KEYS)
     assert isinstance(found, Ticket)
     return found
 

@@ -22,6 +22,7 @@ from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.config import ConfigError
 from pdcluster_connector.vllm.connector import PDClusterConnector
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders, StepReport
+from ticket_key import KEY_FILE
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +33,7 @@ def vllm_config(backend: Any = "mp", engine_id: str = "e/1", **extra: Any) -> An
             kv_connector="PDClusterConnector",
             kv_role="kv_both",
             engine_id=engine_id,
-            kv_connector_extra_config=extra,
+            kv_connector_extra_config={"ticket_key_file": KEY_FILE, **extra},
         ),
         parallel_config=SimpleNamespace(
             distributed_executor_backend=backend, data_parallel_index=0

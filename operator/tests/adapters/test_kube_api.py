@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 
 import pytest
@@ -13,8 +14,17 @@ from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, 
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, WATCHED
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
+from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.drift import is_applied
-from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, Event, Observed
+from pdcluster_operator.plan.model import (
+    Apply,
+    ConnectorBundle,
+    Delete,
+    Event,
+    Observed,
+    TicketKey,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
@@ -126,6 +136,38 @@ async def test_a_deletion_takes_only_what_was_seen(real, api, live):
     await api.delete(step())
     assert read(real, wanted)[0] == 404
     await api.delete(step())
+
+
+def key_step(live, *, rotate: bool = False) -> WriteTicketKey:
+    held = TicketKey() if rotate else None
+    plan = make_plan(Observed(live, (), (), {}, {}, CONNECTOR, held), 1_800_000_000.0)
+    [step] = [step for step in plan.steps if isinstance(step, WriteTicketKey)]
+    return step
+
+
+async def test_the_ticket_key_is_minted_once_and_rotated(real, api, live, namespace):
+    key, uid = Key(namespace, "tiny"), live["metadata"]["uid"]
+    path = f"/api/v1/namespaces/{namespace}/secrets/tiny-ticket-key"
+
+    def held() -> list[str]:
+        return base64.b64decode(real.call("GET", path)[1]["data"]["ticket"]).decode().split()
+
+    assert await api.read_ticket_key(key, uid) is None
+    await api.write_ticket_key(key_step(live))
+    [first] = held()
+    assert await api.read_ticket_key(key, uid) == TicketKey("")
+    with pytest.raises(Conflict):
+        await api.write_ticket_key(key_step(live))
+    assert held() == [first], "what exists keeps its key"
+    live["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: "1"}
+    await api.write_ticket_key(key_step(live, rotate=True))
+    assert held()[1:] == [first]
+    assert await api.read_ticket_key(key, uid) == TicketKey("1")
+    owners = real.call("GET", path)[1]["metadata"]["ownerReferences"]
+    assert [owner["uid"] for owner in owners] == [uid]
+    with pytest.raises(ApiError, match="Secret tiny-ticket-key exists and belongs to") as caught:
+        await api.read_ticket_key(key, "another")
+    assert caught.value.reason == NAME_CONFLICT
 
 
 async def test_status_is_written_by_a_manager_of_its_own(real, api, live, namespace):

@@ -14,14 +14,16 @@ from manifests import tiny
 
 import pdcluster_operator.local.kubelet as kubelet_package
 from loopback import free_network
+from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_operator.local.addresses import AddressBook
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet.kubelet import Kubelet, PodRun
 from pdcluster_operator.local.kubelet.translate import Substitutions, expand
 from pdcluster_operator.local.names import Names
-from pdcluster_operator.plan.model import Apply, Observed
+from pdcluster_operator.plan.model import Apply, Observed, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.runtime.ticket_keys import with_a_new_key
 
 
 async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> None:
@@ -33,8 +35,11 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
     live = api.apply({**manifest, "metadata": {"name": "tiny", "namespace": "default"}})
     plan = make_plan(Observed(live, (), (), {}, {}, FakeConnector().bundle()), 0.0)
     for step in plan.steps:
-        assert isinstance(step, Apply)
-        api.apply(dict(step.manifest))
+        assert isinstance(step, Apply | WriteTicketKey)
+        if isinstance(step, WriteTicketKey):
+            api.apply(with_a_new_key(step, None))
+        else:
+            api.apply(dict(step.manifest))
     Workloads(api).sync()
     book = AddressBook((), print, first=f"{free_network()}.2")
     for program in ("python3", "vllm-router"):
@@ -43,6 +48,7 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
     kubelet = Kubelet(api, book, tmp_path / "run", names.resolve, {"PATH": str(tmp_path)})
     runs = list(kubelet._pods.values())
     assert len(runs) == 3
+    keys: list[bytes] = []
     for run in runs:
         run._task.cancel()
         container = run.pod["spec"]["containers"][0]
@@ -58,7 +64,17 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
             for name, value in literal(container, address).items()
         }
         assert process._environment.keys() - given.keys() == {"PATH"}
+        if "--kv-transfer-config" in process._command:
+            keys.append(ticket_key(process._command))
+    assert len(keys) == 2
+    assert parse_keys(keys[0]) == parse_keys(keys[1]), "engines of a cluster share a ticket key"
     book.close()
+
+
+def ticket_key(command: list[str]) -> bytes:
+    """What stands in the key file that an engine's command line names."""
+    config = json.loads(command[command.index("--kv-transfer-config") + 1])
+    return Path(config["kv_connector_extra_config"]["ticket_key_file"]).read_bytes()
 
 
 def names_of(container: dict) -> list[str]:
@@ -88,6 +104,7 @@ def back(words: list[str], run: PodRun, tmp: Path) -> list[str]:
     base = f"{tmp}/run/{run.name}"
     undone = [
         word.replace(f"{base}/volumes/connector", "/pdcluster")
+        .replace(f"{base}/volumes/ticket-key", "/pdcluster-keys")
         .replace(f"{tmp}/model", "/models/model")
         .replace(f"{base}/engine/termination-log", "/dev/termination-log")
         for word in words

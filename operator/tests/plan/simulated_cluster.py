@@ -10,8 +10,17 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from pdcluster_operator.api.labels import ROLE_LABEL, engine_of
-from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, Observed, Plan, RestartPod
+from pdcluster_operator.api.labels import ROLE_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
+from pdcluster_operator.plan.model import (
+    Apply,
+    ConnectorBundle,
+    Observed,
+    Plan,
+    RestartPod,
+    Step,
+    TicketKey,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.reports import (
     CanaryReport,
@@ -47,6 +56,7 @@ class SimulatedCluster:
         self.connector = CONNECTOR
         self.now = START
         self.counter = 0
+        self.ticket_key: TicketKey | None = None
 
     def observed(self) -> Observed:
         return Observed(
@@ -56,6 +66,7 @@ class SimulatedCluster:
             dict(self.engines),
             dict(self.links),
             self.connector,
+            self.ticket_key,
         )
 
     def plan(self) -> Plan:
@@ -78,7 +89,12 @@ class SimulatedCluster:
                 return plan
         raise AssertionError(f"still not settled: {plan.steps}")
 
-    def perform(self, step: Apply | Delete | RestartPod) -> None:
+    def perform(self, step: Step) -> None:
+        if isinstance(step, WriteTicketKey):
+            assert step.rotate == (self.ticket_key is not None)
+            rotation = step.manifest["metadata"]["annotations"][ROTATE_TICKET_KEY_ANNOTATION]
+            self.ticket_key = TicketKey(rotation)
+            return
         if isinstance(step, Apply):
             self._apply(copy.deepcopy(dict(step.manifest)))
             return

@@ -10,12 +10,12 @@ from dataclasses import replace
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.protocol.link_documents import PeersDocument, decode_peers
-from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, RestartPod
+from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, RestartPod, WriteTicketKey
 
 
 def kinds(plan):
     return [
-        (type(step).__name__, step.manifest["kind"] if isinstance(step, Apply) else step.kind)
+        (type(step).__name__, step.kind if isinstance(step, Delete) else step.manifest["kind"])
         for step in plan.steps
         if not isinstance(step, RestartPod)
     ]
@@ -24,11 +24,12 @@ def kinds(plan):
 def test_a_new_cluster_gets_its_fences_first_and_the_router_last():
     plan = SimulatedCluster(manifest()).plan()
     assert [kind for _, kind in kinds(plan)] == [
-        "ServiceAccount", "NetworkPolicy", "NetworkPolicy",
+        "Secret", "ServiceAccount", "NetworkPolicy", "NetworkPolicy",
         "PodDisruptionBudget", "PodDisruptionBudget",
         "ConfigMap", "Service", "StatefulSet", "Service", "StatefulSet", "Deployment", "Service",
     ]  # fmt: skip
-    assert all(isinstance(step, Apply) for step in plan.steps)
+    assert isinstance(plan.steps[0], WriteTicketKey)
+    assert all(isinstance(step, Apply) for step in plan.steps[1:])
     assert all(step.why for step in plan.steps)
 
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
 
-from pdcluster_operator.api.labels import API_VERSION
+from pdcluster_operator.api.labels import API_VERSION, ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.model import ConnectorBundle, Delete, Event, RestartPod
+from pdcluster_operator.plan.model import (
+    ConnectorBundle,
+    Delete,
+    Event,
+    RestartPod,
+    TicketKey,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import ApiError
@@ -20,6 +29,7 @@ from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.reconcile import Reconciler
 from pdcluster_operator.runtime.store import Store
+from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 KEY = Key("ns", "tiny")
 MANIFEST: dict[str, Any] = {
@@ -42,6 +52,18 @@ class RecordingApi:
     async def read_uid(self, key: Key) -> str | None:
         live = self.api.get("PDCluster", *key)
         return self.uid or (live["metadata"]["uid"] if live else None)
+
+    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+        if "read Secret" in self.fail:
+            raise self.fail["read Secret"]
+        live = self.api.get("Secret", key.namespace, f"{key.name}-ticket-key")
+        return None if live is None else what_is_held(live)
+
+    async def write_ticket_key(self, step: WriteTicketKey) -> None:
+        self._write("write Secret")
+        metadata = step.manifest["metadata"]
+        live = self.api.get("Secret", metadata["namespace"], metadata["name"])
+        self.api.apply(with_a_new_key(step, live))
 
     async def apply(self, manifest: Mapping[str, Any]) -> None:
         self._write(f"apply {manifest['kind']}")
@@ -142,6 +164,98 @@ async def test_children_come_first_then_the_status() -> None:
     assert world.condition("Accepted")["status"] == "True"
     kinds = {child["kind"] for child in world.store.children(KEY)}
     assert kinds >= {"StatefulSet", "Service", "Deployment", "ConfigMap"}
+
+
+def keys(world: World) -> list[str]:
+    secret = world.api.get("Secret", "ns", "tiny-ticket-key")
+    assert secret is not None
+    return base64.b64decode(secret["data"]["ticket"]).decode().split()
+
+
+async def test_the_ticket_key_is_minted_once_and_rotated_on_demand() -> None:
+    world = World()
+    await world.reconcile()
+    assert world.port.writes[0] == "write Secret", "before the first pod mounts it"
+    [first] = keys(world)
+    assert len(bytes.fromhex(first)) == 32
+    for _ in range(3):
+        await world.reconcile()
+    assert keys(world) == [first]
+    for value in ("1", "2"):
+        before = keys(world)[0]
+        cluster = world.api.get("PDCluster", *KEY)
+        assert cluster is not None
+        cluster["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: value}
+        world.api.apply(cluster)
+        await world.reconcile()
+        assert world.port.writes == ["write Secret"], "no pod restarts for it"
+        new, old = keys(world)
+        assert old == before != new
+        await world.reconcile()
+        assert world.port.writes == []
+    cluster = world.api.get("PDCluster", *KEY)
+    assert cluster is not None
+    del cluster["metadata"]["annotations"]
+    world.api.apply(cluster)
+    await world.reconcile()
+    assert world.port.writes == []
+    world.api.delete("PDCluster", *KEY)
+    assert world.api.get("Secret", "ns", "tiny-ticket-key") is None, "it goes with its owner"
+
+
+async def test_a_key_is_in_no_status_no_log_and_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    steps: list[WriteTicketKey] = []
+    write = world.port.write_ticket_key
+
+    async def noting(step: WriteTicketKey) -> None:
+        steps.append(step)
+        await write(step)
+
+    world.port.write_ticket_key = noting  # type: ignore[method-assign]
+    with caplog.at_level(logging.DEBUG):
+        await world.reconcile()
+        cluster = world.api.get("PDCluster", *KEY)
+        assert cluster is not None
+        cluster["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: "1"}
+        world.api.apply(cluster)
+        await world.reconcile()
+    shown = f"{world.api.get('PDCluster', *KEY)} {caplog.text} {steps}"
+    assert len(steps) == 2
+    assert "data" not in steps[0].manifest
+    for key in keys(world):
+        assert key not in shown
+        assert base64.b64encode(key.encode()).decode() not in shown
+
+
+async def test_a_secret_that_cannot_be_read_stands_in_the_status() -> None:
+    world = World()
+    world.port.fail["read Secret"] = ApiError("Forbidden", "secrets is forbidden")
+    with pytest.raises(ApiError, match="forbidden"):
+        await world.reconcile()
+    progressing = world.condition("Progressing")
+    assert (progressing["status"], progressing["reason"]) == ("False", "Forbidden")
+    assert "secrets is forbidden" in progressing["message"]
+    world.port.fail.clear()
+    await world.reconcile()
+    assert len(keys(world)) == 1
+
+
+@pytest.mark.parametrize("data", [{}, {"ticket": "%%%"}, {"ticket": "/w=="}, {"other": "AA=="}])
+async def test_a_rotation_of_a_secret_that_somebody_emptied_holds_one_key(
+    data: dict[str, str],
+) -> None:
+    world = World()
+    await world.reconcile()
+    secret = world.api.get("Secret", "ns", "tiny-ticket-key")
+    assert secret is not None
+    world.api.apply({**secret, "data": data})
+    cluster = world.api.get("PDCluster", *KEY)
+    assert cluster is not None
+    cluster["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: "1"}
+    world.api.apply(cluster)
+    await world.reconcile()
+    assert len(keys(world)) == 1
 
 
 async def test_a_second_look_at_the_same_world_writes_nothing() -> None:

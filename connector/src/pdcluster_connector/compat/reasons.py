@@ -36,5 +36,7 @@ class Reason(StrEnum):
     PEER_RESTARTED = "PeerRestarted"
     LEASE_EXPIRED = "LeaseExpired"
     TICKET_INVALID = "TicketInvalid"
+    FORGED = "Forged"
+    AUDIENCE_MISMATCH = "AudienceMismatch"
     COVERAGE_INCOMPLETE = "CoverageIncomplete"
     CANARY_FAILED = "CanaryFailed"

@@ -26,9 +26,8 @@ from pdcluster_connector.compat.field_types import (
 from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_connector.plan.geometry import Region, Shard
 
-PROTOCOL_OLDEST = 1
-PROTOCOL_NEWEST = 2  # since 2: memory in slices, and tickets that list block ids as runs
-PROTOCOL_OF_RUNS = 2
+PROTOCOL_OLDEST = 3  # since 3: signed tickets; neither side could use the other's before
+PROTOCOL_NEWEST = 3
 
 MAX_REQUEST_BYTES = 256 * 1024  # a request carries its engine's layers: 60 bytes each
 MAX_REPLY_BYTES = 64 * 1024 * 1024
@@ -72,7 +71,7 @@ class ShardMetadata(Struct, frozen=True):
     """What one worker (rank) publishes about the memory that peers may read.
 
     ``seams``: where one registered slice of memory ends and the next one begins; no descriptor
-    row may reach over one. Understood from protocol 2 on.
+    row may reach over one.
     """
 
     engine_id: Identifier

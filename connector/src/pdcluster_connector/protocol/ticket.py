@@ -1,36 +1,40 @@
 """The ticket: what a decode engine is told about KV that waits for it in a prefill engine.
 
-It travels as one opaque string inside ``kv_transfer_params``, next to the keys that
-routers know, through hands that need not be trusted. Decode reads only the ticket.
+It travels as one opaque string inside ``kv_transfer_params``, next to the keys that routers know.
+The client and the router need not be trusted: decode acts upon nothing but the ticket, and the
+ticket is signed with a key that only the engines hold.
 """
 
 from __future__ import annotations
 
 import math
-from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from pdcluster_connector.compat.field_types import Count, Identifier, ParallelSize
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
 from pdcluster_connector.protocol.messages import Malformed, Token, bounded
 from pdcluster_connector.protocol.prompt_digest import DIGEST_BYTES
+from pdcluster_connector.protocol.ticket_keys import TicketKeys
 
 # Of the encoded text. A million tokens in four groups need 1.4 MB in the worst case, when their
 # blocks are scattered, and a few hundred bytes when they lie in runs.
 MAX_TICKET_BYTES = 4 * 1024 * 1024
-FORMAT = 2  # 1 listed every block id by itself; it is still read
-OLDEST_FORMAT = 1
+FORMAT = 3  # 1 and 2 had no signature; they are refused
 MOST_IDS_FOR_ROUTERS = 4096
+MAX_TRANSFER_ID = 512
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class Ticket(Struct, frozen=True):
-    """One hand-off of one request's KV.
+    """One hand-off of one request's KV. The signature covers every field.
 
     Attributes:
         engine_id: the prefill engine's incarnation.
@@ -46,7 +50,8 @@ class Ticket(Struct, frozen=True):
             advice, since clocks differ.
         tensor, pipeline: prefill's parallel sizes.
         fence_slot: index of the lease word in every rank's table; -1 without a fence.
-        signature: place of the HMAC over :func:`signed_bytes`; empty when unsigned.
+        lease_seconds: how long prefill holds the blocks after each renewal.
+        audience: which engines may use the ticket; prefill's own ``ticket_audience``.
     """
 
     engine_id: Identifier
@@ -62,7 +67,8 @@ class Ticket(Struct, frozen=True):
     tensor: ParallelSize = 1
     pipeline: ParallelSize = 1
     fence_slot: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
-    signature: Annotated[bytes, Meta(max_length=64)] = b""
+    lease_seconds: Annotated[float, Meta(ge=1, le=86400)] = 60.0
+    audience: Annotated[str, Meta(max_length=512)] = ""
 
     @property
     def side_channel(self) -> tuple[str, int]:
@@ -70,8 +76,16 @@ class Ticket(Struct, frozen=True):
         return self.host, self.port
 
 
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A ticket that decode must not use, why in one sentence, and nothing else of it."""
+
+    reason: Reason
+    message: str
+
+
 class _Envelope(Struct, frozen=True, array_like=True):
-    """The body stays bytes, so that a signature is checked before the body is parsed."""
+    """The body stays bytes, so that the signature is checked before the body is parsed."""
 
     format: int
     body: bytes
@@ -91,26 +105,18 @@ class _Unpacking:
         self._left = MAX_BLOCKS
 
     def __call__(self, _: type, value: Any) -> BlockIds:
-        """Block ids in the form of format 2 or 1; raises ValueError on anything else."""
-        if isinstance(value, bytes):
-            ids = BlockIds.unpacked(value, self._left)
-        elif isinstance(value, list) and all(type(item) is int for item in value):
-            ids = BlockIds(value)
-        else:
-            raise ValueError("block ids that are no list of numbers")
+        """Return the ids of one group; raises ValueError on anything else."""
+        if not isinstance(value, bytes):
+            raise ValueError("block ids in no form that is known")
+        ids = BlockIds.unpacked(value, self._left)
         self._left -= len(ids)
-        if self._left < 0:
-            raise ValueError(f"more than {MAX_BLOCKS} block ids in one ticket")
         return ids
 
 
 class _Listed(Struct, frozen=True):
     """A ticket's block ids as they are sent. Read first: what else stands there is not built."""
 
-    blocks: Annotated[
-        tuple[bytes | Annotated[tuple[int, ...], Meta(max_length=MAX_BLOCKS)], ...],
-        Meta(max_length=256),
-    ]
+    blocks: Annotated[tuple[bytes, ...], Meta(max_length=256)]
 
 
 def _body(raw: bytes) -> Ticket:
@@ -123,54 +129,88 @@ _ENVELOPE = msgspec.msgpack.Decoder(_Envelope)
 _BODY = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
-def signed_bytes(ticket: Ticket) -> bytes:
-    """Return the bytes that a signature covers: all fields but the signature.
-
-    Raises:
-        ValueError: more blocks than a ticket can list.
-    """
-    blocks = tuple(ids if isinstance(ids, BlockIds) else BlockIds(ids) for ids in ticket.blocks)
-    if (listed := sum(map(len, blocks))) > MAX_BLOCKS:
-        raise ValueError(f"{listed} block ids in one ticket, more than {MAX_BLOCKS}")
-    return _BODY.encode(msgspec.structs.replace(ticket, blocks=blocks, signature=b""))
-
-
-def encode(ticket: Ticket) -> str:
-    """Return the ticket as URL-safe base64 text.
+def encode(ticket: Ticket, keys: TicketKeys | None) -> str:
+    """Return the ticket as base64 text, signed with ``keys``; unsigned without any.
 
     Raises:
         ValueError: no decode engine would read it, since it is too long.
     """
-    envelope = _Envelope(FORMAT, signed_bytes(ticket), ticket.signature)
-    text = urlsafe_b64encode(msgspec.msgpack.encode(envelope)).decode("ascii")
+    blocks = tuple(ids if isinstance(ids, BlockIds) else BlockIds(ids) for ids in ticket.blocks)
+    if (listed := sum(map(len, blocks))) > MAX_BLOCKS:
+        raise ValueError(f"{listed} block ids in one ticket, more than {MAX_BLOCKS}")
+    body = _BODY.encode(msgspec.structs.replace(ticket, blocks=blocks))
+    envelope = _Envelope(FORMAT, body, b"" if keys is None else keys.sign(body))
+    text = b2a_base64(msgspec.msgpack.encode(envelope), newline=False).decode("ascii")
     if len(text) > MAX_TICKET_BYTES:
         raise ValueError(f"a ticket of {len(text)} bytes, more than {MAX_TICKET_BYTES}")
     return text
 
 
-def decode(text: str) -> Ticket | Malformed:
-    """Return the ticket in ``text``; whatever ``text`` is, this does not raise."""
-    if len(text) > MAX_TICKET_BYTES:
-        return Malformed(f"a ticket of {len(text)} bytes, more than {MAX_TICKET_BYTES}")
-    try:
-        raw = urlsafe_b64decode(text.encode("ascii"))
-    except ValueError as error:  # not ASCII, or not base64
-        return Malformed(f"a ticket that is not base64: {str(error)[:200]}")
-    envelope = bounded(raw, MAX_TICKET_BYTES, _ENVELOPE.decode)
-    if isinstance(envelope, Malformed):
-        return envelope
-    if not OLDEST_FORMAT <= envelope.format <= FORMAT:
-        ours = f"{OLDEST_FORMAT} to {FORMAT}"
-        return Malformed(f"a ticket of format {envelope.format}; this version reads {ours}")
-    ticket = bounded(envelope.body, MAX_TICKET_BYTES, _body)
-    if isinstance(ticket, Ticket):
-        if not math.isfinite(ticket.expires_at):
-            return Malformed("a ticket whose expires_at is not a finite number")
-        ticket = msgspec.structs.replace(ticket, signature=envelope.signature)
+def decode(text: str, keys: TicketKeys | None, audience: str = "") -> Ticket | Rejected:
+    """Return the ticket in ``text``; whatever ``text`` is, this does not raise.
+
+    Args:
+        keys: the keys of which one must have signed the ticket. None accepts any ticket, which is
+            for engines that were told to be insecure.
+        audience: the ticket must be meant for it.
+    """
+    body = _verified(text, keys)
+    if isinstance(body, Rejected):
+        return body
+    ticket = bounded(body, MAX_TICKET_BYTES, _body)
+    if isinstance(ticket, Malformed):
+        return Rejected(Reason.TICKET_INVALID, ticket.message)
+    for name in ("expires_at", "lease_seconds"):
+        if not math.isfinite(getattr(ticket, name)):
+            return Rejected(Reason.TICKET_INVALID, f"a ticket whose {name} is not a finite number")
+    if ticket.audience != audience:
+        return Rejected(
+            Reason.AUDIENCE_MISMATCH,
+            f"the ticket is meant for engines with ticket_audience {ticket.audience!r}; this one "
+            f"has {audience!r}",
+        )
     return ticket
 
 
-def kv_transfer_params(ticket: Ticket) -> dict[str, Any]:
+def _verified(text: str, keys: TicketKeys | None) -> bytes | Rejected:
+    """Return the body that one of ``keys`` has signed."""
+    envelope = _envelope(text)
+    if isinstance(envelope, Malformed):
+        return Rejected(Reason.TICKET_INVALID, envelope.message)
+    if envelope.format != FORMAT:
+        return Rejected(
+            Reason.TICKET_INVALID,
+            f"a ticket of format {envelope.format}; this version reads {FORMAT}: "
+            "give the prefill and the decode engine the same connector",
+        )
+    if keys is not None and not keys.verify(envelope.body, envelope.signature):
+        return Rejected(Reason.FORGED, _why_forged(envelope))
+    return envelope.body
+
+
+def _envelope(text: str) -> _Envelope | Malformed:
+    if len(text) > MAX_TICKET_BYTES:
+        return Malformed(f"a ticket of {len(text)} bytes, more than {MAX_TICKET_BYTES}")
+    try:
+        raw = a2b_base64(text, strict_mode=True)
+    except ValueError as error:  # not ASCII, or not base64
+        return Malformed(f"a ticket that is not base64: {str(error)[:200]}")
+    return bounded(raw, MAX_TICKET_BYTES, _ENVELOPE.decode)
+
+
+def _why_forged(envelope: _Envelope) -> str:
+    if not envelope.signature:
+        return (
+            "the ticket is not signed, and this engine has a ticket key; start the prefill engine "
+            "with the same ticket_key_file"
+        )
+    return (
+        "none of this engine's ticket keys made the ticket's signature: the ticket was changed on "
+        "its way, or the prefill engine has another ticket_key_file"
+    )
+
+
+def kv_transfer_params(ticket: Ticket, keys: TicketKeys | None) -> dict[str, Any]:
     """Return what prefill answers with and a router hands to decode unchanged.
 
     Raises:
@@ -188,21 +228,35 @@ def kv_transfer_params(ticket: Ticket) -> dict[str, Any]:
         "remote_request_id": ticket.request_id,
         "remote_block_ids": [list(ids) if listed else [] for ids in ticket.blocks],
         "tp_size": ticket.tensor,
-        "ticket": encode(ticket),
+        "ticket": encode(ticket, keys),
     }
 
 
-def ticket_of(params: Mapping[str, Any] | None) -> Ticket | Malformed | None:
+def ticket_of(
+    params: Mapping[str, Any] | None, keys: TicketKeys | None, audience: str = ""
+) -> Ticket | Rejected | None:
     """Return the ticket that a request came with; None when none was meant.
 
-    ``params`` is the client's JSON: ``do_remote_prefill`` decides whether KV waits
-    elsewhere, and then a missing or wrong ticket is Malformed.
+    ``params`` is the client's JSON: ``do_remote_prefill`` decides whether KV waits elsewhere, and
+    then a missing or wrong ticket is Rejected. See :func:`decode` for ``keys`` and ``audience``.
     """
     if not isinstance(params, Mapping) or params.get("do_remote_prefill") is not True:
         return None
     text = params.get("ticket")
     if text is None:
-        return Malformed("do_remote_prefill without a ticket")
+        return Rejected(Reason.TICKET_INVALID, "do_remote_prefill without a ticket")
     if not isinstance(text, str):
-        return Malformed(f"a ticket of type {type(text).__name__}, not a string")
-    return decode(text)
+        why = f"a ticket of type {type(text).__name__}, not a string"
+        return Rejected(Reason.TICKET_INVALID, why)
+    return decode(text, keys, audience)
+
+
+def passed_on(params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what an answer repeats of a request: the id by which some routers know a transfer.
+
+    Nothing else is done with it.
+    """
+    given = params.get("transfer_id") if isinstance(params, Mapping) else None
+    if isinstance(given, str) and 0 < len(given) <= MAX_TRANSFER_ID:
+        return {"transfer_id": given}
+    return {}

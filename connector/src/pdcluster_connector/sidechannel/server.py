@@ -264,20 +264,10 @@ class SideChannelServer:
             theirs = f"{oldest}..{newest}"
             return Refusal(
                 Reason.PROTOCOL_VERSION_MISMATCH.value,
-                f"prefill speaks protocol {ours}, decode {theirs}; run connectors whose"
-                " ranges overlap",
+                f"prefill speaks protocol {ours}, decode {theirs}; give both"
+                " engines the same connector",
                 ours,
                 theirs,
-            )
-        if newest < messages.PROTOCOL_OF_RUNS:
-            # It could read the memory where there are no slices, but no ticket of ours.
-            return Refusal(
-                Reason.PROTOCOL_VERSION_MISMATCH.value,
-                "prefill's tickets list blocks as runs and its memory may lie in slices, which "
-                f"decode's connector of protocol {newest} does not know; give decode the "
-                "connector that prefill has",
-                str(messages.PROTOCOL_OF_RUNS),
-                str(newest),
             )
         return refusal_of(rules.check(self._shape, asked.shape))
 

@@ -14,16 +14,11 @@ from typing import Any, Final
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
+from pdcluster_connector.protocol.ticket_keys import MAKE_A_KEY_FILE
 from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
-
-# Keys of the design whose feature this version lacks. Ignoring them would leave an engine open
-# that its user believes to be protected.
-_NOT_YET: Final = {
-    "ticket_key_file": "tickets are not signed in this version; remove the key",
-}
 
 
 class ConfigError(ValueError):
@@ -39,11 +34,14 @@ class ConnectorOptions:
         side_channel_port: its port; a data-parallel engine adds its rank.
         lease_seconds: how long a prefill engine keeps a finished request's blocks unasked.
         drain_deadline_seconds: how long a failed receive may hold its blocks in quarantine.
-        allow_insecure: permits a side channel without TLS on other than loopback addresses.
+        allow_insecure: permits a side channel without TLS on other than loopback addresses, and
+            tickets without a signature where there is no ticket_key_file.
         backends: NIXL's transport backends.
         num_threads: NIXL's threads that post the reads of a decode engine; 0 for none of its own.
         backend_options: further options of NIXL's backends: (backend, option, value).
         show_internal_names: tell clients the engine ids that their KV moved between.
+        ticket_key_file: file with the keys that sign tickets; empty for none.
+        ticket_audience: which engines may use this engine's tickets; equal on both sides.
         tls: files for mutual TLS on the side channel; None for plain HTTP.
     """
 
@@ -56,6 +54,8 @@ class ConnectorOptions:
     num_threads: int = 4  # as the stock connector
     backend_options: tuple[tuple[str, str, str], ...] = ()
     show_internal_names: bool = False
+    ticket_key_file: str = ""
+    ticket_audience: str = ""
     tls: TlsFiles | None = None
 
 
@@ -64,9 +64,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
     known = list(ConnectorOptions.__dataclass_fields__)
     problems: list[str] = []
     for key in extra:
-        if key in _NOT_YET:
-            problems.append(f"{key}: {_NOT_YET[key]}")
-        elif key not in known:
+        if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
             problems.append(f"{key}: unknown key; did you mean {near[0]}?")
 
@@ -89,8 +87,17 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         num_threads=take("num_threads", _threads),
         backend_options=take("backend_options", _backend_options),
         show_internal_names=take("show_internal_names", _flag),
+        ticket_key_file=take("ticket_key_file", _path),
+        ticket_audience=take("ticket_audience", _audience),
         tls=take("tls", tls_files),
     )
+    if "ticket_key_file" not in extra and not options.allow_insecure:
+        problems.append(
+            "ticket_key_file: missing: without a key, decode cannot tell a true ticket from a "
+            f"forged one; make a key with {MAKE_A_KEY_FILE} and name FILE here, the same for the "
+            "prefill and the decode engine (or set allow_insecure: true where every client is "
+            "trusted)"
+        )
     if options.side_channel_port > 65535:
         problems.append(
             f"side_channel_port: {options.side_channel_port} with data-parallel rank "
@@ -172,6 +179,18 @@ def _seconds(value: Any) -> float:
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("is neither true nor false")
+    return value
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value.startswith("/") or len(value) > 4096:
+        raise ValueError("is not the absolute path of a file")
+    return value
+
+
+def _audience(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 512:
+        raise ValueError("is no text of at most 512 characters")
     return value
 
 

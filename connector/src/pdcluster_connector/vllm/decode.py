@@ -2,14 +2,15 @@
 
 Each live request has an :class:`Incoming`. A ticket is used once, only for the prompt that it
 was made for, and released as soon as its KV is no longer needed: after the receive (also a
-failed one), or without one when the request never got that far.
+failed one), or without one when the request never got that far. Nobody is told about a
+ticket that an engine of ours did not sign: whoever sent it would say where decode connects to.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
@@ -17,19 +18,19 @@ from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.kv_path import has_key, without_names
-from pdcluster_connector.protocol.messages import Malformed
+from pdcluster_connector.protocol.prompt_digest import PromptDigest
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
-from pdcluster_connector.protocol.ticket import Ticket, ticket_of
+from pdcluster_connector.protocol.ticket import Rejected, Ticket, passed_on, ticket_of
+from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.prefill import is_prefill
-from pdcluster_connector.vllm.prompt import digest_of_prompt
+from pdcluster_connector.vllm.prefill import DIGEST_TOKENS_A_STEP, is_prefill
+from pdcluster_connector.vllm.prompt import digest_of_prompt, prompt_reader
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
 from pdcluster_connector.vllm.ticket_book import LeaseSender, TicketBook
 
 # Why a request was decoded without a transfer.
 NO_TICKET: Final = LocalReason.NO_TICKET.value
-TICKET_INVALID: Final = Reason.TICKET_INVALID.value
 LEASE_EXPIRED: Final = Reason.LEASE_EXPIRED.value
 PROMPT_MISMATCH: Final = LocalReason.PROMPT_MISMATCH.value
 TICKET_SPENT: Final = LocalReason.TICKET_SPENT.value
@@ -54,12 +55,18 @@ class Incoming:
 
     ``named``: whoever sent it is told between which engines its KV moved.
     ``computed``: tokens of it in this engine's prefix cache when vLLM last asked.
+    ``reading``: the prompt is still compared with the ticket.
+    ``held``: the ticket's lease is renewed, and released when the request needs it no more.
+    ``repeated``: what the answer repeats of the request.
     """
 
     ticket: Ticket | None
     stage: Stage
     reason: str = ""
     message: str = ""
+    reading: PromptDigest | None = None
+    held: bool = False
+    repeated: Mapping[str, Any] = field(default_factory=dict)
     counted: bool = False
     computed: int = 0
     start: int = 0
@@ -78,6 +85,8 @@ class DecodeRole:
     """Not thread-safe: lives on the scheduler's thread.
 
     Args:
+        keys: gives the keys of which one must have signed a ticket.
+        audience: a ticket must be meant for it.
         show_names: tell every client between which engines its KV moved.
         key: of requests that are told so in any case; empty for none.
         recomputes: vLLM computes the prompt here if its transfer fails, and fails it otherwise.
@@ -93,6 +102,8 @@ class DecodeRole:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         *,
+        keys: Callable[[], TicketKeys | None],
+        audience: str = "",
         show_names: bool = False,
         key: str = "",
         recomputes: bool = False,
@@ -105,7 +116,9 @@ class DecodeRole:
         self._tickets = TicketBook(leases, lease_seconds, clock)
         self._stats = stats
         self._wall_clock = wall_clock
+        self._ticket_keys, self._audience = keys, audience
         self._show_names, self._key = show_names, key
+        self._may_read = DIGEST_TOKENS_A_STEP
         self._requests: dict[str, Incoming] = {}
         self._aborted: dict[str, Incoming] = {}  # finished while parked; blocks still held
         self._orders: list[ReceiveOrder] = []
@@ -118,21 +131,46 @@ class DecodeRole:
         if is_prefill(request):
             return
         params = request.kv_transfer_params
-        ticket = ticket_of(params)
+        keys = self._ticket_keys()
+        ticket = ticket_of(params, keys, self._audience)
         if ticket is None:
             incoming = Incoming(None, Stage.SETTLED, NO_TICKET)
-        elif isinstance(ticket, Malformed):
-            incoming = Incoming(None, Stage.SETTLED, TICKET_INVALID, ticket.message)
+        elif isinstance(ticket, Rejected):
+            incoming = Incoming(None, Stage.SETTLED, ticket.reason.value, ticket.message)
         else:
             incoming = Incoming(ticket, Stage.WAITING, self._objection(request, ticket))
-            self._tickets.use(ticket, (params or {}).get("lease_seconds"))
+            if keys is not None:
+                self._hold(incoming, ticket)
+            if not incoming.reason:
+                incoming.reading = prompt_reader(request, ticket.tokens)
+                self._compare(request, incoming, ticket)
         incoming.named = self._show_names or has_key(params, self._key)
+        incoming.repeated = passed_on(params)
         self._requests[request.request_id] = incoming
 
-    def matched(self, request: Request, computed: int) -> tuple[int, bool]:
+    def _compare(self, request: Request, incoming: Incoming, ticket: Ticket) -> None:
+        """Read on in the prompt, and say at its end whether it is the ticket's."""
+        digest = None
+        if incoming.reading is not None:
+            self._may_read -= incoming.reading.read(self._may_read)
+            if incoming.reading.left:
+                return
+            digest = digest_of_prompt(request, ticket.tokens, incoming.reading)
+            incoming.reading = None
+        if digest != ticket.prompt_digest:
+            incoming.reason = PROMPT_MISMATCH
+        elif not incoming.held:
+            self._hold(incoming, ticket)
+
+    def _hold(self, incoming: Incoming, ticket: Ticket) -> None:
+        incoming.held = True
+        self._tickets.use(ticket)
+
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens that a transfer brings beyond ``computed``, loaded asynchronously).
 
-        Without side effects: vLLM asks again each step until the request is admitted.
+        None: a very long prompt is still compared with its ticket. vLLM asks again each step until
+        the request is admitted; apart from that comparison, nothing changes here.
         """
         incoming = self._requests.get(request.request_id)
         if incoming is not None:
@@ -141,6 +179,12 @@ class DecodeRole:
             return 0, False
         if incoming.reason:
             return 0, False
+        if incoming.reading is not None:
+            self._compare(request, incoming, incoming.ticket)
+            if incoming.reading is not None:
+                return None, False
+            if incoming.reason:
+                return 0, False
         count = min(incoming.ticket.tokens, request.num_tokens) - computed
         return (count, True) if count > 0 else (0, False)
 
@@ -206,6 +250,7 @@ class DecodeRole:
     def take_orders(self) -> tuple[list[ReceiveOrder], list[str]]:
         """(receives to start, parked requests that were aborted); each is given out once."""
         self._tickets.renew_all()
+        self._may_read = DIGEST_TOKENS_A_STEP
         orders, self._orders = self._orders, []
         abandoned, self._abandoned = self._abandoned, []
         return orders, abandoned
@@ -260,7 +305,7 @@ class DecodeRole:
         if incoming.stage is Stage.WAITING:
             self._settle(incoming)
         path = self._path(incoming)
-        return {"kv_path": path if incoming.named else without_names(path)}
+        return {"kv_path": path if incoming.named else without_names(path), **incoming.repeated}
 
     def forget(self, request_id: str) -> None:
         """Drop a request; if it is parked, only when all ranks are through with it."""
@@ -288,9 +333,7 @@ class DecodeRole:
         }
 
     def _objection(self, request: Request, ticket: Ticket) -> str:
-        """Why a well-formed ticket must not be used; empty if it may."""
-        if digest_of_prompt(request, ticket.tokens) != ticket.prompt_digest:
-            return PROMPT_MISMATCH
+        """Why a true ticket must not be used, apart from its prompt; empty if it may."""
         if self._tickets.is_spent(ticket):
             # Released by an earlier request of this engine: the blocks may be reused already.
             return TICKET_SPENT
@@ -303,5 +346,5 @@ class DecodeRole:
     def _settle(self, incoming: Incoming) -> None:
         """Nothing will be loaded any more."""
         incoming.stage = Stage.SETTLED
-        if incoming.ticket is not None:
+        if incoming.ticket is not None and incoming.held:
             self._tickets.done(incoming.ticket)

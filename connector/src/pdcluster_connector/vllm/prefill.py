@@ -18,14 +18,17 @@ from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.protocol.block_ids import BlockIds
 from pdcluster_connector.protocol.lease import LeaseTable
-from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params
+from pdcluster_connector.protocol.prompt_digest import PromptDigest
+from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params, passed_on
+from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.prompt import digest_of_prompt
+from pdcluster_connector.vllm.prompt import digest_of_prompt, prompt_reader
 
 logger = logging.getLogger(__name__)
 
+DIGEST_TOKENS_A_STEP = 65_536  # one to two milliseconds
 _HANDED_OFF = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -38,8 +41,8 @@ def is_prefill(request: Request) -> bool:
 class PrefillRole:
     """Not thread-safe: lives on the scheduler's thread.
 
-    ``clock`` gives monotonic seconds. Releases and renewals come in through :meth:`release`
-    and :meth:`renew`.
+    ``clock`` gives monotonic seconds, ``keys`` the keys that sign tickets. Releases and renewals
+    come in through :meth:`release` and :meth:`renew`.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class PrefillRole:
         groups: Sequence[CacheGroup],
         parallel: tuple[int, int],
         stats: StatsCollector,
+        keys: Callable[[], TicketKeys | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine_id = engine_id
@@ -59,11 +63,13 @@ class PrefillRole:
         self._leaves_last_token = leaves_last_token(groups)
         self._tensor, self._pipeline = parallel
         self._stats = stats
+        self._keys = keys
         self._clock = clock
         self._leases = LeaseTable()
         self._owed: set[str] = set()  # finished requests whose blocks vLLM keeps for us
         self._sent: list[str] = []
         self._shortened: set[str] = set()
+        self._prompts: dict[str, PromptDigest] = {}  # of requests that compute
 
     @property
     def leases_held(self) -> int:
@@ -90,6 +96,17 @@ class PrefillRole:
         """Arm the lease of a request that starts to compute; again after a preemption."""
         if is_prefill(request):
             self._leases.arm(request.request_id, secrets.randbits(64), self._clock())
+            if request.request_id not in self._prompts:
+                reader = prompt_reader(request, request.num_prompt_tokens)
+                if reader is not None:
+                    self._prompts[request.request_id] = reader
+
+    def read_prompts(self) -> None:
+        """Read on in the prompts that compute, so that a long one does not hold up one step."""
+        left = DIGEST_TOKENS_A_STEP
+        for reader in self._prompts.values():
+            if left and reader.left:
+                left -= reader.read(left)
 
     def finished(
         self, request: Request, blocks: Sequence[Sequence[int]]
@@ -99,17 +116,20 @@ class PrefillRole:
         whole = self._leaves_last_token and request_id not in self._shortened
         self._shortened.discard(request_id)
         token = self._leases.token(request_id)
-        digest = digest_of_prompt(request, request.num_prompt_tokens)
+        reader = self._prompts.pop(request_id, None)
+        if reader is not None and reader.count != request.num_prompt_tokens:
+            reader = prompt_reader(request, request.num_prompt_tokens)  # the prompt went on
         handed_off = (
             request.status in _HANDED_OFF
             and request.num_computed_tokens >= request.num_prompt_tokens
             and any(blocks)
         )
-        if token is None or digest is None or whole or not handed_off:
+        if token is None or reader is None or whole or not handed_off:
             self._leases.drop(request_id)
             return False, None
         try:
-            params = kv_transfer_params(self._ticket(request, token, digest, blocks))
+            digest = digest_of_prompt(request, request.num_prompt_tokens, reader)
+            params = kv_transfer_params(self._ticket(request, token, digest, blocks), self._keys())
         except ValueError as error:
             logger.warning("the KV of %s is not handed over: %s", request_id, error)
             self._stats.fault("finished:TicketTooLong")
@@ -117,9 +137,8 @@ class PrefillRole:
             return False, None
         if not self._leases.grant(request_id, self._clock() + self._options.lease_seconds):
             return False, None
-        params["lease_seconds"] = self._options.lease_seconds  # advice: how often to renew
         self._owed.add(request_id)
-        return True, params
+        return True, params | passed_on(request.kv_transfer_params)
 
     def _ticket(
         self, request: Request, token: int, digest: bytes, blocks: Sequence[Sequence[int]]
@@ -141,6 +160,8 @@ class PrefillRole:
             expires_at=time.time() + self._options.lease_seconds,
             tensor=self._tensor,
             pipeline=self._pipeline,
+            lease_seconds=self._options.lease_seconds,
+            audience=self._options.ticket_audience,
         )
 
     def forget(self, request_id: str) -> None:
@@ -148,6 +169,7 @@ class PrefillRole:
         self._leases.drop(request_id)
         self._owed.discard(request_id)
         self._shortened.discard(request_id)
+        self._prompts.pop(request_id, None)
 
     def release(self, request_id: str, token: int) -> bool:
         """End a lease because decode is done with it. False if there is none like it."""

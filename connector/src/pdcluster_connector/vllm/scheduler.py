@@ -28,6 +28,7 @@ from pdcluster_connector.protocol.messages import Malformed, decode_shard
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox
 from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
 from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.decode import DecodeRole
@@ -75,6 +76,12 @@ class SchedulerRole:
         self._lease_client: LeaseClient | None = None
         self.prefill: PrefillRole | None = None
         self.decode: DecodeRole | None = None
+        keys = TicketKeyFile(options.ticket_key_file) if options.ticket_key_file else _no_keys
+        if not options.ticket_key_file:
+            logger.warning(
+                "tickets are not signed: there is no ticket_key_file, and allow_insecure is set. "
+                "Whoever can send a request can make this engine read or serve wrong KV"
+            )
         if transfer.is_kv_producer:
             self._inbox = LeaseInbox()
             self.prefill = PrefillRole(
@@ -84,6 +91,7 @@ class SchedulerRole:
                 groups,
                 (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
                 self._stats,
+                keys,
             )
         if transfer.is_kv_consumer:
             self._lease_client = LeaseClient(self._tls)
@@ -94,6 +102,8 @@ class SchedulerRole:
                 groups,
                 self._lease_client,
                 self._stats,
+                keys=keys,
+                audience=options.ticket_audience,
                 show_names=options.show_internal_names,
                 key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
                 recomputes=transfer.kv_load_failure_policy == "recompute",
@@ -162,7 +172,7 @@ class SchedulerRole:
         if self.decode is not None:
             self.decode.arrived(request)
 
-    def matched(self, request: Request, computed: int) -> tuple[int, bool]:
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """See :meth:`DecodeRole.matched`."""
         return (0, False) if self.decode is None else self.decode.matched(request, computed)
 
@@ -188,6 +198,7 @@ class SchedulerRole:
             for request_id, token in news.releases:
                 self.prefill.release(request_id, token)
             orders.sent = self.prefill.take_sent()
+            self.prefill.read_prompts()
             self._stats.leases_held(self.prefill.leases_held)
         if self.decode is not None:
             orders.receive, orders.abandon = self.decode.take_orders()
@@ -241,6 +252,10 @@ class SchedulerRole:
             self._side_channel.stop()
         if self._lease_client is not None:
             self._lease_client.close()
+
+
+def _no_keys() -> None:
+    """Tickets are neither signed nor checked (``allow_insecure``)."""
 
 
 def _merge(shapes: Mapping[tuple[int, int], EngineShape]) -> EngineShape:

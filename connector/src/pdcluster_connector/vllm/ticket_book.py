@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from pdcluster_connector.protocol.ticket import Ticket
@@ -34,6 +35,15 @@ class LeaseSender(Protocol):
         """Send a renewal; repeated until the deadline."""
 
 
+@dataclass(slots=True)
+class _Use:
+    """A ticket in use, the length of its lease in seconds, and when it is renewed next."""
+
+    ticket: Ticket
+    length: float
+    renew_at: float
+
+
 class TicketBook:
     """Not thread-safe. ``clock`` gives monotonic seconds."""
 
@@ -44,9 +54,9 @@ class TicketBook:
         self._lease_seconds = lease_seconds
         self._clock = clock
         self._users: dict[_Key, int] = {}
-        self._tickets: dict[_Key, tuple[Ticket, float]] = {}  # and its lease's length
+        self._tickets: dict[_Key, _Use] = {}
         self._spent: OrderedDict[_Key, None] = OrderedDict()
-        self._renew_at = 0.0
+        self._renew_at = math.inf
 
     def __len__(self) -> int:
         """Tickets in use."""
@@ -56,24 +66,22 @@ class TicketBook:
         """Whether the ticket was released already."""
         return _key(ticket) in self._spent
 
-    def use(self, ticket: Ticket, lease_seconds: object = None) -> None:
+    def use(self, ticket: Ticket) -> None:
         """Count one more request that came with the ticket, and renew its lease.
 
-        ``lease_seconds`` is what prefill says of its leases; the shorter of its and ours counts.
+        The shorter of the ticket's lease and ours counts.
         """
         key = _key(ticket)
         self._users[key] = self._users.get(key, 0) + 1
-        length = self._lease_seconds
-        if isinstance(lease_seconds, int | float) and lease_seconds >= 1:
-            length = min(length, float(lease_seconds))
-        self._tickets[key] = (ticket, length)
-        self._renew_at = min(self._renew_at, self._clock() + length / RENEWALS_PER_LEASE)
+        length = min(self._lease_seconds, ticket.lease_seconds)
+        self._tickets[key] = _Use(ticket, length, self._clock() + length / RENEWALS_PER_LEASE)
+        self._renew_at = min(self._renew_at, self._tickets[key].renew_at)
         self.renew(ticket)
 
     def lease_seconds(self, ticket: Ticket) -> float:
         """Length of the ticket's lease, counted from each renewal."""
         known = self._tickets.get(_key(ticket))
-        return self._lease_seconds if known is None else known[1]
+        return self._lease_seconds if known is None else known.length
 
     def done(self, ticket: Ticket) -> None:
         """Count one request less; the last one releases the ticket."""
@@ -97,14 +105,18 @@ class TicketBook:
             self._leases.renew(*_address(ticket), ticket.request_id, ticket.token, deadline)
 
     def renew_all(self) -> None:
-        """Extend every lease in use, a few times in a lease's length; otherwise do nothing."""
+        """Extend each lease in use a few times in its length; otherwise do nothing.
+
+        Each has its own times: one short lease does not make all others be renewed.
+        """
         now = self._clock()
         if now < self._renew_at:
             return
-        shortest = min((length for _, length in self._tickets.values()), default=math.inf)
-        self._renew_at = now + min(shortest, self._lease_seconds) / RENEWALS_PER_LEASE
-        for ticket, _ in self._tickets.values():
-            self.renew(ticket)
+        for use in self._tickets.values():
+            if use.renew_at <= now:
+                use.renew_at = now + use.length / RENEWALS_PER_LEASE
+                self.renew(use.ticket)
+        self._renew_at = min((use.renew_at for use in self._tickets.values()), default=math.inf)
 
 
 def _key(ticket: Ticket) -> _Key:

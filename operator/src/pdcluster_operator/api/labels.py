@@ -33,6 +33,8 @@ PAIRING_LABEL = f"{GROUP}/pairing-key"
 ENGINE_LABEL = f"{GROUP}/engine"
 POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
 APPLIED_ANNOTATION = f"{GROUP}/applied"
+ROTATE_TICKET_KEY_ANNOTATION = f"{GROUP}/rotate-ticket-key"
+"""On a PDCluster: each new value asks for a new ticket key. On the Secret: the last such value."""
 
 HTTP_PORT = 8000
 LAUNCHER_PORT = 5590
@@ -165,6 +167,11 @@ def router_deployment_name(cluster: str, pairing_key: str) -> str:
 def connector_name(cluster: str, digest: str) -> str:
     """Name of the ConfigMap that holds the connector, by its content."""
     return f"{cluster}-connector-{digest[:10]}"
+
+
+def ticket_key_name(cluster: str) -> str:
+    """Name of the Secret with the keys that sign a cluster's tickets."""
+    return f"{cluster}-ticket-key"
 
 
 def service_account_name(cluster: str) -> str:

@@ -16,7 +16,7 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.lint import print_findings
 from pdcluster_operator.cli.manifest import read_cluster
-from pdcluster_operator.plan.model import Apply, Observed, Plan
+from pdcluster_operator.plan.model import Apply, Observed, Plan, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
 
 PLACEHOLDER_UID = "00000000-0000-0000-0000-000000000000"
@@ -37,9 +37,10 @@ def show_plan(file: str, output: str) -> Exit:
         console.print(yaml.safe_dump_all(manifests, sort_keys=False, width=100), markup=False)
         return Exit.DONE
     for number, step in enumerate(plan.steps, 1):
-        if isinstance(step, Apply):
+        if isinstance(step, Apply | WriteTicketKey):
+            verb = "apply" if isinstance(step, Apply) else "write"
             metadata = step.manifest["metadata"]
-            line = Text(f"{number:3}. apply {step.manifest['kind']} ")
+            line = Text(f"{number:3}. {verb} {step.manifest['kind']} ")
             console.print(
                 line.append(metadata["name"], style="bold").append(f"  {step.why}", "dim")
             )

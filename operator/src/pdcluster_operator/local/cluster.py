@@ -22,19 +22,22 @@ from pdcluster_operator.api.labels import (
     LAUNCHER_PORT,
     ROUTER_METRICS_PORT,
     SIDE_CHANNEL_PORT,
+    ticket_key_name,
 )
 from pdcluster_operator.local.addresses import AddressBook
 from pdcluster_operator.local.api import LocalApi, Manifest
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet.kubelet import Kubelet
 from pdcluster_operator.local.names import Names
-from pdcluster_operator.plan.model import Delete, Event, RestartPod
+from pdcluster_operator.plan.model import Delete, Event, RestartPod, TicketKey, WriteTicketKey
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.ports import ConnectorSource
 from pdcluster_operator.runtime.queue import Backoff, Key
 from pdcluster_operator.runtime.reconcile import Place
+from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 log = logging.getLogger(__name__)
+
 
 POD_PORTS = (
     HTTP_PORT, LAUNCHER_PORT, ENGINE_METRICS_PORT, SIDE_CHANNEL_PORT, ROUTER_METRICS_PORT,
@@ -43,7 +46,7 @@ NOT_SIMULATED = (
     "container images (pods run this machine's Python and vllm-router)",
     "resource limits and GPU isolation",
     "NetworkPolicy",
-    "volumes other than hostPath, emptyDir and ConfigMap",
+    "volumes other than hostPath, emptyDir, ConfigMap and the ticket key",
     "admission",
     "revisions and rollouts",
 )
@@ -156,6 +159,15 @@ class _ApiPort:
     async def read_uid(self, key: Key) -> str | None:
         live = self._api.get(KIND, key.namespace, key.name)
         return None if live is None else str(live["metadata"]["uid"])
+
+    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+        live = self._api.get("Secret", key.namespace, ticket_key_name(key.name))
+        return None if live is None else what_is_held(live)
+
+    async def write_ticket_key(self, step: WriteTicketKey) -> None:
+        metadata = step.manifest["metadata"]
+        live = self._api.get("Secret", metadata["namespace"], metadata["name"])
+        self._api.apply(with_a_new_key(step, live))
 
     async def apply(self, manifest: Mapping[str, Any]) -> None:
         self._api.apply(dict(manifest))

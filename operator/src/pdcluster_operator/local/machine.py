@@ -16,6 +16,7 @@ from typing import Any
 
 from pdcluster_connector.protocol import api_key
 from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.plan.builders.ticket_key import TICKET_KEY_VOLUME
 
 Manifest = Mapping[str, Any]
 
@@ -176,7 +177,7 @@ def _volume_problem(volume: Manifest) -> Problem | None:
         if not any(folder.iterdir()):
             what = f"{path} (volume {name}) is empty"
             return Problem(CONFIG, Lack.VOLUME_UNUSABLE, name, what, remedy)
-    elif not volume.keys() & {"emptyDir", "configMap"}:
+    elif not volume.keys() & {"emptyDir", "configMap"} and name != TICKET_KEY_VOLUME:
         kind = next((key for key in volume if key != "name"), "unknown")
         return Problem(
             CONFIG,

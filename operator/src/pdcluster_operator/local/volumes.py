@@ -11,13 +11,13 @@ from pdcluster_operator.local.api import LocalApi
 
 
 def volume_folder(api: LocalApi, namespace: str, volume: Mapping[str, Any], base: Path) -> Path:
-    """Make the folder of a hostPath, emptyDir or ConfigMap volume.
+    """Make the folder of a hostPath, emptyDir, ConfigMap or Secret volume.
 
     Args:
         base: folder of the pod's volumes. A hostPath is used where it is.
 
     Raises:
-        OSError: it cannot be written, or the ConfigMap is not there yet.
+        OSError: it cannot be written, or the ConfigMap or Secret is not there yet.
     """
     if "hostPath" in volume:
         return Path(volume["hostPath"]["path"])
@@ -31,5 +31,13 @@ def volume_folder(api: LocalApi, namespace: str, volume: Mapping[str, Any], base
         for key, text in (source.get("data") or {}).items():
             (folder / key).write_text(text)
         for key, encoded in (source.get("binaryData") or {}).items():
+            (folder / key).write_bytes(base64.b64decode(encoded))
+    if "secret" in volume:
+        name = volume["secret"]["secretName"]
+        source = api.get("Secret", namespace, name)
+        if source is None:
+            raise FileNotFoundError(0, "there is no such Secret", name)
+        for key, encoded in (source.get("data") or {}).items():
+            (folder / key).touch(mode=0o600)
             (folder / key).write_bytes(base64.b64decode(encoded))
     return folder

@@ -24,6 +24,17 @@ class ConnectorBundle:
 
 
 @dataclass(frozen=True, slots=True)
+class TicketKey:
+    """What a planner may know of the Secret with the ticket keys: not the keys.
+
+    Attributes:
+        rotation: value of the annotation for which the last key was made.
+    """
+
+    rotation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """One cluster as it was seen.
 
@@ -35,6 +46,7 @@ class Observed:
         links: decode engine's logical id -> what its launcher says of its links; missing =
             unreachable.
         connector: the connector to mount in engine pods.
+        ticket_key: the Secret with the ticket keys; None if there is none.
         operator_namespace: where the operator runs; None where that is not known.
         host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
             the operator decides.
@@ -47,6 +59,7 @@ class Observed:
     engines: Mapping[str, EngineReport]
     links: Mapping[str, LinksReport]
     connector: ConnectorBundle
+    ticket_key: TicketKey | None = None
     operator_namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
@@ -57,6 +70,20 @@ class Apply:
     """Server-side apply of one object."""
 
     manifest: Manifest
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteTicketKey:
+    """A new ticket key, minted by whoever carries the plan out.
+
+    Attributes:
+        manifest: the Secret without its data.
+        rotate: the Secret exists, and its first key stays valid as the second.
+    """
+
+    manifest: Manifest
+    rotate: bool
     why: str
 
 
@@ -84,7 +111,7 @@ class RestartPod:
     why: str
 
 
-Step = Apply | Delete | RestartPod
+Step = Apply | WriteTicketKey | Delete | RestartPod
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from pdcluster_operator.plan.rollout.desired import Desired, desire, identity, l
 from pdcluster_operator.plan.routers import router_available, router_trouble
 from pdcluster_operator.plan.status.build import View, build_status, transitions
 from pdcluster_operator.plan.status.progress import ChangeView
+from pdcluster_operator.plan.ticket_key import ticket_key_step
 
 BUSY_SECONDS = 2.0
 
@@ -42,7 +43,10 @@ def make_plan(observed: Observed, now: float) -> Plan:
         observed.cluster, host_paths=observed.host_path_models, one_node=observed.one_node
     )
     desired = desire(observed, cluster) if findings.ok else _frozen(observed)
-    steps = tuple(_steps(observed, desired)) if findings.ok else ()
+    steps: tuple[Step, ...] = ()
+    if findings.ok:
+        key = ticket_key_step(observed, cluster)
+        steps = (*((key,) if key else ()), *_steps(observed, desired))
     view = _view(observed, cluster, desired)
     status = build_status(observed, cluster, findings, view, now)
     peers: tuple[PeerAssignment, ...] = ()

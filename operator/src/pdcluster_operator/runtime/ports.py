@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from pdcluster_operator.plan.model import ConnectorBundle, Delete, Event, RestartPod
+from pdcluster_operator.plan.model import (
+    ConnectorBundle,
+    Delete,
+    Event,
+    RestartPod,
+    TicketKey,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.queue import Key
 
@@ -17,10 +24,21 @@ Manifest = Mapping[str, Any]
 
 
 class Api(Protocol):
-    """Writes, and the one read that must be live. Failures are :class:`ApiError`."""
+    """Writes, and the reads that must be live. Failures are :class:`ApiError`."""
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the cluster's UID as the server has it now; None when it is gone."""
+        ...
+
+    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+        """Return what the cluster's Secret says beside its keys; None when there is none.
+
+        Raises NameConflict when an object that the cluster ``uid`` does not own has its name.
+        """
+        ...
+
+    async def write_ticket_key(self, step: WriteTicketKey) -> None:
+        """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
         ...
 
     async def apply(self, manifest: Manifest) -> None:

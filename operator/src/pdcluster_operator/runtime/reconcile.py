@@ -13,7 +13,7 @@ from typing import Any
 
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.model import Apply, Observed, Plan, Step
+from pdcluster_operator.plan.model import Apply, Observed, Plan, Step, WriteTicketKey
 from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.failure import with_failure
@@ -86,9 +86,13 @@ class Reconciler:
         if wait > 0:
             return wait
         now = self._clock.now()
-        observed = self._observe(key, cluster)
         try:
-            plan = make_plan(observed, now)
+            plan = make_plan(await self._observe(key, cluster), now)
+        except ApiError as error:
+            before = cluster.get("status") or {}
+            status = with_failure(before, cluster, error.reason, str(error), now)
+            await self._write_status(key, cluster, status)
+            raise
         except Exception as error:
             # This is a bug of the operator. Users see it in the status, and other clusters go on.
             failure = ApiError("PlanFailed", f"{type(error).__name__}: {error}")
@@ -120,7 +124,7 @@ class Reconciler:
         if status != cluster.get("status"):
             await self._api.write_status(key, cluster["metadata"]["uid"], status)
 
-    def _observe(self, key: Key, cluster: Manifest) -> Observed:
+    async def _observe(self, key: Key, cluster: Manifest) -> Observed:
         return Observed(
             cluster=cluster,
             children=self._store.children(key),
@@ -128,6 +132,8 @@ class Reconciler:
             engines=self._monitor.engines(key),
             links=self._monitor.links(key),
             connector=self._connector.bundle(),
+            # Secrets are neither listed nor watched: nobody is given that right.
+            ticket_key=await self._api.read_ticket_key(key, cluster["metadata"]["uid"]),
             operator_namespace=self._place.namespace,
             host_path_models=self._place.host_path_models,
             one_node=self._place.one_node,
@@ -137,13 +143,16 @@ class Reconciler:
         """Perform the steps in order; return False if the cluster is no longer the one observed."""
         checked = False
         for step in steps:
-            if isinstance(step, Apply):
+            if isinstance(step, Apply | WriteTicketKey):
                 # The store may still hold a cluster that is gone. Its children would be created
                 # again, and nobody would delete them.
                 if not checked and await self._api.read_uid(key) != cluster["metadata"]["uid"]:
                     log.info("%s: the cluster is gone, or was created again; nothing was done", key)
                     return False
                 checked = True
+            if isinstance(step, WriteTicketKey):
+                await self._api.write_ticket_key(step)
+            elif isinstance(step, Apply):
                 await self._api.apply(step.manifest)
             else:
                 await self._api.delete(step)

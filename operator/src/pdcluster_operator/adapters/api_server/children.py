@@ -10,14 +10,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
-from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, POD, Kind, slim
-from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER
+from pdcluster_operator.adapters.api_server.kinds import (
+    BY_NAME,
+    PDCLUSTER,
+    POD,
+    SECRET,
+    Kind,
+    slim,
+)
+from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, ticket_key_name
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.drift import repair
-from pdcluster_operator.plan.model import Delete, RestartPod
-from pdcluster_operator.plan.name_conflicts import why_not_applied
+from pdcluster_operator.plan.model import Delete, RestartPod, TicketKey, WriteTicketKey
+from pdcluster_operator.plan.name_conflicts import name_conflict, owner_uids, why_not_applied
 from pdcluster_operator.runtime.errors import ApiError, Invalid
 from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 Manifest = Mapping[str, Any]
 PAGE = "500"
@@ -44,6 +52,33 @@ class KubeApi:
         if live is None or is_being_deleted(live):
             return None
         return str(live["metadata"]["uid"])
+
+    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+        """Return what the cluster's Secret says beside its keys; None when there is none."""
+        name = ticket_key_name(key.name)
+        live = await self._read(SECRET, key.namespace, name)
+        if live is None:
+            return None
+        if uid not in owner_uids(live):
+            refusal = name_conflict(SECRET.name, name)
+            raise ApiError(refusal.reason, refusal.message)
+        return what_is_held(live)
+
+    async def write_ticket_key(self, step: WriteTicketKey) -> None:
+        """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
+        metadata = step.manifest["metadata"]
+        if not step.rotate:
+            path = SECRET.path(metadata["namespace"])
+            query = {"fieldManager": FIELD_MANAGER}
+            await self._client.call("POST", path, query=query, body=with_a_new_key(step, None))
+            return
+        path = SECRET.path(metadata["namespace"], metadata["name"])
+        live = await self._client.call("GET", path)
+        version = {"resourceVersion": live["metadata"]["resourceVersion"]}
+        body = with_a_new_key(step, live)
+        body["metadata"] = {"annotations": metadata["annotations"], **version}
+        query = {"fieldManager": FIELD_MANAGER}
+        await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
     async def apply(self, manifest: Manifest) -> None:
         """Apply a child, unless ``plan.name_conflicts`` has a reason against it.

@@ -28,6 +28,7 @@ from pdcluster_operator.plan.builders.connector_configmap import (
     connector_volume,
 )
 from pdcluster_operator.plan.builders.model_volumes import model_env, model_mounts, model_volumes
+from pdcluster_operator.plan.builders.ticket_key import ticket_key_mount, ticket_key_volume
 from pdcluster_operator.plan.builders.vllm_args import NODE_RANK_VARIABLE, vllm_args
 from pdcluster_operator.plan.merge import merge
 
@@ -55,10 +56,11 @@ def build_engine_pod(
             # Service links would set VLLM_PORT and the like for Services of such names.
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": grace_period(cluster),
-            "containers": [_container(cluster, engine, name)],
+            "containers": [_container(cluster, engine, name, pairing_key)],
             "volumes": [
                 *_volumes(engine, cluster, digest),
                 *model_volumes(cluster),
+                ticket_key_volume(cluster),
                 {
                     "name": "shm",
                     "emptyDir": {
@@ -79,7 +81,9 @@ def build_engine_pod(
     return merge(merged, {"metadata": {"labels": labels}})  # type: ignore[no-any-return]
 
 
-def _container(cluster: Cluster, engine: Engine, name: EngineName) -> dict[str, Any]:
+def _container(
+    cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str
+) -> dict[str, Any]:
     command = ["python3", f"{CONNECTOR_FOLDER}/{CONNECTOR_FILE}"]
     if engine.connector is ConnectorSource.IMAGE:
         command = ["python3", "-m", "pdcluster_connector.launcher"]
@@ -97,12 +101,12 @@ def _container(cluster: Cluster, engine: Engine, name: EngineName) -> dict[str, 
             "--stop-seconds", str(STOP_SECONDS),
             "--termination-log", TERMINATION_LOG,
             "--",
-            *vllm_args(cluster, engine, name),
+            *vllm_args(cluster, engine, name, pairing_key),
         ],
         "env": _env(cluster, engine),
         "ports": _ports(engine),
         "resources": _resources(cluster, engine),
-        "volumeMounts": [*_mounts(engine), *model_mounts(cluster),
+        "volumeMounts": [*_mounts(engine), *model_mounts(cluster), ticket_key_mount(),
                          {"name": "shm", "mountPath": SHM_FOLDER}],
         "startupProbe": _probe(failures=engine.startup_timeout_seconds // PROBE_PERIOD_SECONDS),
         "readinessProbe": _probe(failures=3),

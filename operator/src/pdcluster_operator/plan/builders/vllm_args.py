@@ -13,13 +13,18 @@ from pdcluster_operator.api.spec.enums import Device, LoadFailurePolicy, Role, S
 from pdcluster_operator.api.spec.resolve import Engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.api_key import api_key_args
+from pdcluster_operator.plan.builders.ticket_key import (
+    TICKET_KEY_FILE,
+    TICKET_KEY_FOLDER,
+    ticket_audience,
+)
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 BUFFER_DEVICES = {Device.CUDA: "cuda", Device.CPU: "cpu"}
 NODE_RANK_VARIABLE = "PDCLUSTER_NODE_RANK"
 
 
-def vllm_args(cluster: Cluster, engine: Engine, name: EngineName) -> list[str]:
+def vllm_args(cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str) -> list[str]:
     """Return the words after ``vllm serve``; the model comes first."""
     words = [
         engine.model,
@@ -36,7 +41,7 @@ def vllm_args(cluster: Cluster, engine: Engine, name: EngineName) -> list[str]:
     if engine.attention_backend is not None:
         words += ["--attention-backend", engine.attention_backend]
     words += api_key_args(cluster)
-    words += ["--kv-transfer-config", kv_transfer_config(cluster, engine.role)]
+    words += ["--kv-transfer-config", kv_transfer_config(cluster, engine.role, pairing_key)]
     return [*words, *engine.extra_args]
 
 
@@ -71,7 +76,7 @@ def _cache(engine: Engine) -> list[str]:
     return words
 
 
-def kv_transfer_config(cluster: Cluster, role: Role) -> str:
+def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
     """Return the JSON of ``--kv-transfer-config``; the launcher adds ``engine_id``."""
     transfer = cluster.spec.transfer
     policy = "fail" if transfer.load_failure_policy is LoadFailurePolicy.FAIL else "recompute"
@@ -89,6 +94,8 @@ def kv_transfer_config(cluster: Cluster, role: Role) -> str:
             "drain_deadline_seconds": DRAIN_DEADLINE_SECONDS,
             "backends": list(transfer.backends),
             "show_internal_names": transfer.internal_names is Visibility.SHOWN,
+            "ticket_key_file": f"{TICKET_KEY_FOLDER}/{TICKET_KEY_FILE}",
+            "ticket_audience": ticket_audience(cluster, pairing_key),
             **threads,
             # A pod's address is not loopback, and the side channel has no TLS yet.
             "allow_insecure": True,

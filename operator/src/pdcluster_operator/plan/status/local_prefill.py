@@ -41,8 +41,15 @@ REMEDIES: Mapping[str, str] = {
         "requests reach decode after prefill gave their KV up; raise spec.transfer.leaseSeconds, "
         "or add decode engines"
     ),
+    Reason.FORGED: (
+        "the ticket was changed, or signed with a key that decode does not have; see whether the "
+        "router passes kv_transfer_params on unchanged, and whether both roles have the same key"
+    ),
+    Reason.AUDIENCE_MISMATCH: (
+        "the ticket is for engines of another cluster; see which engines the router knows"
+    ),
     Reason.TICKET_INVALID: (
-        "the ticket cannot be used; see whether the router passes kv_transfer_params on unchanged"
+        "the ticket cannot be read; see whether the router passes kv_transfer_params on unchanged"
     ),
 }
 TRANSFERS_FAIL = (
