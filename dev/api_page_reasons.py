@@ -60,6 +60,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
         "A link is slower than was asked for: RDMA is probably not in use.",
         "[operations.md](operations.md): RDMA devices of the pods, UCX settings.",
     ),
+    R.LOCAL_PREFILL: (
+        "A decode engine computes more prompts by itself than `verification.maxLocalShare` allows.",
+        "The message names the cause. [operations.md](operations.md) says what helps.",
+    ),
     R.SERVING: ("A verified pair of engines serves clients.", ""),
     R.NO_VERIFIED_PAIR: ("No pair of engines is verified.", "The condition KVPathVerified."),
     R.ROUTER_UNAVAILABLE: ("No router pod is ready.", "The router's pods."),

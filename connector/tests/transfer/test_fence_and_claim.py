@@ -12,6 +12,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.probe import WORD_BYTES, WORD_SLOTS
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED
+from pdcluster_connector.protocol.receive import State
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.receiver import ReceiverOptions
 
@@ -150,9 +151,11 @@ def test_a_slow_transfer_is_well_while_its_lease_is_renewed(rig: Rig) -> None:
 
 
 def test_without_renewals_it_fails_when_the_lease_ends(rig: Rig) -> None:
+    receives = rig.decode.receiver._receives
+    receives._drain_seconds = 60.0  # nothing but the landing ends it
     rig.send(lease=1.0)
     eventually(lambda: rig.under_way == len(rig.prefill.caches))
-    rig.decode.nothing(1.2)
+    eventually(lambda: [j.machine.state for j in receives._jobs.values()] == [State.QUARANTINE])
     rig.fabric.land()
     assert rig.decode.wait("r").failed["r"].reason is Reason.TRANSFER_STALLED
 

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import has_key, without_names
 from pdcluster_connector.protocol.prompt_digest import PromptDigest
+from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
 from pdcluster_connector.protocol.ticket import Rejected, Ticket, passed_on, ticket_of
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
-from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
+from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.prefill import DIGEST_TOKENS_A_STEP, is_prefill
 from pdcluster_connector.vllm.prompt import digest_of_prompt, prompt_reader
@@ -30,14 +31,15 @@ from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
 from pdcluster_connector.vllm.ticket_book import LeaseSender, TicketBook
 
 # Why a request was decoded without a transfer.
-NO_TICKET: Final = "NoTicket"
+NO_TICKET: Final = LocalReason.NO_TICKET.value
 LEASE_EXPIRED: Final = Reason.LEASE_EXPIRED.value
-PROMPT_MISMATCH: Final = "PromptMismatch"
-TICKET_SPENT: Final = "TicketSpent"
-CACHE_RESET: Final = "CacheReset"  # the caches were cleared, e.g. for new weights
-TICKET_TOO_LONG: Final = "TicketTooLong"  # holds the last token, which this model's decode computes
-PREFIX_HIT: Final = "PrefixHit"
-PREFIX_READING_OFF: Final = "PrefixReadingOff"  # e.g. prompt logprobs: vLLM computes all itself
+PROMPT_MISMATCH: Final = LocalReason.PROMPT_MISMATCH.value
+TICKET_SPENT: Final = LocalReason.TICKET_SPENT.value
+CACHE_RESET: Final = LocalReason.CACHE_RESET.value
+TICKET_TOO_LONG: Final = LocalReason.TICKET_TOO_LONG.value
+PREFIX_HIT: Final = LocalReason.PREFIX_HIT.value
+PREFIX_READING_OFF: Final = LocalReason.PREFIX_READING_OFF.value
+SHORT_PROMPT: Final = LocalReason.SHORT_PROMPT.value
 
 
 class Stage(Enum):
@@ -53,6 +55,7 @@ class Incoming:
     """One live request. ``reason`` says why its KV does not come from a prefill engine.
 
     ``named``: whoever sent it is told between which engines its KV moved.
+    ``computed``: tokens of it in this engine's prefix cache when vLLM last asked.
     ``reading``: the prompt is still compared with the ticket.
     ``held``: the ticket's lease is renewed, and released when the request needs it no more.
     ``repeated``: what the answer repeats of the request.
@@ -66,12 +69,17 @@ class Incoming:
     held: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
     counted: bool = False
+    computed: int = 0
     start: int = 0
     stop: int = 0
     blocks: int = 0
     receipt: Receipt | None = None
     outcome: str = "local"
     named: bool = False
+
+    def here(self, request: Request) -> int:
+        """Return the prompt tokens that this engine computes if nothing is transferred."""
+        return max(0, int(request.num_prompt_tokens) - self.computed)
 
 
 class DecodeRole:
@@ -82,6 +90,7 @@ class DecodeRole:
         audience: a ticket must be meant for it.
         show_names: tell every client between which engines its KV moved.
         key: of requests that are told so in any case; empty for none.
+        recomputes: vLLM computes the prompt here if its transfer fails, and fails it otherwise.
     """
 
     def __init__(
@@ -98,9 +107,12 @@ class DecodeRole:
         audience: str = "",
         show_names: bool = False,
         key: str = "",
+        recomputes: bool = False,
     ) -> None:
         self._engine_id = engine_id
         self._groups = groups
+        self._block = smallest_block(groups)
+        self._recomputes = recomputes
         self._leaves_last_token = leaves_last_token(groups)
         self._tickets = TicketBook(leases, lease_seconds, clock)
         self._stats = stats
@@ -162,6 +174,8 @@ class DecodeRole:
         the request is admitted; apart from that comparison, nothing changes here.
         """
         incoming = self._requests.get(request.request_id)
+        if incoming is not None:
+            incoming.computed = computed
         if incoming is None or incoming.ticket is None or incoming.stage is not Stage.WAITING:
             return 0, False
         if incoming.reason:
@@ -200,7 +214,10 @@ class DecodeRole:
             self._settle(request.request_id, incoming)
         if not incoming.counted and incoming.outcome == "local":
             incoming.counted = True
-            self._stats.decoded_without_transfer(incoming.reason)
+            tokens = incoming.here(request)
+            if incoming.reason == NO_TICKET and tokens < self._block:
+                incoming.reason = SHORT_PROMPT
+            self._stats.prompt(Outcome.LOCAL, incoming.reason, tokens)
 
     def _park(
         self,
@@ -278,7 +295,18 @@ class DecodeRole:
             if incoming.receipt is not None and incoming.receipt.reason:
                 incoming.reason = incoming.receipt.reason
                 incoming.message = incoming.receipt.message
+            self._count(incoming, failed=request_id in failed)
             self._settle(request_id, incoming)
+
+    def _count(self, incoming: Incoming, *, failed: bool) -> None:
+        """Count a prompt whose receive ended."""
+        if incoming.counted:
+            return
+        incoming.counted = True
+        outcome = Outcome.TRANSFERRED
+        if failed:
+            outcome = Outcome.RECOMPUTED if self._recomputes else Outcome.FAILED
+        self._stats.prompt(outcome, incoming.reason, incoming.stop - incoming.start)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return what the client learns about its KV."""
@@ -286,7 +314,9 @@ class DecodeRole:
         if incoming is None:
             return None
         if incoming.stage is Stage.PARKED:
-            # Its blocks stay until every rank has said that nothing can land in them.
+            # Its blocks stay until every rank has said that nothing can land in them. vLLM also
+            # ends a request here whose transfer failed; one that its client left is not counted.
+            incoming.counted = request.status is RequestStatus.FINISHED_ABORTED
             self._aborted[request.request_id] = incoming
             self._abandoned.append(request.request_id)
             return None

@@ -107,6 +107,7 @@ class SchedulerRole:
                 audience=options.ticket_audience,
                 show_names=options.show_internal_names,
                 key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
+                recomputes=transfer.kv_load_failure_policy == "recompute",
             )
 
     # At start.
