@@ -17,6 +17,7 @@ import pytest
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive import (
+    MAX_BEGINNINGS,
     Abandoned,
     Acknowledged,
     Action,
@@ -58,6 +59,7 @@ class Dma:
     clean: bool = True
     reports: int = 0
     destroys: int = 0
+    beginnings: int = 1
     now: float = 0.0
     trouble_at: float | None = None
     cause: Failure | None = None
@@ -66,6 +68,16 @@ class Dma:
         """Whether a further transfer may begin to write: nothing has gone wrong so far."""
         posting = self.fencing and not self.fenced if self.posted else self.posting
         return posting and self.clean and now < self.lease_end
+
+    def destroyed(self, reading: bool) -> None:
+        """Destroying an agent on which nothing of this request ran does not hurt it."""
+        self.flying.clear()
+        if reading and self.clean and self.beginnings < MAX_BEGINNINGS:
+            self.beginnings += 1
+            self.landed.clear()
+            self.posting = self.posted = self.fencing = self.fenced = False
+        else:
+            self.clean = self.clean and not reading
 
     def apply(self, event: Event, reading: bool) -> None:
         if isinstance(event, Acknowledged):
@@ -89,9 +101,7 @@ class Dma:
             case Failed() | Abandoned():
                 self.clean = False
             case AgentDestroyed():
-                # Destroying an agent on which nothing of this request ran does not hurt it.
-                self.clean = self.clean and not reading
-                self.flying.clear()
+                self.destroyed(reading)
 
 
 def choices(machine: Receive, dma: Dma) -> list[tuple[Event, float]]:
@@ -133,7 +143,8 @@ def deliver(machine: Receive, dma: Dma, event: Event, now: float) -> None:
     reading = bool(dma.flying) or machine.posting
     lease_end = dma.lease_end
     may_open = dma.may_open(now)
-    cause = None if dma.cause or finished else cause_of(event, now < lease_end, reading)
+    last = machine.beginnings == MAX_BEGINNINGS
+    cause = None if dma.cause or finished else cause_of(event, now < lease_end, reading and last)
     actions = machine.on(event, now)
     if isinstance(event, Opened):
         assert (event.transfer in machine.open) == may_open, "written to after trouble, or never"
@@ -187,6 +198,10 @@ def check(machine: Receive, dma: Dma, actions: tuple[Action, ...]) -> None:
         assert machine.finished == (not dma.flying), "trouble with nothing under way must report"
     if Action.POST in actions:
         assert dma.clean
+    if Action.CONNECT in actions:
+        assert dma.clean
+        assert not dma.flying, "begun again while the old transfers could still write"
+    assert machine.beginnings == dma.beginnings
     if Action.FENCE in actions:
         assert dma.clean
         assert dma.posted
@@ -424,3 +439,33 @@ def test_a_hanging_transfer_costs_the_agent_after_the_drain_deadline() -> None:
     assert machine.on(Tick(), 99) == ()
     assert machine.on(AgentDestroyed(DESTROYED), 99) == (Action.REPORT,)
     assert machine.abandoned
+
+
+def test_a_healthy_receive_begins_again_when_its_agent_is_destroyed() -> None:
+    machine = ready(0)
+    for _ in range(MAX_BEGINNINGS - 1):
+        assert machine.on(AgentDestroyed(DESTROYED), 4) == (Action.CONNECT,)
+        assert machine.open == set()
+        assert machine.on(Connected(), 5) == (Action.POST,)
+        machine.on(Opened(0), 5)
+    assert machine.on(AgentDestroyed(DESTROYED), 6) == (Action.REPORT,)
+    assert machine.failure == DESTROYED, "whoever kills every agent must not go on for ever"
+
+
+def test_what_landed_before_the_agent_was_destroyed_is_read_again() -> None:
+    machine = ready(0)
+    machine.on(Opened(1), 3)
+    machine.on(Landed(0), 3)
+    assert machine.on(AgentDestroyed(DESTROYED), 4) == (Action.CONNECT,)
+    machine.on(Connected(), 5)
+    machine.on(Opened(0), 5)
+    machine.on(Posted(), 5)
+    assert machine.on(Landed(1), 6) == (), "news of an agent that is gone"
+    assert machine.on(Landed(0), 6) == (Action.FENCE,)
+
+
+def test_a_lease_that_has_ended_is_not_begun_again() -> None:
+    machine = ready(0)
+    assert machine.on(AgentDestroyed(DESTROYED), LEASE_END) == (Action.REPORT,)
+    assert machine.failure is not None
+    assert machine.failure.reason is not Reason.BACKEND_ERROR

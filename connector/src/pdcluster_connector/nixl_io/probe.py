@@ -132,6 +132,10 @@ class Scratch:
         """Return the index in :attr:`word_rows` of a slot of WORD_BYTES."""
         return (offset - self._words) // WORD_BYTES
 
+    def clear_word(self, offset: int) -> None:
+        """Make sure that a slot holds no lease word: no token is 0."""
+        self.view(offset, WORD_BYTES)[:] = 0
+
     def word(self, offset: int) -> int:
         """Return the lease word that was read into a slot."""
         return int(self.view(offset, WORD_BYTES).view(np.uint64)[0])

@@ -3,9 +3,10 @@
 ::
 
     NEW -> HANDSHAKE -> POSTED -> FENCE -> DONE
-                |          |
-                |          +-> QUARANTINE -> FAILED
-                +------------------------------^
+              | ^          |         |
+              | +----------+---------+   the agent was destroyed for another's fault
+              |            +-> QUARANTINE -> FAILED
+              +--------------------------------^
 
 The machine does no I/O and reads no clock. Its executor (``transfer.receives``) tells
 it what happened and carries out the actions that come back. Three promises rest here:
@@ -141,6 +142,7 @@ Event = (
     | Tick
 )
 
+MAX_BEGINNINGS = 3
 ABANDONED = "given up by the engine before all data had landed"
 
 
@@ -161,6 +163,7 @@ class Receive:
         posting: whether further transfers may be opened.
         entered: when each state was first entered.
         posted_at: when the last transfer of the data was posted.
+        beginnings: how often its reads were begun, each time over another agent.
     """
 
     request_id: str
@@ -176,6 +179,7 @@ class Receive:
     posted_at: float | None = None
     drain_at: float = inf
     destroy_asked: bool = False
+    beginnings: int = 1
 
     @property
     def finished(self) -> bool:
@@ -256,7 +260,21 @@ class Receive:
             case AgentDestroyed(failure):
                 if self.open or self.posting:
                     self.open.clear()
-                    self._fail(failure, now, actions)
+                    self._begin_again_or_fail(failure, now, actions)
+
+    def _begin_again_or_fail(self, failure: Failure, now: float, actions: list[Action]) -> None:
+        """Read everything again over a new agent: the lease stands, and this was no fault of ours.
+
+        The bound is for a receive that is itself what kills the agents.
+        """
+        if self.state is State.QUARANTINE or self.beginnings >= MAX_BEGINNINGS:
+            self._fail(failure, now, actions)
+            return
+        self.beginnings += 1
+        self.posting = False
+        self.posted_at = None
+        self._enter(State.HANDSHAKE, now)
+        actions.append(Action.CONNECT)
 
     def _settle(self, now: float, actions: list[Action]) -> None:
         """End the receive if nothing of it is under way any more."""

@@ -57,6 +57,13 @@ class Job:
     nbytes: int = 0
     descriptors: int = 0
 
+    def begin(self) -> None:
+        """Forget what was planned over an agent that is destroyed."""
+        self.connection = None
+        self.reads.clear()
+        self.sources.clear()
+        self.nbytes = self.descriptors = 0
+
 
 def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:
     """Fill ``job.reads``, each of at most ``limit`` descriptors.
@@ -106,6 +113,7 @@ def plan_fence(job: Job, connection: Connection, scratch: Scratch) -> Failure | 
         if slot is None:
             message = "too many lease words are being read at the same time"
             return Failure(Reason.BACKEND_ERROR, message)
+        scratch.clear_word(slot)  # which may hold this ticket's word, of an earlier beginning
         decode = np.array([scratch.word_index(slot)], np.int32)
         job.reads.append(Read(source, decode, prefill, slot))
         connection.transfers += 1

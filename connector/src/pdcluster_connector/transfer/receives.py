@@ -46,6 +46,7 @@ from pdcluster_connector.transfer.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
+HEALTHY_SECONDS = 1.0  # for others to land before the agent is destroyed under them
 HANDSHAKE_GRACE_SECONDS = 0.25  # the peer source knows better than the clock why it failed
 
 Answer = Callable[[int, EngineMetadata | Failure], None]
@@ -92,7 +93,7 @@ class Receives:
         self._jobs: dict[int, Job] = {}
         self._by_id: dict[str, int] = {}
         self._held: list[Job] = []
-        self._destroy = False
+        self._destroy_by: float | None = None
         self._renew = False
         self._over: Failure | None = None
 
@@ -188,7 +189,7 @@ class Receives:
             hanging = self._connections.hanging_since
             if hanging is not None and self._clock() >= hanging + self._drain_seconds:
                 self._renew = True  # no KV is at stake: once what is healthy has landed
-        if self._destroy or (self._draining and not self._transfers):
+        if self._must_rebuild():
             self.rebuild(
                 Failure(
                     Reason.BACKEND_ERROR,
@@ -197,6 +198,12 @@ class Receives:
             )
             moved = True
         return moved
+
+    def _must_rebuild(self) -> bool:
+        """Whether nothing healthy has to be waited for any more before the agent is destroyed."""
+        if self._destroy_by is not None:
+            return not self._transfers.healthy or self._clock() >= self._destroy_by
+        return self._draining and not self._transfers
 
     @property
     def busy(self) -> bool:
@@ -210,14 +217,14 @@ class Receives:
     @property
     def _draining(self) -> bool:
         """Whether the agent is to be destroyed as soon as what is healthy has landed."""
-        return self._destroy or self._renew or self._transfers.unseen > 0
+        return self._destroy_by is not None or self._renew or self._transfers.unseen > 0
 
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
-        """Destroy the agent and fail what ran on it; its peers connect anew when needed.
+        """Destroy the agent; healthy receives that ran on it begin again over a new one.
 
-        ``final`` fails everything else too, now and from now on.
+        ``final`` fails everything instead, now and from now on.
         """
-        self._destroy = self._renew = False
+        self._destroy_by, self._renew = None, False
         if final:
             self._over = failure
         writing = any(job.machine.open for job in self._jobs.values())
@@ -261,13 +268,14 @@ class Receives:
                         self._drain_seconds,
                         job.machine.failure,
                     )
-                    self._destroy = True
+                    self._destroy_by = self._destroy_by or self._clock() + HEALTHY_SECONDS
                 case Action.REPORT:
                     self._report(job)
         self._schedule(job)
 
     def _connect(self, job: Job) -> None:
         ticket = job.request.ticket
+        job.begin()
         with self._guarded(job):
             if job.request.start >= job.request.stop:
                 self._tell(job, Connected())
@@ -282,7 +290,7 @@ class Receives:
                 ticket.engine_id,
                 host,
                 port,
-                job.request.deadline,
+                job.machine.deadline,
                 lambda result: answer(serial, result),
             )
 

@@ -79,6 +79,14 @@ class Transfers:
         """Whether there is anything to post or to poll."""
         return bool(self._posting or self._under_way)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether something is under way for a receive that has not failed."""
+        return bool(self._posting) or any(
+            transfer.job.machine.state is not State.QUARANTINE
+            for transfer in self._under_way.values()
+        )
+
     def add(self, job: Job) -> None:
         """Post ``job``'s reads when their turn comes."""
         self._posting.append(job)
