@@ -60,6 +60,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
         "A link is slower than was asked for: RDMA is probably not in use.",
         "[operations.md](operations.md): RDMA devices of the pods, UCX settings.",
     ),
+    R.LOCAL_PREFILL: (
+        "A decode engine computes more prompts by itself than `verification.maxLocalShare` allows.",
+        "The message names the cause. [operations.md](operations.md) says what helps.",
+    ),
     R.SERVING: ("A verified pair of engines serves clients.", ""),
     R.NO_VERIFIED_PAIR: ("No pair of engines is verified.", "The condition KVPathVerified."),
     R.ROUTER_UNAVAILABLE: ("No router pod is ready.", "The router's pods."),
@@ -98,6 +102,14 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
     ),
     Kv.PEER_RESTARTED: ("The prefill engine started again.", WAIT),
     Kv.LEASE_EXPIRED: ("Prefill gave the KV up before it was read.", "`leaseSeconds`."),
+    Kv.LEASE_LOST: (
+        "The lease was over when the data had landed, or when decode asked for it.",
+        "Nothing wrong was served. Send each ticket once; raise `leaseSeconds` if it is often so.",
+    ),
+    Kv.LEASE_CLAIMED: (
+        "Another decode engine had claimed the lease of this ticket.",
+        "Send each ticket to one decode engine.",
+    ),
     Kv.TICKET_INVALID: ("The ticket does not fit the prompt or the engine.", "The router."),
     Kv.FORGED: (
         "The ticket was changed on its way, or signed with a key that decode does not have.",

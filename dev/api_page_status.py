@@ -21,8 +21,9 @@ MEANINGS: Mapping[ConditionType, str] = {
         "On each link the KV of a real request was seen to move, and its bytes were counted."
     ),
     ConditionType.TRANSPORT_HEALTHY: (
-        "The links are not slower than `spec.transfer.minBandwidthMBps`, or than 1 GB/s if RDMA "
-        "is asked for."
+        "The links are not slower than `spec.transfer.minBandwidthMBps`, or than 1 GB/s if RDMA is "
+        "asked for, and decode computes no more prompts itself than "
+        "`spec.verification.maxLocalShare` allows."
     ),
     ConditionType.AVAILABLE: "Some engines serve clients over a path that was verified.",
     ConditionType.PROGRESSING: (

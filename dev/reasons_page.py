@@ -11,11 +11,11 @@ from pathlib import Path
 from dev.provocations import LEVELS, Test, level_of, provoked
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.prompt_outcomes import LocalReason
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.findings import Rule
 
 ROOT = Path(__file__).resolve().parent.parent
-DECODE = ROOT / "connector/src/pdcluster_connector/vllm/decode.py"
 OPERATOR = ROOT / "operator/src/pdcluster_operator"
 
 INTRODUCTION = """\
@@ -34,14 +34,13 @@ mean.
 
 def families() -> dict[str, list[str]]:
     """Return every reason, by the part of the product that it belongs to."""
-    causes = re.findall(r'^\w+: Final = "([A-Z]\w+)"', DECODE.read_text(), re.MULTILINE)
     calls = re.compile(r'(?:ApiError|super\(\).__init__)\(\s*"([A-Z]\w+)"')
     failed = {n for path in OPERATOR.rglob("*.py") for n in calls.findall(path.read_text())}
     refused = OPERATOR / "plan/name_conflicts.py"
     failed |= set(re.findall(r'^[A-Z_]+ = "([A-Z]\w+)"', refused.read_text(), re.MULTILINE))
     return {
         "The KV path": [reason.value for reason in Reason],
-        "Requests that decode computes by itself": causes,
+        "Requests that decode computes by itself": [reason.value for reason in LocalReason],
         "Conditions": [reason.value for reason in StatusReason],
         "Calls to the API server": sorted(failed),
         "Findings in a manifest": [rule.value for rule in Rule],

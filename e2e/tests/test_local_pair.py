@@ -345,3 +345,21 @@ def test_a_killed_engine_core_is_named_in_the_conditions(run: LocalRun) -> None:
         run.kill_core("decode")
         run.wait("message on its end", lambda: words in told(), 60)
         run.wait("message on its next start", lambda: again in told(), RECOVERY_SECONDS)
+
+
+def test_prompts_that_go_past_the_router_are_named_in_the_conditions(run: LocalRun) -> None:
+    """They are answered with 200, and nothing else would tell that prefill has no part in them."""
+    run.wait_ready(RECOVERY_SECONDS)
+    for seed in range(30):
+        reply = run.complete(text(60, 500 + seed), role="decode", tokens=1)
+        assert reply.status == 200, reply.text
+        assert (reply.kv_path["outcome"], reply.kv_path["reason"]) == ("local", "NoTicket")
+    run.wait("Ready that is False", lambda: run.condition("Ready")["status"] == "False", 60)
+    ready, healthy = run.condition("Ready"), run.condition("TransportHealthy")
+    assert (ready["reason"], healthy["status"]) == ("LocalPrefill", "False")
+    assert "because of NoTicket: " in healthy["message"]
+    assert run.condition("Available")["status"] == "True"
+    account = json.loads(run.get("decode", LAUNCHER_PORT, "/v1/links"))["prompts"]
+    assert account["local"] >= 30
+    assert account["cause"] == "NoTicket"
+    moved(run, text(60, 600))

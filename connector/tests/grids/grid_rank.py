@@ -29,12 +29,13 @@ from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.protocol import messages, ticket
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.transfer import transfers
+from pdcluster_connector.transfer import reads
 from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, ReceiverOptions
 from ticket_key import KEYS
 
 Rank = tuple[int, int]
 SECONDS = 60.0
+SLOT, TOKEN = 3, 2**63 + 1  # of the request's lease word
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class PrefillRank:
         self.memory[:] = bytes_for(engine.memory)
         ranges = [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)]
         self.agent = ServingAgent(lambda: NixlAgent(f"{engine_id}/{rank}"), ranges)
+        self.agent.lease_words.write({SLOT: TOKEN})
         (shard,) = [shard for shard in engine.shards if shard.rank == rank]
         self.metadata = self.agent.metadata(engine_id, rank, shard.regions)
 
@@ -153,6 +155,7 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
             start=case.start,
             stop=case.stop,
             deadline=time.monotonic() + SECONDS,
+            claimed=True,
         )
         receiver.receive([request])
         while not (results := receiver.results()).finished:
@@ -178,12 +181,12 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
 @contextmanager
 def spoiled(name: str) -> Iterator[None]:
     """Let the receiver carry out a wrong plan; an empty name is the right one."""
-    plan = transfers.plan_request
+    plan = reads.plan_request
 
     def wrong(*args: Any, **kwargs: Any) -> list[Any]:
         return [SPOILERS[name](part) for part in plan(*args, **kwargs)]
 
-    with mock.patch.object(transfers, "plan_request", wrong if name else plan):
+    with mock.patch.object(reads, "plan_request", wrong if name else plan):
         yield
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from grid_rank import Rank, Received, play, without_rules
+from grid_rank import SLOT, TOKEN, Rank, Received, play, without_rules
 from layout_cases import Case
 from modelled_engine import Modelled
 
@@ -125,7 +125,8 @@ class ProcessGrid:
             host="127.0.0.1",
             port=port,
             request_id="p",
-            token=1,
+            token=TOKEN,
+            fence_slot=SLOT,
             blocks=tuple(tuple(group.blocks) for group in held.blocks),
             block_size=prefill.shape().block_size,
             tokens=case.tokens,

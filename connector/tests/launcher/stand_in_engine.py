@@ -2,9 +2,9 @@
 
 ``STAND_IN`` is a ``;``-separated list: ``serve``, ``say:TEXT``, ``err:TEXT``, ``exit:CODE``,
 ``signal:N``, ``children``, ``deaf`` (ignores SIGTERM), ``slow:SECONDS``, ``busy:SECONDS``,
-``busy:FILE`` (as long as it exists), ``log:FILE``, ``hungry`` (takes memory until it ends),
-``core:DOING`` (waits for a process EngineCore that is ``idle``, ``hungry`` or ``stopped``, and
-fails as vLLM's API server does).
+``busy:FILE`` (as long as it exists), ``prompts:REASON=NUMBER`` (counts as a decode engine),
+``log:FILE``, ``hungry`` (takes memory until it ends), ``core:DOING`` (waits for a process
+EngineCore that is ``idle``, ``hungry`` or ``stopped``, and fails as vLLM's API server does).
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from pdcluster_connector.launcher.deaths import tell_deaths
 class Handler(BaseHTTPRequestHandler):
     busy_until = 0.0
     busy_with: Path | None = None
+    prompts = ""
 
     def do_GET(self) -> None:
         held = self.busy_with is not None and self.busy_with.exists()
         busy = float(held or time.monotonic() < self.busy_until)
         text = f'vllm:num_requests_running{{engine="0"}} {busy}\npdcluster_kv_leases_held {busy}\n'
+        text += self.prompts
         self.send_response(200)
         self.end_headers()
         self.wfile.write(text.encode() if self.path == "/metrics" else b"")
@@ -76,6 +78,18 @@ def be_busy(value: str) -> None:
         Handler.busy_until = time.monotonic() + float(value)
 
 
+def count_prompts(value: str) -> None:
+    """Say that the two ranks of an engine computed prompts, and that ten came from prefill."""
+    reason, _, number = value.partition("=")
+    name, moved = "pdcluster_kv_prompts_total", 'outcome="transferred",reason=""'
+    local = f'outcome="local",reason="{reason}"'
+    Handler.prompts = (
+        f'{name}{{engine="0",{moved}}} 10.0\n'
+        f'{name}{{engine="0",{local}}} 1.0\n'
+        f'{name}{{engine="1",{local}}} {int(number) - 1}\n'
+    )
+
+
 def idle() -> None:
     time.sleep(600)
 
@@ -103,6 +117,9 @@ def wait_for_core(doing: str) -> None:
 ENDS = {"core": wait_for_core, "hungry": hungry, "serve": lambda _: serve(sys.argv[1:])}
 
 
+STATES = {"busy": be_busy, "prompts": count_prompts}
+
+
 def take(step: str) -> None:
     name, _, value = step.partition(":")
     if name in ENDS:
@@ -122,8 +139,8 @@ def take(step: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif name == "slow":
         time.sleep(float(value))
-    elif name == "busy":
-        be_busy(value)
+    elif name in STATES:
+        STATES[name](value)
 
 
 def main() -> None:

@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdcluster_connector.protocol.lease import LeaseTable
+from pdcluster_connector.protocol.lease import CLEARED, LeaseTable, Standing
 
 ids = st.sampled_from(["a", "b", "c", "d"])
 tokens = st.integers(1, 3)
+holders = st.sampled_from(["d1", "d2"])
 spans = st.floats(0.0, 10.0)
+SLOTS = 3  # fewer than there are ids
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """The model: request -> [token, deadline or None]."""
+    """The model: request -> [token, deadline or None, slot or None, holder].
+
+    ``written`` is the table of words of a rank that has carried out all orders.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = LeaseTable()
-        self.model: dict[str, list[float | int | None]] = {}
+        self.table = LeaseTable(SLOTS)
+        self.model: dict[str, list[Any]] = {}
+        self.written = dict.fromkeys(range(SLOTS), CLEARED)
         self.now = 0.0
 
     @rule(key=ids, token=tokens)
     def arm(self, key: str, token: int) -> None:
         kept = self.model.get(key)
         expected = kept is None or kept[1] is None
-        assert self.table.arm(key, token, self.now) is expected
-        if expected:
-            self.model[key] = [token, None]
+        taken = {slot for _, _, slot, _ in self.model.values() if slot is not None}
+        assert self.table.arm(key, token) is expected
+        if not expected:
+            return
+        _, slot = self.table.place(key)
+        if kept is not None and kept[2] is not None:
+            assert slot == kept[2], "scheduled again, the word is replaced"
+        elif len(taken) == SLOTS:
+            assert slot is None
+        else:
+            assert slot not in taken
+            assert slot is not None
+        self.model[key] = [token, None, slot, ""]
 
     @rule(key=ids, span=spans)
     def grant(self, key: str, span: float) -> None:
@@ -38,18 +56,23 @@ class LeaseMachine(RuleBasedStateMachine):
         if expected:
             self.model[key][1] = self.now + span
 
-    @rule(key=ids, token=tokens, span=spans)
-    def renew(self, key: str, token: int, span: float) -> None:
+    @rule(key=ids, token=tokens, holder=holders, span=spans)
+    def renew(self, key: str, token: int, holder: str, span: float) -> None:
         kept = self.model.get(key)
-        expected = kept is not None and kept[0] == token and kept[1] is not None
-        assert self.table.renew(key, token, self.now + span) is expected
-        if expected:
-            kept[1] = max(kept[1], self.now + span)
+        expected = Standing.HELD
+        if kept is None or kept[0] != token or kept[1] is None:
+            expected = Standing.GONE
+        elif kept[3] not in ("", holder):
+            expected = Standing.CLAIMED
+        assert self.table.renew(key, token, holder, self.now + span) is expected
+        if expected is Standing.HELD:
+            kept[1], kept[3] = max(kept[1], self.now + span), holder
 
-    @rule(key=ids, token=tokens)
-    def release(self, key: str, token: int) -> None:
-        expected = key in self.model and self.model[key][0] == token
-        assert self.table.release(key, token) is expected
+    @rule(key=ids, token=tokens, holder=holders)
+    def release(self, key: str, token: int, holder: str) -> None:
+        kept = self.model.get(key)
+        expected = kept is not None and kept[0] == token and kept[3] in ("", holder)
+        assert self.table.release(key, token, holder) is expected
         if expected:
             del self.model[key]
 
@@ -61,19 +84,28 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(span=st.floats(0.0, 6.0))
     def pass_time(self, span: float) -> None:
         self.now += span
-        due = {k for k, (_, end) in self.model.items() if end is not None and end <= self.now}
+        due = {k for k, (_, end, _, _) in self.model.items() if end is not None and end <= self.now}
         expired = self.table.expire(self.now)
         assert sorted(expired) == sorted(due)
         for key in due:
             del self.model[key]
 
+    @rule()
+    def carry_out(self) -> None:
+        """After a step's orders, the words are those of the leases that stand, and no others."""
+        self.written |= self.table.take_words()
+        words = {slot: token for token, _, slot, _ in self.model.values() if slot is not None}
+        assert self.written == dict.fromkeys(range(SLOTS), CLEARED) | words
+        assert self.table.take_words() == {}
+
     @invariant()
     def counts(self) -> None:
-        held = sum(1 for _, end in self.model.values() if end is not None)
+        held = sum(1 for _, end, _, _ in self.model.values() if end is not None)
         assert self.table.held == held
         assert self.table.armed == len(self.model) - held
         for key in ("a", "b", "c", "d"):
-            assert self.table.token(key) == (self.model[key][0] if key in self.model else None)
+            kept = self.model.get(key)
+            assert self.table.place(key) == (None if kept is None else (kept[0], kept[2]))
 
 
 LeaseMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -82,10 +114,10 @@ TestLeaseMachine = LeaseMachine.TestCase
 
 def test_renewals_do_not_grow_the_heap() -> None:
     table = LeaseTable()
-    table.arm("r", 1, 0.0)
+    table.arm("r", 1)
     table.grant("r", 10.0)
     for second in range(10_000):
-        assert table.renew("r", 1, second + 10.0)
+        assert table.renew("r", 1, "d", second + 10.0)
         assert table.expire(float(second)) == []
         assert len(table._heap) == 1
     assert table.expire(1e9) == ["r"]
@@ -95,35 +127,35 @@ def test_renewals_do_not_grow_the_heap() -> None:
 def test_a_renewal_never_shortens_a_lease() -> None:
     """Two renewals may overtake each other on their way."""
     table = LeaseTable()
-    table.arm("r", 1, 0.0)
+    table.arm("r", 1)
     table.grant("r", 10.0)
-    assert table.renew("r", 1, 30.0)
-    assert table.renew("r", 1, 20.0)
+    assert table.renew("r", 1, "d", 30.0)
+    assert table.renew("r", 1, "d", 20.0)
     assert table.expire(29.0) == []
     assert table.expire(30.0) == ["r"]
-    table.arm("s", 1, 0.0)
+    table.arm("s", 1)
     table.grant("s", 10.0)
-    assert table.renew("s", 1, 5.0)
+    assert table.renew("s", 1, "d", 5.0)
     assert table.expire(9.0) == []
     assert table.expire(10.0) == ["s"]
 
 
 def test_a_used_request_id_does_not_inherit_the_old_deadline() -> None:
     table = LeaseTable()
-    table.arm("r", 1, 0.0)
+    table.arm("r", 1)
     table.grant("r", 5.0)
-    assert table.release("r", 1)
-    table.arm("r", 2, 1.0)
+    assert table.release("r", 1, "d")
+    table.arm("r", 2)
     table.grant("r", 50.0)
     assert table.expire(10.0) == []
-    assert not table.release("r", 1)
+    assert not table.release("r", 1, "d")
     assert table.expire(50.0) == ["r"]
 
 
 def test_a_hundred_thousand_leases_expire_in_order() -> None:
     table = LeaseTable()
     for number in range(100_000):
-        table.arm(str(number), number, 0.0)
+        table.arm(str(number), number)
         table.grant(str(number), float(number % 1000))
     seen: list[str] = []
     for now in range(1000):

@@ -25,6 +25,7 @@ DECODERS = [
     m.decode_handshake_request,
     m.decode_handshake_reply,
     m.decode_lease_request,
+    m.decode_lease_reply,
     m.decode_shard,
     m.decode_health,
 ]
@@ -111,7 +112,8 @@ VALID = [
         )
     ),
     m.encode(m.Refusal("BlockInteriorOpaque", "no", "16", "32")),
-    m.encode(m.LeaseRequest("p/1", (("r", 2**64 - 1),), (("s", 0),))),
+    m.encode(m.LeaseRequest("p/1", "d/1", (("r", 2**64 - 1),), (("s", 0),))),
+    m.encode(m.LeaseReply(60.0, (("r", 2**64 - 1),), (("s", 0),))),
     m.encode_health(m.HealthReply("p/1", "prefill", 2)),
 ]
 

@@ -1,9 +1,10 @@
 """The receive machine under every order of events, against a model of the DMA.
 
 The model knows nothing of the machine's states: it only tracks which transfers may still
-write and whether anything has gone wrong. Sequences that lead to the same situation share
-their continuation, so with two transfers and three times all sequences, of any length, are
-covered without walking each of them.
+write, whether anything has gone wrong, and which of the three proofs are there: data that has
+landed, lease words that were read after it, and an acknowledged lease. Sequences that lead to
+the same situation share their continuation, so with three transfers and a few times all
+sequences, of any length, are covered without walking each of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import pytest
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive import (
+    MAX_BEGINNINGS,
     Abandoned,
+    Acknowledged,
     Action,
     AgentDestroyed,
     Broken,
@@ -33,7 +36,9 @@ from pdcluster_connector.protocol.receive import (
 )
 
 LEASE_END = 10.0
+RENEWED = 20.0
 DRAIN = 5.0
+WORD = 2  # the transfer that reads the lease word; 0 and 1 are data
 BROKEN = Failure(Reason.BACKEND_ERROR, "broken")
 FAILED = Failure(Reason.PEER_RESTARTED, "gone")
 DESTROYED = Failure(Reason.BACKEND_ERROR, "destroyed")
@@ -47,23 +52,44 @@ class Dma:
     landed: set[int] = field(default_factory=set)
     posting: bool = False
     posted: bool = False
+    fencing: bool = False
+    fenced: bool = False
+    claimed: bool = False
+    lease_end: float = LEASE_END
     clean: bool = True
     reports: int = 0
     destroys: int = 0
+    beginnings: int = 1
     now: float = 0.0
     trouble_at: float | None = None
     cause: Failure | None = None
 
     def may_open(self, now: float) -> bool:
         """Whether a further transfer may begin to write: nothing has gone wrong so far."""
-        return self.posting and not self.posted and self.clean and now < LEASE_END
+        posting = self.fencing and not self.fenced if self.posted else self.posting
+        return posting and self.clean and now < self.lease_end
+
+    def destroyed(self, reading: bool) -> None:
+        """Destroying an agent on which nothing of this request ran does not hurt it."""
+        self.flying.clear()
+        if reading and self.clean and self.beginnings < MAX_BEGINNINGS:
+            self.beginnings += 1
+            self.landed.clear()
+            self.posting = self.posted = self.fencing = self.fenced = False
+        else:
+            self.clean = self.clean and not reading
 
     def apply(self, event: Event, reading: bool) -> None:
-        if self.now >= LEASE_END:
+        if isinstance(event, Acknowledged):
+            self.lease_end = max(self.lease_end, event.until) if self.claimed else event.until
+            self.claimed = True
+        if self.now >= self.lease_end:
             self.clean = False
         match event:
             case Opened(transfer):
                 self.flying.add(transfer)
+            case Posted() if self.posted:
+                self.fenced = True
             case Posted():
                 self.posted = True
             case Landed(transfer):
@@ -75,9 +101,7 @@ class Dma:
             case Failed() | Abandoned():
                 self.clean = False
             case AgentDestroyed():
-                # Destroying an agent on which nothing of this request ran does not hurt it.
-                self.clean = self.clean and not reading
-                self.flying.clear()
+                self.destroyed(reading)
 
 
 def choices(machine: Receive, dma: Dma) -> list[tuple[Event, float]]:
@@ -92,10 +116,15 @@ def choices(machine: Receive, dma: Dma) -> list[tuple[Event, float]]:
         (Tick(), now),
     ]
     events += [(Tick(), time) for time in (LEASE_END, LEASE_END + 6 * DRAIN) if time > now]
+    # The first answer may say less than what was guessed, and the next one come late.
+    events += [(Acknowledged(until), now) for until in (LEASE_END - 5, RENEWED)]
+    if now < LEASE_END:
+        events.append((Acknowledged(RENEWED), LEASE_END))
     if now < LEASE_END:
         events.append((Failed(FAILED), LEASE_END))
     # Whether it may or not: the executor learns of an end only when it asks for the next transfer.
-    fresh = [t for t in (0, 1) if t not in dma.flying | dma.landed][:1]
+    kind = (WORD,) if dma.posted else (0, 1)
+    fresh = [t for t in kind if t not in dma.flying | dma.landed][:1]
     events += [(Opened(t), time) for t in fresh for time in (now, max(now, LEASE_END))]
     if machine.may_post:
         events.append((Posted(), now))
@@ -111,9 +140,11 @@ def deliver(machine: Receive, dma: Dma, event: Event, now: float) -> None:
     """One event; every promise of the machine is checked after it."""
     finished = machine.finished
     dma.now = now
-    reading = bool(dma.flying) or machine.state is State.POSTED
+    reading = bool(dma.flying) or machine.posting
+    lease_end = dma.lease_end
     may_open = dma.may_open(now)
-    cause = None if dma.cause or finished else cause_of(event, now, reading)
+    last = machine.beginnings == MAX_BEGINNINGS
+    cause = None if dma.cause or finished else cause_of(event, now < lease_end, reading and last)
     actions = machine.on(event, now)
     if isinstance(event, Opened):
         assert (event.transfer in machine.open) == may_open, "written to after trouble, or never"
@@ -122,7 +153,7 @@ def deliver(machine: Receive, dma: Dma, event: Event, now: float) -> None:
         return
     if not isinstance(event, Opened) or event.transfer in machine.open:
         dma.apply(event, reading)  # an executor posts only what the machine took in
-    elif now >= LEASE_END:
+    elif now >= dma.lease_end:
         dma.clean = False
     if not dma.clean and dma.trouble_at is None:
         dma.trouble_at = now
@@ -130,19 +161,20 @@ def deliver(machine: Receive, dma: Dma, event: Event, now: float) -> None:
         assert cause is None or machine.failure == cause, "another cause than what is known"
     assert machine.failure == dma.cause, "the first cause was forgotten"
     dma.posting = dma.posting or Action.POST in actions
+    dma.fencing = dma.fencing or Action.FENCE in actions
     dma.reports += actions.count(Action.REPORT)
     dma.destroys += actions.count(Action.DESTROY_AGENT)
     check(machine, dma, actions)
 
 
-def cause_of(event: Event, now: float, reading: bool) -> Failure | None:
+def cause_of(event: Event, held: bool, reading: bool) -> Failure | None:
     """What a receive that was well until now has to name if this event ends it; None: its words."""
     match event:
         case Failed(failure):  # at the lease's end too: it knows why
             return failure
-        case Broken(_, failure) if now < LEASE_END:
+        case Broken(_, failure) if held:
             return failure
-        case AgentDestroyed(failure) if now < LEASE_END and reading:
+        case AgentDestroyed(failure) if held and reading:
             return failure
     return None
 
@@ -157,23 +189,35 @@ def check(machine: Receive, dma: Dma, actions: tuple[Action, ...]) -> None:
     if machine.state is State.DONE:
         assert dma.clean
         assert dma.posted
+        assert dma.fenced
+        assert dma.claimed
+        assert dma.now < dma.lease_end
         assert machine.failure is None
     if not dma.clean:
         assert machine.failure is not None
         assert machine.finished == (not dma.flying), "trouble with nothing under way must report"
     if Action.POST in actions:
         assert dma.clean
+    if Action.CONNECT in actions:
+        assert dma.clean
+        assert not dma.flying, "begun again while the old transfers could still write"
+    assert machine.beginnings == dma.beginnings
+    if Action.FENCE in actions:
+        assert dma.clean
+        assert dma.posted
+        assert not dma.flying, "a lease word that is read beside the data proves nothing"
     if Action.DESTROY_AGENT in actions:
         assert dma.flying
         assert dma.trouble_at is not None
         assert dma.now >= dma.trouble_at + DRAIN
     if dma.clean and dma.posted and not dma.flying:
-        assert machine.state is State.DONE
+        assert dma.fencing
+        assert (machine.state is State.DONE) == (dma.fenced and dma.claimed)
 
 
 def close(machine: Receive, dma: Dma) -> None:
     """Whatever happened, time and a destroyed agent end the receive."""
-    deliver(machine, dma, Tick(), max(dma.now, LEASE_END))
+    deliver(machine, dma, Tick(), max(dma.now, dma.lease_end))
     if not machine.finished:
         assert dma.destroys or machine.next_tick <= dma.now + DRAIN
         deliver(machine, dma, Tick(), dma.now + DRAIN)
@@ -196,6 +240,12 @@ def snapshot(machine: Receive, dma: Dma) -> tuple[object, ...]:
         frozenset(dma.landed),
         dma.posting,
         dma.posted,
+        dma.fencing,
+        dma.fenced,
+        dma.claimed,
+        dma.lease_end,
+        machine.claimed,
+        machine.deadline,
         dma.clean,
         dma.cause,
         dma.trouble_at,
@@ -222,13 +272,13 @@ def test_every_order_of_events() -> None:
             deliver(branch, model, event, now)
             frontier.append((branch, model))
             steps += 1
-    assert states == set(State) - {State.FENCE}  # which is passed within one event
+    assert states == set(State)
     assert len(seen) > 100
     assert steps > 1000
 
 
-def ready(*transfers: int) -> Receive:
-    machine = Receive("r", LEASE_END, DRAIN)
+def ready(*transfers: int, claimed: bool = True) -> Receive:
+    machine = Receive("r", LEASE_END, DRAIN, claimed)
     assert machine.on(Started(), 0) == (Action.CONNECT,)
     assert machine.on(Connected(), 1) == (Action.POST,)
     for transfer in transfers:
@@ -240,20 +290,85 @@ def test_a_whole_life_passes_the_fence_and_knows_its_times() -> None:
     machine = ready(0, 1)
     assert machine.on(Posted(), 3) == ()
     assert machine.on(Landed(1), 4) == ()
-    assert machine.on(Landed(0), 5) == (Action.REPORT,)
+    assert machine.on(Landed(0), 5) == (Action.FENCE,)
+    assert machine.on(Opened(WORD), 6) == ()
+    assert machine.on(Posted(), 6) == ()
+    assert machine.on(Landed(WORD), 7) == (Action.REPORT,)
     assert machine.state is State.DONE
     assert machine.entered == {
         State.HANDSHAKE: 0,
         State.POSTED: 1,
         State.FENCE: 5,
-        State.DONE: 5,
+        State.DONE: 7,
     }
     assert machine.posted_at == 3
     assert machine.next_tick == float("inf")
 
 
-def test_nothing_to_read_is_done_at_once() -> None:
-    assert ready().on(Posted(), 2) == (Action.REPORT,)
+def fenced(*, claimed: bool) -> Receive:
+    """Its data has landed, and its lease word is being read."""
+    machine = ready(0, claimed=claimed)
+    machine.on(Posted(), 3)
+    machine.on(Landed(0), 4)
+    machine.on(Opened(WORD), 4)
+    machine.on(Posted(), 4)
+    return machine
+
+
+def test_nothing_to_read_needs_no_lease_word() -> None:
+    machine = ready()
+    assert machine.on(Posted(), 2) == (Action.FENCE,)
+    assert machine.on(Posted(), 2) == (Action.REPORT,)
+    assert machine.state is State.DONE
+
+
+def test_a_wrong_lease_word_fails_the_receive() -> None:
+    machine = fenced(claimed=True)
+    lost = Failure(Reason.LEASE_LOST, "another word")
+    assert machine.on(Broken(WORD, lost), 5) == (Action.REPORT,)
+    assert (machine.state, machine.failure) == (State.FAILED, lost)
+
+
+def test_nothing_is_believed_before_the_claim() -> None:
+    machine = fenced(claimed=False)
+    assert machine.on(Landed(WORD), 5) == ()
+    assert machine.state is State.FENCE
+    assert machine.on(Acknowledged(RENEWED), 6) == (Action.REPORT,)
+    assert machine.state is State.DONE
+
+
+def test_a_claim_before_the_data_is_enough() -> None:
+    machine = ready(0, claimed=False)
+    assert machine.on(Acknowledged(RENEWED), 2) == ()
+    machine.on(Posted(), 3)
+    assert machine.on(Landed(0), 4) == (Action.FENCE,)
+    machine.on(Opened(WORD), 4)
+    machine.on(Posted(), 4)
+    assert machine.on(Landed(WORD), 5) == (Action.REPORT,)
+
+
+def test_a_claim_that_does_not_come_is_named() -> None:
+    machine = fenced(claimed=False)
+    machine.on(Landed(WORD), 5)
+    assert machine.on(Tick(), LEASE_END) == (Action.REPORT,)
+    assert machine.failure is not None
+    assert machine.failure.reason is Reason.LEASE_EXPIRED
+    assert "did not acknowledge" in machine.failure.message
+
+
+def test_the_deadline_follows_what_prefill_acknowledges() -> None:
+    machine = ready(0, claimed=False)
+    machine.on(Acknowledged(6.0), 3)
+    assert machine.next_tick == 6.0, "not what was guessed before"
+    machine.on(Acknowledged(16.0), 5)
+    machine.on(Acknowledged(15.0), 6)
+    assert machine.next_tick == 16.0
+    machine.on(Posted(), LEASE_END + 5)
+    assert machine.on(Landed(0), LEASE_END + 5) == (Action.FENCE,), "slow, and its lease stands"
+    machine.on(Acknowledged(40.0), 17.0)  # sent before the end, it comes after it
+    assert not machine.finished
+    machine.on(Acknowledged(41.0), 50.0)
+    assert machine.finished
 
 
 def test_a_sibling_keeps_a_failed_request_in_quarantine() -> None:
@@ -324,3 +439,33 @@ def test_a_hanging_transfer_costs_the_agent_after_the_drain_deadline() -> None:
     assert machine.on(Tick(), 99) == ()
     assert machine.on(AgentDestroyed(DESTROYED), 99) == (Action.REPORT,)
     assert machine.abandoned
+
+
+def test_a_healthy_receive_begins_again_when_its_agent_is_destroyed() -> None:
+    machine = ready(0)
+    for _ in range(MAX_BEGINNINGS - 1):
+        assert machine.on(AgentDestroyed(DESTROYED), 4) == (Action.CONNECT,)
+        assert machine.open == set()
+        assert machine.on(Connected(), 5) == (Action.POST,)
+        machine.on(Opened(0), 5)
+    assert machine.on(AgentDestroyed(DESTROYED), 6) == (Action.REPORT,)
+    assert machine.failure == DESTROYED, "whoever kills every agent must not go on for ever"
+
+
+def test_what_landed_before_the_agent_was_destroyed_is_read_again() -> None:
+    machine = ready(0)
+    machine.on(Opened(1), 3)
+    machine.on(Landed(0), 3)
+    assert machine.on(AgentDestroyed(DESTROYED), 4) == (Action.CONNECT,)
+    machine.on(Connected(), 5)
+    machine.on(Opened(0), 5)
+    machine.on(Posted(), 5)
+    assert machine.on(Landed(1), 6) == (), "news of an agent that is gone"
+    assert machine.on(Landed(0), 6) == (Action.FENCE,)
+
+
+def test_a_lease_that_has_ended_is_not_begun_again() -> None:
+    machine = ready(0)
+    assert machine.on(AgentDestroyed(DESTROYED), LEASE_END) == (Action.REPORT,)
+    assert machine.failure is not None
+    assert machine.failure.reason is not Reason.BACKEND_ERROR

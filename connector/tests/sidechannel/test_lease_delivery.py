@@ -4,61 +4,163 @@ from __future__ import annotations
 
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from loopback_engines import PREFILL, until
+from loopback_engines import DECODE, PREFILL, until
 
+from pdcluster_connector.protocol.lease import CLEARED, Standing
 from pdcluster_connector.protocol.messages import LeaseRequest
-from pdcluster_connector.sidechannel.lease_client import BATCH, LeaseClient
-from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox, LeaseNews
+from pdcluster_connector.sidechannel.lease_client import BATCH, LeaseAnswer, LeaseClient
+from pdcluster_connector.sidechannel.lease_desk import LeaseChanges, LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
+LEASE = 60.0
 
 
 @pytest.fixture
 def client() -> Iterator[LeaseClient]:
-    client = LeaseClient()
+    client = LeaseClient(DECODE)
     client.start()
     yield client
     client.close(0.1)
+
+
+def desk(*granted: tuple[str, int]) -> LeaseDesk:
+    """A prefill engine whose requests have ended and left leases behind."""
+    leases = LeaseDesk(LEASE)
+    for request_id, token in granted:
+        leases.arm(request_id, token)
+        assert leases.grant(request_id)
+    assert leases.take().words == {slot: token for slot, (_, token) in enumerate(granted)}
+    return leases
 
 
 def soon(seconds: float = 10.0) -> float:
     return time.monotonic() + seconds
 
 
+def answers(client: LeaseClient, count: int) -> list[LeaseAnswer]:
+    heard: list[LeaseAnswer] = []
+    until(lambda: heard.extend(client.answers()) or len(heard) >= count)
+    assert len(heard) == count
+    return heard
+
+
 def test_a_thousand_releases_arrive_once_in_few_messages(serve: Serve) -> None:
     """All of them wait before the first message goes, as those of one engine step do."""
-    inbox = LeaseInbox()
-    server = serve(leases=inbox)
-    client = LeaseClient()
-    for number in range(1000):
-        client.release("127.0.0.1", server.port, PREFILL, f"r{number}", 2**63 + number, soon(60))
+    tokens = [(f"r{number}", 2**63 + number) for number in range(1000)]
+    leases = desk(*tokens, ("kept", 5))
+    server = serve(leases=leases)
+    client = LeaseClient(DECODE)
+    for request_id, token in tokens:
+        client.release("127.0.0.1", server.port, PREFILL, request_id, token, soon(60))
     client.renew("127.0.0.1", server.port, PREFILL, "kept", 5, soon(60))
     client.start()  # what was called before runs first
     client.close(60.0)  # which sends what waits
     assert client.counts == {"delivered": 1001}
-    news = inbox.drain()
-    assert sorted(news.releases) == sorted((f"r{n}", 2**63 + n) for n in range(1000))
-    assert news.renewals == (("kept", 5),)
+    changes = leases.take()
+    assert sorted(changes.released) == sorted(request_id for request_id, _ in tokens)
+    assert changes.words == dict.fromkeys(range(1000), CLEARED)
+    assert [answer.standing for answer in client.answers()] == [Standing.HELD]
+    assert leases.held == 1
     assert server.counts["lease_messages"] == math.ceil(1001 / BATCH)
-    assert inbox.drain() == LeaseNews()
+    assert leases.take() == LeaseChanges()
 
 
 def test_a_release_supersedes_a_renewal(serve: Serve) -> None:
-    inbox = LeaseInbox()
-    server = serve(leases=inbox)
-    client = LeaseClient()
+    leases = desk(("r", 1))
+    server = serve(leases=leases)
+    client = LeaseClient(DECODE)
     client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
     client.release("127.0.0.1", server.port, PREFILL, "r", 1, soon())
     client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
     client.start()
     client.close(10.0)  # which sends what waits
     assert client.counts == {"delivered": 1}
-    assert inbox.drain() == LeaseNews(releases=(("r", 1),))
+    assert leases.take().released == ["r"]
+    assert client.answers() == []
+
+
+def test_each_renewal_is_answered(serve: Serve, client: LeaseClient) -> None:
+    leases = desk(("mine", 1), ("theirs", 2))
+    leases.answer(LeaseRequest(PREFILL, "ns.c.decode.r.1/other", renewals=(("theirs", 2),)))
+    server = serve(leases=leases)
+    before = time.monotonic()
+    for key in (("mine", 1), ("mine", 9), ("theirs", 2), ("unknown", 4)):
+        client.renew("127.0.0.1", server.port, PREFILL, *key, soon())
+    heard = {(answer.request_id, answer.token): answer for answer in answers(client, 4)}
+    assert {key: answer.standing for key, answer in heard.items()} == {
+        ("mine", 1): Standing.HELD,
+        ("mine", 9): Standing.GONE,
+        ("theirs", 2): Standing.CLAIMED,
+        ("unknown", 4): Standing.GONE,
+    }
+    until_ = heard["mine", 1].until
+    assert before + LEASE <= until_ <= time.monotonic() + LEASE, "counted from the question on"
+    assert all(answer.engine_id == PREFILL for answer in heard.values())
+
+
+def test_the_first_engine_that_asks_holds_the_lease(serve: Serve, client: LeaseClient) -> None:
+    """One ticket at two decode engines: the second neither holds the lease nor ends it."""
+    leases = desk(("r", 1))
+    server = serve(leases=leases)
+    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    assert answers(client, 1)[0].standing is Standing.HELD
+    second = LeaseClient("ns.c.decode.r.1/00000000000000ee")
+    second.start()
+    second.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    assert answers(second, 1)[0].standing is Standing.CLAIMED
+    second.release("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    until(lambda: second.counts["delivered"] == 2)
+    second.close()
+    assert leases.held == 1
+    client.release("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    until(lambda: leases.held == 0)
+    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    assert answers(client, 1)[0].standing is Standing.GONE
+
+
+def test_an_answer_does_not_wait_for_the_engine_step(serve: Serve, client: LeaseClient) -> None:
+    """The side channel answers while the scheduler is away, and what it said holds."""
+    now = [100.0]
+    leases = LeaseDesk(10.0, clock=lambda: now[0])
+    leases.arm("r", 1)
+    leases.grant("r")
+    server = serve(leases=leases)
+    now[0] = 109.0
+    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    assert answers(client, 1)[0].standing is Standing.HELD
+    now[0] = 118.0
+    assert leases.take().expired == []
+    now[0] = 119.0
+    assert leases.take().expired == ["r"]
+    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon())
+    assert answers(client, 1)[0].standing is Standing.GONE
+
+
+def test_a_renewal_and_an_expiry_at_the_same_moment() -> None:
+    """Whatever was said to be held is not expired, over many races of the two threads."""
+    for _ in range(300):
+        now = [0.0]
+        leases = LeaseDesk(10.0, clock=lambda now=now: now[0])
+        leases.arm("r", 1)
+        leases.grant("r")
+        now[0] = 10.0  # due, and not yet looked at
+        said: list[tuple[tuple[str, int], ...]] = []
+        request = LeaseRequest(PREFILL, DECODE, renewals=(("r", 1),))
+        asker = threading.Thread(
+            target=lambda said=said, leases=leases, request=request: said.append(
+                leases.answer(request).renewed
+            )
+        )
+        asker.start()
+        expired = leases.take().expired
+        asker.join()
+        assert bool(said[0]) != bool(expired)
 
 
 def test_retried_until_prefill_listens_again(serve: Serve, client: LeaseClient) -> None:
@@ -67,38 +169,28 @@ def test_retried_until_prefill_listens_again(serve: Serve, client: LeaseClient) 
     client.release("127.0.0.1", port, PREFILL, "r", 1, soon(20))
     client.release("127.0.0.1", port, PREFILL, "hopeless", 2, soon(0.4))
     time.sleep(0.6)
-    inbox = LeaseInbox()
-    serve(port=port, leases=inbox)
+    leases = desk(("r", 1))
+    serve(port=port, leases=leases)
     until(lambda: client.counts["delivered"] == 1)
-    assert inbox.drain().releases == (("r", 1),)
+    assert leases.take().released == ["r"]
     assert client.counts["expired"] == 1
     until(lambda: not client._outboxes)
 
 
 def test_a_restarted_prefill_ends_the_matter(serve: Serve, client: LeaseClient) -> None:
-    inbox = LeaseInbox()
-    server = serve("ns.c.prefill.r.0/new", leases=inbox)
+    leases = desk(("r", 1))
+    server = serve("ns.c.prefill.r.0/new", leases=leases)
     client.release("127.0.0.1", server.port, PREFILL, "r", 1, soon(60))
     until(lambda: client.counts["refused"] == 1)
-    assert inbox.drain() == LeaseNews()
+    assert leases.held == 1
     until(lambda: not client._outboxes)
-
-
-def test_a_full_inbox_makes_the_client_wait(serve: Serve, client: LeaseClient) -> None:
-    inbox = LeaseInbox(limit=2)
-    server = serve(leases=inbox)
-    assert inbox.put(LeaseRequest(PREFILL, (("a", 1), ("b", 2))))
-    client.release("127.0.0.1", server.port, PREFILL, "c", 3, soon())
-    time.sleep(0.3)
-    assert client.counts["delivered"] == 0
-    assert len(inbox.drain().releases) == 2
-    until(lambda: client.counts["delivered"] == 1)
-    assert inbox.drain().releases == (("c", 3),)
+    client.renew("127.0.0.1", server.port, PREFILL, "r", 1, soon(60))
+    until(lambda: client.counts["refused"] == 2)
+    assert client.answers() == [], "the handshake says what has happened"
 
 
 def test_a_dead_prefill_does_not_delay_the_others(serve: Serve, client: LeaseClient) -> None:
-    inbox = LeaseInbox()
-    server = serve(leases=inbox)
+    server = serve(leases=desk())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client.release("127.0.0.1", silent.getsockname()[1], "dead/1", "r", 1, soon(60))
         silent.settimeout(10.0)
@@ -112,13 +204,13 @@ def test_a_dead_prefill_does_not_delay_the_others(serve: Serve, client: LeaseCli
 
 
 def test_closing_sends_what_waits(serve: Serve) -> None:
-    inbox = LeaseInbox()
-    server = serve(leases=inbox)
-    client = LeaseClient()
+    leases = desk(("r", 1))
+    server = serve(leases=leases)
+    client = LeaseClient(DECODE)
     client.start()
     client.release("127.0.0.1", server.port, PREFILL, "r", 1, soon())
     client.close()
-    assert inbox.drain().releases == (("r", 1),)
+    assert leases.take().released == ["r"]
     client.release("127.0.0.1", server.port, PREFILL, "late", 1, soon())  # no error
     client.close()
 

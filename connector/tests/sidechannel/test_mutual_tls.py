@@ -27,7 +27,7 @@ from pdcluster_connector.sidechannel.handshake import (
     shake_hands,
 )
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
-from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox
+from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.sidechannel.tls import Tls, TlsError
@@ -167,16 +167,24 @@ def test_a_peer_without_tls_is_named(engines: Engines) -> None:
 
 
 def test_leases_need_the_certificate_too(engines: Engines) -> None:
-    inbox = LeaseInbox()
-    server = engines.serve(engines.tls(PREFILL), leases=inbox)
-    for engine_id, outcome in ((OTHER_CLUSTER, "refused"), (DECODE, "delivered")):
-        client = LeaseClient(engines.tls(engine_id))
+    leases = LeaseDesk(60.0)
+    leases.arm("request", 7)
+    leases.grant("request")
+    server = engines.serve(engines.tls(PREFILL), leases=leases)
+    neighbour = DECODE.replace(".0/", ".1/")
+    for engine_id, holder, outcome in (
+        (OTHER_CLUSTER, OTHER_CLUSTER, "refused"),
+        (DECODE, neighbour, "refused"),  # in another engine's name
+        (DECODE, DECODE, "delivered"),
+    ):
+        assert leases.held == 1
+        client = LeaseClient(holder, engines.tls(engine_id))
         client.start()
         engines.closing.append(client.close)
         soon = time.monotonic() + 30
         client.release("127.0.0.1", server.port, PREFILL, "request", 7, soon)
         until(lambda client=client, outcome=outcome: client.counts[outcome])
-    assert inbox.drain().releases == (("request", 7),)
+    assert leases.take().released == ["request"]
 
 
 def test_a_rotation_holds_for_new_connections_and_fails_none(

@@ -18,7 +18,7 @@ from loopback_engines import DECODE, PREFILL, SHAPE, connect, until
 
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.sidechannel.http_guard import ConnectionGuard
-from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox, LeaseNews
+from pdcluster_connector.sidechannel.lease_desk import LeaseChanges, LeaseDesk
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import (
     SideChannelError,
@@ -82,8 +82,8 @@ def malformed() -> Iterator[tuple[str, bytes | object]]:
 def test_240_malformed_messages_then_a_handshake(
     serve: Serve, books: Books, record_property: Callable[[str, object], None]
 ) -> None:
-    inbox = LeaseInbox()
-    server = serve(leases=inbox)
+    leases = LeaseDesk(60.0)
+    server = serve(leases=leases)
     kept = books()
     gone: list[object] = []
     kept.on_gone = lambda *news: gone.append(news)
@@ -117,7 +117,7 @@ def test_240_malformed_messages_then_a_handshake(
     record_property("malformed_sent", sent)
     record_property("malformed_per_second", round(sent / took))
     assert sent >= 240
-    assert inbox.drain() == LeaseNews()
+    assert leases.take() == LeaseChanges()
     assert server.counts["malformed"] >= 200
     assert isinstance(connect(books(), server.port).wait(), m.EngineMetadata)
     assert gone == []  # the peer that was connected all along noticed nothing
@@ -249,15 +249,15 @@ def test_healthz(serve: Serve) -> None:
 
 
 def test_a_lease_message_for_another_incarnation_is_refused(serve: Serve) -> None:
-    inbox = LeaseInbox()
-    server = serve(leases=inbox)
-    body = m.encode(m.LeaseRequest("p/old", (("r", 1),)))
+    leases = LeaseDesk(60.0)
+    server = serve(leases=leases)
+    body = m.encode(m.LeaseRequest("p/old", DECODE, (("r", 1),)))
     status, answer = post(server.port, "/v1/leases", body)
     assert status == 409
     refusal = m.decode_handshake_reply(answer)
     assert isinstance(refusal, m.Refusal)
     assert refusal.reason == "PeerRestarted"
-    assert inbox.drain() == LeaseNews()
+    assert leases.take() == LeaseChanges()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "engine.example"])

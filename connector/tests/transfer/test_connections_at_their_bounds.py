@@ -21,9 +21,9 @@ from pdcluster_connector.transfer import probing as probing_module
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
 from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiveResults, ReceiverOptions
 from pdcluster_connector.transfer.probe_run import NO_ROOM
+from pdcluster_connector.transfer.reads import Job
 from pdcluster_connector.transfer.receives import HANDSHAKE_GRACE_SECONDS, Receives
 from pdcluster_connector.transfer.transfer_thread import Timers
-from pdcluster_connector.transfer.transfers import Job
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 PROBE_SECONDS = 10.0
@@ -68,10 +68,10 @@ class Bench:
         return self.connections
 
     def _behave(self, transfer: Transfer) -> Behaviour:
-        """Warm-ups are well; what comes after them from an engine of ``hanging`` hangs."""
+        """From an engine of ``hanging``, KV hangs; warm-ups and lease words are well."""
         engine_id = transfer.peer.partition("-")[0]
-        warm_up = len(transfer.copies) == 1 and transfer.nbytes == 4096
-        return Behaviour(hang=engine_id in self.hanging and not warm_up)
+        small = len(transfer.copies) == 1 and transfer.nbytes in (8, 4096)
+        return Behaviour(hang=engine_id in self.hanging and not small)
 
     def prefill(self, engine_id: str) -> Prefill:
         made = Prefill(self.fabric, engine_id, **CACHE)
@@ -85,7 +85,7 @@ class Bench:
         ticket = prefill.ticket(self.sent, [self.sent], 4)
         groups = [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])]
         blocks = EngineBlocks(groups, [GroupBlocks([31 - self.sent])])
-        request = ReceiveRequest(request_id, ticket, blocks, 0, 4, self.now + LEASE)
+        request = ReceiveRequest(request_id, ticket, blocks, 0, 4, self.now + LEASE, True)
         self.receives.receive([request])
         self.turns()
         return request_id

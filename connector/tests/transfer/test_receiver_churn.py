@@ -17,6 +17,7 @@ from transfer_rig import Decode, FakePeers, Prefill
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
+from pdcluster_connector.nixl_io.probe import WORD_BYTES, WORD_SLOTS
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
@@ -156,7 +157,9 @@ def test_requests_through_every_fault(requests: int) -> None:
     assert executor._jobs == executor._by_id == {}
     assert len(executor._timers._heap) < 100
     assert engine.fabric.open_handles() == 0
-    assert engine.fabric.open_dlists() <= 2  # the live incarnation's link
+    assert engine.fabric.open_dlists() <= 4  # the live incarnation's link, and the agent's own
+    scratch = engine.decode.receiver._connections.scratch
+    assert len(scratch._free[WORD_BYTES]) == WORD_SLOTS, "places of lease words were lost"
     assert [t for t in engine.fabric.flying if t.agent.startswith("decode")] == []
     assert threading.active_count() == threads
     assert engine.decode.receiver.close()

@@ -21,6 +21,7 @@ from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 # Long enough for a busy machine to post a request before its lease ends.
 POSTED_IN_TIME = 1.5
+OF_THE_AGENT = 1  # descriptor list, of the memory that lease words are read into
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 
 
@@ -150,7 +151,7 @@ def test_stats_by_phase_and_reason(rig: Rig) -> None:
         phases.update({phase: len(values) for phase, values in stats.phase_seconds.items()})
     assert nbytes == 3 * 4 * 4 * 4 * 2
     assert failures == {"CoverageIncomplete": 1}
-    assert phases == {"handshake": 1, "post": 1, "transfer": 1, "total": 1}
+    assert phases == {"handshake": 1, "post": 1, "transfer": 1, "fence": 1, "total": 1}
 
 
 def test_one_peer_is_planned_and_prepared_once(rig: Rig) -> None:
@@ -312,13 +313,27 @@ def test_unlucky_handles_are_not_reported_before_they_are_quiet(rig: Rig) -> Non
     rig.works("next")
 
 
-def test_a_hanging_transfer_costs_the_agent(rig: Rig) -> None:
-    rig.of_kv(Behaviour(hang=True, refuse_release=True))
+def test_a_hanging_transfer_costs_the_agent_and_nobody_else(rig: Rig) -> None:
+    """A slow receive whose lease stands is read again over the new agent."""
+    rig.of_kv(Behaviour(hang=True, refuse_release=True), first=2)
     rig.send("r", lease=POSTED_IN_TIME)
-    rig.send("healthy", 2)
-    results = rig.decode.wait("r", "healthy")
+    rig.send("slow", 2)
+    results = rig.decode.wait("r", "slow")
     assert results.failed["r"].reason is Reason.TRANSFER_STALLED
-    assert results.failed["healthy"].reason is Reason.BACKEND_ERROR
+    assert "slow" in results.received
+    assert rig.right(2)
+    assert rig.fabric.land() == 0
+    assert not rig.decode.cache.bytes[:, rig.blocks(1)].any()
+    rig.works("next")
+
+
+def test_a_receive_that_hangs_over_every_agent_ends_with_its_lease(rig: Rig) -> None:
+    rig.of_kv(Behaviour(hang=True))
+    rig.send("r", lease=POSTED_IN_TIME)
+    rig.send("other", 2, lease=2 * POSTED_IN_TIME)
+    results = rig.decode.wait("r", "other")
+    assert results.failed["r"].reason is Reason.TRANSFER_STALLED
+    assert results.failed["other"].reason in {Reason.TRANSFER_STALLED, Reason.BACKEND_ERROR}
     assert rig.fabric.land() == 0
     assert not rig.decode.cache.bytes.any()
     rig.works("next")
@@ -413,7 +428,7 @@ def test_peer_death_and_a_new_incarnation(two: Rig, posted: bool) -> None:
         two.fabric.kill("prefill/1")
         two.send("r", 2)
     assert two.decode.wait("r").failed["r"].reason is Reason.BACKEND_ERROR
-    eventually(lambda: two.fabric.open_dlists() == 0)
+    eventually(lambda: two.fabric.open_dlists() == OF_THE_AGENT)
     two.works("after", two.add_prefill("prefill/2"))
 
 
@@ -427,7 +442,7 @@ def test_a_restarted_peer_fails_what_reads_from_it_when_it_is_quiet(rig: Rig) ->
     rig.decode.nothing(0.1)
     rig.fabric.land()
     assert rig.decode.wait("r").failed["r"].reason is Reason.PEER_RESTARTED
-    eventually(lambda: rig.fabric.open_dlists() == 0)
+    eventually(lambda: rig.fabric.open_dlists() == OF_THE_AGENT)
 
 
 def test_a_silent_peer_is_only_suspect(rig: Rig) -> None:
@@ -564,7 +579,7 @@ def test_a_broken_turn_costs_the_agent_and_not_the_thread(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.works("before", seed=1)
-    rig.of_kv(Behaviour(hang=True))
+    rig.of_kv(Behaviour(hang=True), first=1)
     rig.send("r", 2)
     eventually(lambda: rig.hanging == 1)
     good = rig.decode.receiver._connections.step
@@ -575,8 +590,7 @@ def test_a_broken_turn_costs_the_agent_and_not_the_thread(
 
     monkeypatch.setattr(rig.decode.receiver._connections, "step", broken)
     rig.decode.receiver.probe(rig.prefill.metadata)
-    failure = rig.decode.wait("r").failed["r"]
-    assert failure == Failure(Reason.BACKEND_ERROR, "MemoryError: a turn that breaks")
+    assert "r" in rig.decode.wait("r").received, "it is read again over the new agent"
     assert rig.fabric.land() == 0
     rig.works("next")
 

@@ -94,10 +94,22 @@ class Prefill:
             lease_seconds=60,
         )
 
+    def write_word(self, slot: int, word: int) -> None:
+        """Write a lease word on every rank, as the order of one step does."""
+        for agent in self.agents:
+            agent.lease_words.write({slot: word})
+
+    def give_up(self, seed: int, blocks: Sequence[int], tokens: int, word: int = 0) -> None:
+        """End the lease of request ``seed``, and compute another request in its blocks."""
+        self.write_word(seed, word)
+        for cache in self.caches:
+            cache.write(seed + 1, blocks, tokens)
+
     def ticket(self, seed: int, blocks: Sequence[int], tokens: int, /, **changes) -> Ticket:
         """Compute the KV of request ``seed`` and hand it over."""
         for cache in self.caches:
             cache.write(seed, blocks, tokens)
+        self.write_word(seed, seed)
         fields = {
             "engine_id": self.engine_id,
             "host": "127.0.0.1",
@@ -109,6 +121,7 @@ class Prefill:
             "tokens": tokens,
             "prompt_digest": bytes(16),
             "expires_at": 0.0,
+            "fence_slot": seed,
         }
         return Ticket(**(fields | changes))
 
@@ -153,6 +166,7 @@ class Decode:
         start: int = 0,
         stop: int | None = None,
         lease: float = 20.0,
+        claimed: bool = True,
     ) -> ReceiveRequest:
         return ReceiveRequest(
             request_id=request_id,
@@ -164,6 +178,7 @@ class Decode:
             start=start,
             stop=ticket.tokens if stop is None else stop,
             deadline=time.monotonic() + lease,
+            claimed=claimed,
         )
 
     def take(self) -> ReceiveResults:

@@ -244,16 +244,27 @@ class ContractEngine:
 
     def total(self, name: str) -> Any:
         """A connector stat over all steps."""
-        values = [stats[name] for stats in self.stats]
+        values = [stats.get(name) for stats in self.stats]
         if name == "leases_held":
             return [value for value in values if value is not None][-1]
-        if name in ("failures", "decodes_without_transfer", "faults"):
+        if name == "decodes_without_transfer":
+            values = [stats["prompts"].get("local", {}) for stats in self.stats]
+        if name in ("failures", "decodes_without_transfer", "local_prompt_tokens", "faults"):
             sums: dict[str, int] = {}
             for value in values:
                 for label, count in value.items():
                     sums[label] = sums.get(label, 0) + count
             return sums
         return sum(values)
+
+    def prompts(self) -> dict[tuple[str, str], int]:
+        """Prompts by outcome and reason, over all steps."""
+        sums: dict[tuple[str, str], int] = {}
+        for stats in self.stats:
+            for outcome, counts in stats["prompts"].items():
+                for reason, count in counts.items():
+                    sums[outcome, reason] = sums.get((outcome, reason), 0) + count
+        return sums
 
     def free_blocks(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

@@ -145,6 +145,7 @@ class Commands:
         self.engine = engine
         self._scheduler = engine.engine_core.engine_core.scheduler
         self._answers: dict[str, tuple[Any, ...]] = {}
+        self._nap = 0.0
         self.paused = False
 
     def pause(self, paused: bool) -> None:
@@ -172,6 +173,8 @@ class Commands:
         return [r for name, r in known if name == request_id or name.startswith(f"{request_id}-")]
 
     def step(self) -> None:
+        nap, self._nap = self._nap, 0.0
+        time.sleep(nap)
         for output in self.engine.step():
             if output.finished:
                 self._answers[output.request_id] = (
@@ -207,6 +210,10 @@ class Commands:
 
     def answer(self, request_id: str) -> tuple[Any, ...] | None:
         return self._answers.get(request_id)
+
+    def nap(self, seconds: float) -> None:
+        """Let the next step last so long; the engine's other threads run."""
+        self._nap = seconds
 
     def abort(self, request_id: str) -> None:
         self.engine.abort_request([request_id])

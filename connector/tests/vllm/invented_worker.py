@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.vllm.step_messages import Receipt, StepOrders, StepReport
 
 
@@ -25,6 +26,9 @@ class InventedWorker:
         self.abandoned: list[str] = []
         self.sent: list[str] = []
         self.ready: dict[str, Receipt] = {}
+        self.words: dict[int, int] = {}
+        self.renewed: dict[str, float] = {}
+        self.lost: dict[str, Failure] = {}
         self.loads = self.stores = 0  # of an offloading connector
 
     def step(self, raw: bytes) -> KVConnectorOutput:
@@ -32,6 +36,9 @@ class InventedWorker:
         for order in orders.receive:
             assert order.request_id not in self.parked, "ordered twice"
             self.parked[order.request_id] = order
+        self.words |= orders.lease_words
+        self.renewed |= orders.renewed
+        self.lost |= orders.lost
         self.abandoned += orders.abandon
         self.sent += orders.sent
         for request_id, why in orders.unreceivable.items():

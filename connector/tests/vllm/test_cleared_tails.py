@@ -131,6 +131,12 @@ def test_a_worker_clears_before_anything_is_posted() -> None:
         def receive(self, requests: Any) -> None:
             seen.extend(cleared(views[NAMES[0]], 16).sum() for _ in requests)
 
+        def acknowledge(self, until: Any) -> None:
+            assert until == {}
+
+        def refuse(self, failures: Any) -> None:
+            assert failures == {}
+
     transfer = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
     role: Any = WorkerRole(
         SimpleNamespace(kv_transfer_config=transfer), config, SimpleNamespace(), "e/1"

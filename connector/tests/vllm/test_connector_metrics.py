@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from pdcluster_connector.protocol.prompt_outcomes import Outcome
 from pdcluster_connector.vllm.connector import PDClusterConnector
 from pdcluster_connector.vllm.metrics import MAX_SAMPLES, ConnectorStats, StatsCollector
 
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.vllm
 def filled() -> ConnectorStats:
     collector = StatsCollector()
     collector.receives(1000, {"total": [0.25], "transfer": [0.2]}, {"BackendError": 2})
-    collector.decoded_without_transfer("NoTicket")
+    collector.prompt(Outcome.LOCAL, "NoTicket", 40)
+    collector.prompt(Outcome.LOCAL, "PrefixHit", 30)
+    collector.prompt(Outcome.TRANSFERRED, "", 20)
+    collector.prompt(Outcome.RECOMPUTED, "a text of its own", 7)
     collector.fault("start_load_kv:KeyError")
     collector.lease_expired()
     collector.leases_held(3)
@@ -51,6 +55,7 @@ def test_ranks_add_up_and_dicts_come_back() -> None:
     assert again.data["failures"] == {"BackendError": 4}
     assert again.data["leases_held"] == 3, "a gauge is not summed"
     assert again.reduce()["failures"] == 4
+    assert again.reduce()["prompts computed here"] == 4
     assert again.reduce()["mean seconds"] == 0.25
     again.reset()
     assert again.is_empty()
@@ -88,7 +93,15 @@ def test_prometheus_names_and_values() -> None:
 
     assert value("pdcluster_kv_received_bytes_total") == 2000
     assert value("pdcluster_kv_failures_total", reason="BackendError") == 4
-    assert value("pdcluster_kv_decodes_without_transfer_total", reason="NoTicket") == 2
+    prompts = "pdcluster_kv_prompts_total"
+    assert value(prompts, outcome="local", reason="NoTicket") == 2
+    assert value(prompts, outcome="local", reason="PrefixHit") == 2
+    assert value(prompts, outcome="transferred", reason="") == 2
+    assert value(prompts, outcome="recomputed", reason="Other") == 2, "labels are bounded"
+    tokens = "pdcluster_kv_local_prompt_tokens_total"
+    assert value(tokens, reason="NoTicket") == 80
+    assert value(tokens, reason="Other") == 14
+    assert value(tokens, reason="PrefixHit") is None, "nothing that prefill should have brought"
     assert value("pdcluster_kv_leases_expired_total") == 2
     assert value("pdcluster_kv_leases_held") == 3
     assert value("pdcluster_kv_receive_seconds_sum", phase="total") == 0.5

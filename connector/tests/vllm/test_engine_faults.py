@@ -55,6 +55,20 @@ def failures(engine: Engine) -> dict[str, float]:
     }
 
 
+def labelled(engine: Engine, metric: str) -> dict[str, float]:
+    """A metric's values by its labels."""
+    return {
+        name.partition("{")[2].rstrip("}"): value
+        for name, value in engine.metrics().items()
+        if name.startswith(metric + "{")
+    }
+
+
+def prompts(engine: Engine) -> dict[str, float]:
+    counted = labelled(engine, "pdcluster_kv_prompts_total")
+    return {labels.removeprefix("outcome="): value for labels, value in counted.items()}
+
+
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("fail", "llama", {"block_size": 64}, "BlockInteriorOpaque"),
     ("recompute", "llama", {"block_size": 128}, "BlockInteriorOpaque"),
@@ -99,6 +113,16 @@ def test_a_refused_pair_follows_the_policy_and_is_never_wrong(
     assert prefill.held() == 0, "a refused ticket is released too"
     # The engine itself is well: what needs no KV from elsewhere is served.
     assert decode.generate(PROMPT, TOKENS, salt="alone").tokens == expected(model)
+    # Each request is counted once, and so are the tokens that prefill should have brought.
+    block, caches = options.get("block_size", 32), options.get("enable_prefix_caching", True)
+    alone = "NoTicket" if len(PROMPT) >= block else "ShortPrompt"
+    outcome = "failed" if policy == "fail" else "recomputed"
+    assert prompts(decode) == {f"{outcome},reason={reason}": 2, f"local,reason={alone}": 1}
+    tokens = {"reason=NoTicket": len(PROMPT)} if alone == "NoTicket" else {}
+    if policy == "recompute":
+        hit = (len(PROMPT) - 1) // block * block if caches else 0
+        tokens[f"reason={reason}"] = 2 * len(PROMPT) - hit
+    assert labelled(decode, "pdcluster_kv_local_prompt_tokens_total") == tokens
     decode.stop()
 
 

@@ -140,7 +140,10 @@ def test_greedy_tokens_and_bytes(
     receives = (len(PROMPTS) + 1) * case.decode_tp
     for phase in ("handshake", "post", "transfer", "total"):
         assert metrics[f"pdcluster_kv_receive_seconds_count{{phase={phase}}}"] == receives
-    assert not [name for name in metrics if "failures" in name or "without_transfer" in name]
+    assert not [name for name in metrics if "failures" in name or "local_prompt_tokens" in name]
+    outcomes = {name: n for name, n in metrics.items() if name.startswith("pdcluster_kv_prompts_t")}
+    transferred = "pdcluster_kv_prompts_total{outcome=transferred,reason=}"
+    assert outcomes == {transferred: len(PROMPTS) + 1}
     assert not [name for name in metrics if "step_faults" in name]
 
 

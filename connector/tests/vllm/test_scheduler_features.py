@@ -15,6 +15,7 @@ from test_scheduler_contract import abort, released
 from vllm.lora.request import LoRARequest
 
 from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.protocol.messages import LeaseRequest
 from pdcluster_connector.vllm.joined_shape import encode_shape
 
 pytestmark = pytest.mark.vllm
@@ -117,7 +118,8 @@ def test_an_aborted_prefill_leaves_no_lease(engines: Any, asynchronous: bool) ->
     role = prefill.connector._scheduler.prefill
     assert role.leases_held == len(prefill.finished) > 0
     for request_id in list(prefill.finished):
-        assert role.release(request_id, role._leases.token(request_id))
+        token, _ = role._leases.place(request_id)
+        role._leases.answer(LeaseRequest(prefill.engine_id, "d/1", ((request_id, token),)))
     prefill.run(lambda: not prefill.scheduler.requests)
     assert prefill.free_blocks() == 63
     assert role._leases.armed == role.leases_held == 0

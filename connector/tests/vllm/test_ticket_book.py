@@ -6,7 +6,10 @@ import itertools
 
 import pytest
 
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.lease import Standing
 from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.sidechannel.lease_client import LeaseAnswer
 from pdcluster_connector.vllm import ticket_book
 from pdcluster_connector.vllm.ticket_book import TicketBook
 
@@ -14,6 +17,14 @@ from pdcluster_connector.vllm.ticket_book import TicketBook
 class Sender:
     def __init__(self) -> None:
         self.sent: list[tuple[str, str, float]] = []
+        self.said: list[LeaseAnswer] = []
+
+    def answers(self) -> list[LeaseAnswer]:
+        said, self.said = self.said, []
+        return said
+
+    def say(self, standing: Standing, until: float = 0.0, token: int = 7) -> None:
+        self.said.append(LeaseAnswer("e/1", "r", token, standing, until))
 
     def release(
         self, host: str, port: int, engine: str, request: str, token: int, by: float
@@ -75,7 +86,6 @@ def test_renewals_keep_up_with_the_shorter_lease(said: float, every: float) -> N
         steps = [b - a for a, b in itertools.pairwise(times[name])]
         assert max(steps) <= interval + 0.1
         assert min(steps) >= interval - 0.1
-    assert book.lease_seconds(ticket()) == every * 4
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +95,60 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         book.use(ticket(f"r{i}"))
         book.done(ticket(f"r{i}"))
     assert [book.is_spent(ticket(f"r{i}")) for i in range(5)] == [False, False, True, True, True]
+
+
+def test_a_ticket_is_good_only_while_its_last_answer_stands() -> None:
+    sender, clock = Sender(), Clock()
+    book = TicketBook(sender, 60.0, clock)
+    book.use(ticket())
+    assert book.objection(ticket()) is None, "the claim is under way, and the data need not wait"
+    sender.say(Standing.HELD, until=150.0)
+    clock.now = 149.0
+    assert book.objection(ticket()) is None
+    assert book.park(ticket(), "d") == (1.0, True)
+    clock.now = 150.0
+    objection = book.objection(ticket())
+    assert objection is not None
+    assert objection.reason is Reason.LEASE_EXPIRED
+    sender.say(Standing.HELD, until=190.0)
+    assert book.objection(ticket()) is None
+    assert book.take_news() == ({"d": 40.0}, {})
+    assert book.take_news() == ({}, {})
+
+
+def test_without_any_answer_a_ticket_is_good_for_one_lease() -> None:
+    clock = Clock()
+    book = TicketBook(Sender(), 60.0, clock)
+    book.use(ticket())
+    clock.now = 159.0
+    assert book.park(ticket(), "d") == (1.0, False)
+    clock.now = 160.0
+    objection = book.objection(ticket())
+    assert objection is not None
+    assert objection.reason is Reason.LEASE_EXPIRED
+
+
+@pytest.mark.parametrize(
+    ("standing", "reason"),
+    [(Standing.GONE, Reason.LEASE_LOST), (Standing.CLAIMED, Reason.LEASE_CLAIMED)],
+)
+def test_a_lost_lease_is_told_to_those_that_wait(standing: Standing, reason: Reason) -> None:
+    sender, clock = Sender(), Clock()
+    book = TicketBook(sender, 60.0, clock)
+    book.use(ticket())
+    book.use(ticket())
+    book.park(ticket(), "d1")
+    sender.say(standing)
+    sender.say(standing, token=8)  # somebody else's
+    renewed, lost = book.take_news()
+    assert renewed == {}
+    assert {request_id: failure.reason for request_id, failure in lost.items()} == {"d1": reason}
+    objection = book.objection(ticket())
+    assert objection is not None
+    assert objection.reason is reason, "for the second request, too"
+    sender.say(Standing.HELD, until=500.0)
+    assert book.take_news() == ({}, {}), "what was lost stays lost"
+    sent = len(sender.sent)
+    clock.now = 115.0
+    book.renew_all()
+    assert len(sender.sent) == sent, "it is not renewed any more"

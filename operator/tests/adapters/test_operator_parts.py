@@ -55,6 +55,17 @@ def test_metrics_name_resources_and_no_objects(path, resource):
     assert expected in metrics.text().decode()
 
 
+def test_the_share_of_a_cluster_that_is_gone_is_gone():
+    metrics, shares = Metrics(), {("ns", "a"): 0.25, ("ns", "b"): 0.0}
+    metrics.measure(lambda: 0, lambda: 0, lambda: shares)
+    line = 'pdcluster_local_prefill_share{cluster="a",cluster_namespace="ns"} 0.25'
+    assert line in metrics.text().decode()
+    assert 'cluster="b"' in metrics.text().decode()
+    del shares["ns", "a"]
+    assert 'cluster="a"' not in metrics.text().decode()
+    assert 'cluster="b"' in metrics.text().decode()
+
+
 def test_what_is_kept_of_an_object_has_its_kind_and_no_bookkeeping():
     listed = {"metadata": {"name": "a", "managedFields": [1]}, "spec": {}}
     assert slim(listed, BY_NAME["Pod"]) == {

@@ -28,6 +28,7 @@ from pdcluster_operator.plan.reports import (
     LinkReport,
     LinksReport,
     LinkState,
+    parse_links_report,
 )
 
 START = 1_800_000_000.0
@@ -196,6 +197,15 @@ class SimulatedCluster:
             ]
             rows = [replace(row, **changes) for row in rows]
             self.links[decode.logical] = LinksReport(decode.logical, "any", tuple(rows))
+
+    def count_prompts(self, prompts: int, local: int = 0, cause: str = "NoTicket") -> None:
+        """Let every decode launcher report the prompts of its last minutes."""
+        told = parse_links_report(
+            {"links": [], "prompts": {"prompts": prompts, "local": local, "cause": cause}}
+        )
+        assert told is not None
+        for decode, links in self.links.items():
+            self.links[decode] = replace(links, prompts=told.prompts)
 
     def route(self) -> None:
         """Let the router's Deployment have a ready pod."""

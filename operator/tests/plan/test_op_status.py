@@ -338,6 +338,30 @@ def test_a_slow_link_is_probably_tcp(transfer):
     is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
 
 
+def test_prompts_that_decode_computes_itself(world):
+    world.bring_up()
+    world.count_prompts(100, 5)
+    world.step()
+    is_(world, "Ready", "True", "Ready")
+    world.count_prompts(100, 40)
+    plan = world.step()
+    told = ("llama-decode-", "5 %", "NoTicket", "to the router")
+    is_(world, "TransportHealthy", "False", "LocalPrefill", *told)
+    is_(world, "Ready", "False", "LocalPrefill", *told)
+    is_(world, "Available", "True", "Serving")
+    warned = {e.message.split(" is ")[0] for e in plan.events if e.type == "Warning"}
+    assert warned == {"TransportHealthy", "Ready"}
+    status = world.cluster["status"]
+    world.count_prompts(200, 51)
+    assert world.plan().status == status, "another share is no news"
+    assert world.plan().events == ()
+    world.count_prompts(100, 0)
+    plan = world.step()
+    is_(world, "TransportHealthy", "True", "NoThreshold")
+    is_(world, "Ready", "True", "Ready")
+    assert {e.type for e in plan.events} == {"Normal"}
+
+
 def test_a_router_that_is_gone(world):
     world.bring_up()
     world.children["Deployment", next(n for k, n in world.children if k == "Deployment")][

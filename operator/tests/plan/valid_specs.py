@@ -130,7 +130,10 @@ def manifests(draw: st.DrawFn) -> dict:
             )
         ),
         verification=draw(
-            optional(canary=st.fixed_dictionaries({"intervalSeconds": st.integers(5, 86_400)}))
+            optional(
+                canary=st.fixed_dictionaries({"intervalSeconds": st.integers(5, 86_400)}),
+                maxLocalShare=st.integers(0, 100),
+            )
         ),
         prefill=draw(roles()),
         decode=draw(roles()),

@@ -8,7 +8,13 @@ from typing import Any
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import PeerAssignment
-from pdcluster_operator.plan.reports import EngineReport, LinkReport, LinksReport
+from pdcluster_operator.plan.reports import (
+    EngineReport,
+    LinkReport,
+    LinksReport,
+    PromptsReport,
+    local_share,
+)
 from pdcluster_operator.runtime.errors import LauncherError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
@@ -30,6 +36,7 @@ class Launchers:
         self.misses = 0  # polls of readiness, of whomever, that fail from now on
         self.polls = 0
         self.linked: tuple[LinkReport, ...] = ()
+        self.prompts = PromptsReport(0, "", 0, 0)
 
     async def ready(self, url: str) -> EngineReport:
         self.polls += 1
@@ -43,7 +50,7 @@ class Launchers:
         return EngineReport(ready=True, engine=self.engines[url], engine_id=engine_id)
 
     async def links(self, url: str) -> LinksReport:
-        return LinksReport(self.engines[url], self.ids[url] or "", self.linked)
+        return LinksReport(self.engines[url], self.ids[url] or "", self.linked, self.prompts)
 
     async def put_peers(self, url: str, body: Mapping[str, Any]) -> None:
         self.told.append((self.ids[url] or "", body))
@@ -78,6 +85,23 @@ async def test_reports_come_in_and_a_change_wakes_the_cluster_once() -> None:
     await until(lambda: monitor.engines(KEY)[P.engine].engine_id == "p/2")
     await asyncio.sleep(0.05)
     assert len(woken) == 3
+    await monitor.stop()
+
+
+async def test_counts_of_prompts_come_in_and_wake_the_cluster_only_with_another_share() -> None:
+    launchers = Launchers()
+    monitor, woken = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await until(lambda: monitor.links(KEY))
+    await asyncio.sleep(0.05)
+    before = len(woken)
+    launchers.prompts = PromptsReport(0, "", 1000, 0)
+    await until(lambda: local_share(monitor.links(KEY).values()) == 0)
+    await asyncio.sleep(0.05)
+    assert len(woken) == before
+    launchers.prompts = PromptsReport(25, "NoTicket", 1000, 250)
+    await until(lambda: local_share(monitor.links(KEY).values()) == 0.25)
+    await until(lambda: len(woken) == before + 1)
     await monitor.stop()
 
 

@@ -35,6 +35,8 @@ class Reason(StrEnum):
     TRANSFER_STALLED = "TransferStalled"
     PEER_RESTARTED = "PeerRestarted"
     LEASE_EXPIRED = "LeaseExpired"
+    LEASE_LOST = "LeaseLost"
+    LEASE_CLAIMED = "LeaseClaimed"
     TICKET_INVALID = "TicketInvalid"
     FORGED = "Forged"
     AUDIENCE_MISMATCH = "AudienceMismatch"

@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from pdcluster_connector.launcher.link_table import LinkTable
+from pdcluster_connector.launcher.prompt_window import PromptWindow
 from pdcluster_connector.launcher.readiness import Readiness
 from pdcluster_connector.launcher.rendezvous import Followers, Rendezvous
 from pdcluster_connector.protocol.link_documents import (
@@ -46,6 +47,7 @@ class LauncherServer:
             rendezvous.
         tls: serve HTTPS. Everything but ``/readyz``, which the kubelet asks without a certificate,
             is then for the operator and for this engine alone.
+        prompts: the latest prompts of a decode engine, for ``/v1/links``.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class LauncherServer:
         drain: Callable[[], None],
         followers: Followers | None = None,
         tls: Tls | None = None,
+        prompts: PromptWindow | None = None,
     ) -> None:
         self._readiness = readiness
         self._links = links
@@ -63,6 +66,7 @@ class LauncherServer:
         self._drain = drain
         self._followers = followers
         self._tls = tls
+        self._prompts = prompts
         self._changed = asyncio.Event()
         self._stopping = False
         self._runner: web.AppRunner | None = None
@@ -147,9 +151,12 @@ class LauncherServer:
         return _error(400, wrong) if wrong else web.Response(status=204)
 
     async def _get_links(self, _: web.Request) -> web.Response:
-        identity = self._readiness.identity
-        rows = [row.document() for row in self._links.rows(time.monotonic())]
-        return _json({"engine": identity.logical, "engine_id": identity.engine_id, "links": rows})
+        identity, now = self._readiness.identity, time.monotonic()
+        rows = [row.document() for row in self._links.rows(now)]
+        document = {"engine": identity.logical, "engine_id": identity.engine_id, "links": rows}
+        if self._prompts is not None:
+            document["prompts"] = self._prompts.document(now)
+        return _json(document)
 
     async def _get_rendezvous(self, request: web.Request) -> web.Response:
         if self._followers is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -25,6 +26,7 @@ from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.memory import oom_kills
 from pdcluster_connector.launcher.metrics_page import MetricsPage
 from pdcluster_connector.launcher.options import Options
+from pdcluster_connector.launcher.prompt_window import PromptWindow, count_prompts
 from pdcluster_connector.launcher.readiness import Readiness, reachable, url
 from pdcluster_connector.launcher.rendezvous import Followers, Leader, Rendezvous
 from pdcluster_connector.launcher.terminal import say
@@ -37,6 +39,7 @@ _USUAL_BLOCK: Final = 128
 _LOADING_POLL: Final = 0.25
 _SERVING_POLL: Final = 1.0
 _DRAIN_POLL: Final = 0.5
+_PROMPTS_POLL: Final = 10.0
 _PATIENCE: Final = 3
 
 
@@ -67,6 +70,7 @@ class Supervisor:
         self._tls = tls
         self._readiness = Readiness(identity, options.role, command, versions)
         self._links = LinkTable((command.pipeline, command.tensor), command.data)
+        self._prompts = PromptWindow() if options.role == "decode" else None
         self._token = secrets.token_urlsafe(24)
         self._key = os.environ.get(api_key.VARIABLE)
         self._followers = Followers(command.nodes)
@@ -91,7 +95,13 @@ class Supervisor:
             self._api = EngineApi(session, self._own_api(), self._key)
             followers = self._followers if self._command.nodes > 1 else None
             server = LauncherServer(
-                self._readiness, self._links, self._token, self._begin_drain, followers, self._tls
+                self._readiness,
+                self._links,
+                self._token,
+                self._begin_drain,
+                followers,
+                self._tls,
+                self._prompts,
             )
             metrics = MetricsPage(self._api.metrics)
             try:
@@ -128,6 +138,8 @@ class Supervisor:
                 self._spawn(self._watch_followers())
             if self._options.role == "decode":
                 self._spawn(self._send_canaries(session))
+            if self._prompts is not None:
+                self._spawn(self._count_prompts(self._prompts))
         else:
             await self._follow(session)
         return await self._engine.wait()
@@ -267,6 +279,15 @@ class Supervisor:
             names_key=key_of(self._token),
             api_key=self._key,
         )
+
+    async def _count_prompts(self, window: PromptWindow) -> None:
+        while True:
+            if not self._readiness.loading:
+                # An engine that does not answer is the health check's matter.
+                with contextlib.suppress(ApiError, ApiUnreachableError, TimeoutError):
+                    metrics = (await self._api.metrics()).decode(errors="replace")
+                    window.add(count_prompts(metrics), time.monotonic())
+            await asyncio.sleep(_LOADING_POLL if self._readiness.loading else _PROMPTS_POLL)
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)

@@ -20,8 +20,9 @@ from pdcluster_connector.nixl_io.interface import (
     Handle,
     MemoryRange,
     NixlError,
+    NixlErrorKind,
 )
-from pdcluster_connector.nixl_io.probe import FIRST, Scratch, one_row
+from pdcluster_connector.nixl_io.probe import FIRST, Scratch, one_row, word_rows
 from pdcluster_connector.plan.request import groups_of
 from pdcluster_connector.plan.transfer import PeerPlan, SourcePlan
 from pdcluster_connector.protocol.failure import Failure
@@ -44,6 +45,9 @@ class Source:
         peer: the shard's own agent, by name.
         probe: its probe region.
         local, remote: descriptor lists of both sides, of that agent.
+        local_words, remote_words: descriptor lists of the lease words, in the scratch memory and
+            in the shard's table.
+        word_slots: how many the shard's table has.
         moved_at: when KV of it last landed, in seconds of the receiver's clock.
     """
 
@@ -53,6 +57,9 @@ class Source:
     probe: ProbeRegion
     local: Dlist
     remote: Dlist
+    local_words: Dlist
+    remote_words: Dlist
+    word_slots: int
     moved_at: float = -inf
 
 
@@ -106,6 +113,7 @@ class ReadingAgent:
         self._peers: dict[str, int] = {}  # agent name -> connections that use it
         try:
             self._nixl.register([*memory, scratch.memory])
+            self._words = self._nixl.prepare(None, scratch.word_rows, Memory.DRAM)
         except NixlError:
             self._nixl.close()
             raise
@@ -125,19 +133,37 @@ class ReadingAgent:
     def _open_source(self, shard: ShardMetadata, source: SourcePlan) -> Source:
         peer = self._nixl.add_peer(shard.agent_metadata)
         self._peers[peer] = self._peers.get(peer, 0) + 1
-        remote = local = None
+        words = shard.lease_words
+        prepared: list[Dlist] = []
         try:
-            remote = self._nixl.prepare(peer, source.prefill_rows, source.prefill_memory)
-            local = self._nixl.prepare(None, source.decode_rows, source.decode_memory)
-        finally:
-            if local is None:
-                self._forget(peer, [item for item in (remote,) if item is not None])
-        return Source(source.rank, self._nixl, peer, shard.probe, local, remote)
+            if words is None:
+                raise NixlError(NixlErrorKind.INVALID, f"rank {shard.rank} has no lease words")
+            for owner, rows, memory in (
+                (None, source.decode_rows, source.decode_memory),
+                (peer, source.prefill_rows, source.prefill_memory),
+                (peer, word_rows(words.address, words.slots), Memory.DRAM),
+            ):
+                prepared.append(self._nixl.prepare(owner, rows, memory))
+        except BaseException:
+            self._forget(peer, prepared)
+            raise
+        local, remote, remote_words = prepared
+        return Source(
+            source.rank,
+            self._nixl,
+            peer,
+            shard.probe,
+            local,
+            remote,
+            self._words,
+            remote_words,
+            words.slots,
+        )
 
     def close_connection(self, connection: Connection) -> None:
         """Release what a connection holds; only when no transfer runs over it. Does not raise."""
         for source in connection.sources:
-            self._forget(source.peer, [source.local, source.remote])
+            self._forget(source.peer, [source.local, source.remote, source.remote_words])
         connection.sources.clear()
 
     def _forget(self, peer: str, dlists: Sequence[Dlist]) -> None:

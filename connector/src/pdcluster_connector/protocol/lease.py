@@ -1,23 +1,41 @@
 """Leases that prefill holds on blocks until decode has read them.
 
 A lease is *armed* when its request is scheduled (the token is minted then) and *granted*
-when the request finishes: from then on it has a deadline. It ends by release, by expiry,
-or by being dropped (the request was aborted). The table owns no clock and no thread; the
-scheduler role passes times in and acts on what comes out.
+when the request finishes: from then on it has a deadline. The first decode engine that renews
+it has *claimed* it, and it is nobody else's then. It ends by release, by expiry, or by being
+dropped (the request was aborted). The table owns no clock and no thread; its owner passes
+times in and acts on what comes out.
+
+Each lease has a *slot*: the place of its token in every rank's table of lease words. The slot of
+a lease that has ended is written with 0, or with the token of the next lease that gets it.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+SLOTS: Final = 16_384  # lease words of a rank: 128 KiB
+CLEARED: Final = 0  # the word of a slot without a lease; never a token
+
+
+class Standing(StrEnum):
+    """How a lease stands for the decode engine that asks."""
+
+    HELD = "held"
+    GONE = "gone"
+    CLAIMED = "claimed"  # by another decode engine
 
 
 @dataclass(slots=True)
 class _Lease:
     token: int
-    since: float
+    slot: int | None
     deadline: float | None = None
     serial: int = 0
+    holder: str = ""
 
 
 class LeaseTable:
@@ -28,11 +46,13 @@ class LeaseTable:
     the real deadline. Entries of released leases disappear when their time comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int = SLOTS) -> None:
         self._leases: dict[str, _Lease] = {}
         self._heap: list[tuple[float, int, str]] = []
         self._serial = 0
         self._held = 0
+        self._free = list(range(slots - 1, -1, -1))
+        self._words: dict[int, int] = {}
 
     @property
     def held(self) -> int:
@@ -44,21 +64,27 @@ class LeaseTable:
         """Leases of requests that still run."""
         return len(self._leases) - self._held
 
-    def arm(self, request_id: str, token: int, now: float) -> bool:
+    def arm(self, request_id: str, token: int) -> bool:
         """Note a scheduled request's token; scheduled again, the new token replaces the old.
 
-        False, and no change, when the lease was already granted.
+        False, and no change, when the lease was already granted. Where all slots are taken, the
+        lease has none.
         """
         lease = self._leases.get(request_id)
         if lease is not None and lease.deadline is not None:
             return False
-        self._leases[request_id] = _Lease(token, now)
+        slot = None if lease is None else lease.slot
+        if slot is None and self._free:
+            slot = self._free.pop()
+        self._leases[request_id] = _Lease(token, slot)
+        if slot is not None:
+            self._words[slot] = token
         return True
 
-    def token(self, request_id: str) -> int | None:
-        """Return the token of a request's lease, or None without one."""
+    def place(self, request_id: str) -> tuple[int, int | None] | None:
+        """Return (token, slot) of a request's lease; None without one."""
         lease = self._leases.get(request_id)
-        return None if lease is None else lease.token
+        return None if lease is None else (lease.token, lease.slot)
 
     def grant(self, request_id: str, deadline: float) -> bool:
         """Start the lease of a finished request. False without an armed lease."""
@@ -71,18 +97,27 @@ class LeaseTable:
         self._held += 1
         return True
 
-    def renew(self, request_id: str, token: int, deadline: float) -> bool:
-        """Move a granted lease's deadline later, never earlier. False for any other lease."""
+    def renew(self, request_id: str, token: int, holder: str, deadline: float) -> Standing:
+        """Move a granted lease's deadline later, never earlier, for the engine that holds it.
+
+        The first ``holder`` that asks is the one.
+        """
         lease = self._leases.get(request_id)
         if lease is None or lease.token != token or lease.deadline is None:
-            return False
+            return Standing.GONE
+        if lease.holder not in ("", holder):
+            return Standing.CLAIMED
+        lease.holder = holder
         lease.deadline = max(lease.deadline, deadline)
-        return True
+        return Standing.HELD
 
-    def release(self, request_id: str, token: int) -> bool:
-        """End a lease, armed or granted. False when it is unknown or the token differs."""
+    def release(self, request_id: str, token: int, holder: str) -> bool:
+        """End a lease, armed or granted.
+
+        False when it is unknown, the token differs, or another engine has claimed it.
+        """
         lease = self._leases.get(request_id)
-        if lease is None or lease.token != token:
+        if lease is None or lease.token != token or lease.holder not in ("", holder):
             return False
         self._remove(request_id)
         return True
@@ -107,6 +142,15 @@ class LeaseTable:
             expired.append(request_id)
         return expired
 
+    def take_words(self) -> dict[int, int]:
+        """Return what every rank has to write, by slot: the changes since the last call."""
+        words, self._words = self._words, {}
+        return words
+
     def _remove(self, request_id: str) -> None:
-        if self._leases.pop(request_id).deadline is not None:
+        lease = self._leases.pop(request_id)
+        if lease.deadline is not None:
             self._held -= 1
+        if lease.slot is not None:
+            self._words[lease.slot] = CLEARED
+            self._free.append(lease.slot)

@@ -26,7 +26,7 @@ from pdcluster_connector.compat.field_types import (
 from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_connector.plan.geometry import Region, Shard
 
-PROTOCOL_OLDEST = 3  # since 3: signed tickets; neither side could use the other's before
+PROTOCOL_OLDEST = 3  # since 3: signed tickets, lease words and claims; there is no way without
 PROTOCOL_NEWEST = 3
 
 MAX_REQUEST_BYTES = 256 * 1024  # a request carries its engine's layers: 60 bytes each
@@ -58,10 +58,7 @@ class ProbeRegion(Struct, frozen=True):
 
 
 class LeaseWords(Struct, frozen=True):
-    """Host memory with one 64-bit lease word a slot, read by decode after the data.
-
-    The place of the fence: nothing reads it yet.
-    """
+    """Host memory with one 64-bit lease word a slot, read by decode after the data."""
 
     address: Address
     slots: Count
@@ -119,11 +116,29 @@ class HandshakeRequest(Struct, frozen=True):
 
 
 class LeaseRequest(Struct, frozen=True):
-    """Decode tells prefill ``engine_id`` which leases it is done with or still needs."""
+    """Decode ``holder`` tells prefill ``engine_id`` which leases it is done with or still needs.
+
+    The first renewal of a lease claims it for ``holder``.
+    """
 
     engine_id: Identifier
+    holder: Identifier
     releases: Annotated[tuple[LeaseKey, ...], Meta(max_length=1024)] = ()
     renewals: Annotated[tuple[LeaseKey, ...], Meta(max_length=1024)] = ()
+
+
+class LeaseReply(Struct, frozen=True):
+    """Prefill's answer: what became of each renewal. One that is not listed has no lease left.
+
+    Attributes:
+        seconds: how long the renewed leases stand from now on.
+        renewed: leases that the asking engine holds.
+        claimed: leases that another decode engine holds.
+    """
+
+    seconds: Annotated[float, Meta(gt=0, le=86400)]
+    renewed: Annotated[tuple[LeaseKey, ...], Meta(max_length=1024)] = ()
+    claimed: Annotated[tuple[LeaseKey, ...], Meta(max_length=1024)] = ()
 
 
 class HealthReply(Struct, frozen=True):
@@ -157,6 +172,7 @@ encode_health: Callable[[HealthReply], bytes] = msgspec.json.encode
 _REPLY = msgspec.msgpack.Decoder(EngineMetadata | Refusal)
 _REQUEST = msgspec.msgpack.Decoder(HandshakeRequest)
 _LEASES = msgspec.msgpack.Decoder(LeaseRequest)
+_LEASES_REPLY = msgspec.msgpack.Decoder(LeaseReply)
 _SHARD = msgspec.msgpack.Decoder(ShardMetadata)
 _HEALTH = msgspec.json.Decoder(HealthReply)
 
@@ -181,6 +197,14 @@ def decode_handshake_reply(raw: bytes) -> EngineMetadata | Refusal | Malformed:
 def decode_lease_request(raw: bytes) -> LeaseRequest | Malformed:
     """Decode ``POST /v1/leases``'s body."""
     return bounded(raw, MAX_REQUEST_BYTES, _LEASES.decode)
+
+
+def decode_lease_reply(raw: bytes) -> LeaseReply | Malformed:
+    """Decode the answer to ``POST /v1/leases``."""
+    reply = bounded(raw, MAX_REQUEST_BYTES, _LEASES_REPLY.decode)
+    if isinstance(reply, LeaseReply) and not math.isfinite(reply.seconds):
+        return Malformed("seconds is not a finite number")
+    return reply
 
 
 def decode_shard(raw: bytes) -> ShardMetadata | Malformed:

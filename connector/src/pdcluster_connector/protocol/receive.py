@@ -3,14 +3,18 @@
 ::
 
     NEW -> HANDSHAKE -> POSTED -> FENCE -> DONE
-                |          |
-                |          +-> QUARANTINE -> FAILED
-                +------------------------------^
+              | ^          |         |
+              | +----------+---------+   the agent was destroyed for another's fault
+              |            +-> QUARANTINE -> FAILED
+              +--------------------------------^
 
 The machine does no I/O and reads no clock. Its executor (``transfer.receives``) tells
-it what happened and carries out the actions that come back. Two promises rest here:
+it what happened and carries out the actions that come back. Three promises rest here:
 
 * exactly one :attr:`Action.REPORT` per request, whatever happens in whatever order;
+* a request is DONE only when three things agree, in whatever order the last two come: the data
+  was seen to land; every lease word, read after that, was the ticket's (the fence); prefill
+  has acknowledged the lease for this engine (the claim), and that acknowledgement still stands;
 * a request is not reported while a transfer of it may still write into its blocks. Releasing
   a NIXL handle does not stop the DMA, so only three things end a transfer: it was seen done,
   it was seen broken by the transport, or the agent that ran it was destroyed.
@@ -44,6 +48,7 @@ class Action(Enum):
 
     CONNECT = "find the peer and prepare its descriptor lists"
     POST = "post the transfers, each between an Opened and, at the end, one Posted"
+    FENCE = "post the reads of the lease words, in the same way"
     DESTROY_AGENT = "destroy the reading agent: nothing else stops what is still under way"
     REPORT = "tell the engine: DONE or FAILED, with failure"
 
@@ -76,17 +81,27 @@ class Posted:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Transfer ``transfer`` was seen done: all its bytes are there."""
+    """Transfer ``transfer`` was seen done: all its bytes are there; a lease word is right."""
 
     transfer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Transfer ``transfer`` can write no more (transport error, or it was never posted)."""
+    """Transfer ``transfer`` can write no more and is of no use.
+
+    It met a transport error, was never posted, or brought a wrong lease word.
+    """
 
     transfer: int
     failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """Prefill has renewed the lease for this engine: it stands until ``until``."""
+
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +135,14 @@ Event = (
     | Posted
     | Landed
     | Broken
+    | Acknowledged
     | Failed
     | Abandoned
     | AgentDestroyed
     | Tick
 )
 
+MAX_BEGINNINGS = 3
 ABANDONED = "given up by the engine before all data had landed"
 
 
@@ -136,26 +153,33 @@ class Receive:
     Attributes:
         request_id: for messages only.
         deadline: when the prefill engine's lease ends; same clock as the ``now`` of events.
+            Acknowledgements move it.
         drain_seconds: how long a quarantine may last before the agent must be destroyed.
+        claimed: whether prefill has acknowledged the lease for this engine.
         state: where it stands.
         failure: the first cause, once there is one.
         abandoned: whether the engine gave the request up before it was done.
-        open: transfers that may still write into the request's blocks.
+        open: transfers that may still write, into the request's blocks or for its fence.
+        posting: whether further transfers may be opened.
         entered: when each state was first entered.
-        posted_at: when the last transfer was posted.
+        posted_at: when the last transfer of the data was posted.
+        beginnings: how often its reads were begun, each time over another agent.
     """
 
     request_id: str
     deadline: float
     drain_seconds: float
+    claimed: bool = False
     state: State = State.NEW
     failure: Failure | None = None
     abandoned: bool = False
     open: set[int] = field(default_factory=set)
     entered: dict[State, float] = field(default_factory=dict)
+    posting: bool = False
     posted_at: float | None = None
     drain_at: float = inf
     destroy_asked: bool = False
+    beginnings: int = 1
 
     @property
     def finished(self) -> bool:
@@ -165,7 +189,7 @@ class Receive:
     @property
     def may_post(self) -> bool:
         """Whether a further transfer may be opened: not after anything went wrong."""
-        return self.state is State.POSTED and self.posted_at is None
+        return self.posting
 
     @property
     def next_tick(self) -> float:
@@ -182,7 +206,8 @@ class Receive:
             return ()
         actions: list[Action] = []
         expired = self.state is not State.QUARANTINE and now >= self.deadline
-        if expired and not isinstance(event, Failed):  # which knows the cause better
+        if expired and not isinstance(event, Acknowledged | Failed):
+            # A failure knows the cause better; an acknowledgement says when it ends instead.
             # Before the event: data that is seen landed after the lease's end may already
             # be another request's.
             self._fail(self._expired(), now, actions)
@@ -200,15 +225,20 @@ class Receive:
                 actions.append(Action.CONNECT)
             case Connected() if self.state is State.HANDSHAKE:
                 self._enter(State.POSTED, now)
+                self.posting = True
                 actions.append(Action.POST)
-            case Opened(transfer) if self.may_post:
+            case Opened(transfer) if self.posting:
                 self.open.add(transfer)
-            case Posted() if self.may_post:
-                self.posted_at = now
+            case Posted() if self.posting:
+                self.posting = False
+                if self.posted_at is None:
+                    self.posted_at = now
                 self._settle(now, actions)
             case Landed(transfer):
                 self.open.discard(transfer)
                 self._settle(now, actions)
+            case Acknowledged(until) if self.state is not State.QUARANTINE:
+                self._acknowledge(until, now, actions)
             case Broken() | Failed() | Abandoned() | AgentDestroyed():
                 self._take_trouble(event, now, actions)
 
@@ -228,9 +258,23 @@ class Receive:
                 self.abandoned = True
                 self._fail(Failure(Reason.TRANSFER_STALLED, ABANDONED), now, actions)
             case AgentDestroyed(failure):
-                if self.open or self.state is State.POSTED:
+                if self.open or self.posting:
                     self.open.clear()
-                    self._fail(failure, now, actions)
+                    self._begin_again_or_fail(failure, now, actions)
+
+    def _begin_again_or_fail(self, failure: Failure, now: float, actions: list[Action]) -> None:
+        """Read everything again over a new agent: the lease stands, and this was no fault of ours.
+
+        The bound is for a receive that is itself what kills the agents.
+        """
+        if self.state is State.QUARANTINE or self.beginnings >= MAX_BEGINNINGS:
+            self._fail(failure, now, actions)
+            return
+        self.beginnings += 1
+        self.posting = False
+        self.posted_at = None
+        self._enter(State.HANDSHAKE, now)
+        actions.append(Action.CONNECT)
 
     def _settle(self, now: float, actions: list[Action]) -> None:
         """End the receive if nothing of it is under way any more."""
@@ -239,23 +283,37 @@ class Receive:
         if self.state is State.QUARANTINE:
             self._enter(State.FAILED, now)
             actions.append(Action.REPORT)
-        elif self.state is State.POSTED and self.posted_at is not None:
-            # FENCE is where the lease word will be read after the data; until it is, the
-            # state is passed straight through.
+        elif self.state is State.POSTED and not self.posting:
+            # Only now: what is read of a lease word while data still lands proves nothing.
             self._enter(State.FENCE, now)
+            self.posting = True
+            actions.append(Action.FENCE)
+        elif self.state is State.FENCE and not self.posting and self.claimed:
             self._enter(State.DONE, now)
             actions.append(Action.REPORT)
+
+    def _acknowledge(self, until: float, now: float, actions: list[Action]) -> None:
+        self.deadline = max(self.deadline, until) if self.claimed else until
+        self.claimed = True
+        if now >= self.deadline:
+            self._fail(self._expired(), now, actions)
+        else:
+            self._settle(now, actions)
 
     def _fail(self, failure: Failure, now: float, actions: list[Action]) -> None:
         if self.failure is None:
             self.failure = failure
+        self.posting = False
         if self.state is not State.QUARANTINE:
             self.drain_at = now + self.drain_seconds
             self._enter(State.QUARANTINE, now)
         self._settle(now, actions)
 
     def _expired(self) -> Failure:
-        if self.state is State.POSTED:
+        if self.state is State.FENCE and not self.open:
+            message = "prefill did not acknowledge the lease for this engine before it ended"
+            return Failure(Reason.LEASE_EXPIRED, message)
+        if self.state in (State.POSTED, State.FENCE):
             return Failure(
                 Reason.TRANSFER_STALLED,
                 f"{counted(len(self.open), 'transfer')} had not landed when the lease ended",

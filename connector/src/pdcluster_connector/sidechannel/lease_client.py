@@ -2,7 +2,8 @@
 
 Runs in decode's scheduler role. A message is one HTTP request to one engine and carries
 everything that waits for that engine; it is repeated until it arrives or its deadline has
-passed (the lease has ended by itself then).
+passed (the lease has ended by itself then). What prefill says of a lease comes back as a
+:class:`LeaseAnswer`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import aiohttp
 
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.messages import LeaseKey, LeaseRequest
+from pdcluster_connector.protocol.lease import Standing
+from pdcluster_connector.protocol.messages import (
+    LeaseKey,
+    LeaseReply,
+    LeaseRequest,
+    Malformed,
+)
 from pdcluster_connector.sidechannel.handshake import (
     NETWORK_ERRORS,
     client_session,
     describe,
+    read_bounded,
     url,
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
@@ -39,6 +47,21 @@ SEND = aiohttp.ClientTimeout(total=10.0, sock_connect=3.0)
 Address = tuple[str, int, str]  # host, port, engine id
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseAnswer:
+    """What prefill ``engine_id`` says of one lease.
+
+    ``until``: a lease that is held stands until then, time.monotonic seconds. It is counted from
+    the moment at which the question was sent, which is before prefill counted from.
+    """
+
+    engine_id: str
+    request_id: str
+    token: int
+    standing: Standing
+    until: float = 0.0
+
+
 @dataclass(eq=False, slots=True)
 class _Outbox:
     """What waits for one engine: deadlines (time.monotonic seconds) by lease."""
@@ -54,14 +77,18 @@ class _Outbox:
 class LeaseClient:
     """Thread-safe; its methods never block and never raise.
 
+    ``holder`` is this engine's id: leases are claimed for it.
+
     ``counts`` holds how many leases were ``delivered``, ``expired`` (not delivered in
     time), ``refused`` (the engine was gone or could not read us) and ``overflow`` (dropped
     because too many waited).
     """
 
-    def __init__(self, tls: Tls | None = None) -> None:
+    def __init__(self, holder: str, tls: Tls | None = None) -> None:
         self._tls = tls
         self.counts: Counter[str] = Counter()
+        self._holder = holder
+        self._answers: deque[LeaseAnswer] = deque(maxlen=MAX_PENDING)
         self._thread = LoopThread("pdcluster-leases")
         self._outboxes: dict[Address, _Outbox] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -88,8 +115,15 @@ class LeaseClient:
     def renew(
         self, host: str, port: int, engine_id: str, request_id: str, token: int, deadline: float
     ) -> None:
-        """Tell ``engine_id`` once that decode still needs the lease."""
+        """Tell ``engine_id`` once that decode still needs the lease; the first time claims it."""
         self._thread.call(self._add, (host, port, engine_id), (request_id, token), deadline, False)
+
+    def answers(self) -> list[LeaseAnswer]:
+        """Return what prefill engines have answered to renewals since the last call."""
+        answers = []
+        while self._answers:
+            answers.append(self._answers.popleft())
+        return answers
 
     # From here on: the loop's thread only.
 
@@ -109,23 +143,38 @@ class LeaseClient:
     async def _deliver(self, address: Address, outbox: _Outbox) -> None:
         pause = FIRST_RETRY_SECONDS
         try:
-            await asyncio.sleep(GATHER_SECONDS)
+            if not outbox.renewals:  # a receive may wait for what prefill says to one
+                await asyncio.sleep(GATHER_SECONDS)
             while self._prune(outbox):
-                releases = tuple(outbox.releases)[:BATCH]
-                renewals = tuple(outbox.renewals)[: BATCH - len(releases)]
-                outcome = await self._send(address, releases, renewals)
+                renewals = tuple(outbox.renewals)[:BATCH]
+                releases = tuple(outbox.releases)[: BATCH - len(renewals)]
+                sent_at = time.monotonic()
+                reply = await self._send(address, releases, renewals)
+                outcome = reply if isinstance(reply, str) else "delivered"
                 if outcome == "retry":
                     await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
                     pause = min(2 * pause, LAST_RETRY_SECONDS)
                     continue
                 pause = FIRST_RETRY_SECONDS
                 self.counts[outcome] += len(releases) + len(renewals)
+                if isinstance(reply, LeaseReply):
+                    self._note(address[2], renewals, reply, sent_at)
                 for key in releases:
                     outbox.releases.pop(key, None)
                 for key in renewals:
                     outbox.renewals.pop(key, None)
         finally:
             self._outboxes.pop(address, None)
+
+    def _note(
+        self, engine_id: str, renewals: tuple[LeaseKey, ...], reply: LeaseReply, sent_at: float
+    ) -> None:
+        renewed, claimed = set(reply.renewed), set(reply.claimed)
+        for key in renewals:
+            standing = Standing.HELD if key in renewed else Standing.GONE
+            if key in claimed:
+                standing = Standing.CLAIMED
+            self._answers.append(LeaseAnswer(engine_id, *key, standing, sent_at + reply.seconds))
 
     def _prune(self, outbox: _Outbox) -> bool:
         """Drop what is too late; True while something is left."""
@@ -138,9 +187,10 @@ class LeaseClient:
 
     async def _send(
         self, address: Address, releases: tuple[LeaseKey, ...], renewals: tuple[LeaseKey, ...]
-    ) -> str:
+    ) -> LeaseReply | str:
+        """Return the answer, ``retry`` or ``refused``."""
         host, port, engine_id = address
-        body = messages.encode(LeaseRequest(engine_id, releases, renewals))
+        body = messages.encode(LeaseRequest(engine_id, self._holder, releases, renewals))
         if self._session is None:
             self._session = client_session()
         try:
@@ -152,14 +202,19 @@ class LeaseClient:
                 **tls_arguments(self._tls, engine_id),
             ) as response:
                 status = response.status
+                raw = await read_bounded(response, messages.MAX_REQUEST_BYTES)
         except NETWORK_ERRORS as error:
             logger.debug("leases of %s: %s", engine_id, describe(error))
             return "retry"
         except ValueError as error:  # a host that makes no URL
             logger.warning("leases of %s: %s", engine_id, error)
             return "refused"
-        if status == 204:
-            return "delivered"
+        if status == 200:
+            reply = messages.decode_lease_reply(raw)
+            if not isinstance(reply, Malformed):
+                return reply
+            logger.warning("leases of %s: %s", engine_id, reply.message)
+            return "refused"
         if status in {400, 403, 404, 409, 413}:
             logger.warning("leases of %s were refused: %d", engine_id, status)
             return "refused"

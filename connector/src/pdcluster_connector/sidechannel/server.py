@@ -32,7 +32,7 @@ from pdcluster_connector.protocol.messages import (
 from pdcluster_connector.protocol.peer_name import engine_in, names_in, why_not_peer
 from pdcluster_connector.protocol.refusal import refusal_of
 from pdcluster_connector.sidechannel.http_guard import ConnectionGuard, connection_limit
-from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox
+from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.tls import Tls
 
@@ -61,7 +61,7 @@ class SideChannelServer:
         shape: this engine's shape, all fields known.
         shards: metadata of every rank; empty until :meth:`set_shards`, handshakes are then
             answered with 503, which peers retry.
-        leases: where releases and renewals go; None refuses them (a decode engine).
+        leases: what answers releases and renewals; None refuses them (a decode engine).
         tls: serve HTTPS to peers with a certificate; None for plain HTTP.
         allow_insecure: listen on an address that is not loopback, without TLS.
         lease_seconds: how long this engine holds blocks for a peer.
@@ -76,7 +76,7 @@ class SideChannelServer:
         shape: EngineShape,
         *,
         shards: Sequence[ShardMetadata] = (),
-        leases: LeaseInbox | None = None,
+        leases: LeaseDesk | None = None,
         tls: Tls | None = None,
         allow_insecure: bool = False,
         role: str = "prefill",
@@ -221,7 +221,7 @@ class SideChannelServer:
         asked = messages.decode_lease_request(await _body(request))
         if isinstance(asked, Malformed):
             return self._malformed(asked)
-        if why := self._stranger(request, None):
+        if why := self._stranger(request, asked.holder):  # it claims for nobody else
             return web.Response(status=403, text=why)
         if asked.engine_id != self._engine_id:
             refusal = Refusal(
@@ -233,10 +233,8 @@ class SideChannelServer:
             return _msgpack(messages.encode(refusal), status=409)
         if self._leases is None:
             return web.Response(status=404, text="this engine grants no leases")
-        if not self._leases.put(asked):
-            return web.Response(status=503, text="too many lease messages wait")
         self.counts["lease_messages"] += 1
-        return web.Response(status=204)
+        return _msgpack(messages.encode(self._leases.answer(asked)))
 
     def _stranger(self, request: web.Request, claimed: str | None) -> str | None:
         """Return why a client may not ask this; ``claimed`` is who it says that it is."""

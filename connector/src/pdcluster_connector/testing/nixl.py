@@ -317,11 +317,8 @@ class InMemoryAgent:
 
 def _elements(rows: Rows) -> Rows:
     """Return (address, length) of every element of strided rows, row after row."""
-    return np.array(
-        [
-            (int(address) + k * int(stride), int(length))
-            for address, length, _, stride, count in rows
-            for k in range(int(count))
-        ],
-        np.uint64,
-    ).reshape(-1, 2)
+    counts = rows[:, 4].astype(np.int64)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    steps = (np.arange(counts.sum()) - first).astype(np.uint64)
+    address, length, stride = (np.repeat(rows[:, column], counts) for column in (0, 1, 3))
+    return np.stack([address + steps * stride, length], axis=1)

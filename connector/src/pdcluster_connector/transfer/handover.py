@@ -33,7 +33,8 @@ class ReceiveRequest:
         ticket: what the prefill engine handed over.
         decode_blocks: this engine's KV cache groups, and the request's blocks in each.
         start, stop: tokens wanted, counted from the prompt's start.
-        deadline: when the lease ends, monotonic seconds.
+        deadline: when the lease ends unless it is renewed, monotonic seconds.
+        claimed: whether prefill has acknowledged the lease for this engine.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class ReceiveRequest:
     start: int
     stop: int
     deadline: float
+    claimed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class ReceiveStats:
 
     Attributes:
         nbytes: bytes read by requests that arrived whole.
-        phase_seconds: one value a request under ``handshake``, ``post``, ``transfer``, ``total``.
+        phase_seconds: one value a request under ``handshake``, ``post``, ``transfer``, ``fence``,
+            ``total``.
         failures: requests failed, by reason; not those that the engine gave up.
     """
 
@@ -144,5 +147,6 @@ def _phases(receive: Receive) -> dict[str, float]:
         "handshake": posted - entered[State.HANDSHAKE],
         "post": (receive.posted_at or posted) - posted,
         "transfer": entered[State.FENCE] - posted,
+        "fence": entered[State.DONE] - entered[State.FENCE],
         "total": entered[State.DONE] - entered[State.HANDSHAKE],
     }

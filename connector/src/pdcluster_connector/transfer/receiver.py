@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -25,9 +25,9 @@ from pdcluster_connector.transfer.handover import (
     ReceiveResults,
     ReceiverOptions,
 )
+from pdcluster_connector.transfer.reads import Job
 from pdcluster_connector.transfer.receives import Receives
 from pdcluster_connector.transfer.transfer_thread import Timers, TransferThread
-from pdcluster_connector.transfer.transfers import Job
 
 __all__ = ["ReceiveRequest", "ReceiveResults", "Receiver", "ReceiverOptions"]
 
@@ -126,6 +126,16 @@ class Receiver:
                 self._thread.put(partial(self._receives.abandon, batch))
         except Exception:
             logger.exception("requests could not be given up")
+
+    def acknowledge(self, until: Mapping[str, float]) -> None:
+        """Tell of leases that prefill has renewed for this engine: until when, by request."""
+        if until:
+            self._thread.put(partial(self._receives.acknowledge, until))
+
+    def refuse(self, failures: Mapping[str, Failure]) -> None:
+        """Tell of requests whose leases are not this engine's any more, and why."""
+        if failures:
+            self._thread.put(partial(self._receives.refuse, failures))
 
     def results(self) -> ReceiveResults:
         """Return what has ended since the last call."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from pdcluster_connector.compat.reasons import Reason
@@ -25,6 +25,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.receive import (
     Abandoned,
+    Acknowledged,
     Action,
     AgentDestroyed,
     Connected,
@@ -39,11 +40,13 @@ from pdcluster_connector.protocol.receive import (
 from pdcluster_connector.sidechannel.peer_source import PeerSource
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
 from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.reads import Job, plan_fence, plan_reads
 from pdcluster_connector.transfer.transfer_thread import Timers
-from pdcluster_connector.transfer.transfers import Job, Transfers, plan_reads
+from pdcluster_connector.transfer.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
+HEALTHY_SECONDS = 1.0  # for others to land before the agent is destroyed under them
 HANDSHAKE_GRACE_SECONDS = 0.25  # the peer source knows better than the clock why it failed
 
 Answer = Callable[[int, EngineMetadata | Failure], None]
@@ -73,6 +76,7 @@ class Receives:
     ) -> None:
         self._connections = make_connections(self._warmed, self._closed)
         self._transfers = Transfers(
+            self._connections.scratch,
             tell=self._tell,
             broken=self._broken,
             settle=self._connections.settle,
@@ -89,7 +93,7 @@ class Receives:
         self._jobs: dict[int, Job] = {}
         self._by_id: dict[str, int] = {}
         self._held: list[Job] = []
-        self._destroy = False
+        self._destroy_by: float | None = None
         self._renew = False
         self._over: Failure | None = None
 
@@ -101,7 +105,9 @@ class Receives:
             if request.request_id in self._by_id:
                 logger.warning("request %s is being received already", request.request_id)
                 continue
-            machine = Receive(request.request_id, request.deadline, self._drain_seconds)
+            machine = Receive(
+                request.request_id, request.deadline, self._drain_seconds, request.claimed
+            )
             job = Job(next(self._serials), request, machine)
             self._jobs[job.serial] = job
             self._by_id[request.request_id] = job.serial
@@ -119,6 +125,20 @@ class Receives:
             serial = self._by_id.get(request_id)
             if serial is not None:
                 self._tell(self._jobs[serial], Abandoned())
+
+    def acknowledge(self, until: Mapping[str, float]) -> None:
+        """Take in until when prefill has promised to hold the KV of requests."""
+        for request_id, deadline in until.items():
+            serial = self._by_id.get(request_id)
+            if serial is not None:
+                self._tell(self._jobs[serial], Acknowledged(deadline))
+
+    def refuse(self, failures: Mapping[str, Failure]) -> None:
+        """Take in which requests have no lease any more, and why."""
+        for request_id, failure in failures.items():
+            serial = self._by_id.get(request_id)
+            if serial is not None:
+                self._tell(self._jobs[serial], Failed(failure))
 
     def answered(self, serial: int, answer: EngineMetadata | Failure) -> None:
         """Take in how a handshake ended."""
@@ -148,7 +168,8 @@ class Receives:
             self._connections.break_off(connection, failure)
         dead = failure.reason is Reason.PEER_RESTARTED
         for job in list(self._jobs.values()):
-            if job.request.ticket.engine_id == engine_id and (dead or job.machine.may_post):
+            posting = job.machine.may_post and job.machine.state is State.POSTED
+            if job.request.ticket.engine_id == engine_id and (dead or posting):
                 self._tell(job, Failed(failure))
 
     def time_is_up(self, serial: int) -> None:
@@ -168,7 +189,7 @@ class Receives:
             hanging = self._connections.hanging_since
             if hanging is not None and self._clock() >= hanging + self._drain_seconds:
                 self._renew = True  # no KV is at stake: once what is healthy has landed
-        if self._destroy or (self._draining and not self._transfers):
+        if self._must_rebuild():
             self.rebuild(
                 Failure(
                     Reason.BACKEND_ERROR,
@@ -177,6 +198,12 @@ class Receives:
             )
             moved = True
         return moved
+
+    def _must_rebuild(self) -> bool:
+        """Whether nothing healthy has to be waited for any more before the agent is destroyed."""
+        if self._destroy_by is not None:
+            return not self._transfers.healthy or self._clock() >= self._destroy_by
+        return self._draining and not self._transfers
 
     @property
     def busy(self) -> bool:
@@ -190,14 +217,14 @@ class Receives:
     @property
     def _draining(self) -> bool:
         """Whether the agent is to be destroyed as soon as what is healthy has landed."""
-        return self._destroy or self._renew or self._transfers.unseen > 0
+        return self._destroy_by is not None or self._renew or self._transfers.unseen > 0
 
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
-        """Destroy the agent and fail what ran on it; its peers connect anew when needed.
+        """Destroy the agent; healthy receives that ran on it begin again over a new one.
 
-        ``final`` fails everything else too, now and from now on.
+        ``final`` fails everything instead, now and from now on.
         """
-        self._destroy = self._renew = False
+        self._destroy_by, self._renew = None, False
         if final:
             self._over = failure
         writing = any(job.machine.open for job in self._jobs.values())
@@ -231,6 +258,8 @@ class Receives:
                     self._connect(job)
                 case Action.POST:
                     self._prepare(job)
+                case Action.FENCE:
+                    self._fence(job)
                 case Action.DESTROY_AGENT:
                     logger.error(
                         "request %s still has transfers under way %.1f s after it failed (%s):"
@@ -239,13 +268,14 @@ class Receives:
                         self._drain_seconds,
                         job.machine.failure,
                     )
-                    self._destroy = True
+                    self._destroy_by = self._destroy_by or self._clock() + HEALTHY_SECONDS
                 case Action.REPORT:
                     self._report(job)
         self._schedule(job)
 
     def _connect(self, job: Job) -> None:
         ticket = job.request.ticket
+        job.begin()
         with self._guarded(job):
             if job.request.start >= job.request.stop:
                 self._tell(job, Connected())
@@ -260,7 +290,7 @@ class Receives:
                 ticket.engine_id,
                 host,
                 port,
-                job.request.deadline,
+                job.machine.deadline,
                 lambda result: answer(serial, result),
             )
 
@@ -280,17 +310,28 @@ class Receives:
             if job.connection is not None:
                 limit = self._options.descriptors_per_transfer
                 failure = plan_reads(job, job.connection, limit)
-            if failure is not None:
-                self._tell(job, Failed(failure))
-            elif job.reads:
-                self._transfers.add(job)
-            else:
-                self._tell(job, Posted())
+            self._post(job, failure)
+
+    def _fence(self, job: Job) -> None:
+        with self._guarded(job):
+            failure = None
+            if job.connection is not None:
+                failure = plan_fence(job, job.connection, self._connections.scratch)
+            self._post(job, failure)
+
+    def _post(self, job: Job, failure: Failure | None) -> None:
+        """Post what was planned, if planning went well."""
+        if failure is not None:
+            self._tell(job, Failed(failure))
+        elif job.reads:
+            self._transfers.add(job)
+        else:
+            self._tell(job, Posted())
 
     def _report(self, job: Job) -> None:
         self._jobs.pop(job.serial, None)
         self._by_id.pop(job.request.request_id, None)
-        job.reads.clear()
+        self._transfers.drop_reads(job)
         job.connection = None
         self._ended.append(job)
 

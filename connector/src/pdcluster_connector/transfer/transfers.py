@@ -1,8 +1,8 @@
-"""The transfers of all receives: planned, posted one after the other, polled, never forgotten.
+"""The transfers of all receives: posted one after the other, polled, never forgotten.
 
 A transfer leaves in one of three ways: it landed, the transport broke it, or it became
 *unseen*: it may still write, but NIXL no longer tells how it is. Only destroying the agent
-ends an unseen one.
+ends an unseen one. Lease words are read by transfers like the others.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.interface import Handle, Indices, NixlError
+from pdcluster_connector.nixl_io.interface import Handle, NixlError
+from pdcluster_connector.nixl_io.probe import WORD_BYTES, Scratch
 from pdcluster_connector.nixl_io.reading_agent import Connection, Source
-from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks, plan_request
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive import (
     Broken,
@@ -25,75 +25,13 @@ from pdcluster_connector.protocol.receive import (
     Landed,
     Opened,
     Posted,
-    Receive,
+    State,
 )
-from pdcluster_connector.transfer.handover import ReceiveRequest
+from pdcluster_connector.transfer.reads import Job
 
 logger = logging.getLogger(__name__)
 
 POST_SECONDS = 0.002  # posting for longer would leave what has landed unnoticed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Read:
-    """One NIXL READ to post: descriptor indices of both sides, into source ``source``."""
-
-    source: int
-    decode: Indices
-    prefill: Indices
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One receive on the transfer thread.
-
-    Attributes:
-        serial: tells requests of one id apart.
-        request: what the engine step asked for.
-        machine: where the receive stands.
-        connection: to the prefill engine, once there is one.
-        reads: what is still to be posted.
-        nbytes, descriptors: of all that is read for it.
-    """
-
-    serial: int
-    request: ReceiveRequest
-    machine: Receive
-    connection: Connection | None = None
-    reads: deque[Read] = field(default_factory=deque)
-    nbytes: int = 0
-    descriptors: int = 0
-
-
-def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:
-    """Fill ``job.reads``, each of at most ``limit`` descriptors.
-
-    Returns why the ticket does not fit this engine.
-
-    Raises:
-        PlanError: the blocks do not cover the tokens, or lie outside of the caches.
-    """
-    request, ticket = job.request, job.request.ticket
-    size = connection.metadata.shape.block_size
-    if ticket.block_size != size:
-        message = f"the ticket's blocks hold {ticket.block_size} tokens, the engine's {size}"
-        return Failure(Reason.TICKET_INVALID, message)
-    prefill = EngineBlocks(connection.groups, [GroupBlocks(ids) for ids in ticket.blocks])
-    for part in plan_request(
-        connection.plan,
-        prefill,
-        request.decode_blocks,
-        start=request.start,
-        stop=request.stop,
-        tokens=ticket.tokens,
-    ):
-        count = len(part.decode_indices)
-        job.nbytes += part.nbytes
-        job.descriptors += count
-        for first in range(0, count, limit):
-            cut = slice(first, first + limit)
-            job.reads.append(Read(part.source, part.decode_indices[cut], part.prefill_indices[cut]))
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +40,14 @@ class _UnderWay:
     connection: Connection
     source: Source
     handle: Handle
+    word: int | None
 
 
 class Transfers:
     """Posts and polls for all jobs.
 
     Args:
+        scratch: where lease words are read into.
         tell: takes what happened to a job's machine.
         broken: told that a connection cannot be used any more.
         settle: told that a broken connection has one transfer less under way.
@@ -118,6 +58,7 @@ class Transfers:
 
     def __init__(
         self,
+        scratch: Scratch,
         *,
         tell: Callable[[Job, Event], None],
         broken: Callable[[Connection, Failure], None],
@@ -125,6 +66,7 @@ class Transfers:
         clock: Callable[[], float],
     ) -> None:
         self.unseen = 0
+        self._scratch = scratch
         self._tell = tell
         self._broken = broken
         self._settle = settle
@@ -137,12 +79,22 @@ class Transfers:
         """Whether there is anything to post or to poll."""
         return bool(self._posting or self._under_way)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether something is under way for a receive that has not failed."""
+        return bool(self._posting) or any(
+            transfer.job.machine.state is not State.QUARANTINE
+            for transfer in self._under_way.values()
+        )
+
     def add(self, job: Job) -> None:
         """Post ``job``'s reads when their turn comes."""
         self._posting.append(job)
 
     def clear(self) -> None:
-        """Forget everything: the agent is destroyed."""
+        """Forget everything: the agent is destroyed, and all scratch memory is free."""
+        for job in self._posting:
+            job.reads.clear()
         self._posting.clear()
         self._under_way.clear()
         self.unseen = 0
@@ -155,8 +107,9 @@ class Transfers:
         while self._posting:
             job = self._posting.popleft()
             if not job.machine.may_post or job.connection is None:
-                continue  # it failed meanwhile: none of its other reads follows
-            if job.connection.broken is not None:
+                self.drop_reads(job)  # it failed meanwhile: none of its other reads follows
+                continue
+            if job.connection.broken is not None and job.machine.state is State.POSTED:
                 self._tell(job, Failed(job.connection.broken))
                 continue
             self._post(job, job.connection)
@@ -172,21 +125,32 @@ class Transfers:
 
     def _post(self, job: Job, connection: Connection) -> None:
         read = job.reads.popleft()
+        word = read.word
         number = next(self._numbers)
         # Before the call: whatever it does, the transfer counts as able to write.
         self._tell(job, Opened(number))
         if number not in job.machine.open:
+            self._give_back(word)
+            if word is not None:
+                self._ended(connection)
             return  # the lease has just ended
-        connection.transfers += 1
+        if word is None:
+            connection.transfers += 1
         try:
             source = connection.sources[read.source]
-            handle = source.agent.read(source.local, read.decode, source.remote, read.prefill)
+            if word is None:
+                local, remote = source.local, source.remote
+            else:
+                local, remote = source.local_words, source.remote_words
+            handle = source.agent.read(local, read.decode, remote, read.prefill)
         except NixlError as error:
+            if not error.flying:
+                self._give_back(word)
             self._failed(number, job, connection, error)
         except BaseException as error:  # noqa: BLE001 - it may have been posted, so it is unseen
             self._lost(job, f"posting failed: {type(error).__name__}: {error}")
         else:
-            self._under_way[number] = _UnderWay(job, connection, source, handle)
+            self._under_way[number] = _UnderWay(job, connection, source, handle, word)
 
     def poll(self) -> bool:
         """Look at every transfer under way; returns whether any ended."""
@@ -202,6 +166,7 @@ class Transfers:
                 del self._under_way[number]
                 if not error.flying:
                     _release(transfer)
+                    self._give_back(transfer.word)
                 self._failed(number, job, connection, error)
             except BaseException as error:  # noqa: BLE001 - nobody knows how it is
                 del self._under_way[number]
@@ -210,10 +175,37 @@ class Transfers:
                 del self._under_way[number]
                 _release(transfer)
                 source.moved_at = self._clock()
-                self._ended(connection)
-                self._tell(job, Landed(number))
+                self._tell(job, self._landed(number, transfer))
+                self._ended(connection)  # after its fence was planned
             moved = True
         return moved
+
+    def _landed(self, number: int, transfer: _UnderWay) -> Event:
+        """Judge a transfer that has landed: any data is well, only one lease word is."""
+        if transfer.word is None:
+            return Landed(number)
+        word = self._scratch.word(transfer.word)
+        self._give_back(transfer.word)
+        ticket = transfer.job.request.ticket
+        if word == ticket.token:
+            return Landed(number)
+        message = (
+            f"lease word {ticket.fence_slot} of rank {transfer.source.rank} of {ticket.engine_id}"
+            " is no longer the ticket's: the blocks were given up while they were read"
+        )
+        return Broken(number, Failure(Reason.LEASE_LOST, message))
+
+    def drop_reads(self, job: Job) -> None:
+        """Forget reads of a job that were never posted."""
+        for read in job.reads:
+            self._give_back(read.word)
+            if read.word is not None and job.connection is not None:
+                self._ended(job.connection)
+        job.reads.clear()
+
+    def _give_back(self, word: int | None) -> None:
+        if word is not None:
+            self._scratch.give_back(WORD_BYTES, word)
 
     def _failed(self, number: int, job: Job, connection: Connection, error: NixlError) -> None:
         if error.flying:

@@ -175,6 +175,16 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         """What the scheduler role publishes on behalf of this rank."""
         return None if self._worker is None else self._worker.handshake()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take this step's orders; called before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self._hear_of_leases()
+
+    @engine_step(fallback=lambda: None)
+    def _hear_of_leases(self) -> None:
+        if self._worker is not None:
+            self._worker.bound(self._orders())
+
     def _fail_orders(self, error: Exception, *_: Any) -> None:
         if self._worker is not None:
             self._worker.fail_orders(self._orders(), error)

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import has_key, without_names
 from pdcluster_connector.protocol.prompt_digest import PromptDigest
+from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
 from pdcluster_connector.protocol.ticket import Rejected, Ticket, passed_on, ticket_of
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
-from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
+from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.prefill import DIGEST_TOKENS_A_STEP, is_prefill
 from pdcluster_connector.vllm.prompt import digest_of_prompt, prompt_reader
@@ -29,14 +31,15 @@ from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
 from pdcluster_connector.vllm.ticket_book import LeaseSender, TicketBook
 
 # Why a request was decoded without a transfer.
-NO_TICKET: Final = "NoTicket"
+NO_TICKET: Final = LocalReason.NO_TICKET.value
 LEASE_EXPIRED: Final = Reason.LEASE_EXPIRED.value
-PROMPT_MISMATCH: Final = "PromptMismatch"
-TICKET_SPENT: Final = "TicketSpent"
-CACHE_RESET: Final = "CacheReset"  # the caches were cleared, e.g. for new weights
-TICKET_TOO_LONG: Final = "TicketTooLong"  # holds the last token, which this model's decode computes
-PREFIX_HIT: Final = "PrefixHit"
-PREFIX_READING_OFF: Final = "PrefixReadingOff"  # e.g. prompt logprobs: vLLM computes all itself
+PROMPT_MISMATCH: Final = LocalReason.PROMPT_MISMATCH.value
+TICKET_SPENT: Final = LocalReason.TICKET_SPENT.value
+CACHE_RESET: Final = LocalReason.CACHE_RESET.value
+TICKET_TOO_LONG: Final = LocalReason.TICKET_TOO_LONG.value
+PREFIX_HIT: Final = LocalReason.PREFIX_HIT.value
+PREFIX_READING_OFF: Final = LocalReason.PREFIX_READING_OFF.value
+SHORT_PROMPT: Final = LocalReason.SHORT_PROMPT.value
 
 
 class Stage(Enum):
@@ -52,6 +55,7 @@ class Incoming:
     """One live request. ``reason`` says why its KV does not come from a prefill engine.
 
     ``named``: whoever sent it is told between which engines its KV moved.
+    ``computed``: tokens of it in this engine's prefix cache when vLLM last asked.
     ``reading``: the prompt is still compared with the ticket.
     ``held``: the ticket's lease is renewed, and released when the request needs it no more.
     ``repeated``: what the answer repeats of the request.
@@ -65,12 +69,17 @@ class Incoming:
     held: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
     counted: bool = False
+    computed: int = 0
     start: int = 0
     stop: int = 0
     blocks: int = 0
     receipt: Receipt | None = None
     outcome: str = "local"
     named: bool = False
+
+    def here(self, request: Request) -> int:
+        """Return the prompt tokens that this engine computes if nothing is transferred."""
+        return max(0, int(request.num_prompt_tokens) - self.computed)
 
 
 class DecodeRole:
@@ -81,6 +90,7 @@ class DecodeRole:
         audience: a ticket must be meant for it.
         show_names: tell every client between which engines its KV moved.
         key: of requests that are told so in any case; empty for none.
+        recomputes: vLLM computes the prompt here if its transfer fails, and fails it otherwise.
     """
 
     def __init__(
@@ -97,9 +107,12 @@ class DecodeRole:
         audience: str = "",
         show_names: bool = False,
         key: str = "",
+        recomputes: bool = False,
     ) -> None:
         self._engine_id = engine_id
         self._groups = groups
+        self._block = smallest_block(groups)
+        self._recomputes = recomputes
         self._leaves_last_token = leaves_last_token(groups)
         self._tickets = TicketBook(leases, lease_seconds, clock)
         self._stats = stats
@@ -161,6 +174,8 @@ class DecodeRole:
         the request is admitted; apart from that comparison, nothing changes here.
         """
         incoming = self._requests.get(request.request_id)
+        if incoming is not None:
+            incoming.computed = computed
         if incoming is None or incoming.ticket is None or incoming.stage is not Stage.WAITING:
             return 0, False
         if incoming.reason:
@@ -171,6 +186,8 @@ class DecodeRole:
                 return None, False
             if incoming.reason:
                 return 0, False
+        if self._tickets.objection(incoming.ticket) is not None:
+            return 0, False
         count = min(incoming.ticket.tokens, request.num_tokens) - computed
         return (count, True) if count > 0 else (0, False)
 
@@ -193,13 +210,14 @@ class DecodeRole:
             self._park(request, incoming, incoming.ticket, blocks, external_tokens)
             return
         if incoming.stage is Stage.WAITING:
-            incoming.reason = incoming.reason or (
-                PREFIX_READING_OFF if request.skip_reading_prefix_cache else PREFIX_HIT
-            )
-            self._settle(incoming)
+            self._explain(request, incoming)
+            self._settle(request.request_id, incoming)
         if not incoming.counted and incoming.outcome == "local":
             incoming.counted = True
-            self._stats.decoded_without_transfer(incoming.reason)
+            tokens = incoming.here(request)
+            if incoming.reason == NO_TICKET and tokens < self._block:
+                incoming.reason = SHORT_PROMPT
+            self._stats.prompt(Outcome.LOCAL, incoming.reason, tokens)
 
     def _park(
         self,
@@ -218,7 +236,7 @@ class DecodeRole:
         )
         incoming.blocks = sum(block > 0 for group in held for block in group.blocks)
         incoming.stage = Stage.PARKED
-        self._tickets.renew(ticket)
+        seconds, claimed = self._tickets.park(ticket, request.request_id)
         self._orders.append(
             ReceiveOrder(
                 request_id=request.request_id,
@@ -226,9 +244,26 @@ class DecodeRole:
                 blocks=held,
                 start=incoming.start,
                 stop=incoming.stop,
-                seconds=self._tickets.lease_seconds(ticket),
+                seconds=seconds,
+                claimed=claimed,
             )
         )
+
+    def _explain(self, request: Request, incoming: Incoming) -> None:
+        """Say why a request whose ticket was good is computed here."""
+        if incoming.reason or incoming.ticket is None:
+            return
+        objection = self._tickets.objection(incoming.ticket) if incoming.held else None
+        if objection is not None:
+            incoming.reason, incoming.message = objection.reason.value, objection.message
+        elif request.skip_reading_prefix_cache:
+            incoming.reason = PREFIX_READING_OFF
+        else:
+            incoming.reason = PREFIX_HIT
+
+    def hear(self) -> tuple[dict[str, float], dict[str, Failure]]:
+        """Return parked requests whose lease was renewed (seconds left), or lost (why)."""
+        return self._tickets.take_news()
 
     def take_orders(self) -> tuple[list[ReceiveOrder], list[str]]:
         """(receives to start, parked requests that were aborted); each is given out once."""
@@ -260,7 +295,18 @@ class DecodeRole:
             if incoming.receipt is not None and incoming.receipt.reason:
                 incoming.reason = incoming.receipt.reason
                 incoming.message = incoming.receipt.message
-            self._settle(incoming)
+            self._count(incoming, failed=request_id in failed)
+            self._settle(request_id, incoming)
+
+    def _count(self, incoming: Incoming, *, failed: bool) -> None:
+        """Count a prompt whose receive ended."""
+        if incoming.counted:
+            return
+        incoming.counted = True
+        outcome = Outcome.TRANSFERRED
+        if failed:
+            outcome = Outcome.RECOMPUTED if self._recomputes else Outcome.FAILED
+        self._stats.prompt(outcome, incoming.reason, incoming.stop - incoming.start)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return what the client learns about its KV."""
@@ -268,12 +314,14 @@ class DecodeRole:
         if incoming is None:
             return None
         if incoming.stage is Stage.PARKED:
-            # Its blocks stay until every rank has said that nothing can land in them.
+            # Its blocks stay until every rank has said that nothing can land in them. vLLM also
+            # ends a request here whose transfer failed; one that its client left is not counted.
+            incoming.counted = request.status is RequestStatus.FINISHED_ABORTED
             self._aborted[request.request_id] = incoming
             self._abandoned.append(request.request_id)
             return None
         if incoming.stage is Stage.WAITING:
-            self._settle(incoming)
+            self._settle(request.request_id, incoming)
         path = self._path(incoming)
         return {"kv_path": path if incoming.named else without_names(path), **incoming.repeated}
 
@@ -285,7 +333,7 @@ class DecodeRole:
         if incoming.stage is Stage.PARKED:
             self._aborted[request_id] = incoming
         elif incoming.stage is Stage.WAITING:
-            self._settle(incoming)
+            self._settle(request_id, incoming)
 
     def _path(self, incoming: Incoming) -> dict[str, Any]:
         receipt = incoming.receipt or Receipt(0, 0.0)
@@ -313,8 +361,8 @@ class DecodeRole:
             return TICKET_TOO_LONG
         return ""
 
-    def _settle(self, incoming: Incoming) -> None:
+    def _settle(self, request_id: str, incoming: Incoming) -> None:
         """Nothing will be loaded any more."""
         incoming.stage = Stage.SETTLED
         if incoming.ticket is not None and incoming.held:
-            self._tickets.done(incoming.ticket)
+            self._tickets.done(incoming.ticket, request_id)

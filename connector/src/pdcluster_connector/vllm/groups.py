@@ -79,3 +79,8 @@ def leaves_last_token(groups: Sequence[CacheGroup]) -> bool:
     both sides.
     """
     return any(group.is_state or group.window is not None for group in groups)
+
+
+def smallest_block(groups: Sequence[CacheGroup]) -> int:
+    """Return the tokens of the smallest block that holds tokens; 0 if there is none."""
+    return min((group.block_size for group in groups if not group.is_state), default=0)

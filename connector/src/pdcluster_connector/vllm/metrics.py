@@ -17,9 +17,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-PHASES: Final = ("handshake", "post", "transfer", "total")
+from pdcluster_connector.protocol.prompt_outcomes import (
+    PROMPTS_METRIC,
+    Outcome,
+    is_fault,
+    label_of,
+)
+
+PHASES: Final = ("handshake", "post", "transfer", "fence", "total")
 MAX_SAMPLES: Final = 4096  # for each phase and interval; more samples are dropped
-_COUNTS: Final = ("failures", "decodes_without_transfer", "faults")
+_COUNTS: Final = ("failures", "local_prompt_tokens", "faults")
 _BUCKETS: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
@@ -31,7 +38,8 @@ def _empty() -> dict[str, Any]:
         "received_bytes": 0,
         "seconds": {phase: [] for phase in PHASES},
         "failures": {},
-        "decodes_without_transfer": {},
+        "prompts": {},
+        "local_prompt_tokens": {},
         "faults": {},
         "leases_expired": 0,
         "leases_held": None,
@@ -42,8 +50,9 @@ def _empty() -> dict[str, Any]:
 class ConnectorStats(KVConnectorStats):
     """One interval's counts.
 
-    ``data``: ``received_bytes``; ``seconds`` by phase, a list of samples; ``failures`` and
-    ``decodes_without_transfer`` by reason; ``faults`` by method (exceptions caught in engine
+    ``data``: ``received_bytes``; ``seconds`` by phase, a list of samples; ``failures`` by
+    reason; ``prompts`` by outcome and reason (protocol.prompt_outcomes); ``local_prompt_tokens`` by
+    reason; ``faults`` by method (exceptions caught in engine
     steps); ``leases_expired``; ``leases_held`` (None where nothing changed).
     """
 
@@ -70,6 +79,10 @@ class ConnectorStats(KVConnectorStats):
         for name in _COUNTS:
             for label, count in theirs[name].items():
                 self.data[name][label] = self.data[name].get(label, 0) + count
+        for outcome, counts in theirs["prompts"].items():
+            sums = self.data["prompts"].setdefault(outcome, {})
+            for reason, count in counts.items():
+                sums[reason] = sums.get(reason, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -80,7 +93,12 @@ class ConnectorStats(KVConnectorStats):
             "receives": len(total),
             "mean seconds": round(sum(total) / len(total), 4) if total else 0.0,
             "failures": sum(self.data["failures"].values()),
-            "decodes without transfer": sum(self.data["decodes_without_transfer"].values()),
+            "prompts computed here": sum(
+                count
+                for outcome, counts in self.data["prompts"].items()
+                for reason, count in counts.items()
+                if is_fault(outcome, reason)
+            ),
             "leases expired": self.data["leases_expired"],
             "faults": sum(self.data["faults"].values()),
         }
@@ -104,9 +122,13 @@ class StatsCollector:
         for reason, count in failures.items():
             self._count("failures", str(reason), count)
 
-    def decoded_without_transfer(self, reason: str) -> None:
-        """Count a request that decode computed from its own prefill."""
-        self._count("decodes_without_transfer", reason)
+    def prompt(self, outcome: Outcome, reason: str, tokens: int) -> None:
+        """Count a request's prompt. ``tokens`` of it were computed here, or are about to be."""
+        reason = label_of(outcome, reason)
+        counts = self._stats.data["prompts"].setdefault(outcome.value, {})
+        counts[reason] = counts.get(reason, 0) + 1
+        if tokens and is_fault(outcome, reason):
+            self._count("local_prompt_tokens", reason, tokens)
 
     def fault(self, method: str) -> None:
         """Count an exception that the guard caught."""
@@ -145,9 +167,14 @@ class PrometheusMetrics(KVConnectorPromMetrics):
         self._failures = self._counter(
             "pdcluster_kv_failures", "KV receives that failed, by reason, each rank.", "reason"
         )
-        self._without = self._counter(
-            "pdcluster_kv_decodes_without_transfer",
-            "Requests whose prompt a decode engine computed itself, by reason.",
+        self._prompts = self._counter(
+            PROMPTS_METRIC.removesuffix("_total"),
+            "Prompts of a decode engine, by what became of their transfer and why.",
+            *("outcome", "reason"),
+        )
+        self._local_tokens = self._counter(
+            "pdcluster_kv_local_prompt_tokens",
+            "Prompt tokens that decode computed although prefill should have, by reason.",
             "reason",
         )
         self._expired = self._counter(
@@ -184,11 +211,14 @@ class PrometheusMetrics(KVConnectorPromMetrics):
         self._expired.labels(*engine).inc(data["leases_expired"])
         for counter, name in (
             (self._failures, "failures"),
-            (self._without, "decodes_without_transfer"),
+            (self._local_tokens, "local_prompt_tokens"),
             (self._faults, "faults"),
         ):
             for label, count in data[name].items():
                 counter.labels(*engine, label).inc(count)
+        for outcome, counts in data["prompts"].items():
+            for reason, count in counts.items():
+                self._prompts.labels(*engine, outcome, reason).inc(count)
         held: Gauge = self._held.labels(*engine)
         if data["leases_held"] is not None:
             held.set(data["leases_held"])

@@ -1,8 +1,8 @@
 """Scheduler role of a prefill engine: leases, tickets, and when blocks may go.
 
 A lease is armed when a request is scheduled, so that its token exists before its blocks hold
-anything, and granted when the request finishes. The scheduler alone decides when it ends
-(release, expiry) and orders every rank to report the request as sent, once: vLLM frees the
+anything, and granted when the request finishes. When it has ended (release, expiry), every rank
+is ordered to clear its lease word and to report the request as sent, once: vLLM frees the
 blocks when all ranks have.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.protocol.block_ids import BlockIds
-from pdcluster_connector.protocol.lease import LeaseTable
 from pdcluster_connector.protocol.prompt_digest import PromptDigest
 from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params, passed_on
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
+from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
@@ -41,8 +41,8 @@ def is_prefill(request: Request) -> bool:
 class PrefillRole:
     """Not thread-safe: lives on the scheduler's thread.
 
-    ``clock`` gives monotonic seconds, ``keys`` the keys that sign tickets. Releases and renewals
-    come in through :meth:`release` and :meth:`renew`.
+    ``leases`` is shared with the side channel, where releases and renewals come in. ``keys`` gives
+    the keys that sign tickets.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class PrefillRole:
         groups: Sequence[CacheGroup],
         parallel: tuple[int, int],
         stats: StatsCollector,
+        leases: LeaseDesk,
         keys: Callable[[], TicketKeys | None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine_id = engine_id
         self._options = options
@@ -63,11 +63,9 @@ class PrefillRole:
         self._leaves_last_token = leaves_last_token(groups)
         self._tensor, self._pipeline = parallel
         self._stats = stats
+        self._leases = leases
         self._keys = keys
-        self._clock = clock
-        self._leases = LeaseTable()
         self._owed: set[str] = set()  # finished requests whose blocks vLLM keeps for us
-        self._sent: list[str] = []
         self._shortened: set[str] = set()
         self._prompts: dict[str, PromptDigest] = {}  # of requests that compute
 
@@ -95,7 +93,7 @@ class PrefillRole:
     def scheduled(self, request: Request) -> None:
         """Arm the lease of a request that starts to compute; again after a preemption."""
         if is_prefill(request):
-            self._leases.arm(request.request_id, secrets.randbits(64), self._clock())
+            self._leases.arm(request.request_id, 1 + secrets.randbelow(2**64 - 1))
             if request.request_id not in self._prompts:
                 reader = prompt_reader(request, request.num_prompt_tokens)
                 if reader is not None:
@@ -115,7 +113,7 @@ class PrefillRole:
         request_id = request.request_id
         whole = self._leaves_last_token and request_id not in self._shortened
         self._shortened.discard(request_id)
-        token = self._leases.token(request_id)
+        place = self._leases.place(request_id)
         reader = self._prompts.pop(request_id, None)
         if reader is not None and reader.count != request.num_prompt_tokens:
             reader = prompt_reader(request, request.num_prompt_tokens)  # the prompt went on
@@ -124,24 +122,37 @@ class PrefillRole:
             and request.num_computed_tokens >= request.num_prompt_tokens
             and any(blocks)
         )
-        if token is None or reader is None or whole or not handed_off:
+        if place is None or reader is None or whole or not handed_off:
+            self._leases.drop(request_id)
+            return False, None
+        token, slot = place
+        if slot is None:
+            # Decode could not see whether the lease stands, so it would not use the ticket.
+            logger.warning("the KV of %s is not handed over: no lease word is free", request_id)
+            self._stats.fault("finished:NoLeaseWord")
             self._leases.drop(request_id)
             return False, None
         try:
             digest = digest_of_prompt(request, request.num_prompt_tokens, reader)
-            params = kv_transfer_params(self._ticket(request, token, digest, blocks), self._keys())
+            ticket = self._ticket(request, token, slot, digest, blocks)
+            params = kv_transfer_params(ticket, self._keys())
         except ValueError as error:
             logger.warning("the KV of %s is not handed over: %s", request_id, error)
             self._stats.fault("finished:TicketTooLong")
             self._leases.drop(request_id)
             return False, None
-        if not self._leases.grant(request_id, self._clock() + self._options.lease_seconds):
+        if not self._leases.grant(request_id):
             return False, None
         self._owed.add(request_id)
         return True, params | passed_on(request.kv_transfer_params)
 
     def _ticket(
-        self, request: Request, token: int, digest: bytes, blocks: Sequence[Sequence[int]]
+        self,
+        request: Request,
+        token: int,
+        slot: int,
+        digest: bytes,
+        blocks: Sequence[Sequence[int]],
     ) -> Ticket:
         """Return the ticket of a finished request; raises ValueError for too many blocks."""
         return Ticket(
@@ -160,6 +171,7 @@ class PrefillRole:
             expires_at=time.time() + self._options.lease_seconds,
             tensor=self._tensor,
             pipeline=self._pipeline,
+            fence_slot=slot,
             lease_seconds=self._options.lease_seconds,
             audience=self._options.ticket_audience,
         )
@@ -171,26 +183,12 @@ class PrefillRole:
         self._shortened.discard(request_id)
         self._prompts.pop(request_id, None)
 
-    def release(self, request_id: str, token: int) -> bool:
-        """End a lease because decode is done with it. False if there is none like it."""
-        if not self._leases.release(request_id, token):
-            return False
-        self._let_go(request_id)
-        return True
-
-    def renew(self, request_id: str, token: int) -> bool:
-        """Extend a lease to ``lease_seconds`` from now. False if there is none like it."""
-        return self._leases.renew(request_id, token, self._clock() + self._options.lease_seconds)
-
-    def take_sent(self) -> list[str]:
-        """Requests that every rank has to report as sent now; each is given out once."""
-        for request_id in self._leases.expire(self._clock()):
+    def take(self) -> tuple[list[str], dict[int, int]]:
+        """(requests that every rank reports as sent now, lease words to write before), once."""
+        changes = self._leases.take()
+        for _ in changes.expired:
             self._stats.lease_expired()
-            self._let_go(request_id)
-        sent, self._sent = self._sent, []
-        return sent
-
-    def _let_go(self, request_id: str) -> None:
-        if request_id in self._owed:
-            self._owed.remove(request_id)
-            self._sent.append(request_id)
+        sent = [key for key in (*changes.released, *changes.expired) if key in self._owed]
+        self._owed.difference_update(sent)
+        self._stats.leases_held(self._leases.held)
+        return sent, changes.words

@@ -26,7 +26,7 @@ from pdcluster_connector.link_health.control_agent import TOKEN_VARIABLE
 from pdcluster_connector.protocol.kv_path import key_of
 from pdcluster_connector.protocol.messages import Malformed, decode_shard
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
-from pdcluster_connector.sidechannel.lease_inbox import LeaseInbox
+from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
 from pdcluster_connector.sidechannel.tls import Tls
@@ -72,7 +72,7 @@ class SchedulerRole:
         self._unreceivable: dict[str, str] = {}
         self._tls = None if options.tls is None else Tls(options.tls, engine_id)
         self._side_channel: SideChannelServer | None = None
-        self._inbox: LeaseInbox | None = None
+        self._leases: LeaseDesk | None = None
         self._lease_client: LeaseClient | None = None
         self.prefill: PrefillRole | None = None
         self.decode: DecodeRole | None = None
@@ -83,7 +83,7 @@ class SchedulerRole:
                 "Whoever can send a request can make this engine read or serve wrong KV"
             )
         if transfer.is_kv_producer:
-            self._inbox = LeaseInbox()
+            self._leases = LeaseDesk(options.lease_seconds)
             self.prefill = PrefillRole(
                 engine_id,
                 options,
@@ -91,10 +91,11 @@ class SchedulerRole:
                 groups,
                 (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
                 self._stats,
+                self._leases,
                 keys,
             )
         if transfer.is_kv_consumer:
-            self._lease_client = LeaseClient(self._tls)
+            self._lease_client = LeaseClient(engine_id, self._tls)
             self._lease_client.start()
             self.decode = DecodeRole(
                 engine_id,
@@ -106,6 +107,7 @@ class SchedulerRole:
                 audience=options.ticket_audience,
                 show_names=options.show_internal_names,
                 key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
+                recomputes=transfer.kv_load_failure_policy == "recompute",
             )
 
     # At start.
@@ -145,7 +147,7 @@ class SchedulerRole:
             self._engine_id,
             shape,
             shards=shards,
-            leases=self._inbox,
+            leases=self._leases,
             tls=self._tls,
             allow_insecure=self._options.allow_insecure,
             role="prefill" if self.prefill is not None else "decode",
@@ -190,16 +192,11 @@ class SchedulerRole:
     def orders(self) -> StepOrders:
         """What the workers have to do; each order is given out once."""
         orders = StepOrders()
-        if self.prefill is not None and self._inbox is not None:
-            news = self._inbox.drain()
-            for request_id, token in news.renewals:
-                self.prefill.renew(request_id, token)
-            for request_id, token in news.releases:
-                self.prefill.release(request_id, token)
-            orders.sent = self.prefill.take_sent()
+        if self.prefill is not None:
+            orders.sent, orders.lease_words = self.prefill.take()
             self.prefill.read_prompts()
-            self._stats.leases_held(self.prefill.leases_held)
         if self.decode is not None:
+            orders.renewed, orders.lost = self.decode.hear()
             orders.receive, orders.abandon = self.decode.take_orders()
         orders.unreceivable, self._unreceivable = self._unreceivable, {}
         return orders

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pdcluster_connector.plan.request import GroupBlocks
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
 
 
@@ -28,7 +29,8 @@ class ReceiveOrder:
         ticket: where its KV waits.
         blocks: logical blocks for each KV cache group, of the tokens wanted.
         start, stop: tokens wanted: ``[start, stop)``.
-        seconds: time left until the lease ends.
+        seconds: time left until the lease ends unless it is renewed.
+        claimed: whether prefill has acknowledged the lease for this engine.
     """
 
     request_id: str
@@ -37,6 +39,7 @@ class ReceiveOrder:
     start: int
     stop: int
     seconds: float
+    claimed: bool = False
 
 
 @dataclass
@@ -48,12 +51,19 @@ class StepOrders(KVConnectorMetadata):
         abandon: parked requests that were aborted; still to be answered once.
         sent: prefill requests whose lease was released or ended; their blocks may go.
         unreceivable: parked requests that cannot be received, with the cause as text.
+        lease_words: what to write into this rank's table of lease words, by slot. Before ``sent``
+            is reported: see :mod:`pdcluster_connector.nixl_io.lease_word_table`.
+        renewed: seconds that prefill has promised to hold the KV of a parked request.
+        lost: parked requests whose lease is not this engine's any more, and why.
     """
 
     receive: list[ReceiveOrder] = field(default_factory=list)
     abandon: list[str] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     unreceivable: dict[str, str] = field(default_factory=dict)
+    lease_words: dict[int, int] = field(default_factory=dict)
+    renewed: dict[str, float] = field(default_factory=dict)
+    lost: dict[str, Failure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@
 One ticket can come with several requests (``n=4``, a list of prompts): it is released when the
 last of them needs it no more. Afterwards prefill may reuse the blocks at any time, so a
 released ticket is remembered and refused.
+
+Prefill answers each renewal. The first answer claims the lease for this engine, and a ticket
+may be used only while the last one stands.
 """
 
 from __future__ import annotations
@@ -10,10 +13,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.lease import Standing
 from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.sidechannel.lease_client import LeaseAnswer
 
 MAX_SPENT: Final = 65536
 RENEWALS_PER_LEASE: Final = 4
@@ -34,14 +41,45 @@ class LeaseSender(Protocol):
     ) -> None:
         """Send a renewal; repeated until the deadline."""
 
+    def answers(self) -> list[LeaseAnswer]:
+        """Return what has been answered to renewals since the last call."""
 
-@dataclass(slots=True)
-class _Use:
-    """A ticket in use, the length of its lease in seconds, and when it is renewed next."""
+
+_LOST: Final = {
+    Standing.GONE: Failure(
+        Reason.LEASE_LOST, "prefill holds no such lease: it was released, or it has expired"
+    ),
+    Standing.CLAIMED: Failure(
+        Reason.LEASE_CLAIMED, "another decode engine has claimed the lease: it came there first"
+    ),
+}
+_EXPIRED: Final = Failure(
+    Reason.LEASE_EXPIRED, "prefill acknowledged no renewal for as long as the lease lasts"
+)
+
+
+@dataclass(eq=False, slots=True)
+class _Lease:
+    """The lease of one ticket in use.
+
+    Attributes:
+        seconds: how long it lasts after each renewal.
+        until: when it ends, unless it is renewed; guessed until it is claimed.
+        renew_at: when it is renewed next.
+        users: requests that came with the ticket.
+        claimed: whether prefill has acknowledged it for this engine.
+        lost: why it is not this engine's any more.
+        parked: requests that wait for its KV.
+    """
 
     ticket: Ticket
-    length: float
-    renew_at: float
+    seconds: float
+    until: float
+    renew_at: float = 0.0
+    users: int = 0
+    claimed: bool = False
+    lost: Failure | None = None
+    parked: set[str] = field(default_factory=set)
 
 
 class TicketBook:
@@ -53,14 +91,15 @@ class TicketBook:
         self._leases = leases
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._users: dict[_Key, int] = {}
-        self._tickets: dict[_Key, _Use] = {}
+        self._held: dict[_Key, _Lease] = {}
         self._spent: OrderedDict[_Key, None] = OrderedDict()
+        self._renewed: dict[str, float] = {}
+        self._lost: dict[str, Failure] = {}
         self._renew_at = math.inf
 
     def __len__(self) -> int:
         """Tickets in use."""
-        return len(self._tickets)
+        return len(self._held)
 
     def is_spent(self, ticket: Ticket) -> bool:
         """Whether the ticket was released already."""
@@ -71,25 +110,39 @@ class TicketBook:
 
         The shorter of the ticket's lease and ours counts.
         """
-        key = _key(ticket)
-        self._users[key] = self._users.get(key, 0) + 1
+        key, now = _key(ticket), self._clock()
         length = min(self._lease_seconds, ticket.lease_seconds)
-        self._tickets[key] = _Use(ticket, length, self._clock() + length / RENEWALS_PER_LEASE)
-        self._renew_at = min(self._renew_at, self._tickets[key].renew_at)
-        self.renew(ticket)
+        lease = self._held.setdefault(key, _Lease(ticket, length, now + length))
+        lease.users += 1
+        self._renew(lease)
+        self._renew_at = min(self._renew_at, lease.renew_at)
 
-    def lease_seconds(self, ticket: Ticket) -> float:
-        """Length of the ticket's lease, counted from each renewal."""
-        known = self._tickets.get(_key(ticket))
-        return self._lease_seconds if known is None else known.length
+    def objection(self, ticket: Ticket) -> Failure | None:
+        """Why the KV of a ticket in use must not be read any more; None if it may be."""
+        self.hear()
+        lease = self._held.get(_key(ticket))
+        if lease is None or lease.lost is not None:
+            return _LOST[Standing.GONE] if lease is None else lease.lost
+        return _EXPIRED if self._clock() >= lease.until else None
 
-    def done(self, ticket: Ticket) -> None:
+    def park(self, ticket: Ticket, request_id: str) -> tuple[float, bool]:
+        """Note a request that waits for the ticket's KV.
+
+        Returns (seconds until the lease ends, whether it is claimed).
+        """
+        lease = self._held[_key(ticket)]
+        lease.parked.add(request_id)
+        return lease.until - self._clock(), lease.claimed
+
+    def done(self, ticket: Ticket, request_id: str = "") -> None:
         """Count one request less; the last one releases the ticket."""
         key = _key(ticket)
-        self._users[key] -= 1
-        if self._users[key] > 0:
+        lease = self._held[key]
+        lease.parked.discard(request_id)
+        lease.users -= 1
+        if lease.users > 0:
             return
-        del self._users[key], self._tickets[key]
+        del self._held[key]
         if key in self._spent:
             return
         self._spent[key] = None
@@ -98,11 +151,31 @@ class TicketBook:
         deadline = self._clock() + self._lease_seconds
         self._leases.release(*_address(ticket), ticket.request_id, ticket.token, deadline)
 
-    def renew(self, ticket: Ticket) -> None:
-        """Extend the ticket's lease."""
-        if not self.is_spent(ticket):
-            deadline = self._clock() + self.lease_seconds(ticket) / RENEWALS_PER_LEASE
-            self._leases.renew(*_address(ticket), ticket.request_id, ticket.token, deadline)
+    def hear(self) -> None:
+        """Take in what prefill engines have answered."""
+        for answer in self._leases.answers():
+            lease = self._held.get((answer.engine_id, answer.request_id, answer.token))
+            if lease is None or lease.lost is not None:
+                continue
+            if answer.standing is Standing.HELD:
+                lease.until = max(lease.until, answer.until) if lease.claimed else answer.until
+                lease.claimed = True
+                self._renewed.update(dict.fromkeys(lease.parked, lease.until))
+            else:
+                lease.lost = _LOST[answer.standing]
+                self._lost.update(dict.fromkeys(lease.parked, lease.lost))
+
+    def take_news(self) -> tuple[dict[str, float], dict[str, Failure]]:
+        """Return what has changed for parked requests since the last call.
+
+        Seconds until the lease ends, for those whose lease was renewed, and why the others have
+        none any more.
+        """
+        self.hear()
+        now = self._clock()
+        renewed, self._renewed = self._renewed, {}
+        lost, self._lost = self._lost, {}
+        return {request_id: until - now for request_id, until in renewed.items()}, lost
 
     def renew_all(self) -> None:
         """Extend each lease in use a few times in its length; otherwise do nothing.
@@ -112,11 +185,16 @@ class TicketBook:
         now = self._clock()
         if now < self._renew_at:
             return
-        for use in self._tickets.values():
-            if use.renew_at <= now:
-                use.renew_at = now + use.length / RENEWALS_PER_LEASE
-                self.renew(use.ticket)
-        self._renew_at = min((use.renew_at for use in self._tickets.values()), default=math.inf)
+        for lease in self._held.values():
+            if lease.renew_at <= now:
+                self._renew(lease)
+        self._renew_at = min((lease.renew_at for lease in self._held.values()), default=math.inf)
+
+    def _renew(self, lease: _Lease) -> None:
+        ticket, period = lease.ticket, lease.seconds / RENEWALS_PER_LEASE
+        lease.renew_at = self._clock() + period
+        if lease.lost is None and not self.is_spent(ticket):
+            self._leases.renew(*_address(ticket), ticket.request_id, ticket.token, lease.renew_at)
 
 
 def _key(ticket: Ticket) -> _Key:

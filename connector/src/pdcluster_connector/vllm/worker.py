@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class WorkerRole:
         self._peers: PeerBook | None = None
         self._receiver: Receiver | None = None
         self._control: ControlAgent | None = None
+        self._bound_at = inf
         self._sent: set[str] = set()
         self._unreceivable: dict[str, str] = {}
         self._receipts: dict[str, Receipt] = {}
@@ -152,9 +154,16 @@ class WorkerRole:
 
     # Every step.
 
+    def bound(self, orders: StepOrders) -> None:
+        """Before the forward pass: tell the transfer thread what became of leases."""
+        self._bound_at = time.monotonic()
+        self._tell_of_leases(orders)
+
     def start(self, orders: StepOrders) -> None:
-        """Hand orders to the transfer thread."""
-        self._sent.update(orders.sent)
+        """Write lease words, and hand orders to the transfer thread."""
+        if self._serving is not None:
+            self._serving.lease_words.write(orders.lease_words)
+        self._sent.update(orders.sent)  # not before: vLLM gives these blocks to others
         self._unreceivable.update(orders.unreceivable)
         if self._receiver is None:
             return
@@ -166,6 +175,18 @@ class WorkerRole:
             for request in requests if self._tails is not None else ():
                 self._tails.clear(request.decode_blocks, request.stop)
             self._receiver.receive(requests)
+            self._tell_of_leases(orders)  # those that have just been ordered
+
+    def _tell_of_leases(self, orders: StepOrders) -> None:
+        if self._receiver is not None:
+            self._receiver.acknowledge(
+                {request_id: self._until(left) for request_id, left in orders.renewed.items()}
+            )
+            self._receiver.refuse(orders.lost)
+
+    def _until(self, seconds: float) -> float:
+        """When a lease ends that the scheduler gave so long; the forward pass does not count."""
+        return min(self._bound_at, time.monotonic()) + seconds
 
     def fail_orders(self, orders: StepOrders, error: Exception) -> None:
         """Report every receive of these orders as failed: starting them went wrong."""
@@ -223,7 +244,8 @@ class WorkerRole:
             decode_blocks=EngineBlocks(groups_of(shape), order.blocks),
             start=order.start,
             stop=order.stop,
-            deadline=time.monotonic() + order.seconds,
+            deadline=self._until(order.seconds),
+            claimed=order.claimed,
         )
 
     def _failed(self, request_id: str, reason: Reason, message: str) -> None:

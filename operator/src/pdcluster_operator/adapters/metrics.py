@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -13,10 +13,15 @@ _RESOURCE = re.compile(
 )
 
 
+Shares = Mapping[tuple[str, str], float]
+"""By namespace and name of a PDCluster."""
+
+
 class Metrics:
     """All metrics of one process, in a registry of its own."""
 
     def __init__(self) -> None:
+        self._shares: Callable[[], Shares] = dict
         self.registry = CollectorRegistry()
         self.reconciles = Counter(
             "pdcluster_reconciles",
@@ -35,6 +40,13 @@ class Metrics:
         )
         self.clusters = Gauge(
             "pdcluster_clusters", "PDClusters that are known.", registry=self.registry
+        )
+        self.local_prefill_share = Gauge(
+            "pdcluster_local_prefill_share",
+            "Share, 0 to 1, of a PDCluster's latest prompts that decode computed instead of "
+            "prefill.",
+            ["cluster_namespace", "cluster"],
+            registry=self.registry,
         )
         self.api_calls = Counter(
             "pdcluster_api_calls",
@@ -67,10 +79,13 @@ class Metrics:
             registry=self.registry,
         )
 
-    def measure(self, depth: Callable[[], int], clusters: Callable[[], int]) -> None:
-        """Read the queue's depth and the number of clusters at every scrape."""
+    def measure(
+        self, depth: Callable[[], int], clusters: Callable[[], int], shares: Callable[[], Shares]
+    ) -> None:
+        """Read the queue's depth, the number of clusters and the shares at every scrape."""
         self.queue_depth.set_function(depth)
         self.clusters.set_function(clusters)
+        self._shares = shares
 
     def reconciled(self, seconds: float, *, failed: bool) -> None:
         """Count one reconcile."""
@@ -84,6 +99,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
+        self.local_prefill_share.clear()  # of clusters that are gone, too
+        for (namespace, cluster), share in self._shares().items():
+            self.local_prefill_share.labels(namespace, cluster).set(share)
         return generate_latest(self.registry)
 
 

@@ -87,7 +87,9 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             worked=lambda seconds, failed: metrics.reconciled(seconds, failed=failed),
         )
         api.remember = loop.store.put
-        metrics.measure(lambda: loop.queue.depth, lambda: len(loop.store.keys()))
+        metrics.measure(
+            lambda: loop.queue.depth, lambda: len(loop.store.keys()), loop.local_prefill_shares
+        )
         sweeper = Sweeper(api, loop, options.namespaces, options.sweep_seconds)
         ready.append(sweeper)
         if not await _unless_stopped(sweeper.first(), stop):

@@ -70,6 +70,7 @@ class StatusReason(StrEnum):
     BANDWIDTH_UNMEASURED = "BandwidthUnmeasured"
     NO_THRESHOLD = "NoThreshold"
     PROBABLE_TCP_FALLBACK = "ProbableTCPFallback"
+    LOCAL_PREFILL = "LocalPrefill"
 
     # Service and change
     SERVING = "Serving"

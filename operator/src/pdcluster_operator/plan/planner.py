@@ -98,4 +98,4 @@ def _view(observed: Observed, cluster: Cluster, desired: Desired) -> View:
         deadline=cluster.spec.rollout.progress_deadline_seconds,
         router_trouble=router_trouble(observed),
     )
-    return View(engines, pairs, change)
+    return View(engines, pairs, observed.links, change)

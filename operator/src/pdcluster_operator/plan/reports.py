@@ -6,7 +6,7 @@ the wrong type counts as not given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -15,6 +15,8 @@ MAX_LINKS = 4096
 MAX_TEXT = 1024
 LARGEST_NUMBER = 1e18
 LARGEST_SIZE = 1024
+LEAST_PROMPTS = 20
+"""With fewer prompts, one of them would be more than five percent."""
 
 
 class LinkState(StrEnum):
@@ -81,12 +83,35 @@ class LinkReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptsReport:
+    """The latest prompts of a decode engine that prefill should have computed.
+
+    Attributes:
+        percent: those that decode computed itself, rounded up; None if too little is known. It is 0
+            only if decode computed none.
+        cause: the reason of most of these; empty if there are none.
+        prompts: how many there were. As ``local``, it changes all the time, and makes no
+            difference between two reports.
+        local: how many of them decode computed itself.
+    """
+
+    percent: int | None
+    cause: str
+    prompts: int = field(compare=False)
+    local: int = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class LinksReport:
-    """``GET /v1/links`` of a decode engine's leader."""
+    """``GET /v1/links`` of a decode engine's leader.
+
+    ``prompts`` is None if the launcher is of a version that does not tell them.
+    """
 
     engine: str
     engine_id: str
     links: tuple[LinkReport, ...] = ()
+    prompts: PromptsReport | None = None
 
 
 def parse_engine_report(document: object) -> EngineReport | None:
@@ -118,7 +143,26 @@ def parse_links_report(document: object) -> LinksReport | None:
         engine=_text(document, "engine"),
         engine_id=_text(document, "engine_id"),
         links=tuple(link for link in links if link.prefill),
+        prompts=_prompts(document["prompts"]) if "prompts" in document else None,
     )
+
+
+def local_share(reports: Iterable[LinksReport]) -> float | None:
+    """Return which share (0 to 1) of a cluster's prompts decode computed; None without prompts."""
+    told = [report.prompts for report in reports if report.prompts is not None]
+    prompts = sum(report.prompts for report in told)
+    return sum(report.local for report in told) / prompts if prompts else None
+
+
+def _prompts(entry: object) -> PromptsReport:
+    if not isinstance(entry, Mapping):
+        return PromptsReport(None, "", 0, 0)  # the engine was not asked yet, or did not answer
+    prompts = int(_number(entry, "prompts"))
+    local = min(int(_number(entry, "local")), prompts)
+    told = prompts >= LEAST_PROMPTS or not local
+    percent = -(-100 * local // prompts) if prompts else 0
+    cause = _text(entry, "cause") if local else ""
+    return PromptsReport(percent if told else None, cause, prompts, local)
 
 
 def _link(entry: Mapping[str, Any]) -> LinkReport:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from pdcluster_operator.plan.reports import local_share
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink, Launchers
 from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
@@ -66,6 +67,15 @@ class ControlLoop:
         """One LIST of all objects of a kind that concern us."""
         for key in self.store.replace(kind, manifests):
             self.queue.add(key)
+
+    def local_prefill_shares(self) -> dict[Key, float]:
+        """Return which share of its latest prompts each cluster's decode engines computed.
+
+        A cluster without prompts has no entry.
+        """
+        keys = self.store.keys()
+        shares = {key: local_share(self.monitor.links(key).values()) for key in keys}
+        return {key: share for key, share in shares.items() if share is not None}
 
     def start(self) -> None:
         """Start working on the running loop."""

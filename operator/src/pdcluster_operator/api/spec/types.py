@@ -93,6 +93,16 @@ class Verification:
     canary: Annotated[Canary, Doc("is the request that proves that KV moves.")] = field(
         default_factory=Canary
     )
+    max_local_share: Annotated[
+        int,
+        Example(10),
+        Doc(
+            "is the largest share of its prompts that a decode engine may compute by itself "
+            "although prefill should have, in percent. Above it, TransportHealthy turns False. "
+            "100 turns this off."
+        ),
+        Whole(0, 100),
+    ] = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

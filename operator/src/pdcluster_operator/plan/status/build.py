@@ -22,12 +22,14 @@ from pdcluster_operator.plan.builders.router_service import endpoint
 from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.links import PairState, PairView
 from pdcluster_operator.plan.model import Event, Observed
+from pdcluster_operator.plan.reports import LinksReport
 from pdcluster_operator.plan.status.engine_conditions import accepted, role_ready, with_warnings
 from pdcluster_operator.plan.status.link_conditions import (
     links_established,
     path_verified,
     transport_healthy,
 )
+from pdcluster_operator.plan.status.local_prefill import local_prefill
 from pdcluster_operator.plan.status.progress import ChangeView, available, progressing, summary
 
 MAX_FAILED_LINKS = 16
@@ -46,6 +48,7 @@ class View:
 
     engines: Mapping[Role, tuple[EngineView, ...]]
     pairs: tuple[PairView, ...]
+    links: Mapping[str, LinksReport]
     change: ChangeView
 
 
@@ -87,7 +90,13 @@ def _verdicts(
         ConditionType.KV_PATH_VERIFIED: path_verified(
             view.pairs, find_condition(before, ConditionType.KV_PATH_VERIFIED)
         ),
-        ConditionType.TRANSPORT_HEALTHY: transport_healthy(view.pairs, cluster.spec.transfer),
+        ConditionType.TRANSPORT_HEALTHY: local_prefill(
+            decode,
+            view.links,
+            cluster.spec.verification.max_local_share,
+            find_condition(before, ConditionType.TRANSPORT_HEALTHY),
+        )
+        or transport_healthy(view.pairs, cluster.spec.transfer),
         ConditionType.AVAILABLE: available(view.pairs, view.change),
     }
     ready = summary(verdicts, view.change)

@@ -1,0 +1,88 @@
+"""How many of its latest prompts a decode engine computed by itself. Pure.
+
+The engine counts all prompts since its start, each data-parallel rank by itself. The window keeps
+these sums for a few minutes and tells what was added meanwhile. Which prompts are faults is said
+in protocol.prompt_outcomes. Time comes in as an argument, in seconds of any monotonic clock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pdcluster_connector.protocol.prompt_outcomes import PROMPTS_METRIC, is_fault, was_due
+
+WINDOW_SECONDS: Final = 300.0
+SILENCE_SECONDS: Final = 60.0  # after this long without counts, nothing is known
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Kind = tuple[str, str]  # (outcome, reason)
+
+
+def count_prompts(metrics: str) -> Counter[Kind]:
+    """Sum up an engine's ``/metrics`` (Prometheus text) over its ranks.
+
+    What is not a number is skipped.
+    """
+    counts: Counter[Kind] = Counter()
+    for line in metrics.splitlines():
+        if not line.startswith(PROMPTS_METRIC + "{"):
+            continue
+        labels = dict(_LABEL.findall(line))
+        try:
+            number = round(float(line.rpartition("} ")[2].split()[0]))
+        except (IndexError, ValueError, OverflowError):
+            continue
+        counts[labels.get("outcome", ""), labels.get("reason", "")] += number
+    return counts
+
+
+class PromptWindow:
+    """The prompts of the last ``seconds``. Used from one thread."""
+
+    def __init__(self, seconds: float = WINDOW_SECONDS) -> None:
+        self._seconds = seconds
+        self._sums: deque[tuple[float, Counter[Kind]]] = deque()
+        self._cause = ""
+
+    def add(self, sums: Mapping[Kind, int], now: float) -> None:
+        """Take the engine's counts since its start."""
+        latest = Counter(sums)
+        if self._sums and any(latest[kind] < n for kind, n in self._sums[-1][1].items()):
+            self._sums.clear()  # it counts from anew
+        if not self._sums:
+            self._sums.append((now, Counter()))
+        self._sums.append((now, latest))
+        # The oldest sums are those of the window's beginning, or the last before it.
+        while len(self._sums) > 2 and self._sums[1][0] <= now - self._seconds:
+            self._sums.popleft()
+
+    def document(self, now: float) -> dict[str, Any] | None:
+        """Return the account of the window, or None if nothing is known.
+
+        Keys: ``window_seconds``; ``prompts`` that prefill should have computed; ``local``, those of
+        them that decode computed; ``cause``, the reason of most of these, empty if there are none.
+        """
+        if not self._sums or now - self._sums[-1][0] > SILENCE_SECONDS:
+            return None
+        added = self._sums[-1][1] - self._sums[0][1]
+        due = sum(number for kind, number in added.items() if was_due(*kind))
+        faults: Counter[str] = Counter()
+        for (outcome, reason), number in added.items():
+            if is_fault(outcome, reason):
+                faults[reason] += number
+        return {
+            "window_seconds": self._seconds,
+            "prompts": due,
+            "local": faults.total(),
+            "cause": self._main_cause(faults),
+        }
+
+    def _main_cause(self, faults: Counter[str]) -> str:
+        """Keep the cause until another is twice as frequent, so that two do not alternate."""
+        most = max(faults.values(), default=0)
+        if not most or 2 * faults[self._cause] <= most:
+            self._cause = min((r for r, number in faults.items() if number == most), default="")
+        return self._cause

@@ -1,0 +1,74 @@
+"""Who computed a request's prompt, and whether that is a fault.
+
+A decode engine counts each request once, by outcome and reason. Its launcher judges the counts and
+the operator shows them. All three use the rule that is written here:
+
+* A prompt that decode computes by itself is a fault, whatever the reason. The answer is right and
+  its status is 200, so nobody would notice otherwise.
+* It is no fault if no transfer was due: decode's own prefix cache held the KV, less than one block
+  was left to compute, vLLM had to compute all of it for the request, or somebody cleared the
+  caches.
+
+A request without a ticket is a fault even if a router sent it to decode on purpose: the engine
+cannot know the purpose. Whoever runs such a router allows the share that they expect.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from pdcluster_connector.compat.reasons import Reason
+
+PROMPTS_METRIC: Final = "pdcluster_kv_prompts_total"
+OTHER: Final = "Other"
+
+
+class Outcome(StrEnum):
+    """What became of one prompt on a decode engine."""
+
+    TRANSFERRED = "transferred"  # its KV came from prefill
+    LOCAL = "local"  # decode computed it and tried no transfer
+    RECOMPUTED = "recomputed"  # decode computed it after its transfer failed
+    FAILED = "failed"  # its transfer failed, and so did the request
+
+
+class LocalReason(StrEnum):
+    """Why no transfer was tried, beside ``compat.reasons.Reason``."""
+
+    NO_TICKET = "NoTicket"
+    PROMPT_MISMATCH = "PromptMismatch"
+    TICKET_SPENT = "TicketSpent"
+    TICKET_TOO_LONG = "TicketTooLong"  # holds the last token, which this model's decode computes
+    CACHE_RESET = "CacheReset"  # the caches were cleared, e.g. for new weights
+    PREFIX_HIT = "PrefixHit"
+    PREFIX_READING_OFF = "PrefixReadingOff"  # e.g. prompt logprobs: vLLM computes all itself
+    SHORT_PROMPT = "ShortPrompt"  # no ticket, and less than one block left to compute
+
+
+NOT_DUE: Final = frozenset(
+    {
+        LocalReason.CACHE_RESET,
+        LocalReason.PREFIX_HIT,
+        LocalReason.PREFIX_READING_OFF,
+        LocalReason.SHORT_PROMPT,
+    }
+)
+_KNOWN: Final = frozenset((*(r.value for r in Reason), *(r.value for r in LocalReason)))
+
+
+def was_due(outcome: str, reason: str) -> bool:
+    """Tell whether prefill should have brought the KV of such a prompt."""
+    return outcome != Outcome.LOCAL or reason not in NOT_DUE
+
+
+def is_fault(outcome: str, reason: str) -> bool:
+    """Tell whether decode computed a prompt that prefill should have brought."""
+    return outcome in (Outcome.LOCAL, Outcome.RECOMPUTED) and was_due(outcome, reason)
+
+
+def label_of(outcome: str, reason: str) -> str:
+    """Return the value of the metric's label ``reason``: one of a few, empty after a transfer."""
+    if outcome == Outcome.TRANSFERRED:
+        return ""
+    return reason if reason in _KNOWN else OTHER

@@ -1,0 +1,200 @@
+"""When decode computes prompts itself: above which share, until when, and what is said of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.prompt_outcomes import NOT_DUE, OTHER, LocalReason
+from pdcluster_operator.plan.reports import LEAST_PROMPTS, local_share, parse_links_report
+
+
+def running(most: int | None = None, **roles):
+    spec = {} if most is None else {"verification": {"maxLocalShare": most}}
+    world = SimulatedCluster(manifest(**spec, **roles))
+    world.bring_up()
+    return world
+
+
+def judged(world: SimulatedCluster) -> str:
+    """The condition after one look, and that nothing else is False because of it."""
+    world.step()
+    condition = world.condition("TransportHealthy")
+    assert (condition["status"] == "False") is (condition["reason"] == "LocalPrefill")
+    return condition["status"]
+
+
+def seen(world: SimulatedCluster, prompts: int, local: int, cause: str = "NoTicket") -> str:
+    world.count_prompts(prompts, local, cause)
+    return judged(world)
+
+
+def test_one_request_is_no_share():
+    world = running()
+    assert seen(world, LEAST_PROMPTS - 1, LEAST_PROMPTS - 1) == "True"
+    assert seen(world, LEAST_PROMPTS, 1) == "True"
+    assert seen(world, LEAST_PROMPTS, 2) == "False"
+
+
+def test_it_turns_back_when_the_window_is_clean():
+    world = running(10)
+    assert seen(world, 100, 11) == "False"
+    message = world.condition("TransportHealthy")["message"]
+    assert seen(world, 100, 6) == "False", "below the limit, but not by much"
+    assert seen(world, 10, 1) == "False", "too few prompts to say that it is over"
+    assert world.condition("TransportHealthy")["message"] == message
+    assert seen(world, 100, 5) == "True"
+    assert seen(world, 100, 6) == "True"
+    assert seen(world, 100, 11) == "False"
+    assert seen(world, 0, 0) == "True", "nothing is computed any more"
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=30), st.integers(0, 99))
+def test_each_flip_crosses_the_whole_distance(shares: list[int], most: int):
+    world = running(most)
+    state = "True"
+    for share in shares:
+        now = seen(world, 100, share)
+        if state == "True":
+            assert now == ("False" if share > most else "True")
+        else:
+            assert now == ("True" if share <= most // 2 else "False")
+        state = now
+
+
+def test_a_hundred_percent_turns_it_off():
+    world = running(100)
+    assert seen(world, 100, 100) == "True"
+    world = running(5)
+    assert seen(world, 100, 100) == "False"
+    world.edit(verification={"maxLocalShare": 100})
+    assert judged(world) == "True"
+
+
+def test_zero_allows_none():
+    world = running(0)
+    assert seen(world, 1000, 0) == "True"
+    assert seen(world, 1000, 1) == "False"
+    assert seen(world, 1000, 0) == "True"
+
+
+def test_one_engine_of_many_is_named():
+    world = running(decode={"replicas": 3})
+    world.count_prompts(1000)
+    assert judged(world) == "True"
+    decode = world.leaders("decode")[1]
+    document = {"links": [], "prompts": {"prompts": 50, "local": 30, "cause": "LeaseExpired"}}
+    report = parse_links_report(document)
+    world.links[decode.logical] = replace(world.links[decode.logical], prompts=report.prompts)
+    assert judged(world) == "False"
+    message = world.condition("TransportHealthy")["message"]
+    assert decode.stateful_set in message
+    assert "leaseSeconds" in message
+
+
+def test_an_engine_that_cannot_be_asked_is_unknown_and_not_well():
+    world = running()
+    links = dict(world.links)
+    world.links.clear()
+    assert judged(world) == "True", "of an engine that was well, silence says nothing"
+    world.links.update(links)
+    assert seen(world, 100, 50) == "False"
+    before = dict(world.links)
+    world.links.clear()
+    assert judged(world) == "Unknown"
+    assert judged(world) == "Unknown"
+    assert world.condition("TransportHealthy")["reason"] == "LauncherUnreachable"
+    world.links.update(before)
+    assert judged(world) == "False"
+
+
+def test_an_engine_that_is_known_to_be_gone_is_not_judged():
+    world = running()
+    assert seen(world, 100, 50) == "False"
+    (decode,) = world.links
+    world.engines[decode] = replace(world.engines[decode], ready=False, state="Draining")
+    assert judged(world) == "True"
+    assert world.condition("DecodeReady")["status"] == "False"
+
+
+def test_an_engine_that_has_not_counted_yet_changes_nothing():
+    world = running()
+    nothing = parse_links_report({"links": [], "prompts": None}).prompts
+    (decode,) = world.links
+    world.links[decode] = replace(world.links[decode], prompts=nothing)
+    assert judged(world) == "True"
+    assert seen(world, 100, 50) == "False"
+    world.links[decode] = replace(world.links[decode], prompts=nothing)
+    assert judged(world) == "False"
+    world.links[decode] = replace(world.links[decode], prompts=None)
+    assert judged(world) == "True", "a launcher of the version before knows nothing of it"
+
+
+CAUSES = [*LocalReason, *Reason, OTHER, "NewReason"]
+
+
+@pytest.mark.parametrize("cause", [str(cause) for cause in CAUSES if cause not in NOT_DUE])
+def test_each_cause_has_a_remedy_and_no_number_that_changes(cause: str):
+    world = running(7)
+    assert seen(world, 1234, 567, cause) == "False"
+    message = world.condition("TransportHealthy")["message"]
+    assert f"because of {cause}: " in message
+    stateless = message.replace(world.leaders("decode")[0].stateful_set, "")
+    assert re.findall(r"\d+", stateless) == ["7"]
+
+
+def test_a_cause_that_is_no_name_is_not_shown():
+    world = running()
+    assert seen(world, 100, 100, "<b>1 2</b>") == "False"
+    assert "<b>" not in world.condition("TransportHealthy")["message"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "known"),
+    [
+        ({"prompts": 40, "local": 1, "cause": "X"}, (3, "X", 40, 1)),
+        ({"prompts": 40, "local": 0, "cause": "X"}, (0, "", 40, 0)),
+        ({"prompts": 3, "local": 0}, (0, "", 3, 0)),
+        ({"prompts": 3, "local": 1}, (None, "", 3, 1)),
+        ({"prompts": 40, "local": 80, "cause": 7}, (100, "", 40, 40)),
+        ({"prompts": -4, "local": True}, (0, "", 0, 0)),
+        ({"prompts": float("nan"), "local": 1e30}, (0, "", 0, 0)),
+        (None, (None, "", 0, 0)),
+        ("x", (None, "", 0, 0)),
+    ],
+)
+def test_the_launchers_account_is_read_totally(entry, known):
+    read = parse_links_report({"links": [], "prompts": entry}).prompts
+    assert (read.percent, read.cause, read.prompts, read.local) == known
+
+
+def test_the_limit_starts_no_engine_anew():
+    world = running()
+    world.edit(verification={"maxLocalShare": 50})
+    assert world.step().steps == ()
+
+
+def test_the_share_of_a_cluster_is_that_of_all_its_engines():
+    reports = [
+        parse_links_report({"links": [], **more})
+        for more in ({"prompts": {"prompts": 30, "local": 3}}, {"prompts": {"prompts": 10}}, {})
+    ]
+    assert local_share(reports) == 3 / 40
+    assert local_share(reports[2:]) is None
+    assert local_share([]) is None
+
+
+def test_other_counts_alone_are_no_other_report():
+    """Each other report wakes the cluster's reconcile."""
+    one, two, three = (
+        parse_links_report({"links": [], "prompts": {"prompts": n, "local": m, "cause": "X"}})
+        for n, m in ((100, 50), (1000, 500), (1000, 600))
+    )
+    assert one == two
+    assert two != three
