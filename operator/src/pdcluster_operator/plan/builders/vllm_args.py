@@ -97,7 +97,7 @@ def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
             "ticket_key_file": f"{TICKET_KEY_FOLDER}/{TICKET_KEY_FILE}",
             "ticket_audience": ticket_audience(cluster, pairing_key),
             **threads,
-            # A pod's address is not loopback, and the side channel has no TLS yet.
+            # A pod's address is not loopback, and the operator makes no certificates yet.
             "allow_insecure": True,
         },
     }
