@@ -17,6 +17,7 @@ from launched import CONFIG, HERE, Launched
 
 from loopback import free_port
 from pdcluster_connector.launcher import bundle
+from ticket_key import KEY_FILE
 
 
 def inside(cgroup: Path | None) -> tuple[str, ...]:
@@ -88,7 +89,8 @@ def launch(pyz: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Lau
         (folder / "termination").touch()
         port, api, side = port or free_port(), free_port(), free_port()
         kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
-        extra = {"kv_connector_extra_config": {"side_channel_port": side}}
+        own = {"side_channel_port": side, "ticket_key_file": KEY_FILE}
+        extra = {"kv_connector_extra_config": own}
         config = json.dumps({**CONFIG, "kv_role": kv_role, **extra})
         arguments = vllm or (str(model), "--host", "127.0.0.1", "--port", str(api))
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
