@@ -265,6 +265,30 @@ def test_no_session_is_resumed(engines: Engines) -> None:
             assert client.session is None or not client.session.has_ticket
 
 
+@pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_of_tls_1_2_gets_nothing(engines: Engines, newest: ssl.TLSVersion) -> None:
+    """It would send its certificate, and so its names, for everybody to read."""
+    server = engines.serve(engines.tls(PREFILL))
+    files = engines.files(DECODE)
+    context = ssl.create_default_context(cafile=files.ca)
+    context.load_cert_chain(files.certificate, files.key)
+    context.maximum_version = newest
+    name = "ns.c.prefill.r.0.engine.pdcluster.dev"
+
+    def shake() -> str | None:
+        with (
+            socket.create_connection(("127.0.0.1", server.port), timeout=10) as plain,
+            context.wrap_socket(plain, server_hostname=name) as client,
+        ):
+            return client.version()
+
+    if newest is ssl.TLSVersion.TLSv1_3:
+        assert shake() == "TLSv1.3"
+    else:
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            shake()
+
+
 def test_a_common_name_names_nobody(engines: Engines) -> None:
     """Authorities check names less strictly there; the name has to be a subjectAltName."""
     name = "ns.c.prefill.r.0.engine.pdcluster.dev"
