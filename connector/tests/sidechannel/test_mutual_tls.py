@@ -12,6 +12,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from loopback_engines import DECODE, PREFILL, SHAPE, Answer, connect, shards_of, until
 
 from authority import Authority
@@ -212,6 +218,24 @@ def test_files_that_cannot_be_used_do_not_replace_those_that_can(
     assert "the former ones are" in caplog.text
 
 
+def test_files_are_looked_at_every_few_seconds_and_read_when_they_have_changed(
+    engines: Engines,
+) -> None:
+    now = [100.0]
+    place = engines.folder / "prefill"
+    files = engines.authority.files(place, PREFILL)
+    tls = Tls(files, PREFILL, clock=lambda: now[0])
+    first = tls.client()
+    engines.authority.files(place, PREFILL)
+    now[0] += tls_module.LOOK_SECONDS - 0.1
+    assert tls.client() is first
+    now[0] += 0.1
+    second = tls.client()
+    assert second is not first
+    now[0] += 2 * tls_module.LOOK_SECONDS
+    assert tls.client() is second, "nothing has changed since"
+
+
 def test_files_that_change_while_they_are_read_break_no_connection(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +354,7 @@ def test_clients_that_never_shake_hands_are_bounded(
         ("no key", "is not a file"),
         ("no ca", "tls.ca"),
         ("a long path", "is not a file"),
+        ("a password", "the key has a password"),
     ],
 )
 def test_wrong_files_are_refused_at_the_start(engines: Engines, fault: str, said: str) -> None:
@@ -340,6 +365,11 @@ def test_wrong_files_are_refused_at_the_start(engines: Engines, fault: str, said
         files = TlsFiles(files.ca, stranger.certificate, stranger.key)
     if fault == "no key":
         files.key.unlink()
+    if fault == "a password":
+        key = load_pem_private_key(files.key.read_bytes(), None)
+        files.key.write_bytes(
+            key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+        )
     if fault == "a long path":
         files = replace(files, key=files.key.with_name("k" * 300))
     if fault == "no ca":
