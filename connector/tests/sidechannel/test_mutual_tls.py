@@ -337,7 +337,7 @@ def test_clients_that_never_shake_hands_are_bounded(
         for client in silent[8:]:
             client.settimeout(10)
             assert client.recv(1) == b"", "the ninth and those behind it are turned away"
-        until(lambda: not guard._greeting)
+        until(lambda: not guard._greeting, 30)  # asyncio's own limit is 60 seconds
     finally:
         for client in silent:
             client.close()
