@@ -44,8 +44,9 @@ class Authority:
         *,
         expired: bool = False,
         trusting: tuple[Authority, ...] = (),
-        named: bool = True,
+        named: bool | None = True,
         name: str = "",
+        common_name: str = "engine",
     ) -> TlsFiles:
         """Write three files.
 
@@ -53,17 +54,20 @@ class Authority:
             engine_id: whose name the certificate has, unless ``name`` is another one.
             expired: a certificate of yesterday.
             trusting: authorities that the holder trusts beside this one.
-            named: whether certificates name engines; if not, it is ``localhost``'s.
+            named: whether certificates name engines; if not, it is ``localhost``'s. None for one
+                without a subjectAltName.
+            common_name: what its subject says.
         """
         folder.mkdir(parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         start = datetime.now(UTC) - timedelta(days=2)
         held = name or (engine_name(engine_id) if named else "localhost")
-        certificate = (
-            self._builder(_name("engine"), key.public_key(), start, days=1 if expired else 10)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(held)]), critical=False)
-            .sign(self.key, hashes.SHA256())
-        )
+        days = 1 if expired else 10
+        builder = self._builder(_name(common_name), key.public_key(), start, days)
+        if named is not None:
+            names = x509.SubjectAlternativeName([x509.DNSName(held)])
+            builder = builder.add_extension(names, critical=False)
+        certificate = builder.sign(self.key, hashes.SHA256())
         pem = serialization.Encoding.PEM
         private = key.private_bytes(
             pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -78,7 +82,8 @@ class Authority:
             new = folder / f".{file}"
             new.write_bytes(text)
             new.rename(folder / file)  # as the kubelet does, so that no half of a file is read
-        return TlsFiles(folder / "ca.crt", folder / "tls.crt", folder / "tls.key", named=named)
+        paths = (folder / "ca.crt", folder / "tls.crt", folder / "tls.key")
+        return TlsFiles(*paths, named=bool(named))
 
     def _builder(
         self, subject: x509.Name, key: ec.EllipticCurvePublicKey, start: datetime, days: int

@@ -7,10 +7,17 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from loopback_engines import DECODE, PREFILL, SHAPE, Answer, connect, shards_of, until
 
 from authority import Authority
@@ -219,6 +226,110 @@ def test_files_that_cannot_be_used_do_not_replace_those_that_can(
     assert "the former ones are" in caplog.text
 
 
+def test_files_are_looked_at_every_few_seconds_and_read_when_they_have_changed(
+    engines: Engines,
+) -> None:
+    now = [100.0]
+    place = engines.folder / "prefill"
+    files = engines.authority.files(place, PREFILL)
+    tls = Tls(files, PREFILL, clock=lambda: now[0])
+    first = tls.client()
+    engines.authority.files(place, PREFILL)
+    now[0] += tls_module.LOOK_SECONDS - 0.1
+    assert tls.client() is first
+    now[0] += 0.1
+    second = tls.client()
+    assert second is not first
+    now[0] += 2 * tls_module.LOOK_SECONDS
+    assert tls.client() is second, "nothing has changed since"
+
+
+def test_files_that_change_while_they_are_read_break_no_connection(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new pair is tried, and before it is used, the certificate of a third one is written."""
+    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    place = engines.folder / "prefill"
+    files = engines.authority.files(place, PREFILL)
+    server = engines.serve(Tls(files, PREFILL))
+    third = engines.files(PREFILL).certificate.read_bytes()
+    meet = tls_module._meet_oneself
+    met: list[str] = []
+
+    def meet_and_write(*given: object) -> None:
+        meet(*given)
+        met.append(str(given[1]))
+        files.certificate.write_bytes(third)
+
+    me = engines.tls(DECODE)
+    monkeypatch.setattr(tls_module, "_meet_oneself", meet_and_write)
+    engines.authority.files(place, PREFILL)
+    for _ in range(2):
+        book = engines.book(DECODE, me)
+        assert isinstance(connect(book, server.port).wait(), EngineMetadata)
+    assert met, "the new pair was read"
+
+
+def test_an_authority_that_leaves_the_file_is_trusted_no_longer(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    old, place = Authority("old CA"), engines.folder / "prefill"
+    tls = Tls(engines.authority.files(place, PREFILL, trusting=(old,)), PREFILL)
+    server = engines.serve(tls)
+    stranger = engines.tls(DECODE, old, trusting=(engines.authority,))
+    assert isinstance(connect(engines.book(DECODE, stranger), server.port).wait(), EngineMetadata)
+    engines.authority.files(place, PREFILL)
+    answer = connect(engines.book(DECODE, stranger), server.port, seconds=2.0).wait()
+    refused(answer)
+    assert server.counts["handshakes"] == 1
+
+
+def test_no_session_is_resumed(engines: Engines) -> None:
+    """It would go on with a certificate that has expired or whose authority is gone."""
+    server = engines.serve(engines.tls(PREFILL))
+    name = "ns.c.prefill.r.0.engine.pdcluster.dev"
+    with socket.create_connection(("127.0.0.1", server.port)) as plain:
+        plain.settimeout(10)
+        with engines.tls(DECODE).client().wrap_socket(plain, server_hostname=name) as client:
+            client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")  # tickets would come before
+            assert client.session is None or not client.session.has_ticket
+
+
+@pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_of_tls_1_2_gets_nothing(engines: Engines, newest: ssl.TLSVersion) -> None:
+    """It would send its certificate, and so its names, for everybody to read."""
+    server = engines.serve(engines.tls(PREFILL))
+    files = engines.files(DECODE)
+    context = ssl.create_default_context(cafile=files.ca)
+    context.load_cert_chain(files.certificate, files.key)
+    context.maximum_version = newest
+    name = "ns.c.prefill.r.0.engine.pdcluster.dev"
+
+    def shake() -> str | None:
+        with (
+            socket.create_connection(("127.0.0.1", server.port), timeout=10) as plain,
+            context.wrap_socket(plain, server_hostname=name) as client,
+        ):
+            return client.version()
+
+    if newest is ssl.TLSVersion.TLSv1_3:
+        assert shake() == "TLSv1.3"
+    else:
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            shake()
+
+
+def test_a_common_name_names_nobody(engines: Engines) -> None:
+    """Authorities check names less strictly there; the name has to be a subjectAltName."""
+    name = "ns.c.prefill.r.0.engine.pdcluster.dev"
+    common = engines.authority.files(engines.folder / "cn", PREFILL, common_name=name, named=None)
+    server = engines.serve(Tls(replace(common, named=False), PREFILL))
+    refused(connect(engines.book(DECODE, engines.tls(DECODE)), server.port).wait())
+    assert not server.counts
+
+
 def test_clients_that_never_shake_hands_are_bounded(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +345,7 @@ def test_clients_that_never_shake_hands_are_bounded(
         for client in silent[8:]:
             client.settimeout(10)
             assert client.recv(1) == b"", "the ninth and those behind it are turned away"
-        until(lambda: not guard._greeting)
+        until(lambda: not guard._greeting, 30)  # asyncio's own limit is 60 seconds
     finally:
         for client in silent:
             client.close()
@@ -250,6 +361,8 @@ def test_clients_that_never_shake_hands_are_bounded(
         ("other authority", "signed by an authority of"),
         ("no key", "is not a file"),
         ("no ca", "tls.ca"),
+        ("a long path", "is not a file"),
+        ("a password", "the key has a password"),
     ],
 )
 def test_wrong_files_are_refused_at_the_start(engines: Engines, fault: str, said: str) -> None:
@@ -260,6 +373,13 @@ def test_wrong_files_are_refused_at_the_start(engines: Engines, fault: str, said
         files = TlsFiles(files.ca, stranger.certificate, stranger.key)
     if fault == "no key":
         files.key.unlink()
+    if fault == "a password":
+        key = load_pem_private_key(files.key.read_bytes(), None)
+        files.key.write_bytes(
+            key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+        )
+    if fault == "a long path":
+        files = replace(files, key=files.key.with_name("k" * 300))
     if fault == "no ca":
         files.ca.write_text("nothing")
     with pytest.raises(TlsError) as raised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import random
@@ -222,6 +223,30 @@ def test_connections_over_the_limit_are_turned_away_at_once(
         peer.close()
     until(lambda: not guard._server.connections)
     assert post(server.port, "/v1/handshake", REQUEST)[0] == 200
+
+
+def test_accepts_that_fail_are_said_once(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without file descriptors, each accept fails at once: ten lines a second would say so."""
+    monkeypatch.setattr("pdcluster_connector.sidechannel.http_guard.PAUSE_SECONDS", 0.01)
+    server = serve()
+    assert server._thread is not None
+    loop = server._thread.loop
+    accept, faults = loop.sock_accept, [OSError(errno.EMFILE, "no file descriptor")] * 5
+
+    async def accept_late(listener: socket.socket) -> tuple[socket.socket, object]:
+        if faults:
+            raise faults.pop()
+        return await accept(listener)
+
+    monkeypatch.setattr(loop, "sock_accept", accept_late)
+    for _ in range(2):  # the accept that waits already takes the first
+        assert post(server.port, "/v1/handshake", REQUEST)[0] == 200
+    assert not faults
+    said = [record.getMessage() for record in caplog.records]
+    assert len([text for text in said if "no connection can be accepted" in text]) == 1
+    assert said.count("connections can be accepted again") == 1
 
 
 def test_the_peers_of_a_large_cluster_all_find_room(

@@ -144,6 +144,7 @@ def test_tls_names_three_files() -> None:
         ({"ca": "a", "certificate": "b", "key": "c", "password": "d"}, "is not"),
         ({"ca": "a", "certificate": "", "key": "c"}, "certificate that is no path"),
         ({"ca": "a", "certificate": "b", "key": "c", "names": "any"}, "engines or hosts"),
+        ({"ca": "a", "certificate": "b", "key": "c", "names": []}, "engines or hosts"),
     ],
     ids=str,
 )

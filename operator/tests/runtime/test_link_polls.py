@@ -137,6 +137,23 @@ async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:
     await monitor.stop()
 
 
+async def test_peers_that_an_older_document_brought_back_are_taken_away_again() -> None:
+    launchers = Launchers()
+    here, gone = (
+        LinkReport(prefill=name, prefill_engine_id="p/1")
+        for name in (P.engine, "ns.tiny.prefill.a.1")
+    )
+    launchers.linked = (here,)
+    body = {"generation": 2, "peers": [{"engine": P.engine}]}
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    monitor.assign(KEY, [PeerAssignment(D.engine, D.url, body)])
+    await until(lambda: len(launchers.told) == 1)
+    launchers.linked = (here, gone)
+    await until(lambda: len(launchers.told) >= 2)
+    await monitor.stop()
+
+
 async def test_refused_peers_are_sent_again() -> None:
     launchers = Launchers()
     launchers.refuse_peers = True

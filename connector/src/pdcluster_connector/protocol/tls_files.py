@@ -39,7 +39,7 @@ def tls_files(value: object) -> TlsFiles:
         if not isinstance(value[name], str) or not value[name]:
             raise ValueError(f"holds a {name} that is no path")
     names = value.get("names", "engines")
-    if names not in {"engines", "hosts"}:
+    if not isinstance(names, str) or names not in {"engines", "hosts"}:
         raise ValueError(f"holds names {names!r}; certificates name engines or hosts")
     ca, certificate, key = (Path(value[name]) for name in _PATHS)
     return TlsFiles(ca, certificate, key, named=names == "engines")

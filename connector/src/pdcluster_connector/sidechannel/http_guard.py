@@ -48,13 +48,19 @@ class ConnectionGuard:
     async def accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Accept connections for ever, and close at once those over the limit."""
         loop = asyncio.get_running_loop()
+        failed = False
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
-                logger.warning("no connection can be accepted: %s", error)
+                if not failed:
+                    logger.warning("no connection can be accepted: %s", error)
+                failed = True
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
+            if failed:
+                logger.warning("connections can be accepted again")
+            failed = False
             if len(self._greeting.union(self._server.connections)) >= self._limit:
                 connection.close()
                 continue

@@ -3,13 +3,14 @@
 Both ends show a certificate of the same authority (TLS 1.3 only). What a certificate names is
 compared in :mod:`pdcluster_connector.protocol.peer_name`. A change of the files holds for new
 connections, and open ones go on: a rotation fails no request. If the new files cannot be used, the
-former ones stay in use and the log says why. An authority that leaves the file stays trusted until
-the process ends.
+former ones stay in use and the log says why. The files are loaded into new contexts, which replace
+the old ones as a whole: a file that changes meanwhile cannot leave a context with half of a pair.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 import threading
 import time
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 5.0
 _STEPS: Final = 10  # of a TLS handshake with oneself; three are enough
+_SniCallback = Callable[[ssl.SSLObject, str | None, ssl.SSLContext], None]
 
 
 class TlsError(Exception):
@@ -50,21 +52,21 @@ class Tls:
         self._files = files
         self._clock = clock
         self._lock = threading.RLock()  # a try of new files ends in _look again
-        self._contexts = _Contexts.new()
-        for server in (self._contexts.server, self._contexts.open_server):
-            server.sni_callback = lambda *_: self._look()
         self._stamp = self._stamps()
         self._looked = clock()
-        self._contexts.load(files)
-        self._try(self._contexts)
+        self._contexts = self._load_and_try()
+        # A server keeps the context that it was given; each connection moves on to the present one.
+        self._given = self._contexts
+        self._given.server.sni_callback = self._move_to(lambda present: present.server)
+        self._given.open_server.sni_callback = self._move_to(lambda present: present.open_server)
 
     def server(self) -> ssl.SSLContext:
         """Return the context of servers: without a certificate, there is no connection."""
-        return self._contexts.server
+        return self._given.server
 
     def open_server(self) -> ssl.SSLContext:
         """Return the context of servers that judge each request: a client may have none."""
-        return self._contexts.open_server
+        return self._given.open_server
 
     def client(self) -> ssl.SSLContext:
         """Return the context of clients, which compare the server's name."""
@@ -90,16 +92,27 @@ class Tls:
             if stamp == self._stamp:
                 return
             try:
-                # Tried elsewhere first: half of a pair would end every new connection.
-                scratch = _Contexts.new()
-                scratch.load(self._files)
-                self._try(scratch)
-                self._contexts.load(self._files)
+                self._contexts = self._load_and_try()
             except TlsError as error:
                 logger.warning("the new TLS files are not used, the former ones are: %s", error)
                 return
             self._stamp = stamp
             logger.info("TLS files read again: %s", self._files.certificate)
+
+    def _move_to(self, choose: Callable[[_Contexts], ssl.SSLContext]) -> _SniCallback:
+        """Return what OpenSSL calls when a connection begins, also without a name."""
+
+        def move(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+            self._look()
+            connection.context = choose(self._contexts)
+
+        return move
+
+    def _load_and_try(self) -> _Contexts:
+        contexts = _Contexts.new()
+        contexts.load(self._files)
+        self._try(contexts)
+        return contexts
 
     def _stamps(self) -> tuple[tuple[int, int], ...]:
         stamps = []
@@ -152,6 +165,9 @@ class _Contexts:
         for context in (server, open_server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.verify_mode = ssl.CERT_REQUIRED
+        for context in (server, open_server):
+            context.num_tickets = 0  # a resumed session would not show its certificate again
+        client.hostname_checks_common_name = False  # only the subjectAltName names (RFC 9525)
         open_server.verify_mode = ssl.CERT_OPTIONAL
         return cls(server, open_server, client)
 
@@ -161,13 +177,13 @@ class _Contexts:
 
 
 def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
+    for path in (files.ca, files.certificate, files.key):
+        if not os.path.isfile(path):  # Path.is_file raises where it may not look
+            raise TlsError(f"tls: {path} is not a file; give the path of a PEM file")
     try:
         context.load_verify_locations(cafile=files.ca)
     except (OSError, ValueError) as error:
         raise TlsError(f"tls.ca: {files.ca} holds no CA certificates in PEM: {error}") from None
-    for path in (files.certificate, files.key):
-        if not path.is_file():
-            raise TlsError(f"tls: {path} is not a file; give the path of a PEM file")
     try:
         context.load_cert_chain(files.certificate, files.key, password=_no_password)
     except (OSError, ValueError) as error:

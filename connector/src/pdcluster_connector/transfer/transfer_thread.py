@@ -98,7 +98,7 @@ class TransferThread:
         timers: used on the thread only; the executor hears of those that run out.
         fatal: called when nothing can stop the transfers of a thread that ends, or when one of
             its calls does not return.
-        stall_seconds: how long one turn may last.
+        stall_seconds: how long one command or one turn may last.
     """
 
     def __init__(
@@ -219,6 +219,7 @@ class TransferThread:
                     return None
                 commanded = True
                 command()
+                self._works_since = self._clock()  # many commands are not one long call
                 command = self._inbox.get_nowait()
         except queue.Empty:
             self._works_since = self._clock()

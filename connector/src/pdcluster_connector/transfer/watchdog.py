@@ -3,6 +3,10 @@
 Deadlines and quarantines are kept by the transfer thread itself. While a call of NIXL does not
 return, no receive fails and none ends. A process cannot end such a call. So the worker ends, and
 the launcher starts the engine anew.
+
+The clock alone proves nothing: it also goes on while the whole process is stopped (a frozen cgroup,
+a paused machine, SIGSTOP). The watched thread did not run either then. So the watchdog counts its
+own looks, too: a piece of work is over its limit when so many looks in a row have found it.
 """
 
 from __future__ import annotations
@@ -53,9 +57,14 @@ class Watchdog:
             self._thread.join(1.0)
 
     def _watch(self) -> None:
+        seen, looks = None, 0
         while not self._ended.wait(self._seconds / LOOKS):
             since = self._since()
-            if since is not None and (lasts := self._clock() - since) > self._seconds:
+            looks = looks + 1 if since == seen else 1
+            seen = since
+            if since is None or looks < LOOKS:
+                continue
+            if (lasts := self._clock() - since) > self._seconds:
                 self._hangs(
                     f"{self._name} has been in one call for {lasts:.0f} s. Most likely NIXL or its "
                     "transport hangs: look for errors of the network or of its driver"

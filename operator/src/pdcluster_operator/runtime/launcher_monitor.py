@@ -160,6 +160,7 @@ class _Watch:
         self.links = await self._launchers.links(self.target.url)
         if self._told is not None:
             peers = {peer["engine"] for peer in self._told[1].get("peers", ())}
-            if peers - {link.prefill for link in self.links.links}:
-                # An older document, given up as unanswered, may have come in after this one.
+            if peers != {link.prefill for link in self.links.links}:
+                # An older document, given up as unanswered, may have come in after this one. It
+                # may name fewer engines, or engines that are gone.
                 self._told = None

@@ -1,0 +1,25 @@
+"""Faults of a region that no peer can send, because the wire's types refuse them first."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from pdcluster_connector.plan.bounds import region_fault
+from pdcluster_connector.plan.geometry import Region
+
+SOUND = Region("l", 4096, 4, 1024, 16, 0, 1, 1024, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"head_start": -1, "head_stop": 0}, "head_start is -1"),
+        ({"num_blocks": 2**31, "block_stride": 1024}, "num_blocks is 2147483648"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+    ],
+    ids=str,
+)
+def test_a_size_out_of_range_is_named(changes: dict[str, int], why: str) -> None:
+    assert region_fault(SOUND) is None
+    assert region_fault(replace(SOUND, **changes)) == why

@@ -1,0 +1,120 @@
+"""When the watchdog of the transfer thread ends a worker, and when it must not."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.transfer.transfer_thread import Timers, TransferThread
+from pdcluster_connector.transfer.watchdog import LOOKS, Watchdog
+
+LIMIT = 0.2
+
+
+class Work:
+    """The watched thread's state; ``look`` is called before each of the watchdog's looks."""
+
+    def __init__(self, look: Callable[[int], float | None]) -> None:
+        self.looks = 0
+        self.now = 1000.0
+        self.said: list[str] = []
+        self.ended = threading.Event()
+        self._look = look
+        self.watchdog = Watchdog(
+            "worker", LIMIT, since=self.since, clock=lambda: self.now, hangs=self.hangs
+        )
+
+    def since(self) -> float | None:
+        self.looks += 1
+        return self._look(self.looks)
+
+    def hangs(self, message: str) -> None:
+        self.said.append(message)
+        self.ended.set()
+
+    def watch(self, looks: int) -> list[str]:
+        """Let the watchdog look so many times, unless it speaks first."""
+        self.watchdog.start()
+        until = time.monotonic() + 30
+        while self.looks < looks and not self.ended.is_set():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        self.watchdog.stop()
+        return self.said
+
+
+def test_work_that_never_ends_is_said_once() -> None:
+    work = Work(lambda _: 1000.0)
+    work.now += 2 * LIMIT
+    said = work.watch(3 * LOOKS)
+    assert len(said) == 1
+    assert said[0].startswith("worker has been in one call for 0 s")
+    assert work.looks == LOOKS, "it takes that many looks, and no more"
+
+
+def test_a_process_that_was_stopped_for_long_goes_on() -> None:
+    """The clock has jumped when the watchdog looks; the work that was cut ends soon after."""
+
+    def look(number: int) -> float | None:
+        if number == 2:
+            work.now += 3600
+        return 1000.0 if number <= 2 else work.now
+
+    work = Work(look)
+    assert work.watch(3 * LOOKS) == []
+
+
+def test_work_that_was_late_and_has_ended_does_not_hang() -> None:
+    """Each look finds another piece of work."""
+
+    def look(_: int) -> float | None:
+        work.now += LIMIT * 2
+        return work.now - LIMIT * 1.5
+
+    work = Work(look)
+    assert work.watch(3 * LOOKS) == []
+
+
+def test_a_thread_that_waits_for_work_may_wait_for_ever() -> None:
+    work = Work(lambda _: None)
+    work.now += 3600
+    assert work.watch(3 * LOOKS) == []
+
+
+class Idle:
+    """An executor with nothing to do."""
+
+    busy = False
+
+    def time_is_up(self, serial: int) -> None:
+        raise AssertionError(serial)
+
+    def turn(self) -> bool:
+        return False
+
+    def rebuild(self, failure: Failure, *, final: bool = False) -> None:
+        assert final, failure
+
+
+def test_many_commands_are_not_one_long_piece_of_work() -> None:
+    """A thousand requests that arrive at once may take longer together than one call may."""
+    ticks = itertools.count(1.0)
+    thread = TransferThread(
+        "worker",
+        Idle(),
+        Timers(),
+        prepare=lambda: None,
+        clock=lambda: next(ticks),
+        fatal=lambda _: None,
+        stall_seconds=60.0,
+    )
+    begun: list[float | None] = []
+    for _ in range(5):
+        thread.put(lambda: begun.append(thread._works_since))
+    thread.start(30)
+    assert thread.stop(30)
+    assert None not in begun
+    assert len(set(begun)) == len(begun) == 5
