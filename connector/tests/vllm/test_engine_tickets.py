@@ -48,7 +48,7 @@ def without_transfer(engine: Engine) -> dict[str, float]:
     return {
         name.split("reason=")[1].rstrip("}"): value
         for name, value in engine.metrics().items()
-        if name.startswith("pdcluster_kv_decodes_without_transfer_total{")
+        if name.startswith("pdcluster_kv_prompts_total{outcome=local,")
     }
 
 
