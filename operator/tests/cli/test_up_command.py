@@ -36,7 +36,12 @@ class Up:
             change(manifest)
         (folder / "cluster.yaml").write_text(yaml.safe_dump(manifest))
         self.output = folder / "output"
-        environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+        environment = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            # aiohttp reads the certificates of the machine at every import; nobody needs them.
+            "SSL_CERT_FILE": os.devnull,
+        }
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, str(SCRIPT), str(folder / "cluster.yaml"), *arguments],
