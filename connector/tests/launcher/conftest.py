@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,6 +57,15 @@ def pyz(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="session")
+def unpacked(pyz: Path) -> Path:
+    """What the zip file holds, as a folder: its bytecode is kept, so a start compiles nothing."""
+    folder = pyz.with_suffix("")
+    with zipfile.ZipFile(pyz) as archive:
+        archive.extractall(folder)
+    return folder
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
@@ -68,8 +78,11 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def launch(pyz: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Start a launcher: ``launch("serve", "--port 1", ...)``; its processes end with the test."""
+def launch(unpacked: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Start a launcher: ``launch("serve", "--port 1", ...)``; its processes end with the test.
+
+    ``bundle`` may be the zip file itself instead of what it holds.
+    """
     started: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -82,6 +95,7 @@ def launch(pyz: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Lau
         host: str = "127.0.0.1",
         port: int = 0,
         cgroup: Path | None = None,
+        bundle: Path = unpacked,
         **environment: str,
     ) -> Launched:
         folder = tmp_path / f"launcher-{len(started)}"
@@ -96,7 +110,7 @@ def launch(pyz: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Lau
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             process = subprocess.Popen(
                 [
-                    *inside(cgroup), sys.executable, str(pyz),
+                    *inside(cgroup), sys.executable, str(bundle),
                     "--engine", "default.tiny.prefill.r1.0", "--role", role,
                     "--host", host, "--port", str(port),
                     "--termination-log", str(folder / "termination"), "--runner", runner,
@@ -109,6 +123,8 @@ def launch(pyz: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Lau
                     "PYTHONPATH": str(HERE),
                     "STAND_IN": behaviour,
                     "PYTHONUNBUFFERED": "1",
+                    # aiohttp reads the machine's certificates at every import; nobody needs them.
+                    "SSL_CERT_FILE": os.devnull,
                     **environment,
                 },
                 start_new_session=True,

@@ -43,7 +43,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
     while time.monotonic() < deadline:
         if answer := what():
             return answer
-        time.sleep(0.02)
+        time.sleep(0.05)
     raise AssertionError(f"did not happen within {seconds} s")
 
 

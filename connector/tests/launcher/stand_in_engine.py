@@ -10,7 +10,6 @@ EngineCore that is ``idle``, ``hungry`` or ``stopped``, and fails as vLLM's API 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -101,6 +100,8 @@ def hungry(_: str = "") -> None:
 
 
 def wait_for_core(doing: str) -> None:
+    import multiprocessing  # late: few tests need it
+
     tell_deaths()
     work = hungry if doing == "hungry" else idle
     core = multiprocessing.get_context("spawn").Process(target=work, name="EngineCore")

@@ -24,7 +24,7 @@ def alive(pid: int) -> bool:
 
 
 def test_engine_gets_its_identity_and_the_connector_of_the_bundle(launch, pyz):
-    engine = launch("serve")
+    engine = launch("serve", bundle=pyz)
     readyz = engine.ready()
     told = engine.told()
     config = json.loads(told["arguments"][told["arguments"].index("--kv-transfer-config") + 1])
@@ -281,8 +281,8 @@ def test_a_missing_runner_dies_with_its_reason(launch):
     assert "No module named no_such_runner" in engine.err
 
 
-def test_how_long_the_launcher_takes_to_start_the_engine(launch, record_property):
+def test_how_long_the_launcher_takes_to_start_the_engine(launch, pyz, record_property):
     began = time.monotonic()
-    engine = launch("serve")
+    engine = launch("serve", bundle=pyz)
     wait_for(lambda: engine.out)
     record_property("start_s", round(time.monotonic() - began, 2))  # 0.5 s on an idle machine

@@ -8,7 +8,7 @@ seen in the logical order [layer, block, head, token, byte].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,32 +104,32 @@ class Engine:
         )
         return Shard(rank, regions)
 
-    def label(self, layer: int, token: int, head: int) -> np.ndarray:
-        """The labels of one token's bytes, all of them at least 0."""
-        return ((token * self.layers + layer) * self.heads + head) * self.content + np.arange(
-            self.content
-        )
+    def labels(self, rank: tuple[int, int], tokens: np.ndarray) -> np.ndarray:
+        """The labels [token, layer, head, byte] of one shard's bytes, all of them at least 0."""
+        layers = layers_of(rank[0], self.pipeline, self.layers)
+        heads = heads_of(rank[1], self.tensor, self.heads)
+        token, layer, head, byte = np.ix_(tokens, layers, heads, range(self.content))
+        return ((token * self.layers + layer) * self.heads + head) * self.content + byte
 
-    def where(self, rank: tuple[int, int], blocks: Sequence[int], token: int) -> np.ndarray:
-        """Positions [layer, head, byte] of one token in one shard; ``blocks`` from token 0 on."""
-        block = blocks[token // self.block_tokens]
-        return self.cells[rank][:, block, :, token % self.block_tokens, :]
+    def where(self, rank: tuple[int, int], blocks: Sequence[int], tokens: np.ndarray) -> np.ndarray:
+        """Positions [token, layer, head, byte] in one shard; ``blocks`` from token 0 on."""
+        block = np.asarray(blocks, int)[tokens // self.block_tokens]
+        # An index array for each of two axes that are not neighbours: numpy puts them first.
+        return self.cells[rank][:, block, :, tokens % self.block_tokens, :]
 
     def store(self, blocks: Sequence[int], tokens: int) -> None:
         """Do what prefill does: write the tokens [0, tokens) of all layers and heads."""
-        for rank, token, at in self._each(blocks, 0, tokens):
-            self.memory[at] = self._labels(rank, token)
+        for rank, held, at in self._each(blocks, 0, tokens):
+            self.memory[at] = self.labels(rank, held)
 
-    def _each(self, blocks, start, stop):
+    def _each(
+        self, blocks: Sequence[int], start: int, stop: int
+    ) -> Iterator[tuple[tuple[int, int], np.ndarray, np.ndarray]]:
+        """Each rank with the tokens of the interval that it holds, and where they lie."""
+        tokens = np.arange(start, stop)
+        tokens = tokens[np.asarray(blocks, int)[tokens // self.block_tokens] >= 0]
         for rank in self.cells:
-            for token in range(start, stop):
-                if blocks[token // self.block_tokens] >= 0:
-                    yield rank, token, self.where(rank, blocks, token)
-
-    def _labels(self, rank: tuple[int, int], token: int) -> np.ndarray:
-        layers = layers_of(rank[0], self.pipeline, self.layers)
-        heads = heads_of(rank[1], self.tensor, self.heads)
-        return np.array([[self.label(layer, token, h) for h in heads] for layer in layers])
+            yield rank, tokens, self.where(rank, blocks, tokens)
 
     def check_received(
         self, blocks: Sequence[int], start: int, stop: int, before: np.ndarray, writes: np.ndarray
@@ -139,8 +139,8 @@ class Engine:
         Behind ``stop``, the rest of the last block may hold anything; nothing else changes.
         """
         needed = np.zeros(self.memory.size, bool)
-        for rank, token, at in self._each(blocks, start, stop):
-            np.testing.assert_array_equal(self.memory[at], self._labels(rank, token))
+        for rank, tokens, at in self._each(blocks, start, stop):
+            np.testing.assert_array_equal(self.memory[at], self.labels(rank, tokens))
             needed[at] = True
         assert (writes[needed] == 1).all(), "a needed byte was not written exactly once"
         tail = np.zeros(self.memory.size, bool)

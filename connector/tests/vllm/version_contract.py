@@ -127,12 +127,11 @@ def _imports(sources: Sources) -> Iterator[str]:
 
 
 def _defines(sources: Sources, module: str, name: str) -> bool:
-    tree = sources.tree(module)
-    if tree is None:
+    if sources.text(module) is None:
         return False
     if sources.text(f"{module}.{name}") is not None:
         return True
-    for node in ast.walk(tree):
+    for node in sources.nodes(module):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return True
         if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
@@ -143,8 +142,7 @@ def _defines(sources: Sources, module: str, name: str) -> bool:
 
 
 def _class(sources: Sources, module: str, name: str) -> ast.ClassDef | None:
-    tree = sources.tree(module)
-    nodes = ast.walk(tree) if tree else ()
+    nodes = sources.nodes(module)
     return next((n for n in nodes if isinstance(n, ast.ClassDef) and n.name == name), None)
 
 
@@ -199,7 +197,10 @@ def _calls(sources: Sources) -> Iterator[str]:
     """Every call of a hook in vLLM binds to our signature."""
     ours, called = our_hooks(), set()
     for module in (*sources.modules(*CALLERS), *CALLING_MODULES):
-        for node in ast.walk(sources.tree(module) or ast.Module([], [])):
+        text = sources.text(module) or ""
+        if not any(hook in text for hook in ours):
+            continue  # most modules name no hook, and parsing them all takes seconds
+        for node in sources.nodes(module):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             method = ours.get(node.func.attr)

@@ -18,7 +18,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from models.tiny import default_cache
@@ -61,10 +61,10 @@ class Sources:
                 return file.read_text("utf-8")
         return None
 
-    def tree(self, module: str) -> ast.Module | None:
-        """A module's syntax tree; None if there is no such module."""
+    def nodes(self, module: str) -> Sequence[ast.AST]:
+        """All nodes of a module's syntax tree; none if there is no such module."""
         text = self.text(module)
-        return None if text is None else _parse(text)
+        return () if text is None else _nodes(text)
 
     def modules(self, *packages: str) -> Iterator[str]:
         """Names of all modules below some packages."""
@@ -76,8 +76,9 @@ class Sources:
 
 
 @functools.cache
-def _parse(text: str) -> ast.Module:
-    return ast.parse(text)
+def _nodes(text: str) -> tuple[ast.AST, ...]:
+    """Parsed and walked once: most tests look at the same texts."""
+    return tuple(ast.walk(ast.parse(text)))
 
 
 def installed() -> Sources:

@@ -15,7 +15,7 @@ import zipfile
 from pdcluster_operator.plan.model import ConnectorBundle
 
 PROGRAM = textwrap.dedent("""
-    import http.server, json, os, pathlib, secrets, signal, subprocess, sys, threading, time
+    import http.server, json, os, pathlib, signal, subprocess, sys, threading, time
     words = sys.argv[1:]
     cut = words.index("--")
     mine, vllm = words[:cut], words[cut + 1:]
@@ -23,8 +23,8 @@ PROGRAM = textwrap.dedent("""
     engine, role = option("--engine"), option("--role")
     host, config = option("--host"), json.loads(option("--kv-transfer-config", vllm))
     folder = pathlib.Path(os.environ["PDFAKE"])
-    me = engine + "/" + secrets.token_hex(8)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+    me = engine + "/" + os.urandom(8).hex()
+    child = subprocess.Popen([sys.executable, "-IS", "-c", "import time; time.sleep(600)"],
                              start_new_session=True)          # as vLLM's engine core is
     open(vllm[0] + "/config.json").close()                    # the model's mount
     peers, received = {"peers": []}, 0
