@@ -313,26 +313,34 @@ class InMemoryAgent:
                 return "DONE"
             if transfer.peer not in self.peers:
                 raise NixlError(NixlErrorKind.LOST, f"no peer {transfer.peer}", flying=True)
-            behaviour = transfer.behaviour
-            transfer.polls += 1
-            if transfer.polls <= behaviour.polls or time.monotonic() < transfer.due:
+            if self._waits(transfer):
                 return "PROC"
-            if not self.fabric.reaches(transfer):
+            self._fail(transfer)
+            if transfer.behaviour.hang:
                 return "PROC"
-            if behaviour.poll_raises is not None:
-                raise behaviour.poll_raises
-            if behaviour.poll_error is not None:
-                flying = behaviour.poll_error not in _ENDED
-                if behaviour.poll_error is _GONE:
-                    self.fabric.disconnect(self, transfer.peer)
-                elif not flying:
-                    self.fabric.flying.remove(transfer)
-                raise NixlError(behaviour.poll_error, "polling failed, as asked", flying=flying)
-            if behaviour.hang:
-                return "PROC"
-            if not behaviour.late:
+            if not transfer.behaviour.late:
                 self.fabric.land(transfer)
             return "DONE"
+
+    def _waits(self, transfer: Transfer) -> bool:
+        transfer.polls += 1
+        behaviour = transfer.behaviour
+        early = transfer.polls <= behaviour.polls or time.monotonic() < transfer.due
+        return early or not self.fabric.reaches(transfer)
+
+    def _fail(self, transfer: Transfer) -> None:
+        """Raise what polling this transfer is to raise."""
+        behaviour = transfer.behaviour
+        if behaviour.poll_raises is not None:
+            raise behaviour.poll_raises
+        if behaviour.poll_error is None:
+            return
+        flying = behaviour.poll_error not in _ENDED
+        if behaviour.poll_error is _GONE:
+            self.fabric.disconnect(self, transfer.peer)
+        elif not flying:
+            self.fabric.flying.remove(transfer)
+        raise NixlError(behaviour.poll_error, "polling failed, as asked", flying=flying)
 
     def release(self, handle: Handle) -> None:
         self._check()
