@@ -102,12 +102,14 @@ class World:
             receiver._thread.put(event.wait)
         return event
 
-    def state(self, decode: str, request_id: str) -> State | None:
-        """The state of a request on the engine's first rank."""
-        receives = next(iter(self.decodes[decode].receivers.values()))._receives
-        serial = receives._by_id.get(request_id)
-        job = None if serial is None else receives._jobs.get(serial)
-        return None if job is None else job.machine.state
+    def stands(self, decode: str, request_id: str, state: State) -> bool:
+        """Whether a request has come to ``state`` on every rank."""
+        for receiver in self.decodes[decode].receivers.values():
+            receives = receiver._receives
+            job = receives._jobs.get(receives._by_id.get(request_id, -1))
+            if job is None or job.machine.state is not state:
+                return False
+        return True
 
     def run(self, until: Callable[[], bool], seconds: float = 20.0) -> bool:
         """Step all engines that are not stopped; returns whether it happened."""
