@@ -9,6 +9,8 @@ export PYTHONPATH := $(CURDIR)/operator/src:$(CURDIR)/connector/src:$(CURDIR)/e2
 # Without bytecode every engine start compiles thousands of modules again.
 unexport PYTHONDONTWRITEBYTECODE
 PURE = not nixl and not engine and not vllm and not local and not helm and not cluster and not soak
+# More workers than cores: a third of these tests wait for processes that they started.
+PURELY = $(PY) -m pytest -n 4 --dist worksteal -m "$(PURE)"
 
 help: ## show this
 	@echo "pdcluster: make TARGET"
@@ -33,22 +35,23 @@ check: ## format, lint, types, import layers, generated files
 	$(PY) dev/generated.py --check
 
 test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's scheduler, real engines
-	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)"
+	$(PURELY)
 	$(PY) -m pytest -m "(nixl or engine or vllm) and not soak" --durations=10
 
 e2e: local-e2e cluster-e2e ## what a user does, end to end: on this machine, then on a real Kubernetes (as root)
 
 local-e2e: ## without Kubernetes: tokens, layouts, kills, restarts
-	$(PY) -m pytest -m "local and not soak" --durations=10
+	$(PY) -m pytest e2e -m "local and not soak" --durations=10
 
 cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
 	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "(cluster or helm) and not soak" --durations=20
 
 soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of the others (as root)
 	$(PY) -m pytest connector/tests e2e operator/tests charts -m soak --durations=10
+	PDCLUSTER_EXAMPLES=soak $(PY) -m pytest operator/tests/plan/test_op_properties.py
 
 fast: ## the tests that take seconds
-	$(PY) -m pytest -n 2 --dist loadfile -m "$(PURE)" -q
+	$(PURELY) -q
 
 cluster-programs: ## build what a cluster needs with Go, and the images, once into the cache
 	$(PY) -m cluster build
@@ -79,7 +82,7 @@ format: ## rewrite files the way `make check` wants them
 	$(BIN)ruff check --fix .
 	$(BIN)ruff format .
 
-generate: ## write crds/, docs/api.md, docs/rules.md and docs/layouts.md again from the code
+generate: ## write crds/, docs/{api,layouts,reasons,rules}.md again from the code
 	$(PY) dev/generated.py
 
 lock: ## resolve the pinned requirement files again

@@ -1,7 +1,42 @@
 """Settings for every test of the repository."""
 
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from itertools import chain, combinations
+from pathlib import Path
+
+import pytest
+from _pytest.mark.expression import Expression
 from hypothesis import settings
 
 # Time limits on single examples fail on a busy machine and say nothing about the code.
 settings.register_profile("pdcluster", deadline=None)
-settings.load_profile("pdcluster")
+settings.register_profile("soak", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("PDCLUSTER_EXAMPLES", "pdcluster"))
+
+FILES_MARKS = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file all of whose tests `-m` leaves out: vLLM's import takes seconds."""
+    if not config.option.markexpr or not collection_path.match("test_*.py"):
+        return None
+    found = FILES_MARKS.search(collection_path.read_text())
+    marks = set(re.findall(r"pytest\.mark\.(\w+)", found[1])) if found else set()
+    ours = [line.partition(":")[0] for line in config.getini("markers")]
+    return True if marks and not _may_be_selected(config.option.markexpr, marks, ours) else None
+
+
+def _may_be_selected(expression: str, marks: set[str], ours: list[str]) -> bool:
+    """Return whether a test with these marks, and perhaps more of its own, may be selected."""
+    compiled = Expression.compile(expression)
+    others = [mark for mark in ours if mark in expression and mark not in marks]
+    more = chain.from_iterable(combinations(others, n) for n in range(len(others) + 1))
+    return any(compiled.evaluate(_has(marks.union(extra))) for extra in more)
+
+
+def _has(marks: set[str]) -> Callable[..., bool]:
+    return lambda name, **_: name in marks

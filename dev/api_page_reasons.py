@@ -15,7 +15,7 @@ BOTH_LOGS = "`kubectl logs` of both engines."
 # (what holds, where it sends you)
 REASONS: Mapping[R, tuple[str, str]] = {
     R.PARTIALLY_CHECKED: (
-        "The spec obeys every rule that it tells enough for. The handshake checks the rest.",
+        "The spec breaks no rule that can be checked now. The engines check the rest later.",
         "",
     ),
     R.NOT_ACCEPTED: ("The spec breaks a rule.", "The condition Accepted names it."),
@@ -65,7 +65,7 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.ROUTER_UNAVAILABLE: ("No router pod is ready.", "The router's pods."),
     R.REPLACING: ("Engines of an older revision still exist.", WAIT),
     R.COMPLETE: ("Nothing is left to do.", ""),
-    R.PAUSED: ("A change waits, for `rollout.paused` is set.", "`spec.rollout.paused`."),
+    R.PAUSED: ("A change waits, because `rollout.paused` is set.", "`spec.rollout.paused`."),
     R.PROGRESS_DEADLINE_EXCEEDED: (
         "The cluster was not Ready in time.",
         "Ready says what it waits for; `spec.rollout.progressDeadlineSeconds` is the time.",
@@ -90,10 +90,6 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
     ),
     Kv.ENGINE_ID_INCONSISTENT: ("The ranks of one engine disagree about its id.", BOTH_LOGS),
     Kv.SHARD_MISSING: ("A rank of the prefill engine did not tell its memory.", BOTH_LOGS),
-    Kv.BLOCK_SIZE_MISMATCH: (
-        "A block does not fit the peer's block.",
-        "`blockSize` of both roles.",
-    ),
     Kv.BACKEND_ERROR: ("NIXL or UCX reports an error.", BOTH_LOGS),
     Kv.PROBE_CORRUPTED: ("A test read found wrong bytes.", "RDMA devices and drivers."),
     Kv.TRANSFER_STALLED: (
@@ -102,7 +98,23 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
     ),
     Kv.PEER_RESTARTED: ("The prefill engine started again.", WAIT),
     Kv.LEASE_EXPIRED: ("Prefill gave the KV up before it was read.", "`leaseSeconds`."),
+    Kv.LEASE_LOST: (
+        "The lease was over when the data had landed, or when decode asked for it.",
+        "Nothing wrong was served. Send each ticket once; raise `leaseSeconds` if it is often so.",
+    ),
+    Kv.LEASE_CLAIMED: (
+        "Another decode engine had claimed the lease of this ticket.",
+        "Send each ticket to one decode engine.",
+    ),
     Kv.TICKET_INVALID: ("The ticket does not fit the prompt or the engine.", "The router."),
+    Kv.FORGED: (
+        "The ticket was changed on its way, or signed with a key that decode does not have.",
+        "Who sent the request; the Secret `NAME-ticket-key` in the pods of both roles.",
+    ),
+    Kv.AUDIENCE_MISMATCH: (
+        "The ticket is meant for the engines of another cluster or pairing key.",
+        "The router: it must not mix engines.",
+    ),
     Kv.COVERAGE_INCOMPLETE: ("Prefill's blocks do not hold all that decode needs.", BOTH_LOGS),
     Kv.CANARY_FAILED: ("The canary request moved no KV, or failed.", "The message."),
 }

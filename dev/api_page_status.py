@@ -26,9 +26,9 @@ MEANINGS: Mapping[ConditionType, str] = {
     ),
     ConditionType.AVAILABLE: "Some engines serve clients over a path that was verified.",
     ConditionType.PROGRESSING: (
-        "Something is on its way to Ready. False says that it is complete, paused or given up."
+        "The operator works towards Ready. False means that it is done, has paused or has given up."
     ),
-    ConditionType.READY: "What the spec wants is there and verified. Sums up the others.",
+    ConditionType.READY: "What the spec wants is there and verified. It summarizes the others.",
 }
 EXAMPLE: Mapping[str, Any] = {
     "observedGeneration": 3,

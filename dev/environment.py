@@ -27,7 +27,7 @@ NEEDED_BYTES = 9 * 1024**3
 
 
 def cache_folder() -> Path:
-    """The folder for everything slow to make; never inside the tree."""
+    """Return the folder for everything that is slow to make. It is never inside of the tree."""
     if own := os.environ.get("PDCLUSTER_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -83,7 +83,7 @@ def make_environment(cache: Path, uv: Path) -> Path:
         )
     count = sum(1 for line in pins.splitlines() if b"==" in line)
     say(f"  installing {count} packages into {folder} (once; 1–5 minutes)")
-    # A bytecode-free engine pays minutes at its first start.
+    # Without bytecode the first start of an engine takes minutes longer.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["UV_CACHE_DIR"] = str(cache / "uv")
     environment["UV_LINK_MODE"] = "hardlink"

@@ -1,6 +1,6 @@
 """Build an image with docker, podman or buildah, and push it if asked to.
 
-    make image                                        the operator's, for a look at it
+    make image                                        the operator's, on this machine only
     make image REPOSITORY=registry.example/team/pdcluster-operator PUSH=1
     make router-image REPOSITORY=registry.example/team/vllm-router PUSH=1
 
@@ -35,7 +35,7 @@ BASE = "docker.io/library/python:3.11-slim-bookworm"
 
 
 class RefusedError(Exception):
-    """The image cannot be built or pushed so; the text says why and what to do."""
+    """The image cannot be built or pushed. The text says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def main() -> int:
             print(f"error: it ended with exit code {done.returncode}", file=sys.stderr)
             return 1
     if len(wanted) == 1:
-        print("\nThis machine alone has it. PUSH=1 with REPOSITORY=REGISTRY/… gives it to nodes.")
+        print("\nOnly this machine has it. PUSH=1 with REPOSITORY=REGISTRY/… pushes it.")
     print(f"\n{kind.use.format(repository=repository, tag=tag)}")
     return 0
 

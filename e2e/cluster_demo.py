@@ -1,6 +1,6 @@
-"""`make cluster-demo`: from nothing to tokens on a real Kubernetes, every command shown.
+"""`make cluster-demo`: from nothing to tokens on a real Kubernetes. It shows every command.
 
-It ends with the cluster up, for you to look around in.
+At the end, the cluster keeps running, so that you can look around.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Demo:
         }
 
     def command(self, line: str, stdin: str = "") -> None:
-        """Show a command and what it prints; of a pipe, the last one is run, with ``stdin``."""
+        """Show a command and its output. Of a pipe, only the last command runs, with ``stdin``."""
         print(f"\n$ {line}", flush=True)
         program, *arguments = line.partition(" | ")[2].split() or line.split()
         done = subprocess.run(
@@ -78,7 +78,7 @@ class Demo:
         raise ClusterError(f"it is not Ready after {START_SECONDS} s: kubectl describe pdc {NAME}")
 
     def complete(self, prompt: str) -> None:
-        """One prompt to the router's Service, which this machine has a route to."""
+        """Send one prompt to the router's Service. This machine has a route to it."""
         service = json.loads(self.read("get", "service", f"{NAME}-router", "--output=json"))
         address, port = service["spec"]["clusterIP"], service["spec"]["ports"][0]["port"]
         body = {"model": NAME, "prompt": prompt, "max_tokens": 32, "temperature": 0}
@@ -102,7 +102,7 @@ class Demo:
 
 
 def demonstrate(prompt: str) -> None:
-    # Here, so that what takes long the first time is over before the story begins.
+    # Build and start first. The demo itself begins after these slow steps.
     binaries.provide(binaries.HELM_PROGRAMS, Places.of_user())
     image, engines, model = operator_image(), engine_image(), model_path("llama")
     cluster = connect()

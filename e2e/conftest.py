@@ -1,4 +1,4 @@
-"""What all end-to-end tests share: programs that are built before the first test, one cluster."""
+"""Shared by all end-to-end tests: one cluster, and programs built before the first test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from images.operator_image import operator_image
 
 
 def pytest_collection_modifyitems(config, items):
-    """They need root, and minutes at their first run: `-m cluster` or `-m soak` asks for them."""
+    """Run these tests only with `-m cluster` or `-m soak`: they need root and take minutes."""
     if not any(mark in config.option.markexpr for mark in ("cluster", "soak")):
         left_out = [item for item in items if item.get_closest_marker("cluster")]
         config.hook.pytest_deselected(items=left_out)
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Build here what is missing: it takes minutes once, and a test may not take that long."""
+    """Build what is missing. It takes minutes once, and a test may not take that long."""
     wanted = any(item.get_closest_marker("cluster") for item in session.items)
     if wanted and not session.config.option.collectonly and not lifecycle.users_own():
         binaries.provide(binaries.PROGRAMS, Places.of_user())
@@ -30,7 +30,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The user's cluster, or ours; one that was up before the tests stays up after them."""
+    """The user's cluster, or ours. A cluster that was up before the tests stays up after them."""
     places = Places.of_user()
     stays = bool(lifecycle.users_own()) or lifecycle.healthy(places)
     yield connect()

@@ -1,6 +1,6 @@
-"""The tables of docs/metrics.md that tell of our own metrics, held against the code.
+"""Compares the tables of our own metrics in docs/metrics.md with the code.
 
-After a change that is meant, write them again and read the difference:
+After an intended change, write the tables again and read the difference:
 
     PDCLUSTER_REGENERATE=1 python -m pytest -k metrics_page
 """
@@ -22,17 +22,17 @@ NAME = re.compile(r"^\| `([a-zA-Z_:]+)` \|", re.MULTILINE)
 
 
 def documented(begins: str = "") -> set[str]:
-    """Names in the page's tables, those that begin so."""
+    """The names in the page's tables that begin with a prefix."""
     return {name for name in NAME.findall(PAGE.read_text()) if name.startswith(begins)}
 
 
 def check_section(name: str, metrics: Iterable[MetricWrapperBase], common: set[str]) -> None:
-    """Fail where a section's table is not what the code registers.
+    """Fail if the table of a section differs from what the code registers.
 
     Args:
-        name: of the section's mark in the page.
-        metrics: what is registered.
-        common: labels that every metric has, which the page tells once.
+        name: the section's mark in the page.
+        metrics: the registered metrics.
+        common: labels that every metric has; the page names them once.
     """
     table = HEAD + "".join(sorted(_row(metric, common) for metric in metrics))
     text = PAGE.read_text()

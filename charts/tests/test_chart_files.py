@@ -81,7 +81,7 @@ def test_notes_name_examples_that_are_there_and_what_a_default_installation_admi
         _, findings = check_manifest(manifest, host_paths=False)
         if not findings.errors:
             admitted.add(name)
-    # The one that is refused is named with the value that admits it.
+    # The notes name one example that is refused, together with the value that admits it.
     assert named - admitted == {"tiny-cpu.yaml"}
     assert "operator.allowHostPathModels=true" in notes
     applied = set(re.findall(r"kubectl (?:apply|wait).*examples/(\S+\.yaml)", notes))

@@ -20,11 +20,11 @@ class Release:
         self.cluster = cluster
         self.namespace = f"chart-helm{major}-{secrets.token_hex(3)}"
         self.binary = cluster.helm(major)
-        # A CRD that was there is somebody's: removing it would remove every PDCluster.
+        # A CRD that exists already belongs to somebody. Removing it would remove every PDCluster.
         self.brings_crd = not cluster.kubectl("get", "crd", CRD, "-o", "name", "--ignore-not-found")
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """A command of helm, whatever comes of it."""
+        """Run helm. A failure raises nothing."""
         words = [str(self.binary), "--kubeconfig", str(self.cluster.kubeconfig)]
         return subprocess.run(
             [*words, "--namespace", self.namespace, *arguments],
@@ -48,7 +48,7 @@ class Release:
         return self.helm(*self.words(*settings))
 
     def take_away(self) -> None:
-        """What the fixtures end with, whatever state the release is in."""
+        """Clean up after a test, whatever state the release is in."""
         self.run("uninstall", "chart")
         self.cluster.kubectl("delete", "namespace", self.namespace, "--wait=false")
         if self.brings_crd:

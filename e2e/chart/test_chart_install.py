@@ -1,6 +1,6 @@
-"""The chart on a real API server, by helm 3 and helm 4: accepted, upgraded, taken away.
+"""The chart on a real API server, with helm 3 and helm 4: installed, upgraded, uninstalled.
 
-A quota of no pods lets these tests see the chart alone; one of them lifts it.
+A quota of zero pods limits these tests to the chart's objects. One test removes the quota.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from images.for_cluster import operator_values
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-# No pod can start here: neither the image that must be named nor the check at the start matters.
+# No pod can start here. So any image name will do, and the check at the start is off.
 NO_PODS = ("--set", "image.repository=none.example/none,webhook.startupCheck.enabled=false")
 
 

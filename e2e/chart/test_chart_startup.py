@@ -1,4 +1,4 @@
-"""When helm returns, the API server reaches the webhook: no first `kubectl apply` that fails."""
+"""When helm returns, the API server reaches the webhook, so the first `kubectl apply` works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def image(cluster) -> tuple[str, str]:
 
 
 def tried(release: Release, sample: str) -> str:
-    """What comes of applying a sample, as a dry run so that no pod starts."""
+    """Apply a sample as a dry run, so that no pod starts. Returns what kubectl says."""
     words = ("apply", "--dry-run=server", "--namespace=default", "--filename")
     try:
         return release.cluster.kubectl(*words, str(SAMPLES / f"{sample}.json"))
@@ -134,7 +134,7 @@ def test_helm_fails_with_the_reason_where_the_webhook_never_answers(release, ima
     assert "FAILED: no review by the webhook within 5 s" in said
     assert ("admitted" if policy == "Ignore" else "failed calling webhook") in said
     assert "webhook.startupCheck.enabled=false" in said
-    # The rights are gone, what can be read is there.
+    # The rights are gone. The Job's log is still there.
     remains = left(release)
     assert "job.batch/chart-pdcluster-startup-check" in remains
     assert "role.rbac.authorization.k8s.io/chart-pdcluster-startup-check" not in remains

@@ -29,7 +29,7 @@ def installed(cluster: Cluster) -> Iterator[None]:
     """A default install that is ready: nothing is set but its image."""
     name = f"chart-examples-{secrets.token_hex(3)}"
     helm = [cluster.helm(4), "--kubeconfig", cluster.kubeconfig, "--namespace", name]
-    # A CRD that was there is somebody's: removing it would remove every PDCluster.
+    # A CRD that exists already belongs to somebody. Removing it would remove every PDCluster.
     brings_crd = not cluster.kubectl("get", "crd", CRD, "-o", "name", "--ignore-not-found")
     values: dict[str, Any] = {"image": operator_values(cluster), "crds": {"enabled": brings_crd}}
     words = ("install", "examples", CHART, "--create-namespace", "--values=-", "--wait")
@@ -51,9 +51,9 @@ def installed(cluster: Cluster) -> Iterator[None]:
 
 
 def review(cluster: Cluster, file: Path) -> str:
-    """What kubectl says of a dry run; asked again while nothing listens at the webhook yet.
+    """Return what kubectl says about a dry run. Tries again while no webhook listens yet.
 
-    In the namespace `default`: a release's own namespace is none of its webhook's business.
+    It uses the namespace `default`, because a webhook does not review its release's own namespace.
     """
     deadline = time.monotonic() + 60
     while True:
@@ -71,7 +71,7 @@ def test_every_example_is_admitted_where_it_does_not_say_otherwise(cluster: Clus
     for file in EXAMPLES:
         said = review(cluster, file)
         if "operator.allowHostPathModels=true" in file.read_text():
-            # Only our webhook refuses this: it was asked.
+            # Only our webhook refuses this, so it was asked.
             assert "HostPathNotAdmitted" in said, said
         else:
             assert not said.startswith("refused"), f"{file.name}: {said}"

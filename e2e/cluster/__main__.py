@@ -13,7 +13,7 @@ from cluster.report import ClusterError, say
 
 def up(places: Places, _: argparse.Namespace) -> int:
     if other := lifecycle.users_own():
-        say(f"  KUBECONFIG is set to {other}: that cluster is used, and none is started")
+        say(f"  KUBECONFIG is set to {other}: that cluster is used, and no other is started")
         return 0
     lifecycle.up(places)
     # For eval in a shell; all else goes to standard error.

@@ -1,6 +1,6 @@
-"""Who may speak to the API server: one token and one kubeconfig for each of the node's programs.
+"""Access to the API server: one token and one kubeconfig for each of the node's programs.
 
-Every program has a user of its own, so that the audit log says who wrote what.
+Every program has a user of its own, so the audit log says who wrote what.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ USERS = {
     "scheduler": User("system:kube-scheduler"),
     "proxy": User("system:kube-proxy"),
     "kubelet": User(f"system:node:{network.NODE_NAME}", ("system:nodes",)),
-    # Reads only, but before anyone could have applied a role for it.
+    # It only reads, but it does so before anyone can apply a role for it.
     "policy": User("network-policy", ("system:masters",)),
 }
 
@@ -67,6 +67,6 @@ def kubeconfig(user: str, token: str, authority: str) -> str:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Write a file that only its owner may read, never a moment otherwise."""
+    """Write a file that only its owner may read, from its first moment on."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)

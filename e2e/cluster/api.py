@@ -1,4 +1,4 @@
-"""Asking the API server, without a client library: enough to wait for a node."""
+"""Asks the API server, without a client library. It is just enough to wait for a node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Api:
         document = json.loads(kubeconfig.read_text())
         cluster = document["clusters"][0]["cluster"]
         authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
-        # A proxy of the environment could not reach the node.
+        # A proxy that the environment names could not reach the node.
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}),
             urllib.request.HTTPSHandler(context=ssl.create_default_context(cadata=authority)),
@@ -28,7 +28,7 @@ class Api:
         self._token = document["users"][0]["user"]["token"]
 
     def get(self, path: str) -> str | None:
-        """The body; None when there is no answer within 2 seconds, or one other than 200."""
+        """The body; None if there is no answer within 2 seconds, or its status is not 200."""
         request = urllib.request.Request(
             self._server + path, headers={"Authorization": f"Bearer {self._token}"}
         )

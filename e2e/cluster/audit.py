@@ -1,4 +1,4 @@
-"""The API server's audit log: who wrote what, so that "it writes nothing at rest" is measured."""
+"""The API server's audit log: who wrote what. It shows that the operator writes nothing at rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 WRITE_VERBS = ("create", "update", "patch", "delete", "deletecollection")
-# Requests that read are left out; those that write are logged once, when they were answered.
+# Requests that only read are not logged. Those that write are logged once, after the answer.
 POLICY = {
     "apiVersion": "audit.k8s.io/v1",
     "kind": "Policy",

@@ -1,8 +1,8 @@
 """The programs of the cluster: found on PATH at the pinned version, else built once with Go.
 
-Each folder `tools/NAME` is a Go module of its own that pins one project and all that it needs:
-in one common module, Go's choice of versions would move Kubernetes' dependencies off the versions
-that Kubernetes was tested with. What was built is kept under a digest of the module's files.
+Each folder `tools/NAME` is a Go module of its own that pins one project and its dependencies. In
+one common module, Go would choose other versions of Kubernetes' dependencies than Kubernetes was
+tested with. The built programs are kept under a digest of the module's files.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from cluster.places import PACKAGE, Places
 from cluster.report import ClusterError, Progress
 
 TOOLS = PACKAGE / "tools"
-# Only go.sum's content may be built, no C compiler is asked for, and files name no folder of here.
+# Build only what go.sum pins, without a C compiler, and without this machine's paths in the files.
 BUILD = {
     "GOTOOLCHAIN": "local",
     "GOWORK": "off",
     "CGO_ENABLED": "0",
     "GOFLAGS": "-mod=readonly -buildvcs=false -trimpath",
 }
-# A build takes all processors for minutes; whatever else runs here goes first.
+# A build uses all processors for minutes. Other programs on this machine go first.
 POLITELY = ("nice", "-n", "19")
 
 
 @dataclass(frozen=True)
 class Program:
-    """One executable: which module of `tools` holds its package, and how it says its version."""
+    """One executable: the module of `tools` with its package, and how to ask for its version."""
 
     name: str
     tool: str
@@ -97,12 +97,12 @@ NODE_PROGRAMS = (
 )
 HELM_PROGRAMS = (_helm(3), _helm(4))
 PROGRAMS = (*NODE_PROGRAMS, *HELM_PROGRAMS)
-# Names for a person's shell, beside the programs' own: what the chart's notes say can be typed.
+# More names for a person's shell, so that the commands of the chart's notes work.
 CALLED = {"helm": "helm4"}
 
 
 def provide(programs: Iterable[Program], places: Places) -> dict[str, Path]:
-    """Path of each program by its name; builds what is missing.
+    """Return the path of each program by its name. Builds programs that are missing.
 
     Raises:
         ClusterError: Go is missing or a build failed.
@@ -130,7 +130,7 @@ def pinned_version(program: Program) -> str:
 
 
 def digest(tool: str) -> str:
-    """12 hexadecimal digits that change with anything that the tool's programs are built from."""
+    """12 hexadecimal digits that change with every source of the tool's programs."""
     state = hashlib.sha256(BUILD["GOFLAGS"].encode())
     for path in sorted((TOOLS / tool).iterdir()):
         if path.name in ("go.mod", "go.sum") or path.suffix == ".go":
@@ -199,7 +199,7 @@ def _build(program: Program, target: Path) -> None:
 
 
 def _go(program: Program, progress: Progress, unit: str, *arguments: str) -> int:
-    """Run a go command; the number of lines that it printed to standard output."""
+    """Run a go command. Returns the number of lines that it printed to standard output."""
     last: collections.deque[str] = collections.deque(maxlen=20)
     lines = 0
     with subprocess.Popen(

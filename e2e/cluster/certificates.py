@@ -1,6 +1,6 @@
 """Keys and certificates of the control plane: elliptic-curve keys by openssl, 0.3 s for all.
 
-Nothing here is meant to last: they are made at every start and are valid for thirty days.
+They are not meant to last: every start makes new ones, and they are valid for thirty days.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def make_certificates(folder: Path) -> None:
     names = ("localhost", "kubernetes", "kubernetes.default", service, f"{service}.{DOMAIN}")
     _certificate(folder, "apiserver", "/CN=kube-apiserver", ("127.0.0.1", NODE, API_SERVICE), names)
     _certificate(folder, "kubelet", f"/CN={NODE_NAME}", (NODE,), (NODE_NAME,))
-    # Who the API server is when it asks the kubelet for logs or to run a command.
+    # The API server's identity when it asks the kubelet for logs or to run a command.
     _certificate(folder, "apiserver-client", "/O=system:masters/CN=kube-apiserver-kubelet-client")
 
 

@@ -1,7 +1,7 @@
-"""The node's processes as the kernel groups them: one cgroup of version 1 in every hierarchy.
+"""The cgroup of the node's processes: one group of version 1 in every hierarchy.
 
-The group is also how the node is found again: whatever is in it belongs to the node, so that
-nothing else can be killed by mistake, and no process id has to be remembered.
+The group also identifies the node. Every process in it belongs to the node, so no other process can
+be killed by mistake, and no process id has to be stored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Hierarchy:
 
 
 def hierarchies() -> list[Hierarchy]:
-    """Raises ClusterError where version 1's memory controller is not mounted."""
+    """Raises ClusterError if the memory controller of version 1 is not mounted."""
     found = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -60,7 +60,7 @@ def create() -> None:
 
 
 def join() -> None:
-    """Put this process, and so every child that it will have, into the node's group."""
+    """Put this process into the node's group. Its children will be in it too."""
     for hierarchy in hierarchies():
         (hierarchy.group / "cgroup.procs").write_text(str(os.getpid()))
 
@@ -73,7 +73,7 @@ def processes() -> set[int]:
             try:
                 found.update(map(int, (Path(folder) / "cgroup.procs").read_text().split()))
             except FileNotFoundError:
-                continue  # a container's group that went meanwhile
+                continue  # a container's group that was just removed
     return found
 
 
@@ -92,7 +92,7 @@ def kill(patience: float = 20.0) -> None:
 
 
 def remove(patience: float = 10.0) -> None:
-    """Remove the groups; the kernel lets go of an ended process's group a moment later."""
+    """Remove the groups. The kernel frees the group of an ended process a moment later."""
     end = time.monotonic() + patience
     while left := [h.group for h in hierarchies() if not _removed(h.group)]:
         if time.monotonic() > end:

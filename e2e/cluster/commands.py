@@ -1,4 +1,4 @@
-"""Running other programs, with a failure that says what the program said."""
+"""Runs other programs. If a program fails, the error quotes its output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*command: str | Path, stdin: str | None = None, cwd: Path | None = None)
 
 
 def output(*command: str | Path) -> str:
-    """Standard output of a command, or nothing where it fails."""
+    """Standard output of a command; empty if the command fails."""
     try:
         return run(*command)
     except ClusterError:

@@ -13,7 +13,7 @@ ETCD_PEER = "http://127.0.0.1:2380"
 
 
 def etcd(places: Places, programs: Programs) -> Daemon:
-    """One member, and no fsync: nobody needs this cluster's state after a crash."""
+    """One member, without fsync, because nobody needs this cluster's state after a crash."""
     return Daemon(
         "etcd",
         (
@@ -61,7 +61,7 @@ def api_server(places: Places, programs: Programs) -> Daemon:
 
 
 def controller_manager(places: Places, programs: Programs) -> Daemon:
-    """With the default client limits its controllers would start 4.5 s later."""
+    """With higher client limits: with the defaults, its controllers would start 4.5 s later."""
     return Daemon(
         "kube-controller-manager",
         (

@@ -1,4 +1,4 @@
-"""What the node's first process needs to know of a program that it starts."""
+"""What the node's first process must know about a program that it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of Services and pods: CoreDNS, built with the plugins that these need, in a pod."""
+"""Names of Services and pods: CoreDNS in a pod, built with only the plugins that they need."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from cluster.report import ClusterError
 POD = "docker.io/local/pod:1"
 DNS = "docker.io/local/coredns:1"
 BUSYBOX = Path("/bin/busybox")
-# Not its network programs: look-ups by name crash Debian's static build.
+# Without busybox' network programs: they crash in Debian's static build when they look up a name.
 APPLETS = ("sh", "ls", "cat", "env", "ps", "sleep", "mkdir", "rm", "grep", "head", "tail", "df")
 ACCOUNTS = {
     "etc/passwd": b"root:x:0:0::/:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n",
@@ -50,10 +50,10 @@ def write_archive(
     entrypoint: Sequence[str],
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Write an image `name` of one layer; `content` is by path without a leading slash.
+    """Write an image `name` of one layer. `content` maps paths without a leading slash.
 
-    Folders of a root file system and two accounts (root, nobody) come with it. The same content
-    gives the same bytes.
+    The image also has the folders of a root file system and two accounts (root, nobody). The same
+    content gives the same bytes.
     """
     layer = _layer({**ACCOUNTS, **content})
     variables = {"PATH": "/bin:/usr/bin", **(environment or {})}
@@ -68,7 +68,7 @@ def write_archive(
         "history": [{}],
     }
     manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
-    # Another process may read the archive of the same name meanwhile, or write it.
+    # Another process may read or write an archive of this name at the same time.
     with (
         tempfile.NamedTemporaryFile(dir=archive.parent, delete=False) as file,
         tarfile.open(fileobj=file, mode="w") as tar,
@@ -82,7 +82,7 @@ def write_archive(
 def _layer(content: Mapping[str, Content]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
-        # A link in a folder's place must not come after it: containerd sets folders' times last.
+        # A link that replaces a folder must not come after it: containerd sets folders' times last.
         for folder in (name for name in FOLDERS if name not in content):
             entry = tarfile.TarInfo(folder)
             entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if folder == "tmp" else 0o755

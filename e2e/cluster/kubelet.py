@@ -1,4 +1,4 @@
-"""What runs pods on the node: containerd, the kubelet, and kube-proxy for Services."""
+"""The programs that run pods on the node: containerd, the kubelet, and kube-proxy for Services."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.places import Places
 
 
 def containerd(places: Places, programs: Programs) -> Daemon:
-    """Root, state and socket of its own, so that a containerd of the host is left alone."""
+    """It has its own root, state and socket, and does not touch a containerd of the host."""
     network.write_cni(places.settings / "cni", places.node / "addresses")
     settings = places.settings / "containerd.toml"
     # restrict_oom_score_adj: small virtual machines lack CAP_SYS_RESOURCE.
@@ -41,7 +41,7 @@ state = "{places.node}/containerd-state"
 
 
 def kubelet(places: Places, programs: Programs) -> Daemon:
-    """Evicts nothing and collects no image until the disk is full: no registry has them again."""
+    """Evicts no pod and removes no image until the disk is full: no registry has the images."""
     (places.settings / "resolv.conf").write_text("")
     settings = places.settings / "kubelet.json"
     settings.write_text(json.dumps(_kubelet_settings(places), indent=2))
@@ -97,7 +97,7 @@ def _kubelet_settings(places: Places) -> dict[str, Any]:
 
 
 def kube_proxy(places: Places, programs: Programs) -> Daemon:
-    """By nftables; connection tracking's limits are the host's and stay as they are."""
+    """Uses nftables. The limits of connection tracking belong to the host, so it keeps them."""
     settings = places.settings / "kube-proxy.json"
     settings.write_text(json.dumps(_proxy_settings(places), indent=2))
     return Daemon("kube-proxy", (programs["kube-proxy"], f"--config={settings}"))

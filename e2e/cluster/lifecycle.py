@@ -1,4 +1,4 @@
-"""Up, down, status: each may be repeated, and brings the same end from wherever it starts."""
+"""Up, down, status. Each may be repeated, and gives the same result from any state."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LAST_LINES = 15
 
 
 def users_own() -> str:
-    """What KUBECONFIG names, where that is a cluster that somebody else made; else nothing."""
+    """The value of KUBECONFIG, if it names a cluster that is not ours; else empty."""
     named = os.environ.get("KUBECONFIG", "")
     return "" if named == str(Places.of_user().kubeconfig) else named
 
 
 def up(places: Places) -> Programs:
-    """Bring up the cluster, or find it up. The programs by name.
+    """Start the cluster unless it is up. Returns the paths of the programs by name.
 
     Raises:
         ClusterError: why there is no cluster, and what to do.
@@ -69,7 +69,7 @@ def _up(places: Places, programs: Programs) -> None:
 
 
 def down(places: Places) -> None:
-    """Remove the cluster and all that it left on this machine but the built programs."""
+    """Remove the cluster and everything it left on this machine, except the built programs."""
     started = time.monotonic()
     with _alone(places):
         machine.stop(places)
@@ -87,7 +87,7 @@ def healthy(places: Places) -> bool:
 
 
 def ended(places: Places) -> dict[str, str]:
-    """The node's programs that should run and do not: name, and how each ended."""
+    """The node's programs that should run but do not: the name, and how each ended."""
     if not places.ended.exists():
         return {}
     return {path.name: path.read_text() for path in sorted(places.ended.iterdir())}
@@ -107,7 +107,7 @@ def _until_ready(places: Places, programs: Programs) -> None:
     dns.apply(places, programs)
     _wait(places, "the node", api.node_ready)
     _wait(places, "NetworkPolicies", lambda: policy.enforcing(places))
-    # Without it the first pod of a test would be refused.
+    # Without this account, the API server would refuse the first pod of a test.
     account = "/api/v1/namespaces/default/serviceaccounts/default"
     _wait(places, "the default ServiceAccount", lambda: api.exists(account))
     _wait(places, "DNS", lambda: dns.ready(api))

@@ -1,4 +1,4 @@
-"""One process at a time: two test runs may ask for the same cluster at the same moment."""
+"""Locks between processes: two test runs may ask for the same cluster at the same time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.report import say
 
 @contextmanager
 def alone(lock: Path, doing: str) -> Iterator[None]:
-    """Hold the lock file; waits, and says so, while another process holds it."""
+    """Hold the lock file. While another process holds it, wait and say so."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         try:

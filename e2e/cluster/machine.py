@@ -1,4 +1,4 @@
-"""The host's side of the node: start its namespaces, end them, and leave the host as it was."""
+"""The host's side of the node: starts its namespaces, ends them, and leaves the host unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster.packages import SYSTEM_FOLDERS
 from cluster.places import PACKAGE, Places
 from cluster.report import ClusterError
 
-# The kubelet sets these, and no namespace keeps them apart.
+# The kubelet sets these, and no namespace separates them from the host's.
 GLOBAL_SYSCTLS = ("kernel/panic", "kernel/panic_on_oops", "vm/overcommit_memory")
 NAMESPACES = (
     "--mount",
@@ -45,7 +45,7 @@ def start(places: Places) -> None:
         "PYTHONPATH": str(PACKAGE.parent),
         "PDCLUSTER_CACHE": str(places.home.parent),
     }
-    # setsid --fork: the node outlives this process and is nobody's zombie.
+    # setsid --fork: the node outlives this process, and init reaps it.
     command = [
         "setsid",
         "--fork",
@@ -76,7 +76,7 @@ def running() -> bool:
 
 
 def stop(places: Places) -> None:
-    """End the node and remove all of it from the host; harmless where there is no node."""
+    """End the node and remove all of it from the host. Does nothing if there is no node."""
     cgroups.kill()
     cgroups.remove()
     network.leave_host()
@@ -109,7 +109,7 @@ def _first_process(places: Places, patience: float = 10.0) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder unless something is mounted under it: that could be anybody's data."""
+    """Remove a folder, unless something is mounted under it: that could be somebody's data."""
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     for line in mounts:
         target = line.split()[4]

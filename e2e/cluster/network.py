@@ -1,9 +1,9 @@
 """Addresses, and the wires between host, node and pods.
 
-A veth pair joins the host and the node; the CNI plugin `ptp` joins the node and each pod with
-another. Everything is routed and nothing is translated but the addresses of Services, so that a
-forwarding rule in the node sees the pods' own addresses (NetworkPolicy needs that) and neither
-iptables nor a bridge is needed.
+A veth pair joins the host and the node. The CNI plugin `ptp` joins the node and each pod with
+another pair. Everything is routed. Only the addresses of Services are translated. So a forwarding
+rule in the node sees the pods' own addresses, which NetworkPolicy needs, and neither iptables nor a
+bridge is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MTU = 1400
 
 
 def check_free() -> None:
-    """Raises ClusterError when the host already routes one of our networks somewhere."""
+    """Raises ClusterError if the host already has a route to one of our networks."""
     for route in json.loads(output("ip", "-j", "-4", "route", "show") or "[]"):
         if route["dst"] == "default" or route.get("dev") == HOST_LINK:
             continue
@@ -54,9 +54,9 @@ def join_host(node_pid: int) -> None:
 
 
 def leave_host() -> None:
-    """On the host, after the node's end: its link would go too, but seconds later when busy."""
+    """On the host, after the node's end: remove its link now. The kernel may take seconds."""
     if _exists(HOST_LINK):
-        # Nothing to say where it went by itself meanwhile.
+        # No error if the link is already gone.
         output("ip", "link", "delete", HOST_LINK)
 
 
@@ -75,7 +75,7 @@ def join_node(patience: float = 10.0) -> None:
 
 
 def write_cni(folder: Path, leases: Path) -> None:
-    """The pods' network as containerd reads it; `leases` is where host-local keeps addresses."""
+    """The pods' network as containerd reads it. host-local keeps the addresses in `leases`."""
     folder.mkdir()
     addresses = {
         "type": "host-local",

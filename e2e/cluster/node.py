@@ -1,7 +1,7 @@
-"""The node's first process: furnishes its namespaces, starts every program, reaps.
+"""The node's first process: prepares its namespaces, starts every program, reaps children.
 
-Started by `cluster.machine` as process 1 of new namespaces. It restarts nothing: a program that
-ended leaves a file in `ended`, and whoever waits for the cluster says so.
+`cluster.machine` starts it as process 1 of new namespaces. It restarts nothing. A program that
+ended leaves a file in `ended`, and a command that waits for the cluster reports it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cluster.places import Places
 from cluster.report import ClusterError
 
 FIRST: tuple[Prepare, ...] = (control_plane.etcd, control_plane.api_server, kubelet.containerd)
-# These give up, or wait long before they try again, where no API server answers.
+# If no API server answers, these give up or wait long before they try again.
 WITH_API: tuple[Prepare, ...] = (
     control_plane.controller_manager,
     control_plane.scheduler,
@@ -38,11 +38,11 @@ WRITTEN = ("/var/lib", "/var/log")
 
 
 def furnish(places: Places) -> None:
-    """Name, network and mounts of the node, in namespaces that are its own already."""
+    """Set name, network and mounts of the node. The process is already in its own namespaces."""
     socket.sethostname(network.NODE_NAME)
     network.join_node()
     for hierarchy in cgroups.hierarchies():
-        # Mounted again, a hierarchy begins at this namespace's own group.
+        # After a new mount, a hierarchy begins at this namespace's own group.
         run("umount", hierarchy.path)
         options = ("-o", hierarchy.options) if hierarchy.options else ()
         run("mount", "-t", hierarchy.kind, *options, hierarchy.kind, hierarchy.path)

@@ -1,4 +1,4 @@
-"""What comes from the distribution: three small packages and tools that every system has."""
+"""What the distribution provides: three small packages, and tools that every system has."""
 
 from __future__ import annotations
 

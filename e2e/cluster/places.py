@@ -1,4 +1,4 @@
-"""Where things lie: nothing in the tree, everything in one folder of the user's cache.
+"""The paths of all files: nothing in the tree, everything in one folder of the user's cache.
 
 kubernetes/tools/NAME-DIGEST/   programs, kept from run to run
 kubernetes/bin/                 links to them, for a person's PATH
@@ -25,7 +25,7 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Places:
-    """The folders of one user's cluster; `node` and what is under it exist while a node does."""
+    """The folders of one user's cluster. `node` exists only while there is a node."""
 
     home: Path
 
@@ -63,12 +63,12 @@ class Places:
 
     @property
     def audit_log(self) -> Path:
-        """Every write that the API server was asked for, one JSON object a line."""
+        """Every write that the API server was asked for, one JSON object on each line."""
         return self.logs / "audit.log"
 
     @property
     def ended(self) -> Path:
-        """One file for each program of the node that ended, holding how."""
+        """One file for each program of the node that ended. It says how the program ended."""
         return self.node / "ended"
 
     @property

@@ -1,4 +1,4 @@
-"""NetworkPolicy: the program of `tools/policy`, which this kernel's nftables suffices for."""
+"""NetworkPolicy, enforced by the program of `tools/policy`. It needs only the kernel's nftables."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def enforcer(places: Places, programs: Programs) -> Daemon:
 
 
 def enforcing(places: Places) -> bool:
-    """Whether a policy that is applied from now on is obeyed."""
+    """Whether a policy that is applied from now on is enforced."""
     log = places.logs / f"{NAME}.log"
     return log.exists() and " enforcing\n" in log.read_text()

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: progress on standard error, one sentence for a failure."""
+"""Output for the person at the terminal: progress on standard error, and one sentence per error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class ClusterError(Exception):
-    """The cluster cannot be had; the text says why and what to do, and is shown as it is."""
+    """There is no cluster. The message says why and what to do, and is shown unchanged."""
 
 
 def say(text: str) -> None:
@@ -15,7 +15,7 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """One line that is rewritten on a terminal, and repeated now and then in a log."""
+    """One line. A terminal shows it rewritten in place; a log shows it again now and then."""
 
     def __init__(self, what: str, log_interval: float = 30.0) -> None:
         self._what = what

@@ -1,4 +1,4 @@
-"""What tests hold on to: the cluster that KUBECONFIG names, else ours, which comes up for them."""
+"""The cluster of the tests: the one that KUBECONFIG names, else ours, which is started for them."""
 
 from __future__ import annotations
 

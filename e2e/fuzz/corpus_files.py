@@ -9,10 +9,11 @@ import json
 from base64 import b64decode, b64encode
 from pathlib import Path
 
+import msgspec
+
 from fuzz.targets import TARGETS
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol import ticket
-from pdcluster_connector.protocol.conversion import from_region, from_shape
 from pdcluster_connector.testing.engines import Size
 from ticket_key import KEYS
 
@@ -39,9 +40,10 @@ def write(target: str, inputs: list[bytes]) -> None:
 def seeds(target: str) -> list[bytes]:
     """Return valid messages of a target, with the byte that selects the parser."""
     size = Size(num_blocks=4)
-    shape = from_shape(size.shape())
-    regions = tuple(from_region(region) for region in size.caches()[0].shard.regions)
-    regions = tuple(m.msgspec.structs.replace(region, base=1 << 20) for region in regions)
+    shape = size.shape()
+    regions = tuple(
+        msgspec.structs.replace(region, base=1 << 20) for region in size.caches()[0].shard.regions
+    )
     shard = m.ShardMetadata("p/1", (0, 0), "a", b"m", regions, m.ProbeRegion(4096, 4096))
     parameters = {"do_remote_prefill": True, "ticket": ticket.encode(_ticket(), KEYS)}
     documents = {

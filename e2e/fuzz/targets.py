@@ -19,7 +19,6 @@ from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.protocol import messages, ticket
 from pdcluster_connector.protocol.block_ids import BlockIds
-from pdcluster_connector.protocol.conversion import to_shape, to_shard
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.link_documents import decode_peers, decode_report
 from pdcluster_connector.protocol.messages import EngineMetadata, Malformed
@@ -53,7 +52,7 @@ def side_channel(raw: bytes) -> None:
 def _handshake_request(raw: bytes) -> None:
     asked = messages.decode_handshake_request(raw)
     if not isinstance(asked, Malformed):
-        refusal_of(rules.check(EngineShape(), to_shape(asked.shape)))
+        refusal_of(rules.check(EngineShape(), asked.shape))
 
 
 def metadata(raw: bytes) -> None:
@@ -66,7 +65,7 @@ def _metadata(raw: bytes) -> None:
     if not isinstance(reply, EngineMetadata) or validate_metadata(reply):
         return
     try:
-        plan_peer(_OURS, [to_shard(shard) for shard in reply.shards])
+        plan_peer(_OURS, [shard.shard for shard in reply.shards])
     except PlanError:
         return
 

@@ -20,7 +20,7 @@ from images.standalone_engine import standalone_engine
 
 
 def build() -> list[Image]:
-    """Build both, or find them built."""
+    """Build both images unless they are built already."""
     started = time.monotonic()
     images = [operator_image(), engine_image()]
     if (took := time.monotonic() - started) > 1:

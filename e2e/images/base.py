@@ -13,7 +13,7 @@ from images.buildah import Buildah
 # The release whose Python requirements/operator.txt is resolved for.
 SUITE = "bookworm"
 INCLUDED = ("ca-certificates", "python3", "python3-venv")
-# Half of what debootstrap leaves is of no use in an image.
+# Half of what debootstrap leaves is not needed in an image.
 LEFT_OUT = (
     *("./dev/*", "./proc/*", "./sys/*", "./var/cache/apt/*", "./var/lib/apt/lists/*"),
     *("./usr/share/doc/*", "./usr/share/man/*", "./usr/share/locale/*", "./var/log/*"),
@@ -22,20 +22,20 @@ DOCKERFILE = "FROM scratch\nADD base.tar /\n"
 
 
 def base_name(included: tuple[str, ...] = INCLUDED) -> str:
-    """NAME:TAG; the tag changes with what the image is made of."""
+    """NAME:TAG; the tag changes when the content of the image changes."""
     recipe = repr((SUITE, included, LEFT_OUT, DOCKERFILE))
     return f"base:{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
 
 
 def ensure_base(buildah: Buildah, home: Path, included: tuple[str, ...] = INCLUDED) -> str:
-    """The name of a base image with these packages; made once, in one to three minutes."""
+    """Return the name of a base image with these packages. It is made once, in 1 to 3 minutes."""
     name = base_name(included)
     if buildah.has(name):
         return name
     with tempfile.TemporaryDirectory(prefix="base-", dir=home) as folder:
         root, context = Path(folder, "root"), Path(folder, "context")
         context.mkdir()
-        # Its own default where this machine is not a Debian of that release.
+        # If this machine is not a Debian of that release, use debootstrap's own default.
         mirror = _mirror()
         words = ["debootstrap", "--variant=minbase", f"--include={','.join(included)}", SUITE]
         buildah.watch(
@@ -52,7 +52,7 @@ def ensure_base(buildah: Buildah, home: Path, included: tuple[str, ...] = INCLUD
 
 
 def _mirror() -> str:
-    """Where this machine's apt gets that release from; nothing if it does not."""
+    """The mirror from which this machine's apt gets that release; empty if it does not."""
     listed = output(
         *("apt-get", "indextargets", "--format", "$(REPO_URI)"),
         *("Created-By: Packages", f"Codename: {SUITE}"),

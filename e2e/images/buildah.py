@@ -14,7 +14,7 @@ from cluster.report import ClusterError, Progress, say
 
 # Debian package: the program that shows it is there.
 PACKAGES = {"buildah": "buildah", "debootstrap": "debootstrap"}
-# Whatever else runs here goes first.
+# Other programs on this machine go first.
 POLITELY = ("nice", "-n", "19")
 LAST_LINES = 25
 
@@ -60,10 +60,10 @@ class Buildah:
         arguments: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> None:
-        """Build the image `name`, NAME:TAG, and say which step it is at.
+        """Build the image `name`, NAME:TAG, and show the current step.
 
         Raises:
-            ClusterError: a step failed; the last lines stand in the text.
+            ClusterError: a step failed. The message has the last lines of its output.
         """
         words = ["build", "--isolation", "chroot", "--layers", "--tag", name, *options]
         for key, value in (arguments or {}).items():
@@ -74,7 +74,7 @@ class Buildah:
         )
 
     def export(self, name: str, reference: str, archive: Path) -> None:
-        """Write the image as `docker save` does, under another name; all of it or nothing."""
+        """Write the image as `docker save` does, under another name: completely or not at all."""
         partial = archive.with_name(archive.name + ".partial")
         partial.unlink(missing_ok=True)
         run(*self._command, "push", "--quiet", name, f"docker-archive:{partial}:{reference}")
@@ -86,7 +86,7 @@ class Buildah:
 
     @staticmethod
     def watch(what: str, command: Sequence[str]) -> None:
-        """Run a long command politely; its latest line is shown as progress."""
+        """Run a long command with low priority, and show its latest line as progress."""
         progress = Progress(what)
         process = subprocess.Popen(
             [*POLITELY, *command],
@@ -106,7 +106,7 @@ class Buildah:
 
 
 def _driver(home: Path) -> str:
-    """Overlay where this file system can; else whole copies, which take minutes and space."""
+    """Use overlay if this file system can. Otherwise use whole copies, which are slow and large."""
     home.mkdir(parents=True, exist_ok=True)
     chosen = home / "driver"
     if not chosen.exists():

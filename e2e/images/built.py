@@ -1,4 +1,4 @@
-"""Images from Dockerfiles: built once for what they are made of, as archives for containerd."""
+"""Images from Dockerfiles, as archives for containerd. Equal sources are built once."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def images_folder() -> Path:
 
 
 def build_once(recipe: Recipe) -> Image:
-    """The image of the sources as they are now: built if they changed since the last time.
+    """Return the image of the current sources. Builds it if they changed since the last time.
 
-    It is made from a copy, so that its tag tells what is in it even while somebody edits.
+    It is built from a copy of the sources, so its tag is right even if somebody edits meanwhile.
 
     Raises:
-        ClusterError: it could not be built; the text says why.
+        ClusterError: the image could not be built. The message says why.
     """
     home = images_folder()
     with (

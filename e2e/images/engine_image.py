@@ -1,11 +1,11 @@
 """The engines' image: vLLM for CPU and NIXL of this machine's own Python, and not our connector.
 
-The image itself holds a few links; the pods mount this machine's /usr, its Python and its virtual
-environment, read-only. Measured on two busy cores: the environment is 7.0 GB, 3.7 GB without the
-CUDA libraries. One pass over that (tar and a checksum) takes 33 s, and containerd makes three of
-them whenever a cluster is brought up, since an ended cluster leaves nothing: two to three minutes
-and 11 GB of disk for bytes that lie on this machine already. A copy would also fill the page cache
-a second time, and two engines start beside it.
+The image itself holds only a few links. The pods mount this machine's /usr, its Python and its
+virtual environment, read-only. A real image would be too slow. Measured on two busy cores: the
+environment is 7.0 GB, or 3.7 GB without the CUDA libraries. One pass over that (tar and a checksum)
+takes 33 s. containerd makes three passes each time a cluster starts, because an ended cluster
+leaves nothing. That is two to three minutes and 11 GB of disk for files that this machine already
+has. A copy would also fill the page cache a second time while two engines start.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 from cluster.images import Content, Link, write_archive
 from images.built import Image, images_folder
 
-# Where the image has links into /usr on a system of today, and mounts on an older one.
+# Links into /usr in the image of a current system; mounts on an older system.
 SYSTEM_FOLDERS = ("bin", "lib", "lib64", "sbin")
 LOADER_CACHE = Path("/etc/ld.so.cache")
 CONTAINERS = {"prefill": "engine", "decode": "engine", "router": "router"}
 
 
 def engine_image(home: Path | None = None) -> Image:
-    """The image of engines and routers; its PATH names the environment that runs this."""
+    """The image of engines and routers. Its PATH names the environment that runs this code."""
     home = home or images_folder()
     home.mkdir(parents=True, exist_ok=True)
     path = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
@@ -43,7 +43,7 @@ def engine_image(home: Path | None = None) -> Image:
 
 
 def machine_folders() -> tuple[Path, ...]:
-    """What of this machine an engine needs to see, at the same place, no folder inside another."""
+    """The folders of this machine that an engine needs, at the same path, none inside another."""
     system = [Path("/", name) for name in SYSTEM_FOLDERS]
     folders = [
         Path("/usr"),
@@ -59,7 +59,7 @@ def machine_folders() -> tuple[Path, ...]:
 
 
 def vllm_cache() -> Path:
-    """Where vLLM keeps what it found out about models: ten seconds of each engine's start."""
+    """The folder with vLLM's cache about models. It saves ten seconds of each engine's start."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vllm"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,6 +1,7 @@
-"""Where images and the model come from: ours are imported, another cluster's are named.
+"""Where the images and the model come from.
 
-A cluster that KUBECONFIG names is given them by variables:
+Into the cluster of the tests, images are imported. For a cluster that KUBECONFIG names, these
+variables name them:
 
 * ``PDCLUSTER_OPERATOR_IMAGE``: the image of ``operator/Dockerfile``, REPOSITORY:TAG;
 * ``PDCLUSTER_ENGINE_IMAGE``: holds vLLM for CPU, nixl and vllm-router;
@@ -23,14 +24,14 @@ VARIABLES = ("PDCLUSTER_OPERATOR_IMAGE", "PDCLUSTER_ENGINE_IMAGE", "PDCLUSTER_MO
 
 
 def missing_variables() -> list[str]:
-    """What another cluster needs and nobody named; nothing for our own."""
+    """The variables that another cluster needs and that are not set; none for our own cluster."""
     if not lifecycle.users_own():
         return []
     return [name for name in VARIABLES if not os.environ.get(name)]
 
 
 def operator_values(cluster: Cluster) -> dict[str, Any]:
-    """The chart's ``image`` values; the image is in our node when this returns."""
+    """Return the chart's ``image`` values. When this returns, our node has the image."""
     if not cluster.ours:
         repository, _, tag = os.environ["PDCLUSTER_OPERATOR_IMAGE"].rpartition(":")
         return {"repository": repository, "tag": tag}
@@ -40,7 +41,7 @@ def operator_values(cluster: Cluster) -> dict[str, Any]:
 
 
 def load_engine_image(cluster: Cluster) -> str:
-    """The engines' image, which is in our node when this returns."""
+    """Return the engines' image. When this returns, our node has the image."""
     if not cluster.ours:
         return os.environ["PDCLUSTER_ENGINE_IMAGE"]
     image = engine_image()

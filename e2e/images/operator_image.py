@@ -11,7 +11,7 @@ RECIPE: Final = Recipe(
     repository="docker.io/local/pdcluster-operator",
     dockerfile=REPOSITORY / "operator" / "Dockerfile",
     root=REPOSITORY,
-    # What operator/Dockerfile.dockerignore lets in.
+    # The files that operator/Dockerfile.dockerignore allows.
     sources=(
         *("LICENSE", "README.md", "pyproject.toml", "requirements/operator.txt"),
         *("operator/src", "connector/src"),
@@ -23,6 +23,6 @@ def operator_image() -> Image:
     """The image of the sources as they are now.
 
     Raises:
-        ClusterError: it could not be built; the text says why.
+        ClusterError: the image could not be built. The message says why.
     """
     return build_once(RECIPE)

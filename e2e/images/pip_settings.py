@@ -1,4 +1,4 @@
-"""This machine's settings of pip for a build: as a secret, which no layer keeps."""
+"""This machine's pip settings for a build. They are a secret, so no layer keeps them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.commands import output
 
-# What says where packages come from; the rest is this machine's taste.
+# The settings that say where packages come from. A build does not need the others.
 PIP_SETTINGS = ("index-url", "extra-index-url", "trusted-host", "proxy", "timeout", "cert")
 
 
@@ -31,7 +31,7 @@ def pip_options(home: Path) -> Iterator[list[str]]:
 
 
 def pip_settings() -> dict[str, str]:
-    """Where this machine's pip gets packages from, whether files or variables say so."""
+    """Where this machine's pip gets packages from, according to files and variables."""
     # The environment of the tests has no pip; the Python that it was made with has.
     python = Path(sys.base_prefix, "bin", "python3")
     listed = output(python, "-m", "pip", "config", "list") or output("pip3", "config", "list")

@@ -1,4 +1,4 @@
-"""The engines' image for a cluster of one's own: it holds all that this machine's mounts bring."""
+"""The engines' image for your own cluster: it contains what mounts bring on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECIPE: Final = Recipe(
     dockerfile=Path(__file__).with_name("engine.Dockerfile"),
     root=REPOSITORY / "requirements",
     sources=("development.txt",),
-    # What vLLM for CPU loads, and what torch compiles with where there are several ranks.
+    # Libraries that vLLM for CPU loads, and the compiler that torch needs for several ranks.
     included=(*base.INCLUDED, "libnuma1", "g++", "python3-dev"),
 )
 
@@ -23,6 +23,6 @@ def standalone_engine() -> Image:
     """Built once for the pinned requirements: some minutes, 30 GB while it is made.
 
     Raises:
-        ClusterError: it could not be built; the text says why.
+        ClusterError: the image could not be built. The message says why.
     """
     return build_once(RECIPE)

@@ -1,10 +1,10 @@
 """Tiny random models: engines that load in seconds and whose greedy output depends on all KV.
 
-Each model is made once from a fixed seed and kept in the user's cache folder, under a name
-that holds the recipe's version: change a recipe, raise VERSION.
+Each model is made once from a fixed seed and kept in the user's cache folder. Its name holds the
+recipe's version, so raise VERSION when you change a recipe.
 
-The tokenizer has one token a byte and needs no network. Only printable ASCII can be sampled
-(the other rows of the output layer are zero), so generated text is lossless and readable.
+The tokenizer has one token for each byte and needs no network. Only printable ASCII can be sampled,
+because the other rows of the output layer are zero. So generated text is lossless and readable.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ RECIPES = {
     # The same weights with KV scales of their own, and with others.
     "llama-fp8-kv": Recipe("LlamaConfig", kv_scale=0.3),
     "llama-fp8-kv-rescaled": Recipe("LlamaConfig", kv_scale=0.7),
-    # Dense layers, and a config that speaks of experts: vLLM then runs data-parallel ranks in
-    # lockstep, as for every mixture of experts, whose layers its CPU backend cannot spread.
+    # Dense layers, with a config that names experts. vLLM then runs data-parallel ranks in
+    # lockstep, as for every mixture of experts. Its CPU backend cannot spread real expert layers.
     "llama-lockstep": Recipe("LlamaConfig", overrides={"num_experts": 4}),
     # Fewer KV heads than tensor ranks: heads are replicated.
     "llama-mqa": Recipe("LlamaConfig", overrides={"num_key_value_heads": 1}),
@@ -135,7 +135,7 @@ RECIPES = {
 
 
 def default_cache() -> Path:
-    """The user's cache folder for models; where, dev/environment.py says."""
+    """The user's cache folder for models. dev/environment.py says where it is."""
     if own := os.environ.get("PDCLUSTER_CACHE"):
         return Path(own).expanduser() / "models"
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -159,7 +159,7 @@ def model_path(name: str, cache: Path | None = None) -> Path:
         try:
             draft.rename(folder)
         except OSError:
-            # Another process finished first; its files are the same.
+            # Another process has finished first. Its files are the same.
             if not (folder / "config.json").is_file():
                 raise
     finally:
@@ -186,9 +186,9 @@ def _write(recipe: Recipe, folder: Path) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2:
                 continue
-            # Unit variance throughout, but for two changes that make output depend on single
-            # tokens far back and keep it from falling into repetition: attention is peaked,
-            # and the MLPs add less than attention does.
+            # Unit variance everywhere, with two exceptions: attention is peaked, and the MLPs
+            # add less than attention does. So the output depends on single tokens far back,
+            # and does not fall into repetition.
             scale = GAINS.get(name.split(".")[-2], 1.0)
             if "embed_tokens" not in name:
                 scale /= parameter.shape[1] ** 0.5

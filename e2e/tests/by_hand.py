@@ -1,4 +1,4 @@
-"""The shell snippets of the README's part "The connector by hand", as they stand there."""
+"""The shell snippets of the README's part "The connector by hand", unchanged."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def snippet(heading: str) -> str:
 
 
 def transfer_configs(text: str) -> list[dict[str, Any]]:
-    """Every --kv-transfer-config of a snippet, read as the JSON that it must be."""
+    """Every --kv-transfer-config of a snippet, parsed as JSON."""
     found = re.findall(r"--kv-transfer-config '(.+?)'", text, re.DOTALL)
     return [json.loads(config) for config in found]
 
 
 def engines(text: str) -> list[list[str]]:
-    """The words of both engines: those they share, in the array SERVE, and their own."""
+    """The arguments of both engines: the shared ones, in the array SERVE, and their own."""
     [shared] = re.findall(r"^SERVE=\((.+?)\)$", text, re.MULTILINE | re.DOTALL)
     own = re.findall(r'"\$\{SERVE\[@\]\}" (.+?) > \S+ 2>&1 &$', text, re.MULTILINE | re.DOTALL)
     return [shlex.split(f"{shared} {words}".replace("\\\n", "")) for words in own]
 
 
 def router_and_request(text: str) -> str:
-    """All that comes after the engines."""
+    """The part of a snippet after the engines."""
     return text[text.index("\nvllm-router ") :]

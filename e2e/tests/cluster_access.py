@@ -1,4 +1,4 @@
-"""The API server on a local port, and plain HTTP requests through it or past it."""
+"""The API server on a local port, and plain HTTP requests, through it or directly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Proxy:
 def ask(
     host: str, port: int, method: str, path: str, body: object = None, seconds: float = 120
 ) -> Reply:
-    """One HTTP request, past any proxy of the environment; raises OSError without an answer."""
+    """Send one HTTP request, without a proxy; raises OSError if there is no answer."""
     connection = http.client.HTTPConnection(host, port, timeout=seconds)
     try:
         data = None if body is None else json.dumps(body).encode()

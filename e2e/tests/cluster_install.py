@@ -1,4 +1,4 @@
-"""The chart on the test cluster; the operator killed, stopped, and what it writes."""
+"""The chart on the test cluster; how to kill and stop the operator, and to see what it writes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Installation:
         )
 
     def scale(self, component: str, replicas: int) -> None:
-        """Returns when it is so: no pod left of 0, all ready otherwise."""
+        """Scale a component; returns when all its pods are ready, or gone for 0 replicas."""
         name = {"operator": OPERATOR, "webhook": WEBHOOK}[component]
         self.kubectl("scale", f"deployment/{name}", f"--replicas={replicas}")
 
@@ -95,10 +95,10 @@ class Installation:
         self._wait(f"{replicas} pods of {component}", done)
 
     def kill(self) -> None:
-        """SIGKILL to the operator's process, as soon as it has one, and a new pod at once.
+        """Send SIGKILL to the operator's process as soon as it exists, and get a new pod at once.
 
-        The kubelet would wait longer and longer before it starts the same container again. On
-        another cluster the kubelet does the killing: a grace of 0 seconds is SIGKILL.
+        A new pod, because the kubelet would wait longer and longer before it starts the same
+        container again. On another cluster, the kubelet kills: a grace of 0 seconds is SIGKILL.
         """
         if self.cluster.ours:
             self._wait("process of the operator", lambda: self.processes("run"))

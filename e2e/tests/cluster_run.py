@@ -1,8 +1,8 @@
-"""One PDCluster on a real Kubernetes: what a person does with kubectl, in words for tests.
+"""One PDCluster on a real Kubernetes, with methods for what a person does with kubectl.
 
-Traffic of clients goes to the router's Service. What only the cluster's own pods may reach, an
-engine's API and its launcher, is asked by way of the API server (`kubectl proxy`), which no
-NetworkPolicy stands in the way of.
+Clients' requests go to the router's Service. Only the cluster's own pods may reach an engine's API
+and its launcher. Tests reach these through the API server (`kubectl proxy`), because no
+NetworkPolicy stops it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cluster_access import Proxy, ask
+from kv_load import Load, text
 from local_run import START_SECONDS, condition, until
 from local_run import manifest as local_manifest
 from reply import Reply
@@ -39,15 +40,28 @@ def manifest(name: str, **changes: Any) -> dict[str, Any]:
     return {**document, "metadata": {"name": name}}
 
 
-def idle(container: str = "engine") -> dict[str, Any]:
-    """A pod template that serves nothing: for tests of what stands, not of what it does."""
-    script = "trap 'exit 0' TERM; sleep 3600 & wait"
-    command = ["/bin/sh", "-c", script]
-    return {"spec": {"containers": [{"name": container, "command": command, "args": []}]}}
+def broken_under_load(run: ClusterRun, pod: str, seed: int, *words: str) -> None:
+    """Delete a pod under load: Ready is False within 5 s, and no token is made up."""
+    with Load(run, lambda number: text(100, seed + number)) as load:
+        run.wait("request that is answered", lambda: load.answered, 30)
+        run.kubectl("delete", "pod", pod, "--wait=false", *words)
+        seen = run.wait_not_ready(10)
+        ready = run.condition("Ready")
+        print(f"{pod} deleted: Ready=False {ready['reason']} after {seen:.1f} s")
+        assert seen < 5, f"it showed only after {seen:.1f} s"
+    for reply in load.replies:
+        # Policy Fail: a request ends well or with an error, never with made-up tokens.
+        if reply.status == 200:
+            assert reply.kv_path["outcome"] == "transferred", reply.text
+        else:
+            assert 500 <= reply.status < 600, reply.text
+
+
+KILLED = ("--force", "--grace-period=0")
 
 
 class ClusterRun:
-    """One PDCluster in a namespace of its own; both are made at once and deleted together."""
+    """One PDCluster in a namespace of its own. Both are created and deleted together."""
 
     def __init__(self, cluster: Cluster, proxy: Proxy, name: str) -> None:
         self.cluster, self.name, self.namespace = cluster, name, f"e2e-{name}"
@@ -87,7 +101,7 @@ class ClusterRun:
         return self.wait("Ready", lambda: self.condition("Ready")["status"] == "True", seconds)
 
     def wait_pod(self, role: str, seconds: float = START_SECONDS) -> float:
-        """Until a pod of a role is ready, whatever the PDCluster says of itself."""
+        """Wait until a pod of a role is ready, whatever the PDCluster's status says."""
         ready = ("Ready", "True")
         return self.wait(
             f"{role} pod that is ready",
@@ -122,7 +136,7 @@ class ClusterRun:
         return "\n".join(lines)
 
     def pods(self, role: str = "") -> list[dict[str, Any]]:
-        """Pods of an engine's role or of the ``router``; of all that are labelled ours if empty."""
+        """Return the pods of an engine's role or of the ``router``; all our pods if empty."""
         chosen = f"pdcluster.dev/cluster={self.name}"
         if role:
             label = "app.kubernetes.io/component" if role == "router" else "pdcluster.dev/role"
@@ -134,14 +148,14 @@ class ClusterRun:
         return [pod for pod in items if pod.get("status", {}).get("phase") != "Succeeded"]
 
     def pod(self, role: str) -> str:
-        """The name of a role's first pod that is not on its way out."""
+        """The name of a role's first pod that is not being deleted."""
         for pod in self.pods(role):
             if "deletionTimestamp" not in pod["metadata"]:
                 return str(pod["metadata"]["name"])
         raise AssertionError(f"no pod of {role}\n{self.report()}")
 
     def restarts(self, role: str, number: int = 0) -> tuple[str, int]:
-        """UID and container restarts of a role's pod: the same as long as it lives."""
+        """UID and container restarts of a role's pod: the same as long as its container runs."""
         pod = self.pods(role)[number]
         counts = (c["restartCount"] for c in pod["status"].get("containerStatuses", ()))
         return pod["metadata"]["uid"], sum(counts)
@@ -202,7 +216,7 @@ class ClusterRun:
 def running(
     cluster: Cluster, proxy: Proxy, document: Mapping[str, Any] | None, name: str
 ) -> Iterator[ClusterRun]:
-    """A PDCluster from its apply to the end of its namespace; None leaves applying to the test."""
+    """A PDCluster, from its apply to the end of its namespace. With None, the test applies it."""
     run = ClusterRun(cluster, proxy, name)
     run.delete_namespace()  # what a run that was killed left
     run.make_namespace()
@@ -212,6 +226,6 @@ def running(
         yield run
     finally:
         run.kubectl("delete", "pdc", "--all")
-        # Their grace period is for requests in flight, and nobody waits for any here.
+        # The grace period is for requests that are under way. Here nobody waits for an answer.
         run.kubectl("delete", "pod", "--all", "--force", "--grace-period=0", "--wait=false")
         run.delete_namespace()

@@ -33,7 +33,7 @@ def operator(cluster: Cluster, proxy: Proxy) -> Installation:
 
 @pytest.fixture(scope="session")
 def tiny(cluster: Cluster, proxy: Proxy, operator: Installation) -> ClusterRun:
-    """The example, Ready when first asked for; a test that breaks it waits until it is again."""
+    """The example, Ready at its first use. A test that breaks it waits until it is Ready again."""
     with running(cluster, proxy, manifest("tiny"), "tiny") as run:
         run.wait_ready()
         yield run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import Any, Protocol, Self
 
 from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN
@@ -27,7 +28,7 @@ def text(words: int, seed: int) -> str:
 
 
 def moved(run: Run, prompt: str) -> Reply:
-    """A prompt that nobody has cached: its KV must move; decode says what prefill would."""
+    """Send a prompt that nobody has cached. Its KV must move; decode answers as prefill does."""
     reply = run.complete(prompt)
     assert reply.status == 200, reply.text
     assert reply.kv_path["outcome"] == "transferred", reply.kv_path
@@ -38,13 +39,17 @@ def moved(run: Run, prompt: str) -> Reply:
 
 
 class Load:
-    """Requests through the router, one after the other, until the block ends."""
+    """Requests through the router, one after the other, until the block ends.
+
+    ``replies`` holds every answer, of whatever status; ``broken`` the connections that gave none.
+    """
 
     def __init__(self, run: Run, prompts: Callable[[int], str]) -> None:
         self._run, self._prompts = run, prompts
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send)
         self.replies: list[Reply] = []
+        self.broken: list[str] = []
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -64,5 +69,6 @@ class Load:
             number += 1
             try:
                 self.replies.append(self._run.complete(self._prompts(number), tokens=8))
-            except OSError:
+            except (OSError, HTTPException) as error:
+                self.broken.append(f"request {number}: {error!r}")
                 self._stop.wait(0.2)

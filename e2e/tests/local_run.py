@@ -1,7 +1,7 @@
 """A local cluster for end-to-end tests: the real control loop, launchers, engines and router.
 
-The cluster lives on an event loop in a thread of its own, so that tests read as what a person
-does: apply, wait for a condition, send a prompt, kill a process, look at the links.
+The cluster runs on an event loop in a thread of its own. So a test reads like the steps of a
+person: apply, wait for a condition, send a prompt, kill a process, look at the links.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
 START_SECONDS = 400.0  # two engines that load beside each other on two slow cores
 
+# A third of an engine's start is a third process that imports vLLM. With this, a single rank has
+# no process of its own beside its engine core: so it is on a GPU, but vLLM for CPU must be told.
+# `make demo` and test_local_up_once.py run the example as it is.
+ONE_PROCESS_A_RANK = {"name": "VLLM_ENABLE_V1_MULTIPROCESSING", "value": "0"}
+# With several ranks vLLM compiles one tiny function with the C++ compiler in each: 10 s.
+UNCOMPILED = {"name": "TORCHDYNAMO_DISABLE", "value": "1"}
+
 # One layer's K and V of one token: KV heads x (K, V) x head size x float32.
 KV_BYTES_PER_TOKEN = 4 * 4 * 2 * 32 * 4  # layers x heads x 2 x head_dim x 4
 BLOCK_TOKENS = 32
@@ -41,11 +48,18 @@ def manifest(**changes: Any) -> dict[str, Any]:
     """The example manifest over the tiny Llama; ``changes`` are merged into its spec."""
     document: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
     document["spec"]["model"]["source"] = {"hostPath": {"path": str(model_path("llama"))}}
+    document["spec"]["engine"]["env"].append(ONE_PROCESS_A_RANK)
     return {**document, "spec": _merged(document["spec"], changes)}
 
 
+def tensor(ranks: int, nodes: int = 1) -> dict[str, Any]:
+    """A role whose engines have so many tensor ranks, on so many nodes."""
+    parallelism = {"tensor": ranks, "nodes": nodes}
+    return {"parallelism": parallelism, "engine": {"env": [UNCOMPILED]}}
+
+
 def appended(*words: str) -> dict[str, Any]:
-    """A pod template that adds words to the engine's arguments, past every admission rule."""
+    """A pod template that adds words to the engine's arguments. No admission rule sees them."""
     script = f'exec python3 /pdcluster/connector.pyz "$@" {" ".join(words)}'
     return {
         "spec": {
@@ -54,8 +68,19 @@ def appended(*words: str) -> dict[str, Any]:
     }
 
 
+def idle(container: str = "engine") -> dict[str, Any]:
+    """A pod template that serves nothing: for tests of what stands, not of what it does.
+
+    It ends at a SIGTERM from its first instruction on: the kernel drops one that process 1 does
+    not handle, but here process 1 is the pause process.
+    """
+    command = ["/bin/sleep", "3600"]
+    containers = [{"name": container, "command": command, "args": []}]
+    return {"spec": {"shareProcessNamespace": True, "containers": containers}}
+
+
 def mounted(model: Path) -> dict[str, Any]:
-    """A pod template that mounts another model, past every admission rule."""
+    """A pod template that mounts another model. No admission rule sees it."""
     return {"spec": {"volumes": [{"name": "model", "hostPath": {"path": str(model)}}]}}
 
 
@@ -72,7 +97,7 @@ def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def until(what: str, holds: Callable[[], Any], seconds: float, report: Callable[[], str]) -> float:
-    """Seconds until ``holds``; fails with everything known when it does not in time."""
+    """Return the seconds until ``holds``. If it takes too long, fail with everything known."""
     started = time.monotonic()
     while not holds():
         if time.monotonic() - started > seconds:
@@ -84,8 +109,8 @@ def until(what: str, holds: Callable[[], Any], seconds: float, report: Callable[
 class LocalRun:
     """Use as a context manager; ends every process on the way out."""
 
-    def __init__(self, document: dict[str, Any], folder: Path) -> None:
-        self._document, self.folder = document, folder
+    def __init__(self, document: dict[str, Any], folder: Path, key: str = "") -> None:
+        self._document, self.folder, self._key_of_api = document, folder, key
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.said: list[str] = []
@@ -115,6 +140,14 @@ class LocalRun:
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
+    def apply(self, document: dict[str, Any]) -> None:
+        """Change the PDCluster, as ``kubectl apply`` would."""
+
+        async def change() -> None:
+            self._local.apply(document)
+
+        self._call(change())
+
     def snapshot(self) -> Snapshot:
         async def take() -> Snapshot:
             return take_snapshot(self._local, self._key)
@@ -137,7 +170,7 @@ class LocalRun:
         return self.wait("Ready", lambda: self.condition("Ready")["status"] == "True", seconds)
 
     def wait_pod(self, role: str, seconds: float = START_SECONDS) -> float:
-        """Until a pod of a role is ready, whatever the cluster says of itself."""
+        """Wait until a pod of a role is ready, whatever the cluster's status says."""
 
         def ready() -> bool:
             return any(p.state == "Ready" for p in self.snapshot().pods if p.role == role)
@@ -173,6 +206,7 @@ class LocalRun:
             headers={
                 "Content-Type": "application/json",
                 **({} if data_rank is None else {"X-data-parallel-rank": str(data_rank)}),
+                **({"Authorization": f"Bearer {self._key_of_api}"} if self._key_of_api else {}),
             },
         )
         return answer(request)
@@ -201,7 +235,7 @@ class LocalRun:
         raise AssertionError(f"no launcher of {role}\n{self.report()}")
 
     def kill(self, role: str) -> None:
-        """SIGKILL to every process of a role's engine, as a node's loss would."""
+        """Send SIGKILL to every process of a role's engine, as if its node were lost."""
         launcher = self.launcher(role)
         for process in (launcher, *launcher.children(recursive=True)):
             try:
@@ -210,14 +244,14 @@ class LocalRun:
                 continue
 
     def kill_core(self, role: str) -> None:
-        """SIGKILL to the process of a role's engine that vLLM names EngineCore."""
+        """Send SIGKILL to the process of a role's engine that vLLM names EngineCore."""
         processes = self.launcher(role).children(recursive=True)
         [core] = [process for process in processes if "EngineCore" in "".join(process.cmdline())]
         core.send_signal(signal.SIGKILL)
 
     @contextlib.contextmanager
     def standing_still(self, role: str) -> Iterator[None]:
-        """A role's engine does nothing until the block ends; its launcher goes on."""
+        """Stop a role's engine until the block ends. Its launcher keeps running."""
         processes = self.launcher(role).children(recursive=True)
         for process in processes:
             process.suspend()

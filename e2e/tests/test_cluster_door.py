@@ -1,9 +1,10 @@
-"""Who gets to a cluster's API: a key from a Secret, and a NetworkPolicy that is enforced."""
+"""Who can use a cluster's API: a key from a Secret, and a NetworkPolicy that is enforced."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from pdcluster_operator.plan.merge import merge
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 KEY = "sk-cluster-0123456789"
-# Told to a pod that is let in and to one that is not; 0 is: no connection.
+# Runs in a pod that may connect and in one that may not. It prints 0 if there is no connection.
 ASK = """
 import json, sys, urllib.error, urllib.request
 url, key = sys.argv[1:3]
@@ -37,7 +38,7 @@ except OSError:
 
 
 def client(name: str, image: str) -> dict[str, Any]:
-    """A pod that waits to be told what to ask."""
+    """A pod that waits, so that a test can send requests from it."""
     spec = {
         "terminationGracePeriodSeconds": 0,
         "automountServiceAccountToken": False,
@@ -98,8 +99,9 @@ def test_the_router_asks_the_friend_for_the_key_and_hears_no_stranger(guarded: C
 def test_engines_hear_neither_and_ask_for_the_key_themselves(guarded: ClusterRun) -> None:
     pod = guarded.pods("decode")[0]
     url = f"http://{pod['status']['podIP']}:{HTTP_PORT}/v1/completions"
-    for who in ("friend", "stranger"):
-        assert asked(guarded, who, url, KEY, 5) == 0
+    with ThreadPoolExecutor() as threads:
+        heard = threads.map(lambda who: asked(guarded, who, url, KEY, 5), ("friend", "stranger"))
+        assert list(heard) == [0, 0]
     assert guarded.complete("x", role="decode").status == 401
     assert guarded.at_pod(guarded.pod("decode"), HTTP_PORT, "GET", "/health").status == 200
 

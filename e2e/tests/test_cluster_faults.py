@@ -1,45 +1,26 @@
-"""Pods that are deleted under load: the link says so, the others live, and all comes back."""
+"""Pods are deleted under load. The link shows it, other pods keep running, and all recovers."""
 
 from __future__ import annotations
 
 import pytest
-from cluster_run import ClusterRun
-from kv_load import Load, moved, text
+from cluster_run import ClusterRun, broken_under_load
+from kv_load import moved, text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 RECOVERY_SECONDS = 400.0
 
 
-def breaks(run: ClusterRun, role: str, seed: int, *words: str) -> None:
-    """Delete a role's pod under load: Ready is False within 5 s, and no token is made up."""
-    with Load(run, lambda number: text(100, seed + number)) as load:
-        run.wait("request that is answered", lambda: load.answered, 30)
-        run.kubectl("delete", "pod", run.pod(role), "--wait=false", *words)
-        seen = run.wait_not_ready(10)
-        ready = run.condition("Ready")
-        print(
-            f"{role} deleted: Ready=False {ready['reason']} after {seen:.1f} s: {ready['message']}"
-        )
-        assert seen < 5, f"it showed only after {seen:.1f} s"
-    for reply in load.replies:
-        # Policy Fail: a request ends well or with an error, never with made-up tokens.
-        if reply.status == 200:
-            assert reply.kv_path["outcome"] == "transferred", reply.text
-        else:
-            assert 500 <= reply.status < 600, reply.text
-
-
-@pytest.mark.parametrize("how", ["deleted", "killed"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engines_pod_comes_back_and_kv_moves_again(
-    tiny: ClusterRun, role: str, how: str
+def test_an_engines_pod_that_is_deleted_comes_back_and_kv_moves_again(
+    tiny: ClusterRun, role: str
 ) -> None:
+    """Pods that are killed are in test_cluster_layouts.py and test_cluster_policies.py."""
     tiny.wait_ready()
     other = "decode" if role == "prefill" else "prefill"
     before, survivor, other_pod = tiny.engine_id(role), tiny.engine_id(other), tiny.restarts(other)
-    seed = 1000 * (1 + ["prefill", "decode"].index(role)) + (500 if how == "killed" else 0)
-    breaks(tiny, role, seed, *(["--force", "--grace-period=0"] if how == "killed" else []))
+    seed = 1000 * (1 + ["prefill", "decode"].index(role))
+    broken_under_load(tiny, tiny.pod(role), seed)
     assert tiny.condition("KVLinksEstablished")["status"] == "False"
 
     took = tiny.wait_ready(RECOVERY_SECONDS)

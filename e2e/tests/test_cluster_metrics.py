@@ -1,4 +1,4 @@
-"""Who may read metrics: a scraper of another namespace that the spec names, and no other pod."""
+"""Only a scraper that the spec names may read metrics, here one of another namespace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from cluster_install import Installation
 from cluster_run import ClusterRun
 from kv_load import moved, text
 
-from cluster.report import ClusterError
 from images.for_cluster import load_engine_image, template
 from pdcluster_operator.api.labels import (
     ENGINE_METRICS_PORT,
@@ -32,11 +31,26 @@ SCRAPER = [
     }
 ]
 RECEIVED = "pdcluster_kv_received_bytes_total{"
-GET = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=3).read().decode())"
+# Asks for all pages at once: who is not let in waits for the whole timeout.
+GET = """
+import concurrent.futures, json, sys, urllib.request
+
+def page(url):
+    try:
+        return urllib.request.urlopen(url, timeout=4).read().decode()
+    except OSError as error:
+        # A status would be an answer: the port must not be reached at all.
+        if "timed out" in str(error) or "refused" in str(error):
+            return ""
+        raise
+
+with concurrent.futures.ThreadPoolExecutor(16) as threads:
+    print(json.dumps(list(threads.map(page, sys.argv[1:]))))
+"""
 
 
 class Clients:
-    """A Prometheus and a stranger, in a namespace that is no PDCluster's."""
+    """A Prometheus and a stranger, in a namespace without a PDCluster."""
 
     def __init__(self, run: ClusterRun) -> None:
         self._run = run
@@ -57,17 +71,11 @@ class Clients:
         self.kubectl("apply", "--filename=-", stdin=json.dumps(pod))
         self.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=120s")
 
-    def get(self, client: str, role: str, port: int) -> str:
-        """What a client's GET of a role's /metrics is answered; empty where nobody answers."""
-        address = self._run.pods(role)[0]["status"]["podIP"]
-        url = f"http://{address}:{port}/metrics"
-        try:
-            return self.kubectl("exec", client, "--", "python3", "-c", GET, url)
-        except ClusterError as error:
-            # A status would be an answer: the port must not be reached at all.
-            if "timed out" in str(error) or "refused" in str(error):
-                return ""
-            raise
+    def get(self, client: str, *asked: tuple[str, int]) -> list[str]:
+        """What GETs of /metrics at (role, port) are answered; empty where nobody answers."""
+        addresses = {role: self._run.pods(role)[0]["status"]["podIP"] for role, _ in asked}
+        urls = [f"http://{addresses[role]}:{port}/metrics" for role, port in asked]
+        return list(json.loads(self.kubectl("exec", client, "--", "python3", "-c", GET, *urls)))
 
 
 @pytest.fixture
@@ -99,28 +107,28 @@ def test_a_scraper_that_the_spec_names_reads_metrics_and_nothing_else(
         "decode": ENGINE_METRICS_PORT,
         "router": ROUTER_METRICS_PORT,
     }
-    for role, port in metrics.items():
-        for client in ("prometheus", "stranger"):
-            assert clients.get(client, role, port) == "", "nobody is let in by default"
+    every, decode = list(metrics.items()), ("decode", ENGINE_METRICS_PORT)
+    for client in ("prometheus", "stranger"):
+        assert clients.get(client, *every) == ["", "", ""], "nobody is let in by default"
 
     restarts = {role: tiny.restarts(role) for role in metrics}
     scrape_from(tiny, SCRAPER)
     began = time.monotonic()
-    tiny.wait("answer to the scraper", lambda: clients.get("prometheus", "decode", 5591), 60)
+    tiny.wait("answer to the scraper", lambda: clients.get("prometheus", decode)[0], 60)
     print(f"the scraper is let in after {time.monotonic() - began:.1f} s")
-    pages = {role: clients.get("prometheus", role, port) for role, port in metrics.items()}
+    closed = [("decode", port) for port in (HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT)]
+    answers = clients.get("prometheus", *every, *closed)
+    pages = dict(zip(metrics, answers, strict=False))
     assert RECEIVED in pages["decode"]
     assert "pdcluster_kv_leases_held{" in pages["prefill"]
     assert "vllm:generation_tokens_total{" in pages["decode"]
     assert "vllm_router_" in pages["router"]
-    for role, port in metrics.items():
-        assert clients.get("stranger", role, port) == "", "no other pod of the namespace"
-    for port in (HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT):
-        assert clients.get("prometheus", "decode", port) == "", "an engine's API stays closed"
+    assert answers[len(every) :] == ["", "", ""], "an engine's API stays closed"
+    assert clients.get("stranger", *every) == ["", "", ""], "no other pod of the namespace"
     assert {role: tiny.restarts(role) for role in metrics} == restarts
 
     scrape_from(tiny, [])
-    tiny.wait("refusal", lambda: not clients.get("prometheus", "decode", 5591), 60)
+    tiny.wait("refusal", lambda: not clients.get("prometheus", decode)[0], 60)
     moved(tiny, text(60, 7001))
 
 

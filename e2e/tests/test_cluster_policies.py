@@ -1,4 +1,4 @@
-"""Networks that are half broken: only KV is cut off, or only the operator is."""
+"""Networks that are partly broken: only KV is cut off, or only the operator is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cluster_install import NAMESPACE, Installation
-from cluster_run import ClusterRun
+from cluster_run import KILLED, ClusterRun, broken_under_load
 from kv_load import Load, moved, text
 
 from cluster import network
@@ -23,7 +23,7 @@ RECOVERY_SECONDS = 180.0
 
 
 def everywhere_but_pods(cluster: Cluster) -> dict[str, Any]:
-    """A second policy cannot forbid what the cluster's own admits, but the sender's may."""
+    """Cut the sender's egress: a second policy cannot forbid what the cluster's own one allows."""
     pods = [str(network.PODS)]
     if not cluster.ours:  # whose network plugin may give out addresses as it likes
         words = ("get", "pods", "--all-namespaces", "--output=json")
@@ -35,7 +35,7 @@ def everywhere_but_pods(cluster: Cluster) -> dict[str, Any]:
 
 
 def policy(chosen: dict[str, str], *egress: dict[str, Any]) -> str:
-    """A NetworkPolicy that leaves the chosen pods only these ways out."""
+    """A NetworkPolicy that allows the chosen pods only these outgoing connections."""
     spec = {"podSelector": {"matchLabels": chosen}, "policyTypes": ["Egress"], "egress": [*egress]}
     kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
     return json.dumps({**kind, "metadata": {"name": "cut"}, "spec": spec})
@@ -51,7 +51,6 @@ def to_prefill(*ports: int) -> dict[str, Any]:
 @contextmanager
 def decode_without(run: ClusterRun, *ports: int) -> Iterator[None]:
     """Decode reaches only these ports of prefill, then all again: and all heals by itself."""
-    run.wait_ready()
     prefill = run.restarts("prefill")
     cut = policy(
         {"pdcluster.dev/role": "decode"}, everywhere_but_pods(run.cluster), to_prefill(*ports)
@@ -92,16 +91,20 @@ def test_kv_ports_that_are_cut_off_are_named_although_every_api_answers(tiny: Cl
 
 
 def test_a_transfer_port_alone_that_is_cut_off_is_named(tiny: ClusterRun) -> None:
-    """Open connections may outlive a new policy, so decode starts anew behind this one."""
+    """Open connections may outlive a new policy, so decode is killed and starts behind this one."""
+    tiny.wait_ready()
+    before, survivor = tiny.engine_id("decode"), tiny.engine_id("prefill")
+    broken_under_load(tiny, tiny.pod("decode"), 2500, *KILLED)
     with decode_without(tiny, HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT):
-        gone = tiny.pod("decode"), "--force", "--grace-period=0", "--wait=false"
-        tiny.kubectl("delete", "pod", *gone)
         tiny.wait("stalled link", lambda: tiny.failed_links("TransferStalled"))
         only_failed_link(tiny)
         tiny.wait("decode", lambda: tiny.condition("DecodeReady")["status"] == "True", 60)
         assert tiny.condition("KVPathVerified")["status"] != "True"
         assert tiny.condition("Ready")["status"] == "False"
         assert tiny.condition("Ready")["reason"] == "TransferStalled"
+    assert tiny.engine_id("decode").rpartition("/")[0] == before.rpartition("/")[0]
+    assert tiny.engine_id("decode") != before, "a restart is a new incarnation"
+    assert tiny.engine_id("prefill") == survivor
 
 
 def test_an_operator_that_is_cut_off_says_unknown_and_changes_no_traffic(
@@ -127,6 +130,7 @@ def test_an_operator_that_is_cut_off_says_unknown_and_changes_no_traffic(
         finally:
             operator.kubectl("delete", "networkpolicy", "cut", f"--namespace={NAMESPACE}")
         tiny.wait_ready(60)
+    assert load.broken == []
     assert {reply.status for reply in load.replies} == {200}
     assert {reply.kv_path["outcome"] for reply in load.replies} == {"transferred"}
     assert tiny.children() == children

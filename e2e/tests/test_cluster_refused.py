@@ -1,4 +1,4 @@
-"""What could only exchange wrong KV: refused at the door, in the status, and at the handshake."""
+"""Pairs that could only exchange wrong KV are refused: by admission, status and handshake."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 import pytest
 from cluster_access import Proxy
 from cluster_install import Installation
-from cluster_run import ClusterRun, idle, manifest, running
-from local_run import appended
+from cluster_run import ClusterRun, manifest, running
+from local_run import appended, idle
 
 from cluster.session import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 RULE = "PrefixCachingHeterogeneousBlocks"
-# What the handshake knows besides: the CPU backend packs all keys, then all values of a block.
+# Only the handshake knows that the CPU backend packs all keys, then all values of a block.
 HANDSHAKE_RULE = "BlockInteriorOpaque"
 REMEDIES = ("equal block sizes", "Disabled", "configMapRef")
 

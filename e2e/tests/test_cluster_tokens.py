@@ -1,12 +1,16 @@
-"""`kubectl apply`, `Ready`, tokens: and `Ready` means that KV moved between the pods."""
+"""`kubectl apply`, then `Ready`, then tokens. `Ready` means that KV moved between the pods."""
 
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
+from cluster_install import Installation
 from cluster_run import ClusterRun
 from kv_load import moved, text
+
+from pdcluster_operator.api.findings import Rule
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -14,6 +18,15 @@ ALL = (
     *("Accepted", "PrefillReady", "DecodeReady", "KVLinksEstablished", "KVPathVerified"),
     *("TransportHealthy", "Available", "Progressing", "Ready"),
 )
+REST_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rests_since(tiny: ClusterRun) -> float:
+    """When the last change was over: these tests ask, and change nothing."""
+    tiny.wait_ready()
+    time.sleep(5)
+    return time.time()
 
 
 def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(tiny: ClusterRun) -> None:
@@ -57,7 +70,8 @@ def test_describe_shows_conditions_and_events(tiny: ClusterRun) -> None:
     assert [c["type"] for c in tiny.status()["conditions"]] == list(ALL)
     events = shown.partition("Events:")[2]
     assert "Ready is True" in events
-    assert re.search("Warning.* no TLS", events), "the insecure side channel is said"
+    insecure = rf"Warning +{Rule.INSECURE_SIDE_CHANNEL} .* no TLS"
+    assert re.search(insecure, events), "the insecure side channel is said"
 
 
 def test_explain_describes_every_field(tiny: ClusterRun) -> None:
@@ -69,3 +83,15 @@ def test_explain_describes_every_field(tiny: ClusterRun) -> None:
     }
     undescribed = [f for f, text in fields if "<no description>" in text or not text.strip()]
     assert undescribed == []
+
+
+def test_nothing_is_written_at_rest_or_for_requests(
+    tiny: ClusterRun, operator: Installation, rests_since: float
+) -> None:
+    """The last of this file: the minute began before the others."""
+    if not tiny.cluster.ours:
+        pytest.skip("who wrote what stands in the API server's audit log")
+    time.sleep(max(0.0, rests_since + REST_SECONDS - time.time()))
+    assert operator.writes(rests_since) == []
+    assert tiny.condition("Ready")["status"] == "True"
+    assert operator.writes(rests_since - 3600), "the log knows what the operator wrote before"

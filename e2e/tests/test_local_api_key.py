@@ -1,4 +1,7 @@
-"""A key for the API: real engines, launchers and the router, with it and without."""
+"""A key for the API: real engines, launchers and the router, with it and without.
+
+Prefill has two pipeline stages and decode has one: one start of engines shows both.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kv_load import text
+from kv_load import moved, text
 from local_run import LocalRun, manifest
 from reply import Reply, answer
 
@@ -22,16 +25,23 @@ pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 KEY = "sk-local-0123456789"
 ENGINES = ("prefill", "decode")
 EVERYWHERE = ("router", *ENGINES)
+# What the admission rule EagerPipeline tells to write where an engine has stages.
+PROFILED = ["--compilation-config", '{"mode":3,"backend":"eager"}']
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
-    """Ready: the canary went through both engines, and the router's readiness was asked for."""
+    """A Ready cluster: the canary passed both engines, and the router's probe was answered."""
     folder: Path = tmp_path_factory.mktemp("local")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", KEY)
-        guarded = manifest(router={"apiKeySecretRef": {"name": "api", "key": "key"}})
-        with LocalRun(guarded, folder) as run:
+        guarded = manifest(
+            router={"apiKeySecretRef": {"name": "api", "key": "key"}},
+            engine={"extraArgs": ["--dtype", "float32", "--kv-cache-memory-bytes", "128M"]},
+            prefill={"parallelism": {"pipeline": 2}, "engine": {"extraArgs": PROFILED}},
+            decode={"engine": {"extraArgs": ["--enforce-eager"]}},
+        )
+        with LocalRun(guarded, folder, KEY) as run:
             run.wait_ready()
             yield run
 
@@ -76,6 +86,11 @@ def test_with_the_key_kv_moves_through_the_router(run: LocalRun) -> None:
             ask(f"http://{run.address('prefill')}:{HTTP_PORT}", "tiny", text(60, 8), 8, [], KEY)
         ).text
     )
+
+
+def test_pipeline_stages_hand_over_to_one_rank(run: LocalRun) -> None:
+    for seed in range(4):
+        moved(run, text(20 + 10 * seed, 9000 + seed))
 
 
 def test_the_key_stands_in_no_argument_and_in_no_log(run: LocalRun) -> None:

@@ -1,4 +1,4 @@
-"""Data-parallel engines in local mode: every rank is a peer of its own, the engine is one."""
+"""Data-parallel engines in local mode: one engine, but each of its ranks is a separate peer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
 PROMPTS = 8
 SAMPLE = r'^(?P<name>\w+)\{(?:[^}]*,)?engine="(?P<rank>\d+)"[^}]*\} (?P<value>\S+)'
+# As vLLM for CPU starts them: several cores, and a process for each rank.
+PROCESS_A_RANK = {"name": "VLLM_ENABLE_V1_MULTIPROCESSING", "value": "1"}
 CANARY_BLOCKS = 4  # three blocks and one token
 
 
@@ -34,7 +36,7 @@ class Case:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """(Prefill rank, decode rank) of each prompt: every pair, again and again."""
+        """(Prefill rank, decode rank) of each prompt. Every pair occurs, several times."""
         every = [(p, d) for p in range(self.prefill) for d in range(self.decode)]
         return [every[n % len(every)] for n in range(PROMPTS)]
 
@@ -53,10 +55,11 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def run(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
+    engine = {"env": [PROCESS_A_RANK]}
     document = manifest(
         model={"source": {"hostPath": {"path": str(model_path(case.model))}}},
-        prefill={"parallelism": {"data": case.prefill, "nodes": case.pods}},
-        decode={"parallelism": {"data": case.decode}},
+        prefill={"parallelism": {"data": case.prefill, "nodes": case.pods}, "engine": engine},
+        decode={"parallelism": {"data": case.decode}, "engine": engine},
         transfer={"internalNames": "Shown"},
     )
     with LocalRun(document, tmp_path_factory.mktemp("local")) as run:
@@ -120,7 +123,7 @@ def test_kv_goes_from_each_rank_to_each_and_is_released_there(run: LocalRun, cas
             if match["name"] == name
         }
 
-    # Sooner than any lease ends by itself.
+    # This is sooner than any lease expires.
     run.wait("release", lambda: not any(samples("pdcluster_kv_leases_held").values()), 20)
     ranks = {str(rank) for rank in range(case.prefill)}
     assert samples("pdcluster_kv_leases_held").keys() == ranks

@@ -1,4 +1,7 @@
-"""Engines of other layouts, from a manifest to tokens: pipeline stages, and a Mamba hybrid."""
+"""A Mamba hybrid of two ranks, from a manifest to tokens.
+
+Pipeline stages are in test_local_api_key.py: one start of engines shows both.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_load import moved, text
-from local_run import LocalRun, manifest
+from kv_load import text
+from local_run import LocalRun, manifest, tensor
 
 from models.tiny import model_path
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
-# What the admission rule EagerPipeline tells to write where an engine has stages.
-PROFILED = ["--compilation-config", '{"mode":3,"backend":"eager"}']
 HYBRID_BLOCK_TOKENS = 160  # vLLM's choice: a block of attention is as large as a state
 HYBRID_BYTES_PER_TOKEN = 4 * 2 * 32 * 4  # of its one attention layer: heads x (K, V) x head size
 
 
-def test_pipeline_stages_hand_over_to_one_rank(tmp_path: Path) -> None:
-    document = manifest(
-        engine={"extraArgs": ["--dtype", "float32", "--kv-cache-memory-bytes", "128M"]},
-        prefill={"parallelism": {"pipeline": 2}, "engine": {"extraArgs": PROFILED}},
-        decode={"engine": {"extraArgs": ["--enforce-eager"]}},
-    )
-    with LocalRun(document, tmp_path) as run:
-        run.wait_ready()
-        for seed in range(4):
-            moved(run, text(20 + 10 * seed, 9000 + seed))
-
-
 def test_a_mamba_hybrid_on_two_ranks_hands_over_to_one(tmp_path: Path) -> None:
-    """With different tensor sizes its states must be laid out so that ranks can be cut."""
+    """With different tensor sizes, the layout of its states must allow a cut between ranks."""
     model: dict[str, Any] = {"source": {"hostPath": {"path": str(model_path("granite-hybrid"))}}}
     engine = {"prefixCaching": "Disabled"}
-    ranks = {"parallelism": {"tensor": 2}}
-    with LocalRun(manifest(model=model, engine=engine, prefill=ranks), tmp_path) as run:
+    with LocalRun(manifest(model=model, engine=engine, prefill=tensor(2)), tmp_path) as run:
         run.wait_ready()
         sizes = []
         for words in (20, 60):

@@ -1,4 +1,4 @@
-"""One local pair through what production brings: odd requests, pauses, abuse, engines that die."""
+"""One local pair with the troubles of production: odd requests, pauses, abuse, dead engines."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, manifest
 from reply import Reply
 
 from metrics_page import documented
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.labels import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
@@ -31,7 +32,7 @@ from pdcluster_operator.api.labels import (
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
 RECOVERY_SECONDS = 300.0
-# /pause is for developers. Over TCP a read waits for a prefill that stands still.
+# /pause needs vLLM's developer mode. Over TCP, a read waits for a prefill that is stopped.
 ENVIRONMENT = [
     {"name": "VLLM_SERVER_DEV_MODE", "value": "1"},
     {"name": "UCX_TLS", "value": "tcp"},
@@ -58,7 +59,7 @@ def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(run: LocalRun) 
 
 
 def test_clients_learn_neither_addresses_nor_engine_ids(run: LocalRun) -> None:
-    """Of all that the router and the engines answer, bodies, headers and streams."""
+    """Check everything that the router and the engines answer: bodies, headers and streams."""
     secret = [run.address(role) for role in ("prefill", "decode")]
     secret += [run.engine_id(role).partition("/")[0] for role in ("prefill", "decode")]
     for stream in (False, True):
@@ -87,9 +88,9 @@ def test_each_engine_shows_its_metrics_on_a_port_of_their_own(run: LocalRun) -> 
     received = "pdcluster_kv_received_bytes_total"
     page = run.get("decode", ENGINE_METRICS_PORT, "/metrics")
     assert [line for line in page.splitlines() if line.startswith(f"{received}{{")]
-    # Prefill's page has the same names, and what only prefill counts.
+    # Prefill's page has the same names, and the metrics that only prefill counts.
     assert "pdcluster_kv_leases_held{" in run.get("prefill", ENGINE_METRICS_PORT, "/metrics")
-    # docs/metrics.md names vLLM's and the router's metrics too: those of the versions in use.
+    # docs/metrics.md also names metrics of vLLM and of the router, of the versions in use.
     for begins, role, port in (
         ("pdcluster_kv_", "decode", ENGINE_METRICS_PORT),
         ("vllm:", "decode", ENGINE_METRICS_PORT),
@@ -136,7 +137,7 @@ def test_structured_output_is_prefills_own(run: LocalRun) -> None:
 
 @pytest.fixture
 def pausable(run: LocalRun) -> Iterator[LocalRun]:
-    """Serves again whatever a test leaves paused."""
+    """Resume both engines after a test, so that they serve again."""
     run.wait_ready()
     yield run
     for role in ("prefill", "decode"):
@@ -162,7 +163,7 @@ def kv_under_way(run: LocalRun, prompt: str) -> Iterator[Future[Reply]]:
 
 
 def until_requests(run: LocalRun, do: str) -> None:
-    """Until decode has a request that is ``waiting`` (for its KV) or ``running``."""
+    """Wait until decode has a request that is ``waiting`` (for its KV) or ``running``."""
     run.wait(
         f"{do} request", lambda: run.metric("decode", f"vllm:num_requests_{do}") == 1, seconds=10
     )
@@ -214,7 +215,7 @@ def test_pausing_decode_waits_for_kv_under_way(pausable: LocalRun, mode: str) ->
 
 @pytest.mark.parametrize(("clear", "status"), [("false", 200), ("true", 500)])
 def test_a_paused_decode_keeps_kv_under_way(pausable: LocalRun, clear: str, status: int) -> None:
-    """vLLM cannot clear its caches then: it says so, and is paused until /resume all the same."""
+    """vLLM cannot clear its caches then. It answers so, but it is paused until /resume."""
     run, prompt = pausable, text(60, 100 + status)
     with kv_under_way(run, prompt) as answer:
         paused = run.post("decode", f"/pause?mode=keep&clear_cache={clear}")
@@ -269,34 +270,26 @@ def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:
     moved(run, text(60, 100))
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_engine_comes_back_and_kv_moves_again(run: LocalRun, role: str) -> None:
+@contextmanager
+def restart(run: LocalRun, role: str, seed: int) -> Iterator[None]:
+    """Around what kills an engine: under load, no token is made up, and all comes back."""
     run.wait_ready()
     other = "decode" if role == "prefill" else "prefill"
     before, survivor = run.engine_id(role), run.engine_id(other)
     other_pid = run.launcher(other).pid
-    with Load(run, lambda number: text(100, 1000 + number)) as load:
+    with Load(run, lambda number: text(100, seed + number)) as load:
         run.wait("request that is answered", lambda: load.answered, 8)
-        run.kill(role)
-        seen = run.wait(
-            "link that shows the dead engine",
-            lambda: run.condition("KVLinksEstablished")["status"] != "True",
-            10,
-        )
-        assert seen < 5, f"the link showed it only after {seen:.1f} s"
-        ready = run.condition("Ready")
-        assert ready["status"] != "True"
-        assert ready["reason"]
+        yield
+        run.wait("end of Ready", lambda: run.condition("Ready")["status"] != "True", 20)
+        assert run.condition("Ready")["reason"]
         asked = len(load.replies)
         run.wait("request that ends after the engine did", lambda: len(load.replies) > asked, 60)
-
     for reply in load.replies:
-        # Policy Fail: a request ends well or with an error, never with made-up tokens.
+        # With the policy Fail, a request succeeds or gets an error, but never wrong tokens.
         if reply.status == 200:
             assert reply.kv_path["outcome"] == "transferred", reply.text
         else:
             assert 500 <= reply.status < 600, reply.text
-
     run.wait_ready(RECOVERY_SECONDS)
     assert run.engine_id(role).rpartition("/")[0] == before.rpartition("/")[0]
     assert run.engine_id(role) != before, "a restart is a new incarnation"
@@ -305,19 +298,50 @@ def test_a_killed_engine_comes_back_and_kv_moves_again(run: LocalRun, role: str)
     assert link["prefill_engine_id"] == run.engine_id("prefill")
     assert link["canary"]["state"] == "Passed"
     assert run.launcher(other).pid == other_pid, "the other engine lived on"
-    moved(run, text(60, 200 if role == "prefill" else 300))
+    moved(run, text(60, seed + 900))
+
+
+def test_a_killed_prefill_comes_back_and_its_canaries_go_on(run: LocalRun) -> None:
+    often = {"canary": {"intervalSeconds": 5}}
+    run.apply(manifest(prefill=ROLE, decode=ROLE, verification=often))
+    with restart(run, "prefill", 1000):
+        run.kill("prefill")
+        seen = run.wait(
+            "link that shows the dead engine",
+            lambda: run.condition("KVLinksEstablished")["status"] != "True",
+            10,
+        )
+        assert seen < 5, f"the link showed it only after {seen:.1f} s"
+
+    # The link stands, and prefill ends each request before it has computed it.
+    assert run.post("prefill", "/pause?mode=keep").status == 200
+
+    def failed() -> bool:
+        assert run.post("prefill", "/pause?mode=abort").status == 200
+        return run.condition("KVPathVerified")["reason"] == Reason.CANARY_FAILED
+
+    try:
+        run.wait("failed canary", failed, 60)
+        print(run.condition("KVPathVerified"))
+        assert run.condition("KVLinksEstablished")["status"] == "True"
+        assert run.condition("Ready")["reason"] == Reason.CANARY_FAILED
+        [link] = run.status()["failedLinks"]
+        assert link["reason"] == Reason.CANARY_FAILED
+    finally:
+        assert run.post("prefill", "/resume").status == 200
+        run.apply(manifest(prefill=ROLE, decode=ROLE))
+    run.wait_ready()
 
 
 def test_a_killed_engine_core_is_named_in_the_conditions(run: LocalRun) -> None:
-    run.wait_ready()
+    """The whole of a decode engine is killed on the cluster: test_cluster_policies.py."""
     words = "vLLM's process EngineCore was killed by SIGKILL"
     again = f"the last end was: {words}"
 
     def told() -> str:
         return str(run.condition("DecodeReady")["message"])
 
-    run.kill_core("decode")
-    run.wait("message on its end", lambda: words in told(), 60)
-    run.wait("message on its next start", lambda: again in told(), RECOVERY_SECONDS)
-    run.wait_ready(RECOVERY_SECONDS)
-    moved(run, text(60, 400))
+    with restart(run, "decode", 2000):
+        run.kill_core("decode")
+        run.wait("message on its end", lambda: words in told(), 60)
+        run.wait("message on its next start", lambda: again in told(), RECOVERY_SECONDS)

@@ -1,4 +1,7 @@
-"""Pairs that could only exchange wrong KV: refused at lint, and at the handshake behind it."""
+"""Pairs that could only exchange wrong KV: refused at lint, and at the handshake behind it.
+
+How the handshake refuses block sizes is shown in test_cluster_refused.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_run import LocalRun, appended, manifest, mounted
+from local_run import LocalRun, manifest, mounted
 
 from models.tiny import model_path
 from pdcluster_operator.api.rules.validate import check_manifest
@@ -41,23 +44,6 @@ def refused_link(run: LocalRun, reason: str) -> dict[str, Any]:
     assert run.condition("Ready")["status"] == "False"
     assert run.condition("KVLinksEstablished")["reason"] == reason
     return dict(run.status()["failedLinks"][0])
-
-
-def test_handshake_refuses_different_block_sizes_and_requests_fail(tmp_path: Path) -> None:
-    document = manifest(
-        transfer={"loadFailurePolicy": "Fail"},
-        decode={"podTemplate": appended("--block-size", "64")},
-    )
-    with LocalRun(document, tmp_path) as run:
-        link = refused_link(run, "BlockInteriorOpaque")
-        assert "32" in link["message"]
-        assert "64" in link["message"]
-        for role in ("decode", "router"):
-            run.wait_pod(role)
-        reply = run.complete(PROMPT)
-        assert reply.status == 500, reply.text
-        assert run.complete(PROMPT, role="decode").status == 200, "the engine lives"
-        assert run.condition("Ready")["status"] == "False"
 
 
 def test_handshake_refuses_other_weights_and_requests_are_recomputed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``pdcluster up`` as a newcomer runs it: one command, real engines, tokens, nothing left."""
+"""``pdcluster up`` as a newcomer runs it: one command, real engines, tokens, no process left."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import time
 from pathlib import Path
 
 import pytest
-from local_run import BLOCK_TOKENS, EXAMPLE, KV_BYTES_PER_TOKEN, START_SECONDS
+import yaml
+from local_run import BLOCK_TOKENS, EXAMPLE, KV_BYTES_PER_TOKEN, START_SECONDS, idle, manifest
 
 from models.tiny import model_path
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 
 PROMPT = "Once upon a time there was a model that computed its prompt here and decoded it there"
-COMMAND = [sys.executable, "-m", "pdcluster_operator", "up", str(EXAMPLE), "--plain"]
+UP = [sys.executable, "-m", "pdcluster_operator", "up", "--plain"]
+COMMAND = [*UP, str(EXAMPLE)]
 
 
 def left(printed: str) -> list[str]:
-    """Live processes that work below the run's folder: all that its pods ever started."""
+    """Running processes whose folder is below the run's: all that its pods have started."""
     [folder] = re.findall(r"logs are below (\S+)", printed)
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -33,9 +35,9 @@ def left(printed: str) -> list[str]:
     return found
 
 
-def once(model: Path) -> tuple[int, str]:
+def once(model: Path, file: Path = EXAMPLE) -> tuple[int, str]:
     """Exit code and output of ``pdcluster up --once``, which leaves no process."""
-    command = [*COMMAND, "--model-dir", str(model), "--once", PROMPT]
+    command = [*UP, str(file), "--model-dir", str(model), "--once", PROMPT]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=START_SECONDS, check=False
     )
@@ -91,8 +93,10 @@ def test_an_engine_that_cannot_load_says_why(tmp_path: Path) -> None:
         (folder / file.name).write_bytes(file.read_bytes())
     weights = next(folder.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:100])
-    code, printed = once(folder)
+    file = tmp_path / "prefill-alone.yaml"
+    file.write_text(yaml.safe_dump(manifest(decode={"podTemplate": idle()})))
+    code, printed = once(folder, file)
     assert code == 3, printed
     last = printed.strip().splitlines()[-1]
     why = "SafetensorError: Error while deserializing header"
-    assert re.match(rf"error: tiny-(prefill|decode)-.* died 2 times: {why}", last), last
+    assert re.match(rf"error: tiny-prefill-.* died 2 times: {why}", last), last

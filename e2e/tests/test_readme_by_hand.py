@@ -1,4 +1,4 @@
-"""The connector by hand, as the README tells it: two engines and a router without an operator."""
+"""The README's "connector by hand": two engines and a router, without an operator."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def last_words() -> str:
 
 
 def started_here() -> list[psutil.Process]:
-    """The snippet's engines and router that still live."""
+    """The snippet's engines and router that still run."""
     marks = ("pdcluster_connector.launcher.vllm_shim", "vllm-router")
     found = []
     for process in psutil.process_iter():

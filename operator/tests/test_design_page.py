@@ -1,4 +1,4 @@
-"""docs/design.md: the files and functions that its walks name exist."""
+"""What pages tell a contributor to open exists: the walks of docs/design.md, CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def test_a_walk_names_what_exists(title: str) -> None:
         path = ROOT / HOMES[title] / file
         assert path.exists(), file
         assert not name or name in defined(path), f"{file} has no {name}"
+
+
+def test_the_checklists_name_files_that_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    steps = page.partition("## Common changes, step by step")[2].partition("\n## ")[0]
+    homes = {"C": "connector/src/pdcluster_connector", "O": "operator/src/pdcluster_operator"}
+    found = re.findall(r"`([\w.-]+/[\w./-]*)`", steps)
+    assert len(found) > 30
+    for file in found:
+        first, _, rest = file.partition("/")
+        assert (ROOT / homes.get(first, first) / rest).exists(), file

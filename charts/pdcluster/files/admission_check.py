@@ -1,11 +1,13 @@
-"""Ask the API server to review PDClusters as dry runs, which change nothing.
+"""Ask the API server to review PDClusters, with dry runs, which change nothing.
 
     admission_check.py test NAMESPACE RULE
-        a good PDCluster passes, a bad one is refused and the message names RULE: `helm test`
+        For `helm test`. A good PDCluster must be admitted. A bad one must be refused with a message
+        that names RULE.
     admission_check.py wait NAMESPACE RULE SECONDS
-        try until the bad one is so refused: the hook after an installation or an upgrade
+        For the hook after an installation or an upgrade. Tries until the bad PDCluster is refused
+        with that message.
 
-Standard library only; runs in a pod with a service account that may create PDClusters.
+Uses the standard library only. Runs in a pod whose service account may create PDClusters.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ SAMPLES = Path("/check")
 ANSWER_SECONDS = 40.0
 TEST_SECONDS = 60.0
 REFUSED = (400, 403, 422)
-# Each request has a connection of its own and may reach another API server, and each of those has
-# its own way to the webhook.
+# Each request has a connection of its own and may reach another API server. Each API server reaches
+# the webhook in its own way, so one refusal is not enough.
 IN_A_ROW = 3
 
 
 def dry_run(namespace: str, body: bytes) -> tuple[int, str]:
-    """HTTP code and message of a create that changes nothing; code 0 without an answer."""
+    """Return HTTP code and message of a create that changes nothing; code 0 without an answer."""
     path = f"/apis/pdcluster.dev/v1alpha1/namespaces/{namespace}/pdclusters?dryRun=All"
     headers = {
         "Authorization": f"Bearer {(ACCOUNT / 'token').read_text()}",
@@ -57,7 +59,10 @@ def dry_run(namespace: str, body: bytes) -> tuple[int, str]:
 
 
 def until(namespace: str, sample: str, codes: tuple[int, ...], names: str) -> bool:
-    """Whether the sample gets one of the codes and a message with `names`; patient with a start."""
+    """Whether the sample gets one of the codes and a message with `names`.
+
+    Tries again for a while if a webhook or an API server that is starting answers.
+    """
     body = (SAMPLES / sample).read_bytes()
     end = time.monotonic() + TEST_SECONDS
     while True:
@@ -65,7 +70,7 @@ def until(namespace: str, sample: str, codes: tuple[int, ...], names: str) -> bo
         if code in codes and names in message:
             say(f"ok: {sample}: {code} {message}")
             return True
-        # Only what a starting webhook or API server answers is worth another try.
+        # A webhook or an API server that is starting gives these codes. Only they are tried again.
         if time.monotonic() > end or code not in (0, 500, 503, 504):
             say(f"FAILED: {sample}: {code} {message}; expected {codes} {names!r}")
             return False
@@ -73,7 +78,7 @@ def until(namespace: str, sample: str, codes: tuple[int, ...], names: str) -> bo
 
 
 def test(namespace: str, rule: str) -> bool:
-    """Whether admission lets the good sample in and refuses the bad one by the rule's name."""
+    """Whether admission admits the good sample and refuses the bad one by the rule's name."""
     good = until(namespace, "good.json", (201,), "")
     bad = until(namespace, "bad.json", REFUSED, rule)
     return good and bad
@@ -82,9 +87,9 @@ def test(namespace: str, rule: str) -> bool:
 def wait(namespace: str, rule: str, seconds: float) -> bool:
     """Whether the bad sample was refused by the rule's name within that time.
 
-    No other answer counts, and each is worth another try: the API server may not know the CRD, our
-    rights, the webhook or the way to it yet. It admits what it could not have reviewed where
-    webhook.failurePolicy is Ignore, so being admitted proves nothing.
+    Any other answer leads to another try. The API server may not know the CRD, our rights, the
+    webhook or the way to it yet. "admitted" proves nothing: with webhook.failurePolicy Ignore, the
+    API server admits what the webhook could not review.
     """
     body = (SAMPLES / "bad.json").read_bytes()
     started, refused, shown = time.monotonic(), 0, ""
@@ -102,9 +107,9 @@ def wait(namespace: str, rule: str, seconds: float) -> bool:
             shown = message
         if took > seconds:
             say(
-                f"FAILED: no review by the webhook within {seconds:.0f} s; the last answer stands "
-                "above. See the pods and logs of the webhook and of the operator, which makes its "
-                "certificate. To install without this check: "
+                f"FAILED: no review by the webhook within {seconds:.0f} s; see the last answer "
+                "above. Look at the pods and logs of the webhook, and of the operator, which makes "
+                "the webhook's certificate. To install without this check: "
                 "--set webhook.startupCheck.enabled=false"
             )
             return False

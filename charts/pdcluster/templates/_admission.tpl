@@ -1,4 +1,4 @@
-{{- /* What tries admission through the API server: `helm test`, and the hook after an installation. */}}
+{{- /* Shared by `helm test` and the hook after an installation: both try admission. */}}
 
 {{- /* Not empty where admission reviews PDClusters in the namespace of the test. */}}
 {{- define "pdcluster.reviewed" -}}
@@ -7,15 +7,15 @@
 {{- if and .Values.webhook.enabled (ne $namespace .Release.Namespace) (or (not $watched) (has $namespace $watched)) }}true{{ end }}
 {{- end }}
 
-{{- /* "pdcluster.hook" (list "test" "0"): annotations of a hook; a weight orders those of one event. */}}
+{{- /* "pdcluster.hook" (list "test" "0"): annotations of a hook. The weight orders hooks of one event. */}}
 {{- define "pdcluster.hook" -}}
 helm.sh/hook: {{ index . 0 }}
 helm.sh/hook-weight: {{ index . 1 | quote }}
 helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- end }}
 
-{{- /* "pdcluster.admissionAccess" (list . "test" "test"): component and events; the files, and
-exactly the right to try a PDCluster in the namespace of the test. */}}
+{{- /* "pdcluster.admissionAccess" (list . "test" "test"): component and events. Renders the files of
+the check, and an account whose only right is to create a PDCluster in the namespace of the test. */}}
 {{- define "pdcluster.admissionAccess" -}}
 {{- $root := index . 0 }}
 {{- $name := include "pdcluster.name" . }}
@@ -79,13 +79,13 @@ data:
     {{- $root.Files.Get "files/admission_check.py" | nindent 4 }}
   good.json: |
     {{- $root.Files.Get "files/samples/good.json" | nindent 4 }}
-  # Where the webhook reviews nothing, only the CRD's own schema and rules refuse.
+  # If the webhook reviews nothing here, only the CRD's own schema and rules refuse a PDCluster.
   bad.json: |
     {{- $root.Files.Get (ternary "files/samples/bad.json" "files/samples/malformed.json" (eq "true" (include "pdcluster.reviewed" $root))) | nindent 4 }}
 {{- end }}
 
 {{- /* "pdcluster.admissionPod" (list . "startup-check" "wait" 120): component, mode of the program,
-further arguments. It has the settings of the webhook's pods. */}}
+and further arguments. The pod has the settings of the webhook's pods. */}}
 {{- define "pdcluster.admissionPod" -}}
 {{- $root := index . 0 }}
 {{- $name := include "pdcluster.name" . -}}

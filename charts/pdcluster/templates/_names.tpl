@@ -1,4 +1,4 @@
-{{- /* Names and labels. A name is cut before its suffix, so that suffixes stay and names differ. */}}
+{{- /* Names and labels. A name that is too long is cut before its suffix, so that names differ. */}}
 
 {{- define "pdcluster.fullname" -}}
 {{- $base := .Values.fullnameOverride }}
@@ -21,7 +21,7 @@ app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 }
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{- /* "pdcluster.labels" (list . "webhook"): what finds an object, and what it is part of. */}}
+{{- /* "pdcluster.labels" (list . "webhook"): the selector's labels, and what the object is part of. */}}
 {{- define "pdcluster.labels" -}}
 {{- $root := index . 0 -}}
 {{ include "pdcluster.selector" $root }}
@@ -45,7 +45,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- define "pdcluster.image" -}}
 {{- with .Values.image }}
 {{- if not .repository }}
-{{- fail "image.repository is empty: the operator's image is published nowhere yet. Build it in a clone with `make image REPOSITORY=REGISTRY/pdcluster-operator PUSH=1`, or take one that a registry of yours has; then --set image.repository=REGISTRY/pdcluster-operator,image.tag=TAG" }}
+{{- fail "image.repository is empty: no public registry has the operator's image yet. Build it in a clone with `make image REPOSITORY=REGISTRY/pdcluster-operator PUSH=1`, or use one that your registry has. Then --set image.repository=REGISTRY/pdcluster-operator,image.tag=TAG" }}
 {{- end }}
 {{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ default $.Chart.AppVersion .tag }}{{ end }}
 {{- end }}
@@ -55,15 +55,15 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- default (include "pdcluster.name" (list . "webhook-tls")) .Values.webhook.certificate.existingSecret }}
 {{- end }}
 
-{{- /* Where admission is tried: a namespace that it reviews, if there is one. */}}
+{{- /* The namespace in which admission is tried: one that it reviews, if there is one. */}}
 {{- define "pdcluster.testNamespace" -}}
 {{- $given := .Values.test.namespace }}
 {{- $watched := .Values.watchNamespaces }}
 {{- if and $given .Values.webhook.enabled }}
 {{- if eq $given .Release.Namespace }}
-{{- fail (printf "test.namespace is %s, the release's own, which admission leaves out: choose another" $given) }}
+{{- fail (printf "test.namespace is %s, the release's own namespace, which admission does not review: choose another" $given) }}
 {{- else if and $watched (not (has $given $watched)) }}
-{{- fail (printf "test.namespace is %s, where admission reviews nothing: choose one of watchNamespaces (%s)" $given (join ", " $watched)) }}
+{{- fail (printf "test.namespace is %s, which admission does not review: choose one of watchNamespaces (%s)" $given (join ", " $watched)) }}
 {{- end }}
 {{- end }}
 {{- $fallback := ternary "kube-public" "default" (eq .Release.Namespace "default") }}

@@ -6,11 +6,11 @@
 - apiGroups: [pdcluster.dev]
   resources: [pdclusters/status]
   verbs: [get, update, patch]
-# Owner references that block deletion, where the API server checks them.
+# Some API servers ask for this right when an owner reference blocks deletion.
 - apiGroups: [pdcluster.dev]
   resources: [pdclusters/finalizers]
   verbs: [update]
-# Children are written by server-side apply: a patch that may create.
+# The operator writes children by server-side apply, a patch that may also create.
 - apiGroups: [apps]
   resources: [statefulsets, deployments]
   verbs: [get, list, watch, create, patch, delete]
@@ -23,12 +23,12 @@
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
-# The ticket keys of each PDCluster. Their names are not known beforehand, so that RBAC cannot limit
-# them by name; Secrets are neither listed nor watched.
+# The ticket key of each PDCluster. RBAC cannot limit this by name, because the names are not known
+# beforehand. The operator neither lists nor watches Secrets.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create, patch]
-# Pods are made by StatefulSets; deleting one restarts its engine.
+# StatefulSets create the pods. The operator deletes a pod to restart its engine.
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, delete]
@@ -37,7 +37,7 @@
   verbs: [create, patch]
 {{- end }}
 
-{{- /* What both processes read of the cluster itself: which namespaces and kinds exist. */}}
+{{- /* Both processes read which namespaces and kinds exist in the cluster. */}}
 {{- define "pdcluster.discoveryRules" -}}
 - apiGroups: [""]
   resources: [namespaces]

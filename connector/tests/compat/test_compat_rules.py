@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 import pytest
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.findings import Finding
 from pdcluster_connector.compat.reasons import Reason
@@ -173,7 +172,7 @@ def test_a_refusal_names_both_values_and_a_remedy(rule: str) -> None:
     prefill, clashing, _ = PAIRS[rule]
     first = refused(check(prefill, clashing))
     assert first is not None
-    assert first.field in {field.name for field in fields(EngineShape)}
+    assert first.field in set(EngineShape.__struct_fields__)
     assert first.prefill_value
     assert first.prefill_value != first.decode_value or prefill == clashing
     assert first.message
@@ -195,7 +194,7 @@ UNGROUPED = replace(KNOWN, groups=None)
 
 @pytest.mark.parametrize(
     "field",
-    [field.name for field in fields(EngineShape) if getattr(EngineShape(), field.name) is None],
+    [name for name in EngineShape.__struct_fields__ if getattr(EngineShape(), name) is None],
 )
 @pytest.mark.parametrize("base", [KNOWN, SLICEABLE, UNGROUPED])
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])

@@ -23,7 +23,7 @@ def test_the_page_in_docs_is_the_generated_one() -> None:
     assert CHECKED_IN.read_text() == page(), "run python -m dev.rules_page > docs/rules.md"
 
 
-def test_the_rules_import_nothing_but_the_standard_library() -> None:
+def test_the_rules_import_nothing_but_msgspec() -> None:
     """The operator's image has neither torch nor vLLM, and admission must be quick."""
     code = (
         "import sys; before = set(sys.modules);"
@@ -38,4 +38,4 @@ def test_the_rules_import_nothing_but_the_standard_library() -> None:
         check=True,
         env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )
-    assert result.stdout.split() == ["pdcluster_connector"]
+    assert set(result.stdout.split()) - {"typing_extensions"} == {"msgspec", "pdcluster_connector"}

@@ -29,7 +29,7 @@ from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.protocol import messages, ticket
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.transfer import transfers
+from pdcluster_connector.transfer import reads
 from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, ReceiverOptions
 from ticket_key import KEYS
 
@@ -181,12 +181,12 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
 @contextmanager
 def spoiled(name: str) -> Iterator[None]:
     """Let the receiver carry out a wrong plan; an empty name is the right one."""
-    plan = transfers.plan_request
+    plan = reads.plan_request
 
     def wrong(*args: Any, **kwargs: Any) -> list[Any]:
         return [SPOILERS[name](part) for part in plan(*args, **kwargs)]
 
-    with mock.patch.object(transfers, "plan_request", wrong if name else plan):
+    with mock.patch.object(reads, "plan_request", wrong if name else plan):
         yield
 
 

@@ -25,7 +25,7 @@ def http(url: str, body: Any = None, method: str = "GET") -> tuple[int, Any]:
     json_body = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, data=data, method=method, headers=json_body)
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=30) as answer:
             status, text = answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:

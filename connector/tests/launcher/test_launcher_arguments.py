@@ -110,8 +110,8 @@ def test_values():
     ("arguments", "names"),
     [
         (("m",), ("--kv-transfer-config is missing", "kv_connector_module_path")),
-        (("m", "--kv-transfer-config"), ("is no JSON",)),
-        (("m", "--kv-transfer-config", "{"), ("is no JSON",)),
+        (("m", "--kv-transfer-config"), ("is not valid JSON",)),
+        (("m", "--kv-transfer-config", "{"), ("is not valid JSON",)),
         (("m", "--kv-transfer-config", "[1]"), ("must be a JSON object",)),
         (("m", "--kv-transfer-config", "{}"), ("kv_role is None", "'kv_producer'")),
         (("m", "--kv-transfer-config.kv_role", "kv_producer"), ("not dotted",)),
@@ -161,9 +161,9 @@ def test_identities():
     )
     assert len({mint_incarnation() for _ in range(1000)}) == 1000
     for wrong in ("", "a/b", "a b", "-a", "a\n", "x" * 201):
-        with pytest.raises(ValueError, match="is no engine id"):
+        with pytest.raises(ValueError, match="is not a valid engine id"):
             Identity(wrong)
-    with pytest.raises(ValueError, match="is no incarnation"):
+    with pytest.raises(ValueError, match="is not an incarnation"):
         Identity("a", "0")
 
 

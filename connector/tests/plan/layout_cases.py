@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import pytest
 from labelled_engine import execute
 from modelled_engine import PAGES, Array, Grid, Group, Layout, Model, Modelled
 
@@ -71,6 +72,14 @@ class Choices:
             index = min(self._given[at] if at < len(self._given) else 0, len(values) - 1)
         self.made.append(index)
         return values[index]
+
+
+def chunks(pure: int, soaked: int) -> list[object]:
+    """Return the numbers of chunks of cases; those from ``pure`` on are left to ``make soak``."""
+    return [
+        pytest.param(number, marks=pytest.mark.soak if number >= pure else ())
+        for number in range(soaked)
+    ]
 
 
 def each(menu: Menu, name: str, count: int, test: Callable[[Case], None]) -> None:

@@ -186,13 +186,14 @@ def test_a_window_whose_head_blocks_are_null() -> None:
 
 
 def test_an_interval_at_any_token_in_units_of_one_token() -> None:
-    prefill = Engine(**engine(tensor=2, order="LBNHC"))
+    """Blocks of 17 and of 16 tokens have no larger unit in common."""
+    prefill = Engine(**engine(tensor=2, order="LBNHC", block_tokens=17))
     blocks = list(range(5, 12))
     prefill.store(blocks, 100)
     decode = Engine(**engine(seed=1))
     before, writes = decode.memory.copy(), np.zeros(decode.memory.size, np.int64)
-    plan = plan_peer(decode.shards[0], prefill.shards, unit=1)
-    pairs = pair_blocks(BlockList(blocks, 16), BlockList(blocks, 16), 37, 91)
+    plan = plan_peer(decode.shards[0], prefill.shards)
+    pairs = pair_blocks(BlockList(blocks, 17), BlockList(blocks, 16), 37, 91)
     everything = np.ones(prefill.memory.size, bool)
     moved = execute(plan, plan.indices(pairs), prefill, decode, writes=writes, readable=everything)
     decode.check_received(blocks, 37, 91, before, writes)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from labelled_engine import Engine, execute
+from msgspec.structs import replace
 from test_byte_oracle import Case, random_case
 
 from pdcluster_connector.plan.geometry import Shard

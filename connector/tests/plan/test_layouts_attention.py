@@ -14,16 +14,18 @@ from layout_cases import (
     Case,
     Choices,
     build,
+    chunks,
     each,
     findings,
     run,
 )
 
 MENU = ((FULL,), (MLA,), (WINDOW,), (FULL,))
-CHUNKS, CASES = 10, 450
+CHUNKS, CASES = 3, 450
+SOAKED = 10
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", chunks(CHUNKS, SOAKED))
 def test_random_pairs(chunk: int) -> None:
     each(MENU, f"attention {chunk}", CASES, run)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,7 +129,7 @@ def test_an_engine_that_names_no_groups_has_one() -> None:
     case = named(window=None, mamba=False)
     shape = Modelled(case.model, case.prefill, 0).shape()
     assert groups_of(shape) == shape.groups
-    assert groups_of(replace(shape, groups=None)) == shape.groups
+    assert groups_of(msgspec.structs.replace(shape, groups=None)) == shape.groups
 
 
 # The oracle itself.

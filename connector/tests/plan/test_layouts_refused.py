@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from layout_cases import FULL, MAMBA, MLA, WINDOW, Case, each, named
 from modelled_engine import Modelled
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.errors import PlanError
@@ -156,7 +156,7 @@ def planned(case: Case, **change):
 
 def test_a_state_after_other_tokens_is_refused() -> None:
     case = named(window=None, mamba=True)
-    with pytest.raises(PlanError, match="after 300 tokens is wanted, the ticket's is after 333"):
+    with pytest.raises(PlanError, match="after 300 tokens is needed, the ticket's is after 333"):
         planned(case, stop=300)
 
 

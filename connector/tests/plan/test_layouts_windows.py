@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from layout_cases import FULL, MLA, WINDOW, Choices, build, each, run
+from layout_cases import FULL, MLA, WINDOW, Choices, build, chunks, each, run
 
 MENU = ((FULL, WINDOW), (WINDOW, FULL), (MLA, FULL), (FULL, WINDOW, WINDOW))
-CHUNKS, CASES = 6, 450
+CHUNKS, CASES = 1, 450
+SOAKED = 6
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", chunks(CHUNKS, SOAKED))
 def test_random_pairs(chunk: int) -> None:
     each(MENU, f"windows {chunk}", CASES, run)
 

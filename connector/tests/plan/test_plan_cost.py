@@ -61,7 +61,7 @@ def test_tokens_first_needs_one_a_token_between_different_sizes_and_says_so() ->
     made = plan(("LBNHC", "LBNHC"), (2, 4))
     assert descriptors(made, 1000) == (63 * 16 * LAYERS, 63 * LAYERS)
     notice = cost_notice(made, "LBNHC")
-    assert "1,000 tokens take 3,024 descriptors on this rank where 189 would do" in notice
+    assert "1,000 tokens take 3,024 descriptors on this rank; 189 would be enough" in notice
     assert "(LBNHC)" in notice
     assert "VLLM_KV_CACHE_LAYOUT=LBHNC" in notice
     assert cost_notice(plan(("LBNHC", "LBNHC"), (2, 2)), "LBNHC") == "", "equal sizes: whole blocks"

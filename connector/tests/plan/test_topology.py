@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.errors import PlanError

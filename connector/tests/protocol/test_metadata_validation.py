@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import Finding, Verdict
@@ -18,7 +17,6 @@ from pdcluster_connector.compat.shape import (
 )
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.conversion import from_region, from_shape, to_shape
 from pdcluster_connector.protocol.refusal import failure_of, refusal_of
 from pdcluster_connector.protocol.validation import validate_metadata
 
@@ -33,15 +31,14 @@ STATES = (PartShape("conv", 4, 96, "float32"), PartShape("ssm", 2, 512, "float32
 
 def shard(tp: int, **change: object) -> m.ShardMetadata:
     regions = tuple(
-        from_region(Region(f"l{i}", 1 << 30, 8, 1024, 16, tp, tp + 1, 1024, None, 64))
-        for i in range(3)
+        Region(f"l{i}", 1 << 30, 8, 1024, 16, tp, tp + 1, 1024, None, 64) for i in range(3)
     )
     value = m.ShardMetadata("p/1", (0, tp), "a", b"", regions, m.ProbeRegion(4096, 64))
     return msgspec.structs.replace(value, **change)
 
 
 def engine(*shards: m.ShardMetadata, shape: EngineShape = SHAPE) -> m.EngineMetadata:
-    return m.EngineMetadata(1, "p/1", from_shape(shape), shards, 60.0)
+    return m.EngineMetadata(1, "p/1", shape, shards, 60.0)
 
 
 def reasons(metadata: m.EngineMetadata) -> list[Reason]:
@@ -117,7 +114,7 @@ def hybrid(*, tensor: int = 2, pipeline: int = 1) -> m.EngineMetadata:
             )
             held = [attention, *(replace(state, group=1) for state in states)]
             held = held if pipeline == 1 else held[:1] if pp == 0 else held[1:]
-            regions = tuple(map(from_region, held))
+            regions = tuple(held)
             shards.append(shard(tp, rank=(pp, tp), regions=regions))
     return engine(*shards, shape=shape)
 
@@ -137,12 +134,12 @@ def with_region(number: int, **change: object) -> m.EngineMetadata:
 
 
 def with_shape(**change: object) -> m.EngineMetadata:
-    shape = replace(to_shape(hybrid().shape), **change)
-    return msgspec.structs.replace(hybrid(), shape=from_shape(shape))
+    shape = replace(hybrid().shape, **change)
+    return msgspec.structs.replace(hybrid(), shape=shape)
 
 
 def with_layer(number: int, **change: object) -> m.EngineMetadata:
-    layers = list(to_shape(hybrid().shape).layers or ())
+    layers = list(hybrid().shape.layers or ())
     layers[number] = replace(layers[number], **change)
     return with_shape(layers=tuple(layers))
 
@@ -192,7 +189,7 @@ def test_a_contradiction_names_the_field_and_both_values(
 
 
 def test_a_million_regions_are_refused_before_anything_is_made_of_them() -> None:
-    one = msgspec.msgpack.encode(from_region(Region("l", 4096, 8, 64, 16, 0, 1, 64, None, 4)))
+    one = msgspec.msgpack.encode(Region("l", 4096, 8, 64, 16, 0, 1, 64, None, 4))
     whole = m.encode(engine(shard(0, regions=())))
     empty = b"\xa7regions\x90"
     assert whole.count(empty) == 1
@@ -204,7 +201,9 @@ def test_a_million_regions_are_refused_before_anything_is_made_of_them() -> None
 
 
 def finding(verdict: Verdict) -> Finding:
-    return Finding(Reason.BLOCK_SIZE_MISMATCH, verdict, "block_size", "16", "32", "differ.", "Fix.")
+    return Finding(
+        Reason.BLOCK_INTERIOR_OPAQUE, verdict, "block_size", "16", "32", "differ.", "Fix."
+    )
 
 
 def test_a_refusal_becomes_a_failure_with_rule_and_both_values() -> None:
@@ -212,7 +211,7 @@ def test_a_refusal_becomes_a_failure_with_rule_and_both_values() -> None:
     assert refusal is not None
     assert refusal.message == "differ. Fix."
     failure = failure_of(refusal)
-    assert failure.reason is Reason.BLOCK_SIZE_MISMATCH
+    assert failure.reason is Reason.BLOCK_INTERIOR_OPAQUE
     assert "prefill: 16" in failure.message
     assert "decode: 32" in failure.message
 
@@ -226,7 +225,7 @@ def test_a_refusal_becomes_a_failure_with_rule_and_both_values() -> None:
     ],
 )
 def test_a_value_is_said_once(message: str, added: str) -> None:
-    refusal = m.Refusal("BlockSizeMismatch", message, "16", "32")
+    refusal = m.Refusal("BlockInteriorOpaque", message, "16", "32")
     assert failure_of(refusal).message == message + added
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
+from msgspec.structs import replace
 
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
@@ -24,7 +24,7 @@ def serve() -> Iterator[Callable[..., SideChannelServer]]:
             "127.0.0.1",
             port,
             engine_id,
-            dataclasses.replace(SHAPE, **change),
+            replace(SHAPE, **change),
             shards=shards_of(engine_id),
             leases=leases,  # type: ignore[arg-type]
             versions={"pdcluster": "0"},
@@ -44,7 +44,7 @@ def books() -> Iterator[Callable[..., PeerBook]]:
     made: list[PeerBook] = []
 
     def make(**change: object) -> PeerBook:
-        book = PeerBook(DECODE, dataclasses.replace(SHAPE, **change), (0, 0))
+        book = PeerBook(DECODE, replace(SHAPE, **change), (0, 0))
         book.start()
         made.append(book)
         return book

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.conversion import from_region
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel.peers import PeerBook
 
@@ -34,8 +33,7 @@ DECODE = "ns.c.decode.r.0/00000000000000dd"
 
 def shards_of(engine_id: str) -> tuple[m.ShardMetadata, ...]:
     regions = tuple(
-        from_region(Region(layer.name, 1 << 30, 64, 2048, 16, 0, 2, 1024, 64, 64))
-        for layer in LAYERS
+        Region(layer.name, 1 << 30, 64, 2048, 16, 0, 2, 1024, 64, 64) for layer in LAYERS
     )
     probe = m.ProbeRegion(1 << 20, 65536)
     return (m.ShardMetadata(engine_id, (0, 0), "agent-0", b"blob" * 500, regions, probe),)
@@ -66,7 +64,7 @@ def connect(book: PeerBook, port: int, engine_id: str = PREFILL, seconds: float 
     return answer
 
 
-def until(condition: Callable[[], object], seconds: float = 30.0) -> float:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> float:
     """Wait for a condition; return how long it took, or fail."""
     start = time.monotonic()
     while not condition():

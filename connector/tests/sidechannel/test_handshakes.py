@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from loopback import free_port
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.conversion import from_shape, to_shape
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import peers as peers_module
 from pdcluster_connector.sidechannel.handshake import Introduction, judge
@@ -31,7 +30,7 @@ def test_a_handshake_brings_shape_and_shards(serve: Serve, books: Books) -> None
     server = serve()
     reply = connect(books(), server.port).wait()
     assert isinstance(reply, m.EngineMetadata)
-    assert to_shape(reply.shape) == SHAPE
+    assert reply.shape == SHAPE
     assert reply.shards == shards_of(PREFILL)
     assert reply.versions == {"pdcluster": "0"}
 
@@ -99,11 +98,11 @@ def test_more_peers_than_may_be_tried_at_once_are_refused_by_name(
     refused = connect(book, free_port(), "ns.c.prefill.r.9/aa", 60.0).wait()
     assert isinstance(refused, Failure)
     assert refused.reason is Reason.SIDE_CHANNEL_UNREACHABLE
-    assert "3 peers are being tried already" in refused.message
+    assert "3 handshakes are under way already" in refused.message
     assert not any(answer.values for answer in tried)
     for number, port in enumerate(ports):  # and go on being tried
         serve(f"ns.c.prefill.r.{number}/aa", port=port)
-    assert all(isinstance(answer.wait(30.0), m.EngineMetadata) for answer in tried)
+    assert all(isinstance(answer.wait(), m.EngineMetadata) for answer in tried)
 
 
 def test_retried_until_the_engine_listens(serve: Serve, books: Books) -> None:
@@ -112,7 +111,7 @@ def test_retried_until_the_engine_listens(serve: Serve, books: Books) -> None:
     time.sleep(1.0)
     assert not answer.values
     serve(port=port)
-    assert isinstance(answer.wait(3.0), m.EngineMetadata)
+    assert isinstance(answer.wait(), m.EngineMetadata)
 
 
 def test_retried_while_the_shards_are_not_there(books: Books) -> None:
@@ -123,7 +122,7 @@ def test_retried_while_the_shards_are_not_there(books: Books) -> None:
         time.sleep(0.4)
         assert not answer.values
         server.set_shards(shards_of(PREFILL))
-        assert isinstance(answer.wait(3.0), m.EngineMetadata)
+        assert isinstance(answer.wait(), m.EngineMetadata)
     finally:
         server.stop()
 
@@ -139,9 +138,9 @@ def test_each_request_has_its_own_deadline(books: Books) -> None:
         assert isinstance(failure, Failure)
         assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
     assert "onnect" in late.wait().message  # says why the last attempt did not succeed
-    assert past.at - start < 0.2
-    assert 0.25 < early.at - start < 0.7
-    assert 1.1 < late.at - start < 1.8
+    assert past.at < early.at < late.at, "none waits for another"
+    assert early.at - start > 0.25
+    assert late.at - start > 1.1
     until(lambda: not book._peers)
 
 
@@ -191,7 +190,7 @@ def test_another_protocol_is_refused_by_name(
     server = serve()
     monkeypatch.setattr(m, "PROTOCOL_OLDEST", 7)
     monkeypatch.setattr(m, "PROTOCOL_NEWEST", 9)
-    request = m.encode(m.HandshakeRequest((1, 1), "d/1", from_shape(SHAPE), (0, 0)))
+    request = m.encode(m.HandshakeRequest((1, 1), "d/1", SHAPE, (0, 0)))
     decoded = m.decode_handshake_request(request)
     assert isinstance(decoded, m.HandshakeRequest)
     refusal = server._refusal(decoded)
@@ -202,7 +201,7 @@ def test_another_protocol_is_refused_by_name(
 
 def handshake_of_protocol(newest: int, port: int) -> tuple[int, m.EngineMetadata | m.Refusal]:
     """What a decode engine of protocols 1 to ``newest`` is answered."""
-    request = m.encode(m.HandshakeRequest((1, newest), "d/1", from_shape(SHAPE), (0, 0)))
+    request = m.encode(m.HandshakeRequest((1, newest), "d/1", SHAPE, (0, 0)))
     try:
         with urlopen(f"http://127.0.0.1:{port}/v1/handshake", request, timeout=5) as response:
             status, raw = response.status, response.read()
@@ -234,7 +233,7 @@ def test_decode_that_reads_no_ticket_of_ours_is_refused_at_the_handshake(serve: 
 
 def test_prefill_of_the_protocol_before_is_refused() -> None:
     """Its tickets have no signature."""
-    told = m.EngineMetadata(2, PREFILL, from_shape(SHAPE), shards_of(PREFILL), 60.0)
+    told = m.EngineMetadata(2, PREFILL, SHAPE, shards_of(PREFILL), 60.0)
     failure = judge(told, Introduction("d/1", SHAPE, (0, 0)), PREFILL, "here")
     assert isinstance(failure, Failure)
     assert failure.reason is Reason.PROTOCOL_VERSION_MISMATCH
@@ -254,14 +253,14 @@ def test_metadata_that_contradicts_itself_is_not_used(books: Books) -> None:
 def test_a_port_that_is_no_side_channel(books: Books) -> None:
     """Something answers, but not as we expect: retried, and named at the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as odd:
-        odd.settimeout(5.0)
-        answer = connect(books(), odd.getsockname()[1], seconds=1.0)
+        odd.settimeout(30.0)
+        answer = connect(books(), odd.getsockname()[1], seconds=3.0)
         for _ in range(2):
             peer, _ = odd.accept()
             peer.recv(65536)
             peer.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
             peer.close()
-        failure = answer.wait(3.0)
+        failure = answer.wait()
     assert isinstance(failure, Failure)
     assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
 
@@ -274,12 +273,12 @@ def test_a_port_that_is_no_side_channel(books: Books) -> None:
 def test_an_answer_that_cannot_be_read(books: Books, body: bytes) -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
     with socket.create_server(("127.0.0.1", 0)) as odd:
-        odd.settimeout(5.0)
+        odd.settimeout(30.0)
         answer = connect(books(), odd.getsockname()[1])
         peer, _ = odd.accept()
         peer.recv(65536)
         peer.sendall(head + body)
-        failure = answer.wait(3.0)
+        failure = answer.wait()
         peer.close()
     assert isinstance(failure, Failure)
     assert failure.reason is Reason.PROTOCOL_VERSION_MISMATCH
@@ -289,7 +288,7 @@ def test_an_answer_that_cannot_be_read(books: Books, body: bytes) -> None:
 def test_hosts_that_make_no_address(books: Books, host: str) -> None:
     answer = Answer()
     books().connect(PREFILL, host, 5600, time.monotonic() + 0.5, answer)
-    failure = answer.wait(5.0)
+    failure = answer.wait()
     assert isinstance(failure, Failure)
     assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
 
@@ -300,7 +299,7 @@ def test_closing_answers_everyone_who_waits(books: Books) -> None:
     book.close()
     after = connect(book, free_port(), seconds=60.0)
     for answer in (waiting, after):
-        assert isinstance(answer.wait(1.0), Failure)
+        assert isinstance(answer.wait(), Failure)
     book.close()
 
 

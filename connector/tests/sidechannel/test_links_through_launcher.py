@@ -132,7 +132,6 @@ def test_the_link_table_follows_the_prefill_engine(
     server.stop()
     dead = until(lambda: shows("Failed", FIRST, "0/2"))
     assert row()["reason"] == "SideChannelUnreachable"
-    assert dead < 5.0
     serve(SECOND, port=server.port)
     again = until(lambda: shows("Established", SECOND, "2/2"))
     record_property("link_up_s", round(up, 2))

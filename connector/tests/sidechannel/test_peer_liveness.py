@@ -17,7 +17,6 @@ from loopback_engines import PREFILL, SHAPE, connect, shards_of, until
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.conversion import from_shape
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import peers as peers_module
 from pdcluster_connector.sidechannel.peers import HEALTH_SECONDS, POLL_SECONDS, PeerBook
@@ -127,7 +126,7 @@ def answer(body: bytes) -> bytes:
 
 HEALTH = answer(m.encode_health(m.HealthReply(PREFILL, "prefill", 1)))
 METADATA = answer(
-    m.encode(m.EngineMetadata(1, PREFILL, from_shape(SHAPE), shards_of(PREFILL), 60.0))
+    m.encode(m.EngineMetadata(m.PROTOCOL_NEWEST, PREFILL, SHAPE, shards_of(PREFILL), 60.0))
 )
 
 
@@ -214,15 +213,15 @@ def test_two_silences_in_a_row_are_a_death(books: Books, monkeypatch: pytest.Mon
 def test_a_reset_connection_alone_is_no_death(books: Books) -> None:
     """The kept connection breaks, the port answers: the peer lives."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(5.0)
+        listener.settimeout(30.0)
         book = books()
         gone = watch(book)
         waiting = connect(book, listener.getsockname()[1])
         for reply in (METADATA, HEALTH, HEALTH):  # each over a connection that is then cut
             peer, _ = listener.accept()
-            peer.settimeout(5.0)
+            peer.settimeout(30.0)
             assert peer.recv(65536)
             peer.sendall(reply)
-            waiting.wait(3.0)
+            waiting.wait()
             peer.close()
         assert gone == []

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
 from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyError, TicketKeyFile
@@ -116,6 +118,29 @@ def test_what_cannot_be_used_leaves_the_keys_as_they_were(
     write(path, NEW)
     clock.now += 1.1
     assert keys() == parse_keys(NEW)
+
+
+LINES = st.lists(
+    st.binary(max_size=140) | st.integers(30, 130).map(lambda n: b"5a" * n), max_size=4
+).map(b"\n".join)
+
+
+@given(LINES | st.binary(max_size=1100), st.floats(-1e9, 1e9))
+def test_any_content_is_keys_or_refused_in_words_without_it(raw: bytes, age: float) -> None:
+    keys, refusal = None, ""
+    try:
+        keys = parse_keys(raw, age)
+    except ValueError as error:
+        refusal = str(error)
+    if keys is None:
+        assert refusal.startswith("holds ")
+        assert len(refusal) < 200
+        for line in raw.split():
+            assert len(line) < 16 or line.decode("latin-1") not in refusal
+    else:
+        assert 1 <= len(keys.accepted) <= 2
+        assert keys.signing in keys.accepted
+        assert all(len(line) >= 64 for line in raw.split())
 
 
 def test_keys_are_never_printed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

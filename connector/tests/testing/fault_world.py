@@ -18,6 +18,7 @@ from pdcluster_connector.transfer.receiver import ReceiverOptions
 WORD_BYTES = 8
 TOKENS = 10
 LEASE_SECONDS = 1.0
+LONG_LEASE_SECONDS = 60.0  # where a test waits for no lease to end: a busy machine may be slow
 OPTIONS = ReceiverOptions(drain_deadline_seconds=0.5, probe_seconds=0.5)
 
 
@@ -41,12 +42,14 @@ class Hold:
 
 
 class World:
-    """Engines P1, P2, D1, D2; every pair has a relay of its own between its side channels."""
+    """Engines P1, P2, D1, D2; every pair has a relay of its own between its side channels.
 
-    def __init__(self, size: Size | None = None, lease_seconds: float = LEASE_SECONDS) -> None:
+    P1 is the engine whose leases end soon.
+    """
+
+    def __init__(self, size: Size | None = None) -> None:
         self.fabric = Fabric()
         self.size = size or Size(tensor=2)
-        self.lease_seconds = lease_seconds
         self.incarnations = itertools.count(1)
         self.seeds = itertools.count(1)
         self.stopped: set[str] = set()
@@ -62,14 +65,13 @@ class World:
 
     def start_prefill(self, name: str, port: int = 0) -> PrefillEngine:
         engine_id = f"ns.test.prefill.{name}/{next(self.incarnations):016x}"
-        return PrefillEngine(
-            self.fabric, engine_id, self.size, lease_seconds=self.lease_seconds, port=port
-        )
+        seconds = LEASE_SECONDS if name == "P1" else LONG_LEASE_SECONDS
+        return PrefillEngine(self.fabric, engine_id, self.size, lease_seconds=seconds, port=port)
 
     def start_decode(self, name: str) -> DecodeEngine:
         engine_id = f"ns.test.decode.{name}/{next(self.incarnations):016x}"
         return DecodeEngine(
-            self.fabric, engine_id, self.size, lease_seconds=self.lease_seconds, options=OPTIONS
+            self.fabric, engine_id, self.size, lease_seconds=LONG_LEASE_SECONDS, options=OPTIONS
         )
 
     def hold(self, state: State, prefill: str = "P1", decode: str = "D1") -> Hold:

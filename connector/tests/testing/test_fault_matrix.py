@@ -61,7 +61,7 @@ def end(world: World, fault: str, victim: str) -> None:
 def test_nobody_believes_foreign_bytes(judge: Judge, fault: str, victim: str, state: State) -> None:
     world = World()
     where = f"{fault} {victim[0]} in {state.name}"
-    beside_pairs = [pair for pair in world.relays if victim not in pair]
+    beside_pairs = [pair for pair in world.relays if pair[0] == "P2" and victim not in pair]
     try:
         engine = world.decodes["D1"]
         lost = fault == "kill" and victim == "D1"

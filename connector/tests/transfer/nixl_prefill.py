@@ -39,10 +39,10 @@ def serve(pipe: Connection, engines: dict[str, int], cache: dict[str, Any]) -> N
     pipe.send([engine.metadata for engine in running.values()])
     while True:
         try:
-            engine_id, seed, blocks, tokens = pipe.recv()
+            command, engine_id, *args = pipe.recv()
         except EOFError:
             return
-        pipe.send(running[engine_id].ticket(seed, blocks, tokens))
+        pipe.send(getattr(running[engine_id], command)(*args))
 
 
 class PrefillProcess:
@@ -60,7 +60,14 @@ class PrefillProcess:
             self.metadata[metadata.engine_id] = metadata
 
     def ticket(self, engine_id: str, seed: int, blocks: Sequence[int], tokens: int) -> Ticket:
-        self.pipe.send((engine_id, seed, list(blocks), tokens))
+        return self._ask("ticket", engine_id, seed, list(blocks), tokens)
+
+    def give_up(self, engine_id: str, seed: int, blocks: Sequence[int], tokens: int) -> None:
+        """End request ``seed``'s lease and compute another request in its blocks."""
+        self._ask("give_up", engine_id, seed, list(blocks), tokens)
+
+    def _ask(self, *message: Any) -> Any:
+        self.pipe.send(message)
         assert self.pipe.poll(30)
         return self.pipe.recv()
 

@@ -17,12 +17,13 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer import connections as connections_module
+from pdcluster_connector.transfer import probing as probing_module
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
 from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiveResults, ReceiverOptions
 from pdcluster_connector.transfer.probe_run import NO_ROOM
+from pdcluster_connector.transfer.reads import Job
 from pdcluster_connector.transfer.receives import HANDSHAKE_GRACE_SECONDS, Receives
 from pdcluster_connector.transfer.transfer_thread import Timers
-from pdcluster_connector.transfer.transfers import Job
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 PROBE_SECONDS = 10.0
@@ -210,7 +211,7 @@ def test_a_probe_without_room_says_nothing_of_its_connection(bench: Bench) -> No
 def test_more_probes_than_may_wait_are_answered_at_once_and_break_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections_module, "MAX_PROBES", 2)
+    monkeypatch.setattr(probing_module, "MAX_PROBES", 2)
     stuck, good = bench.prefill("stuck/1"), bench.prefill("good/1")
     bench.send(good)
     bench.take()

@@ -103,21 +103,6 @@ def test_probes_measure_the_link(
     assert result.bytes_per_second > 1e6
 
 
-def test_the_dense_lists_of_older_nixl_read_the_same(prefill: PrefillProcess) -> None:
-    class Dense(Agents):
-        def agent(self, name: str) -> NixlAgent:
-            return NixlAgent(name, strided=False)
-
-    peers = FakePeers()
-    peers.table.update(prefill.metadata)
-    decode = Decode(Dense(), peers, options=ReceiverOptions(), **CACHE)  # type: ignore[arg-type]
-    ticket = prefill.ticket("prefill-tp2/1", 77, [5, 9, 6, 7], 60)
-    decode.receiver.receive([decode.request("r", ticket, [1, 2, 90, 4])])
-    assert "r" in decode.wait("r").received
-    assert decode.cache.wrong_tokens(77, [1, 2, 90, 4], 0, 60) == []
-    assert decode.receiver.close()
-
-
 # Peers that stop and die, over TCP as between pods: with shared memory a stopped peer can
 # still be read.
 

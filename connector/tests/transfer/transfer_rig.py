@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import GroupShape, LayerKind
+from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import EngineMetadata, ShapeMessage
+from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Fabric
@@ -95,7 +95,7 @@ class Prefill:
         self.metadata = EngineMetadata(
             protocol=1,
             engine_id=engine_id,
-            shape=ShapeMessage(
+            shape=EngineShape(
                 block_size=self.caches[0].block_tokens, kernel_blocks_per_block=1, tensor=tensor
             ),
             shards=tuple(
@@ -109,6 +109,12 @@ class Prefill:
         """Write a lease word on every rank, as the order of one step does."""
         for agent in self.agents:
             agent.lease_words.write({slot: word})
+
+    def give_up(self, seed: int, blocks: Sequence[int], tokens: int, word: int = 0) -> None:
+        """End the lease of request ``seed``, and compute another request in its blocks."""
+        self.write_word(seed, word)
+        for cache in self.caches:
+            cache.write(seed + 1, blocks, tokens)
 
     def ticket(self, seed: int, blocks: Sequence[int], tokens: int, /, **changes) -> Ticket:
         """Compute the KV of request ``seed`` and hand it over."""
@@ -198,7 +204,7 @@ class Decode:
         assert not set(results.failed) & set(results.received)
         return results
 
-    def wait(self, *request_ids: str, timeout: float = 10.0) -> ReceiveResults:
+    def wait(self, *request_ids: str, timeout: float = 60.0) -> ReceiveResults:
         """Take results until all of ``request_ids`` are in; returns them merged."""
         merged = ReceiveResults()
         until = time.monotonic() + timeout
@@ -220,7 +226,7 @@ class Decode:
             time.sleep(0.001)
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     until = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < until, "it did not happen"

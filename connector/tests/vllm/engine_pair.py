@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 from fork_host import Answer, Engine
 
+from authority import Authority
 from loopback import free_port
 from ticket_key import KEY_FILE
 
 _incarnations = itertools.count(1)
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
-def connector_config(role: str, policy: str = "fail", **extra: Any) -> dict[str, Any]:
-    """A kv-transfer-config as local mode writes it: answers say what the KV path did, and why."""
+def connector_config(
+    role: str, policy: str = "fail", *, secured: tuple[Authority, Path] | None = None, **extra: Any
+) -> dict[str, Any]:
+    """A kv-transfer-config as local mode writes it: answers say what the KV path did, and why.
+
+    ``secured``: who signs the engine's certificate, and the folder that holds the files.
+    """
     extra.setdefault("side_channel_port", free_port())
     extra.setdefault("show_internal_names", True)
     extra.setdefault("ticket_key_file", KEY_FILE)
+    engine_id = f"test.c.{ROLES[role]}.r.0/{next(_incarnations):016x}"
+    if secured is not None:
+        authority, folder = secured
+        files = authority.files(folder / engine_id, engine_id)
+        paths = {"ca": files.ca, "certificate": files.certificate, "key": files.key}
+        extra["tls"] = {name: str(path) for name, path in paths.items()}
     return {
         "kv_connector": "PDClusterConnector",
         "kv_connector_module_path": "pdcluster_connector.vllm.connector",
         "kv_role": role,
-        "engine_id": f"test.c.{role}.r.0/{next(_incarnations):016x}",
+        "engine_id": engine_id,
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": extra,

@@ -125,7 +125,8 @@ def _serve(address: str, connector: dict[str, Any] | None, options: dict[str, An
                 connection.send((True, getattr(commands, command)(*args)))
             except Exception as error:  # noqa: BLE001  the test's side raises it
                 connection.send((False, f"{type(error).__name__}: {error}"))
-        commands.step()
+        if not commands.paused:
+            commands.step()
 
 
 def _follow(settings: dict[str, Any]) -> None:
@@ -144,12 +145,34 @@ class Commands:
         self.engine = engine
         self._scheduler = engine.engine_core.engine_core.scheduler
         self._answers: dict[str, tuple[Any, ...]] = {}
-        self._paused = False
         self._nap = 0.0
+        self.paused = False
+
+    def pause(self, paused: bool) -> None:
+        """Step no more by itself: :meth:`advance` steps, until this is called with False."""
+        self.paused = paused
+
+    def advance(self, request_id: str, status: str, computed: int) -> None:
+        """Step until the scheduler has a request in a status, with so many computed tokens."""
+        deadline = time.monotonic() + 30
+        while True:
+            [request] = self._requests(request_id)
+            if request.status.name == status and request.num_computed_tokens >= computed:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{request_id} is {request.status.name} after 30 s")
+            self.step()
+
+    def status(self, request_id: str) -> str:
+        """What the scheduler says of a request; nothing if it does not know it any more."""
+        return next((request.status.name for request in self._requests(request_id)), "")
+
+    def _requests(self, request_id: str) -> list[Any]:
+        """The scheduler's request of this id: vLLM appends a random part to the client's."""
+        known = self._scheduler.requests.items()
+        return [r for name, r in known if name == request_id or name.startswith(f"{request_id}-")]
 
     def step(self) -> None:
-        if self._paused:
-            return
         nap, self._nap = self._nap, 0.0
         time.sleep(nap)
         for output in self.engine.step():
@@ -187,10 +210,6 @@ class Commands:
 
     def answer(self, request_id: str) -> tuple[Any, ...] | None:
         return self._answers.get(request_id)
-
-    def pause(self, paused: bool) -> None:
-        """Make no step, or go on: requests still arrive, as with vLLM's pause mode ``keep``."""
-        self._paused = paused
 
     def nap(self, seconds: float) -> None:
         """Let the next step last so long; the engine's other threads run."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.vllm.config import ConfigError, ConnectorOptions, parse_options
 
 KEY = {"ticket_key_file": "/run/key"}
@@ -99,15 +102,21 @@ def test_threads_are_a_small_number(threads: object) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"UCX": {"ucx_device": "mlx5_0"}}, "UCX.ucx_device, which is no option of UCX; known are"),
-        ({"UCX": {"num_threads": 4}}, "which is no option of UCX"),
-        ({"UCX": {"ucx_error_handling_mode": "none"}}, "which is no option of UCX"),
-        ({"GDS": {"num_workers": 1}}, "GDS.num_workers, which is no option of GDS; known are none"),
-        ({"UCX": {"num_workers": 0}}, "UCX.num_workers, which is no whole number from 1 to 64"),
-        ({"UCX": {"num_workers": "2"}}, "which is no whole number"),
-        ({"UCX": {"num_workers": True}}, "which is no whole number"),
-        ({"UCX": {"ucx_devices": ""}}, "which is no text of 1 to 1024 characters"),
-        ({"UCX": {"ucx_devices": "x" * 1025}}, "which is no text"),
+        (
+            {"UCX": {"ucx_device": "mlx5_0"}},
+            "UCX.ucx_device, which is not an option of UCX; the options are",
+        ),
+        ({"UCX": {"num_threads": 4}}, "which is not an option of UCX"),
+        ({"UCX": {"ucx_error_handling_mode": "none"}}, "which is not an option of UCX"),
+        (
+            {"GDS": {"num_workers": 1}},
+            "GDS.num_workers, which is not an option of GDS; the options are none",
+        ),
+        ({"UCX": {"num_workers": 0}}, "UCX.num_workers, which is not a whole number from 1 to 64"),
+        ({"UCX": {"num_workers": "2"}}, "which is not a whole number"),
+        ({"UCX": {"num_workers": True}}, "which is not a whole number"),
+        ({"UCX": {"ucx_devices": ""}}, "which is not a text of 1 to 1024 characters"),
+        ({"UCX": {"ucx_devices": "x" * 1025}}, "which is not a text"),
         ({"UCX": []}, "is no options by backend"),
         (["UCX"], "is no options by backend"),
     ],
@@ -118,9 +127,29 @@ def test_backend_options_are_known_and_bounded(options: object, why: str) -> Non
         parse_options({"backend_options": options})
 
 
-def test_protection_that_is_not_there_is_not_silently_dropped() -> None:
-    with pytest.raises(ConfigError, match="tls: "):
-        parse_options({"tls": "/some/where", **KEY})
+def test_tls_names_three_files() -> None:
+    paths = {"ca": "/tls/ca.crt", "certificate": "/tls/tls.crt", "key": "/tls/tls.key"}
+    files = parse_options({"tls": paths, **KEY}).tls
+    assert files == TlsFiles(*map(Path, paths.values()), named=True)
+    by_host = parse_options({"tls": {**paths, "names": "hosts"}, **KEY}).tls
+    assert by_host is not None
+    assert not by_host.named
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (True, "is not"),
+        ({"ca": "a", "certificate": "b"}, "is not"),
+        ({"ca": "a", "certificate": "b", "key": "c", "password": "d"}, "is not"),
+        ({"ca": "a", "certificate": "", "key": "c"}, "certificate that is no path"),
+        ({"ca": "a", "certificate": "b", "key": "c", "names": "any"}, "engines or hosts"),
+    ],
+    ids=str,
+)
+def test_a_wrong_tls_is_refused(given: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"tls: .*{why}"):
+        parse_options({"tls": given, **KEY})
 
 
 def test_an_engine_without_a_ticket_key_is_refused_with_the_remedy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,9 @@ pytest.importorskip("vllm")
 
 from engine_pair import Pair, connector_config
 
+from loopback import free_port
 from models.tiny import model_path
+from pdcluster_connector.compat.reasons import Reason
 
 pytestmark = pytest.mark.engine
 
@@ -124,11 +127,13 @@ def test_decode_outlives_a_killed_prefill(
     engines: Callable[..., Engine], expected: Callable[[str], list[int]], policy: str
 ) -> None:
     model = str(model_path("llama"))
-    doomed = engines("p", connector_config("kv_producer"), model=model)
+    port = free_port()
+    prefill_config = functools.partial(connector_config, "kv_producer", side_channel_port=port)
+    doomed = engines("p", prefill_config(lease_seconds=60), model=model)
     decode = engines("d", connector_config("kv_consumer", policy, lease_seconds=5), model=model)
     pair = Pair(doomed.wait_ready(), decode.wait_ready())
     assert pair.generate(PROMPT, TOKENS).path["outcome"] == "transferred"
-    late = pair.ticket(PROMPT, salt="late")
+    late, later = (pair.ticket(PROMPT, salt=salt) for salt in ("late", "later"))
     doomed.kill()
     started = time.monotonic()
     answer = decode.generate(PROMPT, TOKENS, late, "late")
@@ -142,8 +147,12 @@ def test_decode_outlives_a_killed_prefill(
     assert decode.held() == 0
     assert decode.generate(PROMPT, TOKENS, salt="after").tokens == expected("llama")
 
-    if policy == "recompute":  # another engine serves the same decode engine at once
-        second = engines("p", connector_config("kv_producer"), model=model).wait_ready()
+    if policy == "recompute":  # its next start serves the same decode engine at once
+        second = engines("p", prefill_config(), model=model).wait_ready()
+        answer = decode.generate(PROMPT, TOKENS, later, "later")
+        assert answer.tokens == expected("llama")
+        # The same engine by name and address, but another start of it: its memory is new.
+        assert (answer.path["outcome"], answer.path["reason"]) == ("failed", Reason.PEER_RESTARTED)
         answer = Pair(second, decode).generate(PROMPT, TOKENS, salt="second")
         assert answer.tokens == expected("llama")
         assert answer.path["outcome"] == "transferred"

@@ -5,6 +5,7 @@ Tokens equal a single engine's, and afterwards nothing is held: blocks, requests
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 from fork_host import Engine, EngineDiedError
+
+from authority import Authority
 
 pytest.importorskip("vllm")
 
@@ -73,15 +76,21 @@ LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
 @pytest.fixture(scope="module")
-def pair(engines: Callable[..., Engine]) -> Iterator[Pair]:
-    """Chunked prefill, prefix caching and LoRA; decode's pool is tiny."""
+def secured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Path]:
+    """Who signs the certificates of this module's engines."""
+    return Authority(), tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Callable[..., Engine], secured: tuple[Authority, Path]) -> Iterator[Pair]:
+    """Chunked prefill, prefix caching, LoRA, and TLS on the side channel; decode's pool is tiny."""
     model = str(model_path("llama"))
     prefill = engines(
-        "p", connector_config("kv_producer", lease_seconds=LEASE), model=model,
+        "p", connector_config("kv_producer", secured=secured, lease_seconds=LEASE), model=model,
         max_num_batched_tokens=64, max_num_seqs=8, **LORA,
     )  # fmt: skip
     decode = engines(
-        "d", connector_config("kv_consumer"), model=model,
+        "d", connector_config("kv_consumer", secured=secured), model=model,
         max_num_batched_tokens=64, max_num_seqs=8, num_gpu_blocks_override=POOL, max_model_len=448,
         **LORA,
     )  # fmt: skip
@@ -195,25 +204,73 @@ def test_prompt_logprobs_are_computed_here(pair: Pair, expected: Callable[..., l
     assert (answer.path["outcome"], answer.path["reason"]) == ("local", "PrefixReadingOff")
 
 
-@pytest.mark.parametrize("side", ["prefill", "lease", "decode"])
-def test_aborts(pair: Pair, expected: Callable[..., list[int]], side: str) -> None:
-    for i in range(2 if side == "lease" else 6):
-        tokens = prompt(300, 40 + i)
-        if side == "prefill":
-            request_id = pair.prefill.submit(tokens, 1, {"do_remote_decode": True})
-            time.sleep(0.003 * i)
-            pair.prefill.abort(request_id)
-            continue
-        params = pair.ticket(tokens, f"{side} {i}")
-        if side == "lease":  # the client hangs up on prefill when its answer is out already
-            pair.prefill.abort(params["remote_request_id"])
-            answer = pair.decode.generate(tokens, TOKENS, params, f"{side} {i}")
-            assert answer.path["outcome"] == "transferred"
-            assert answer.tokens == expected(tokens)
-            continue
-        request_id = pair.decode.submit(tokens, 50, params, f"{side} {i}")
-        time.sleep(0.004 * i)
+@contextlib.contextmanager
+def paused(engine: Engine) -> Iterator[None]:
+    """The engine makes no step but those that ``advance`` makes."""
+    engine.ask("pause", True)
+    yield
+    engine.ask("pause", False)
+
+
+def gone(engine: Engine, request_id: str) -> None:
+    """The scheduler forgets a request long before its lease would end by itself."""
+    deadline = time.monotonic() + LEASE / 2
+    while engine.ask("status", request_id) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engine.ask("status", request_id) == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "computed"), [("WAITING", 0), ("RUNNING", 64), ("RUNNING", 256)]
+)
+def test_an_aborted_prefill_hands_nothing_out(pair: Pair, status: str, computed: int) -> None:
+    with paused(pair.prefill):
+        request_id = pair.prefill.submit(prompt(300, 40), 1, {"do_remote_decode": True}, status)
+        pair.prefill.ask("advance", request_id, status, computed)
+        pair.prefill.abort(request_id)
+        pair.prefill.ask("step")
+        assert pair.prefill.ask("status", request_id) == "", "no lease keeps its blocks"
+        assert pair.prefill.ask("answer", request_id) is None
+
+
+def test_a_client_that_hangs_up_after_prefills_answer_takes_no_ticket_away(
+    pair: Pair, expected: Callable[..., list[int]]
+) -> None:
+    tokens = prompt(300, 41)
+    params = pair.ticket(tokens)
+    pair.prefill.abort(params["remote_request_id"])
+    assert pair.prefill.ask("status", params["remote_request_id"]) == "FINISHED_LENGTH_CAPPED"
+    answer = pair.decode.generate(tokens, TOKENS, params)
+    assert answer.path["outcome"] == "transferred"
+    assert answer.tokens == expected(tokens)
+    gone(pair.prefill, params["remote_request_id"])
+
+
+@pytest.mark.parametrize(
+    ("status", "computed", "after"),
+    [
+        ("WAITING", 0, ""),
+        ("WAITING_FOR_REMOTE_KVS", 0, "FINISHED_ABORTED"),  # its KV may still land in its blocks
+        ("RUNNING", 303, ""),
+    ],
+)
+def test_an_aborted_decode_gives_the_lease_back(
+    pair: Pair, status: str, computed: int, after: str
+) -> None:
+    tokens = prompt(300, 42)
+    params = pair.ticket(tokens, status)
+    before = pair.decode.metrics()
+    with paused(pair.decode):
+        request_id = pair.decode.submit(tokens, 50, params, status)
+        pair.decode.ask("advance", request_id, status, computed)
         pair.decode.abort(request_id)
+        assert pair.decode.ask("status", request_id) == after
+    gone(pair.decode, request_id)
+    gone(pair.prefill, params["remote_request_id"])
+    assert pair.decode.free_blocks() == POOL - 1
+    known = {name: count for name, count in before.items() if "failures" in name}
+    now = {name: count for name, count in pair.decode.metrics().items() if "failures" in name}
+    assert now == known, "an abort is no fault of the KV path"
 
 
 def test_a_reset_waits_for_leases(pair: Pair, expected: Callable[..., list[int]]) -> None:
@@ -233,11 +290,14 @@ def test_a_reset_waits_for_leases(pair: Pair, expected: Callable[..., list[int]]
 
 
 def test_speculation_on_decode_alone(
-    engines: Callable[..., Engine], pair: Pair, expected: Callable[..., list[int]]
+    engines: Callable[..., Engine],
+    secured: tuple[Authority, Path],
+    pair: Pair,
+    expected: Callable[..., list[int]],
 ) -> None:
     decode = engines(
-        "n", connector_config("kv_consumer"), model=str(model_path("llama")), max_num_seqs=8,
-        speculative_config=NGRAM, **LORA,
+        "n", connector_config("kv_consumer", secured=secured), model=str(model_path("llama")),
+        max_num_seqs=8, speculative_config=NGRAM, **LORA,
     ).wait_ready()  # fmt: skip
     for seed in range(4):
         tokens = prompt(100, 60 + seed)
@@ -253,13 +313,16 @@ def test_speculation_on_decode_alone(
 
 
 def test_speculation_with_a_draft_model(
-    engines: Callable[..., Engine], pair: Pair, expected: Callable[..., list[int]]
+    engines: Callable[..., Engine],
+    secured: tuple[Authority, Path],
+    pair: Pair,
+    expected: Callable[..., list[int]],
 ) -> None:
     """Its layers have KV of their own, which moves too where both engines have it."""
     draft = {**DRAFT, "model": str(model_path("llama-finetuned"))}
     llm = {"model": str(model_path("llama")), "max_num_seqs": 8, "speculative_config": draft}
-    prefill = engines("dp", connector_config("kv_producer"), **llm)
-    decode = engines("dd", connector_config("kv_consumer", "recompute"), **llm)
+    prefill = engines("dp", connector_config("kv_producer", secured=secured), **llm)
+    decode = engines("dd", connector_config("kv_consumer", "recompute", secured=secured), **llm)
     drafting = Pair(prefill.wait_ready(), decode.wait_ready())
     for seed in range(4):
         tokens = prompt(100, 70 + seed)

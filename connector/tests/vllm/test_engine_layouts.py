@@ -122,6 +122,7 @@ CASES = [
     # With MLA this random model's tokens differ between tensor parallel sizes by themselves.
     Case("deepseek-mla", (1, 2), (1, 1), [LATENT] * 4, block=16, same_tokens=False,
          prefixes=False, options=MLA),
+    Case("granite-hybrid", (1, 1), (1, 1), [FULL, *mamba(2) * 3], groups=2, **HYBRID),
     Case("granite-hybrid", (1, 2), (1, 1), [FULL, *mamba(2) * 3], groups=2, **HYBRID),
     Case("granite-one-group", (1, 2), (1, 1), [FULL, *mamba(1) * 3], **HYBRID),
     Case("granite-one-group", (1, 1), (1, 2), [FULL, *mamba(1) * 3], **HYBRID),
@@ -143,6 +144,8 @@ def prompts_of(case: Case) -> dict[str, list[int]]:
         prompts["a prefix hit"] = WARM[:HIT] + prompt(97, 77)
     if case.leaves_last:
         prompts["one token"] = prompt(1, 5)
+    if case.leaves_last and case.prefixes:
+        prompts["a whole hit"] = WARM[: HIT + 1]  # the ticket ends where decode's blocks do
     return prompts
 
 
@@ -244,6 +247,11 @@ def test_tokens_bytes_and_the_kv_itself(
         if stop == 0:  # nothing is left to hand over
             assert pair.prefill.generate(tokens, 1, {"do_remote_decode": True}).params is None
             assert pair.decode.generate(tokens, TOKENS).tokens == greedy
+            continue
+        if name == "a whole hit":
+            answer = pair.generate(tokens, TOKENS)
+            assert (answer.path["outcome"], answer.path["reason"]) == ("local", "PrefixHit")
+            assert answer.tokens == greedy
             continue
         start = HIT if name == "a prefix hit" else 0
         made, _ = handed_over(case, pair, tokens, start, stop, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from models.tiny import model_path
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.ticket import Ticket, decode, encode
 from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
+from pdcluster_connector.sidechannel.ticket_key_file import LOOK_AGAIN_SECONDS
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.engine
@@ -61,7 +63,7 @@ def changed(params: dict[str, Any], **fields: Any) -> dict[str, Any]:
 def test_another_requests_blocks_in_a_ticket_are_not_read(
     engines: Callable[..., Engine], expected: dict[str, list[int]], policy: str
 ) -> None:
-    """They would be hashed as this prompt's: then others would get wrong tokens without a ticket."""
+    """They would be hashed as this prompt's, and others would get wrong tokens without a ticket."""
     model = str(model_path("llama"))
     prefill = engines("p", connector_config("kv_producer"), model=model)
     decoder = engines("d", connector_config("kv_consumer", policy), model=model)
@@ -132,24 +134,15 @@ def test_keys_are_replaced_while_engines_run(
     assert hand_off("both have both") == old.encode()
     for role in files:
         write(role, new, old, age=ROTATION_SECONDS)
-    until_signed_with(pair, new)
+    time.sleep(LOOK_AGAIN_SECONDS + 0.1)
     assert hand_off("the new key signs") == new.encode()
     answer = decoder.generate(MINE, TOKENS, before, "kept")
     assert answer.path["outcome"] == "transferred", "a ticket of before is still good"
     write("d", new, age=ROTATION_SECONDS)
     write("p", old)
-    until_signed_with(pair, old)
+    time.sleep(LOOK_AGAIN_SECONDS + 0.1)
     answer = decoder.generate(MINE, TOKENS, pair.ticket(MINE, "gone"), "gone")
     assert answer.tokens == expected["mine"]
     assert (answer.path["outcome"], answer.path["reason"]) == ("local", Reason.FORGED)
     for engine in (prefill, decoder):
         engine.stop()
-
-
-def until_signed_with(pair: Pair, key: str) -> None:
-    """Hand off until prefill, and so decode a second later, has read its file again."""
-    for number in range(400):
-        ticket = pair.ticket(THEIRS, f"{key} {number}")
-        if isinstance(decode(ticket["ticket"], parse_keys(key.encode())), Ticket):
-            return
-    raise AssertionError("prefill did not read its key file again")

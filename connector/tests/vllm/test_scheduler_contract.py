@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,10 +18,9 @@ from contract import BLOCK, ContractEngine, closing_engines, prompt
 from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol.messages import LeaseRequest
 from pdcluster_connector.protocol.prompt_digest import prompt_digest
 from pdcluster_connector.protocol.ticket import Ticket, encode, ticket_of
-from pdcluster_connector.protocol.ticket_keys import parse_keys
+from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
 from pdcluster_connector.vllm import decode as decode_role
 from ticket_key import KEYS
 
@@ -192,19 +194,39 @@ def test_preemption_does_not_load_again(engines: Any) -> None:
     assert released(prefill)
 
 
-def test_preempted_prefill_hands_off_once(engines: Any) -> None:
-    prefill = engines("producer", blocks=8, max_tokens_per_step=32)
-    for i in range(2):
-        prefill.add(f"p{i}", prompt(60, first=i), {"do_remote_decode": True})
-    prefill.run(lambda: len(prefill.finished) >= 1)
-    for request_id in list(prefill.finished):
-        assert prefill.params[request_id]["remote_request_id"] == request_id
-    held = {r for r in ("p0", "p1") if r in prefill.finished}
-    role = prefill.connector._scheduler.prefill
-    for request_id in held:
-        token, _ = role._leases.place(request_id)
-        role._leases.answer(LeaseRequest(prefill.engine_id, "d/1", ((request_id, token),)))
-    prefill.run(lambda: len(prefill.finished) == 2)
+@pytest.mark.parametrize(("blocks", "victim"), [(7, "p1 for p0"), (8, "p1 for itself")])
+def test_preempted_prefill_hands_off_once(engines: Any, blocks: int, victim: str) -> None:
+    """Two prompts of four blocks grow side by side in a pool of six or seven."""
+    prefill, decode = engines("producer", blocks=blocks), engines("consumer")
+    before = prefill.free_blocks()
+    # A step computes one block of each: otherwise p0 is through before p1 begins.
+    prefill.scheduler.scheduler_config.long_prefill_token_threshold = BLOCK
+    prompts = {name: prompt(60, first=i) for i, name in enumerate(("p0", "p1"))}
+    first, second = (
+        prefill.add(name, tokens, {"do_remote_decode": True}) for name, tokens in prompts.items()
+    )
+    prefill.run(lambda: second.num_preemptions > 0)
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1), victim
+    prefill.run(lambda: "p0" in prefill.finished)
+    for _ in range(3):
+        prefill.step()
+    assert "p1" not in prefill.finished, "p0's lease holds the blocks that it needs"
+    assert prefill.total("leases_held") == 1
+
+    for name, tokens in prompts.items():
+        prefill.run(lambda name=name: name in prefill.finished)
+        params = prefill.params[name]
+        ticket = ticket_of(params, KEYS)
+        held = prefill.scheduler.kv_cache_manager.get_block_ids(name)
+        assert [list(ids) for ids in ticket.blocks] == [list(ids) for ids in held]
+        decode.add(f"d-{name}", tokens, params, max_tokens=2)
+        decode.run(lambda name=name: f"d-{name}" in decode.parked())
+        decode.land(f"d-{name}")
+        decode.run(lambda name=name: f"d-{name}" in decode.finished)
+        assert decode.params[f"d-{name}"]["kv_path"]["outcome"] == "transferred"
+    assert released(prefill)
+    assert [worker.sent for worker in prefill.workers] == [["p0", "p1"]] * 2
+    assert prefill.free_blocks() == before
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -308,11 +330,16 @@ def test_a_ticket_that_does_not_fit_is_not_used(
 
 @pytest.mark.parametrize("change", ["prompt", "expired", ""])
 def test_without_a_key_only_a_ticket_that_is_used_makes_decode_connect(
-    engines: Any, change: str, monkeypatch: pytest.MonkeyPatch
+    engines: Any,
+    change: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing proves its host and port; at least the client must know the whole prompt."""
     insecure = {"allow_insecure": True, "ticket_key_file": None}
-    prefill, decode = engines("producer", **insecure), engines("consumer", **insecure)
+    with caplog.at_level(logging.WARNING):
+        prefill, decode = engines("producer", **insecure), engines("consumer", **insecure)
+    assert caplog.text.count("tickets are not signed: there is no ticket_key_file") == 2
     params = prefill.prefill("p0", prompt(40))
     if change == "expired":
         decode.connector._scheduler.decode._wall_clock = lambda: time.time() + 1000
@@ -327,6 +354,53 @@ def test_without_a_key_only_a_ticket_that_is_used_makes_decode_connect(
         decode.run(lambda: "d0" in decode.finished)
         assert decode.params["d0"]["kv_path"]["outcome"] == "transferred"
         assert released(prefill)
+
+
+def test_keys_that_are_replaced_cost_no_transfer(engines: Any, tmp_path: Path) -> None:
+    """Prefill has the new file first, then decode. When both files are old, the new key signs."""
+    old, new = "0a" * 32, "0b" * 32
+    files = {role: tmp_path / role for role in ("producer", "consumer")}
+    for file in files.values():
+        file.write_text(old)
+    pair = {role: engines(role, ticket_key_file=str(file)) for role, file in files.items()}
+    prefill, decode = pair["producer"], pair["consumer"]
+    roles = {"producer": prefill.connector._scheduler.prefill._keys,
+             "consumer": decode.connector._scheduler.decode._ticket_keys}  # fmt: skip
+
+    def write(role: str, *keys: str, age: float = 0.0) -> None:
+        files[role].write_text("\n".join(keys))
+        written = time.time() - age
+        os.utime(files[role], (written, written))
+        roles[role]._look_at = 0.0  # a second has passed
+
+    def signed_with(name: str) -> str:
+        params = prefill.prefill(name, prompt(40))
+        decode.add(name, prompt(40), params)
+        decode.run(lambda: name in decode.parked())
+        decode.land(name)
+        decode.run(lambda: name in decode.finished)
+        assert decode.params[name]["kv_path"]["outcome"] == "transferred"
+        readers = {key: parse_keys(key.encode()) for key in (old, new)}
+        found = [
+            key for key, keys in readers.items() if isinstance(ticket_of(params, keys), Ticket)
+        ]
+        assert len(found) == 1
+        return found[0]
+
+    assert signed_with("a") == old
+    kept = prefill.prefill("kept", prompt(40))
+    write("producer", new, old)
+    assert signed_with("b") == old
+    write("consumer", new, old)
+    assert signed_with("c") == old
+    write("producer", new, old, age=ROTATION_SECONDS)
+    assert signed_with("d") == new
+    decode.add("kept", prompt(40), kept)
+    decode.run(lambda: "kept" in decode.parked())
+    decode.land("kept")
+    write("consumer", new, age=ROTATION_SECONDS)
+    assert signed_with("e") == new
+    assert decode.total("decodes_without_transfer") == {}
 
 
 def test_a_very_long_prompt_is_compared_over_several_steps(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -241,7 +241,7 @@ def test_ranks_of_one_engine_agree_before_it_serves(engines: Any) -> None:
         publish({(0, 0): mine})
     for changes in ({"model": "other weights"}, {"packing": "CPU_ATTN/amx"}, {"block_size": 32}):
         other = engine._handshake(1)
-        shape = dataclasses.replace(EngineShape(model="m", tensor=2, layers=()), **changes)
+        shape = msgspec.structs.replace(EngineShape(model="m", tensor=2, layers=()), **changes)
         other.shape = encode_shape(shape)
         (field,) = changes
         with pytest.raises(RuntimeError, match=rf"rank \(0, 1\) has {field}.*same model files"):

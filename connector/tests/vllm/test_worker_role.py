@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,9 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.request import GroupBlocks
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.config import ConfigError
 from pdcluster_connector.vllm.connector import PDClusterConnector
@@ -228,3 +231,48 @@ def test_importing_the_module_stays_light() -> None:
         check=True,
     )
     assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_a_request_is_reported_as_sent_only_after_its_word_was_cleared(
+    connector: PDClusterConnector,
+) -> None:
+    """vLLM gives the blocks to others then: rather keep them for ever than with a standing word."""
+
+    class Words:
+        broken = True
+        written: dict[int, int] = {}  # noqa: RUF012
+
+        def write(self, words: dict[int, int]) -> None:
+            if self.broken:
+                raise OSError("a fault that nobody thought of")
+            self.written |= words
+
+    assert connector._worker is not None
+    words = Words()
+    connector._worker._serving = SimpleNamespace(lease_words=words, close=lambda: None)
+    results, _ = step(connector, StepOrders(sent=["p1"], lease_words={3: 0}))
+    assert not results.finished_sending
+    words.broken = False
+    results, _ = step(connector, StepOrders(sent=["p2"], lease_words={4: 0, 5: 77}))
+    assert results.finished_sending == {"p2"}
+    assert words.written == {4: 0, 5: 77}
+
+
+def test_news_of_leases_reach_the_receiver_before_the_forward_pass(
+    connector: PDClusterConnector,
+) -> None:
+    """So that a receive that waits for its claim is reported in this very step."""
+    told: list[Any] = []
+
+    class Receiver:
+        acknowledge = refuse = staticmethod(told.append)
+
+    assert connector._worker is not None
+    connector._worker._receiver = Receiver()
+    lost = {"d2": Failure(Reason.LEASE_CLAIMED, "another's")}
+    now = time.monotonic()
+    connector.bind_connector_metadata(StepOrders(renewed={"d1": 5.0}, lost=lost))
+    connector._worker._receiver = None
+    (until, failures) = told
+    assert now + 5 <= until["d1"] <= time.monotonic() + 5
+    assert failures == lost

@@ -75,7 +75,7 @@ def test_path_is_used_at_the_pinned_version_only(monkeypatch, tmp_path, says, fo
 
 
 def test_a_shell_finds_helm_by_its_usual_name(monkeypatch, tmp_path):
-    """The chart's notes say `helm test`; only helm3 and helm4 were on the demo's PATH."""
+    """The chart's notes say `helm test`, so the demo's PATH needs `helm`, not only helm3 and 4."""
     monkeypatch.setattr(binaries, "_provide", lambda program, _: tmp_path / program.name)
     places = Places(tmp_path / "home")
     for programs in (binaries.HELM_PROGRAMS, binaries.HELM_PROGRAMS[:1]):

@@ -1,4 +1,4 @@
-"""Up and down, repeated and interrupted, and what they leave on the machine: nothing."""
+"""Up and down, also repeated and interrupted, leave nothing on the machine."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_down_leaves_nothing(places):
 
 
 def daemons() -> set[int]:
-    """The node's lasting processes; others come and go with every probe and every rule."""
+    """The node's lasting processes. Others start and end with every probe and every rule."""
     names = {"etcd", "kube-apiserver", "kube-scheduler", "kubelet", "kube-proxy", "containerd"}
     return {pid for pid in cgroups.processes() if program(pid) in names}
 

@@ -1,4 +1,4 @@
-"""What the operator's tests stand on: pods, names, policies and the audit log of the real thing."""
+"""The operator's tests rely on this: real pods, names, policies and the audit log."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_policy_admits_friends_and_nobody_else(peers):
     try:
         assert eventually(lambda: peers.ask("stranger", url) == "")
         assert peers.ask("friend", url) == "peer-0"
-        # Egress is judged too, and the stricter of the two wins.
+        # Egress rules count too: both policies must allow the connection.
         peers.apply(NO_EGRESS)
         assert eventually(lambda: peers.ask("friend", url) == "")
         peers.kubectl("delete", "networkpolicy", "no-egress")

@@ -17,11 +17,12 @@ WATCHED_RULES = [
     },
     {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": APPLY},
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": APPLY},
+    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
     {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "delete"]},
     {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
 ]
 CERTIFICATE_RULES = [
-    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
+    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "patch"]},
     {
         "apiGroups": ["admissionregistration.k8s.io"],
         "resources": ["validatingwebhookconfigurations"],

@@ -9,12 +9,13 @@ import pytest
 from operator_runs import CHILDREN, GROUP, create, events, get
 from operator_runs import cluster as pdcluster
 
-from pdcluster_operator.adapters.api_server.children import KubeApi, NameConflict
+from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, find_configuration
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, WATCHED
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.plan.drift import is_applied
 from pdcluster_operator.plan.model import (
     Apply,
     ConnectorBundle,
@@ -24,7 +25,8 @@ from pdcluster_operator.plan.model import (
     TicketKey,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.planner import is_applied, make_plan
+from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
+from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 from pdcluster_operator.runtime.queue import Key
 
@@ -94,9 +96,27 @@ async def test_objects_of_others_are_not_taken(real, api, live, namespace):
     del theirs["metadata"]["ownerReferences"], theirs["metadata"]["namespace"]
     path = CHILDREN["ServiceAccount"].format(namespace)
     assert real.call("POST", path, theirs)[0] == 201
-    with pytest.raises(NameConflict, match="exists and belongs to something else"):
+    with pytest.raises(ApiError, match="exists and belongs to something else") as refused:
         await api.apply(wanted)
+    assert refused.value.reason == NAME_CONFLICT
     assert "ownerReferences" not in read(real, wanted)[1]["metadata"]
+
+
+async def test_a_child_that_something_keeps_from_going_is_not_written_to(real, api, live):
+    wanted = child(live, "Service")
+    await api.apply(wanted)
+    metadata = wanted["metadata"]
+    path = f"{CHILDREN['Service'].format(metadata['namespace'])}/{metadata['name']}"
+    merge = "application/merge-patch+json"
+    real.call("PATCH", path, {"metadata": {"finalizers": ["tests.pdcluster.dev/hold"]}}, merge)
+    real.call("DELETE", path)
+    with pytest.raises(ApiError, match=metadata["name"]) as going:
+        await api.apply(wanted)
+    assert going.value.reason == "StillBeingDeleted"
+    assert not going.value.terminal, "once it is gone, the next reconcile makes it anew"
+    real.call("PATCH", path, {"metadata": {"finalizers": None}}, merge)
+    await api.apply(wanted)
+    assert "deletionTimestamp" not in read(real, wanted)[1]["metadata"]
 
 
 async def test_a_deletion_takes_only_what_was_seen(real, api, live):
@@ -145,8 +165,9 @@ async def test_the_ticket_key_is_minted_once_and_rotated(real, api, live, namesp
     assert await api.read_ticket_key(key, uid) == TicketKey("1")
     owners = real.call("GET", path)[1]["metadata"]["ownerReferences"]
     assert [owner["uid"] for owner in owners] == [uid]
-    with pytest.raises(NameConflict, match="Secret tiny-ticket-key exists and belongs to some"):
+    with pytest.raises(ApiError, match="Secret tiny-ticket-key exists and belongs to") as caught:
         await api.read_ticket_key(key, "another")
+    assert caught.value.reason == NAME_CONFLICT
 
 
 async def test_status_is_written_by_a_manager_of_its_own(real, api, live, namespace):

@@ -12,7 +12,7 @@ from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, slim
 from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import Metrics, resource_of
 from pdcluster_operator.cli import operator as command
-from pdcluster_operator.plan.planner import MANAGED_KINDS
+from pdcluster_operator.plan.deletions import MANAGED_KINDS
 
 
 def test_every_kind_that_the_planner_makes_is_watched():

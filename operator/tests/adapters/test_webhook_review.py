@@ -5,7 +5,7 @@ import copy
 import pytest
 from operator_runs import cluster
 
-from pdcluster_operator.adapters.admission.webhook import review
+from pdcluster_operator.api.rules.admission import review
 from pdcluster_operator.api.rules.validate import check_manifest
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.engine_types import EngineOverride
 from pdcluster_operator.api.spec.enums import ConnectorSource, Role, Switch
-from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.resolve import STARTUP_SECONDS, resolve_engine
 
 
 def engine_of_role(role, **spec):
@@ -37,7 +40,13 @@ FIELDS = [
      ("Image", ConnectorSource.IMAGE), ConnectorSource.BUNDLED),
     ("connector", "connector", ("Image", ConnectorSource.IMAGE),
      ("Bundled", ConnectorSource.BUNDLED), ConnectorSource.BUNDLED),
+    ("startupTimeoutSeconds", "startup_timeout_seconds", (7200, 7200), (600, 600), STARTUP_SECONDS),
 ]  # fmt: skip
+
+
+def test_every_field_that_a_role_may_set_is_here():
+    joined = {"env", "extra_args"}  # not replaced: see below
+    assert {field.name for field in fields(EngineOverride)} == joined | {row[1] for row in FIELDS}
 
 
 @pytest.mark.parametrize("own_role", list(Role))

@@ -406,9 +406,12 @@ def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
     overlay = {
         "spec": {"containers": [{"name": "x", "image": "x"}, {"name": "engine", field: ["--foo"]}]}
     }
-    found = warnings(decode={"podTemplate": overlay})
-    path = f"spec.decode.podTemplate.spec.containers[1].{field}"
-    assert found["ArgumentsOverlaid"].path == path
+    (warned,) = [
+        warning
+        for warning in warnings(decode={"podTemplate": overlay}).values()
+        if warning.rule == "ArgumentsOverlaid"
+    ]
+    assert warned.path == f"spec.decode.podTemplate.spec.containers[1].{field}"
     harmless = {"spec": {"containers": [{"name": "engine", "imagePullPolicy": "Never"}]}}
     assert "ArgumentsOverlaid" not in warnings(decode={"podTemplate": harmless})
 

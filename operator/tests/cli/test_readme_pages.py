@@ -56,6 +56,12 @@ def test_the_range_of_vllm_is_the_same_on_every_page_and_in_the_code() -> None:
         assert f"the tests run {low};" in line
 
 
+def test_the_range_of_nixl_is_the_one_in_the_code() -> None:
+    (low, minor), (high, _) = SUPPORTED["nixl"]
+    assert f"| NIXL | `>={low}.{minor},<{high}`:" in README
+    assert f"nixl>={low}.{minor}" in PROJECT["project"]["optional-dependencies"]["connector"]
+
+
 def test_the_pythons_are_those_of_the_package() -> None:
     classifiers = " ".join(PROJECT["project"]["classifiers"])
     versions = re.findall(r"Python :: (3\.\d+)", classifiers)

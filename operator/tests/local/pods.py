@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+from loopback import free_network
 from pdcluster_operator.local.addresses import AddressBook
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.controllers import is_ready
@@ -53,7 +54,7 @@ async def running_kubelet(
     folder: Path, ports: tuple[int, ...] = (), say: Callable[[str], None] = print
 ) -> AsyncIterator[Kubelet]:
     api = LocalApi()
-    book = AddressBook(ports, say, first="127.90.0.2")
+    book = AddressBook(ports, say, first=f"{free_network()}.2")
     kubelet = Kubelet(api, book, folder, Names(api, book.address).resolve, ENVIRONMENT)
     try:
         yield kubelet

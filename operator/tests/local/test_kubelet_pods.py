@@ -21,10 +21,11 @@ from pods import (
     until,
 )
 
+from loopback import free_network, free_port
 from pdcluster_operator.local.addresses import AddressBook, PortBusyError
 from pdcluster_operator.local.machine import CONFIG, UNSCHEDULABLE
 
-PORT = 18472
+PORT = free_port()
 
 
 def server_pod(name: str, code_file: Path, **container: object) -> dict:
@@ -117,12 +118,13 @@ async def test_a_signal_shows_as_128_plus_n(tmp_path: Path) -> None:
 
 FAMILY = """
     import os, signal, subprocess, sys, time
-    if os.fork() == 0:
+    if (child := os.fork()) == 0:
         os.setsid()                       # a daemon that its parent forgot
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(600)
         os._exit(0)
+    os.waitpid(child, 0)                  # from now on the daemon is there
     if len(sys.argv) > 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)
     open(sys.argv[1], "w").write("up")
     time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 600)
@@ -260,25 +262,27 @@ async def test_a_folder_that_appears_lets_the_pod_start(tmp_path: Path) -> None:
 def test_a_busy_address_is_passed_over_and_said() -> None:
     said: list[str] = []
     with socket.socket() as taken:
-        taken.bind(("127.91.0.2", PORT))
+        network = free_network()
+        taken.bind((f"{network}.2", PORT))
         taken.listen(1)
-        book = AddressBook((PORT,), said.append, first="127.91.0.2")
-        assert book.address("a") == "127.91.0.3"
-        assert book.address("a") == "127.91.0.3"
-        assert book.address("b") == "127.91.0.4"
-        other = AddressBook((PORT,), said.append, first="127.91.0.2")
-        assert other.address("x") == "127.91.0.5", "two local clusters never share an address"
+        book = AddressBook((PORT,), said.append, first=f"{network}.2")
+        assert book.address("a") == f"{network}.3"
+        assert book.address("a") == f"{network}.3"
+        assert book.address("b") == f"{network}.4"
+        other = AddressBook((PORT,), said.append, first=f"{network}.2")
+        assert other.address("x") == f"{network}.5", "two local clusters never share an address"
         book.close()
         other.close()
-    assert f"port {PORT} of 127.91.0.2 is taken by" in said[0]
+    assert f"port {PORT} of {network}.2 is taken by" in said[0]
 
 
 def test_a_port_taken_on_every_address_is_named_with_its_holder() -> None:
+    port = free_port()
     with socket.socket() as taken:
-        taken.bind(("0.0.0.0", PORT + 1))
+        taken.bind(("0.0.0.0", port))
         taken.listen(1)
-        book = AddressBook((PORT + 1,), print, first="127.92.0.2")
-        words = rf"port {PORT + 1} of every address \(0\.0\.0\.0\) .*\(pid {os.getpid()}\)"
+        book = AddressBook((port,), print, first=f"{free_network()}.2")
+        words = rf"port {port} of every address \(0\.0\.0\.0\) .*\(pid {os.getpid()}\)"
         with pytest.raises(PortBusyError, match=words):
             book.address("a")
 

@@ -14,6 +14,7 @@ from fake_engine import FakeConnector
 from manifests import tiny
 from pods import alive, carrying, until
 
+from loopback import free_network, free_port
 from pdcluster_operator.cli.once import ask, describe_path
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.runtime.queue import Key
@@ -23,7 +24,8 @@ CHILDREN = ("StatefulSet", "Deployment", "Service", "ConfigMap", "Pod")
 
 @contextlib.asynccontextmanager
 async def local_cluster(folder: Path) -> AsyncIterator[LocalCluster]:
-    cluster = LocalCluster(folder / "run", FakeConnector(), print, first_address="127.93.0.2")
+    first = f"{free_network()}.2"
+    cluster = LocalCluster(folder / "run", FakeConnector(), print, first_address=first)
     async with cluster:
         yield cluster
     assert carrying(f"mark-{folder}") == []
@@ -153,9 +155,10 @@ async def test_a_missing_model_folder_is_named_in_the_conditions(tmp_path: Path)
 async def test_a_port_that_is_taken_everywhere_is_named_in_the_conditions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdcluster_operator.local.cluster.POD_PORTS", (18477,))
+    port = free_port()
+    monkeypatch.setattr("pdcluster_operator.local.cluster.POD_PORTS", (port,))
     with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 18477))
+        taken.bind(("0.0.0.0", port))
         taken.listen(1)
         async with local_cluster(tmp_path) as cluster:
             key = cluster.apply(tiny(tmp_path))
@@ -163,7 +166,7 @@ async def test_a_port_that_is_taken_everywhere_is_named_in_the_conditions(
                 lambda: condition(cluster, key, "DecodeReady").get("reason") == "Unschedulable"
             )
             message = condition(cluster, key, "DecodeReady")["message"]
-            assert "port 18477" in message
+            assert f"port {port}" in message
             assert f"(pid {os.getpid()})" in message
 
 
@@ -183,8 +186,7 @@ async def test_a_missing_router_is_named_in_the_conditions(
             lambda: (
                 "vllm-router is not installed"
                 in condition(cluster, key, "Available").get("message", "")
-            ),
-            4,
+            )
         )
         assert condition(cluster, key, "Ready")["status"] == "False"
 
@@ -219,12 +221,13 @@ async def test_a_changed_spec_reaches_the_processes(tmp_path: Path, change: str)
         key = cluster.apply(manifest)
         await until_ready(cluster, key)
         if change == "env":
-            manifest["spec"]["decode"]["engine"] = {"env": [{"name": "NEW", "value": "here"}]}
+            new = {"name": "NEW", "value": f"in-{tmp_path}"}
+            manifest["spec"]["decode"]["engine"] = {"env": [new]}
         else:
             manifest["spec"]["decode"]["replicas"] = 2
         cluster.apply(manifest)
         if change == "env":
-            await until(lambda: carrying("NEW=here"))
+            await until(lambda: carrying(f"NEW=in-{tmp_path}"))
         else:
             await until(lambda: (cluster.cluster(key)["status"]).get("decode") == "2/2")
         await until_ready(cluster, key)

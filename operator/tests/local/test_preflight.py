@@ -19,8 +19,9 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.local.addresses import taken_everywhere
 from pdcluster_operator.local.facts import gather
 from pdcluster_operator.local.machine import available_memory
-from pdcluster_operator.local.preflight import Facts, Folder, judge
+from pdcluster_operator.local.preflight import Facts, judge
 from pdcluster_operator.local.preflight_gpus import Gpus
+from pdcluster_operator.local.preflight_models import Folder
 
 GIB = 1 << 30
 ON_CPU = {"vllm": "0.32.0+cpu", "nixl": "1.5.1"}

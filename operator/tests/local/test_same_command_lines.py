@@ -13,6 +13,8 @@ from fake_engine import FakeConnector
 from manifests import tiny
 
 import pdcluster_operator.local.kubelet as kubelet_package
+from loopback import free_network
+from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_operator.local.addresses import AddressBook
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.controllers import Workloads
@@ -39,13 +41,14 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
         else:
             api.apply(dict(step.manifest))
     Workloads(api).sync()
-    book = AddressBook((), print, first="127.94.0.2")
+    book = AddressBook((), print, first=f"{free_network()}.2")
     for program in ("python3", "vllm-router"):
         (tmp_path / program).touch(mode=0o755)
     names = Names(api, book.address)
     kubelet = Kubelet(api, book, tmp_path / "run", names.resolve, {"PATH": str(tmp_path)})
     runs = list(kubelet._pods.values())
     assert len(runs) == 3
+    keys: list[bytes] = []
     for run in runs:
         run._task.cancel()
         container = run.pod["spec"]["containers"][0]
@@ -61,7 +64,17 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
             for name, value in literal(container, address).items()
         }
         assert process._environment.keys() - given.keys() == {"PATH"}
+        if "--kv-transfer-config" in process._command:
+            keys.append(ticket_key(process._command))
+    assert len(keys) == 2
+    assert parse_keys(keys[0]) == parse_keys(keys[1]), "engines of a cluster share a ticket key"
     book.close()
+
+
+def ticket_key(command: list[str]) -> bytes:
+    """What stands in the key file that an engine's command line names."""
+    config = json.loads(command[command.index("--kv-transfer-config") + 1])
+    return Path(config["kv_connector_extra_config"]["ticket_key_file"]).read_bytes()
 
 
 def names_of(container: dict) -> list[str]:

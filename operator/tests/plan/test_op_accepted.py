@@ -14,7 +14,8 @@ def test_accepted_names_the_warnings():
     world.step()
     accepted = world.condition("Accepted")
     assert accepted["status"] == "True"
-    assert "the handshake decides" in accepted["message"]
+    assert "Not checked yet: " in accepted["message"]
+    assert "the block size of the KV cache (engine.blockSize)" in accepted["message"]
     assert "spec.decode.replicas [NothingToPair]" in accepted["message"]
 
 
@@ -30,4 +31,4 @@ def test_without_a_warning_nothing_is_added():
     assert with_warnings(yes("PartiallyChecked", "x"), Findings()) == yes("PartiallyChecked", "x")
     warning = FieldError("spec.engine.image", "x", "ImageNotPinned", "moves", "Name a release.")
     said = with_warnings(yes("PartiallyChecked"), Findings(warnings=(warning,)))
-    assert said.message == "warnings: spec.engine.image [ImageNotPinned]"
+    assert said.message == "Warnings: spec.engine.image [ImageNotPinned]."

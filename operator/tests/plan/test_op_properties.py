@@ -6,7 +6,10 @@ import argparse
 import copy
 import json
 import re
+from pathlib import Path
 
+import simulated_cluster
+import valid_specs
 from hypothesis import given, settings
 from simulated_cluster import SimulatedCluster
 from valid_specs import manifests
@@ -15,8 +18,11 @@ from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.options import parse as parse_launcher
 from pdcluster_connector.vllm.config import parse_options
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Role, Switch, Visibility
+
+EXAMPLES = settings().max_examples // 2  # each is several plans; `make soak` asks for more
 
 LABEL = re.compile(r"[a-z0-9A-Z]([-._a-z0-9A-Z]*[a-z0-9A-Z])?")
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -35,7 +41,22 @@ def engine_containers(plan):
             yield child, template["spec"]["containers"][0]
 
 
-@settings(max_examples=150, deadline=None)
+def test_every_field_of_the_api_is_drawn():
+    """Else what follows holds for every spec that leaves the field out."""
+    drawn = Path(valid_specs.__file__).read_text() + Path(simulated_cluster.__file__).read_text()
+    spec = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    names = {name for name in fields_of(spec) if not re.search(rf"\b{name}\b", drawn)}
+    assert names == set(), "draw them in valid_specs.py"
+
+
+def fields_of(schema):
+    for name, part in schema.get("properties", {}).items():
+        yield name
+        yield from fields_of(part)
+        yield from fields_of(part.get("items", {}))
+
+
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_planning_its_own_result_gives_no_step(cluster):
     world = SimulatedCluster(cluster)
@@ -56,7 +77,7 @@ def test_planning_its_own_result_gives_no_step(cluster):
     assert world.condition("Ready")["status"] == ("True" if wanted else "False")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_names_are_unique_legal_and_short_enough(cluster):
     plan = SimulatedCluster(cluster).plan()
@@ -75,7 +96,7 @@ def test_names_are_unique_legal_and_short_enough(cluster):
         assert len(f"{child['metadata']['name']}-{child['spec']['replicas'] - 1}") <= 63
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_ports_and_volumes_of_a_pod_do_not_collide(cluster):
     for _, template in pod_templates(SimulatedCluster(cluster).plan()):
@@ -94,7 +115,7 @@ def test_ports_and_volumes_of_a_pod_do_not_collide(cluster):
             assert len(set(names)) == len(names)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_selectors_find_exactly_their_pods(cluster):
     plan = SimulatedCluster(cluster).plan()
@@ -106,7 +127,7 @@ def test_selectors_find_exactly_their_pods(cluster):
             assert (selector.items() <= labels.items()) == (other is child)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_the_command_line_says_what_the_spec_says(cluster):
     parsed, findings = check_manifest(cluster)
@@ -123,6 +144,8 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         assert known.served_model_name == parsed.served_name
         assert (known.host, known.port) == ("0.0.0.0", 8000)
         assert known.tensor_parallel_size == parallel.tensor
+        assert known.pipeline_parallel_size == parallel.pipeline
+        assert known.data_parallel_size == parallel.data
         assert known.nnodes == parallel.nodes
         assert known.block_size == engine.block_size
         assert known.enable_prefix_caching == (engine.prefix_caching is Switch.ENABLED)
@@ -143,7 +166,7 @@ def test_the_command_line_says_what_the_spec_says(cluster):
         assert known.kv_transfer_config["kv_load_failure_policy"] in ("fail", "recompute")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_the_launcher_reads_the_same_from_it(cluster):
     parsed, _ = check_manifest(cluster)
@@ -163,7 +186,7 @@ def test_the_launcher_reads_the_same_from_it(cluster):
         assert launcher.drain_seconds >= parsed.spec.transfer.lease_seconds
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(manifests())
 def test_replicas_and_router_do_not_restart_engines(cluster):
     def revisions(manifest):
@@ -199,7 +222,9 @@ def vllm_parser() -> argparse.ArgumentParser:
     for name in ("--port", "--block-size", "--max-model-len", "--node-rank", "--master-port"):
         parser.add_argument(name, type=int)
     parser.add_argument("--tensor-parallel-size", type=int, required=True)
-    parser.add_argument("--nnodes", type=int, default=1)
+    for name in ("--pipeline-parallel-size", "--data-parallel-size", "--api-server-count",
+                 "--nnodes"):  # fmt: skip
+        parser.add_argument(name, type=int, default=1)
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     parser.add_argument("--kv-transfer-config", type=json.loads)
     return parser

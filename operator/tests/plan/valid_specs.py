@@ -7,8 +7,9 @@ from simulated_cluster import manifest
 
 NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,32}[a-z0-9])?", fullmatch=True)
 FREE_ARGS = (
-    ["--seed", "7"], ["--max-num-seqs=16"], ["--enforce-eager"], ["--max_num_batched_tokens", "64"],
-    ["--generation-config", '{"a": "b=c -d"}'], ["--no-enable-chunked-prefill"],
+    ["--seed", "7"], ["--max-num-seqs=16"], ["--disable-log-stats"],
+    ["--max_num_batched_tokens", "64"], ["--generation-config", '{"a": "b=c -d"}'],
+    ["--no-enable-chunked-prefill"],
 )  # fmt: skip
 
 
@@ -34,8 +35,11 @@ PEERS = st.lists(
     ),
     max_size=3,
 )
+FROM = {"valueFrom": {"configMapKeyRef": {"name": "settings", "key": "x"}}}
 ENV = st.lists(
-    st.sampled_from(["A", "B", "OMP_NUM_THREADS"]).map(lambda name: {"name": name, "value": "1"}),
+    st.sampled_from(["A", "B", "OMP_NUM_THREADS"]).flatmap(
+        lambda name: st.sampled_from([{"name": name, "value": "1"}, {"name": name, **FROM}])
+    ),
     max_size=3,
     unique_by=lambda var: var["name"],
 )
@@ -55,7 +59,12 @@ TEMPLATES = st.sampled_from(
 @st.composite
 def roles(draw: st.DrawFn) -> dict:
     nodes = draw(st.integers(1, 3))
-    parallelism = {"tensor": nodes * draw(st.integers(1, 4)), "nodes": nodes}
+    parallelism = {
+        "tensor": nodes * draw(st.integers(1, 4)),
+        "pipeline": draw(st.integers(1, 3)),
+        "data": draw(st.sampled_from([1, nodes, 2 * nodes])),  # each rank within one pod
+        "nodes": nodes,
+    }
     role = draw(
         optional(
             replicas=st.integers(0, 3),
@@ -77,7 +86,15 @@ def roles(draw: st.DrawFn) -> dict:
 def manifests(draw: st.DrawFn) -> dict:
     return manifest(
         draw(NAMES),
-        model={"source": draw(SOURCES), **draw(optional(name=st.just("served/name")))},
+        model={
+            "source": draw(SOURCES),
+            **draw(
+                optional(
+                    name=st.just("served/name"),
+                    cache=st.just({"persistentVolumeClaim": {"claimName": "cache"}}),
+                )
+            ),
+        },
         transfer={
             "device": draw(st.sampled_from(["CPU", "CUDA"])),
             **draw(
@@ -86,6 +103,8 @@ def manifests(draw: st.DrawFn) -> dict:
                     leaseSeconds=st.integers(5, 3600),
                     internalNames=st.sampled_from(["Hidden", "Shown"]),
                     nixlThreads=st.integers(0, 64),
+                    backends=st.just(["UCX"]),
+                    minBandwidthMBps=st.integers(1, 100),
                     rdma=st.just({"resource": "rdma/ib", "perGPU": 2, "networks": ["a"]}),
                 )
             ),
@@ -103,6 +122,16 @@ def manifests(draw: st.DrawFn) -> dict:
             )
         ),
         monitoring=draw(optional(scrapeFrom=PEERS)),
+        rollout=draw(
+            optional(
+                type=st.just("Recreate"),
+                paused=st.booleans(),
+                progressDeadlineSeconds=st.integers(3600, 86_400),
+            )
+        ),
+        verification=draw(
+            optional(canary=st.fixed_dictionaries({"intervalSeconds": st.integers(5, 86_400)}))
+        ),
         prefill=draw(roles()),
         decode=draw(roles()),
         router=draw(

@@ -13,6 +13,7 @@ import pytest
 
 from pdcluster_operator.api.labels import API_VERSION, ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.local.api import LocalApi
+from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.model import (
     ConnectorBundle,
     Delete,
@@ -21,11 +22,12 @@ from pdcluster_operator.plan.model import (
     TicketKey,
     WriteTicketKey,
 )
+from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.launcher_monitor import FIRST_LOOK_SECONDS, LauncherMonitor
+from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
-from pdcluster_operator.runtime.reconcile import Reconciler, leaders
+from pdcluster_operator.runtime.reconcile import Reconciler
 from pdcluster_operator.runtime.store import Store
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
@@ -338,7 +340,7 @@ async def test_an_operator_that_has_just_started_asks_before_it_judges() -> None
     for number, child in enumerate(world.store.children(KEY)):
         if child["kind"] == "StatefulSet":
             world.store.put(ready_pod(child, f"10.0.0.{number}"))
-    engines = {target.url: target.engine for target in leaders(world.store.pods(KEY))}
+    engines = {target.url: target.engine for target in launchers_to_poll(world.store.pods(KEY))}
     assert len(engines) == 2
     world.start(Serving(engines))
     await world.reconcile()
@@ -352,14 +354,14 @@ async def test_an_operator_that_has_just_started_asks_before_it_judges() -> None
         assert world.port.writes == []
         launchers.may_answer.set()
         async with asyncio.timeout(5):
-            while world.monitor.first_look(KEY):  # noqa: ASYNC110 - nothing announces it here
+            while not world.monitor.all_heard(KEY):  # noqa: ASYNC110 - nothing announces it here
                 await asyncio.sleep(0.01)
         await world.reconcile()
         assert world.port.writes == writes
         assert world.condition("DecodeReady")["status"] == "True"
         await world.monitor.stop()
     assert wait is not None
-    assert 0 < wait <= FIRST_LOOK_SECONDS
+    assert 0 < wait <= LONGEST_WAIT_SECONDS
 
 
 def ready_pod(stateful_set: Mapping[str, Any], address: str) -> dict[str, Any]:
@@ -420,38 +422,3 @@ def test_a_late_deletion_does_not_remove_the_object_made_anew() -> None:
     store.put(fresh)
     store.drop({"kind": "PDCluster", "metadata": {"name": "tiny", "namespace": "ns", "uid": "1"}})
     assert store.cluster(KEY) == fresh
-
-
-def test_only_leaders_with_an_address_are_asked() -> None:
-    def pod(name: str, index: str, **status: object) -> dict[str, Any]:
-        return {
-            "metadata": {
-                "name": name,
-                "namespace": "ns",
-                "uid": name,
-                "labels": {
-                    "pdcluster.dev/engine": "tiny-decode-abcde-0",
-                    "pdcluster.dev/role": "decode",
-                    "pdcluster.dev/cluster": "tiny",
-                    "pdcluster.dev/revision": "abcde",
-                    "apps.kubernetes.io/pod-index": index,
-                },
-            },
-            "status": status,
-        }
-
-    targets = list(
-        leaders(
-            [
-                pod("a", "0", podIP="10.0.0.1"),
-                pod("b", "1", podIP="10.0.0.2"),
-                pod("c", "0"),
-                {"metadata": {"name": "r", "labels": {}}},
-            ]
-        )
-    )
-    assert [target.url for target in targets] == ["http://10.0.0.1:5590"]
-    [again] = leaders([pod("a", "0", podIP="10.0.0.1", containerStatuses=[{"restartCount": 1}])])
-    assert again.process != targets[0].process
-    [six] = leaders([pod("a", "0", podIP="fd00::1")])
-    assert six.url == "http://[fd00::1]:5590"

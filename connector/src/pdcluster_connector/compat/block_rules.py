@@ -1,6 +1,6 @@
-"""Rules about the grid of blocks: sizes, kernel blocks, and what is inside of a block.
+"""Rules about blocks: their sizes, kernel blocks, and the order of bytes inside of a block.
 
-At most one of the first two rules refuses a pair, the one that names the cause.
+At most one of the first two rules refuses a pair: the one that names the cause.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def _groups_by_layer(shape: EngineShape) -> dict[str, GroupShape]:
 
 
 def _cut_blocks(prefill: EngineShape, decode: EngineShape) -> Clash | None:
-    """Return the first known difference that makes blocks be cut inside: of kernel blocks.
+    """Return the first difference of the block grids, if the kernel blocks differ too.
 
-    A ratio that is not known counts as 1.
+    Blocks must then be cut inside. A ratio that is not known counts as 1.
     """
     clash = _block_difference(prefill, decode)
     if clash is None:
@@ -158,14 +158,14 @@ BLOCK_RULES: tuple[Rule, ...] = (
         id="PrefixCachingHeterogeneousBlocks",
         reason=Reason.PREFIX_CACHING_HETEROGENEOUS_BLOCKS,
         description=(
-            "Block sizes (or kernel blocks per logical block) differ while prefix caching is on, "
-            "or may be on, on either side, and the model is a hybrid with Mamba layers: a prefix "
-            "hit then ends where one side's blocks do, and the other side has no state from "
-            "there. Also refused while it is not known whether the model is a hybrid, or whether "
-            "its blocks can be cut by token: a wrong guess gives wrong tokens without an error. A "
-            "spec does not say what layers a model has, so at admission such a pair is always "
-            "refused. The handshake knows the layers, and accepts models without Mamba layers "
-            "whose blocks can be cut on both sides."
+            "Block sizes (or the numbers of kernel blocks in a block) differ, the model has Mamba "
+            "layers, and prefix caching is on, or may be on, in either engine. A prefix hit ends "
+            "at the end of one engine's block, and the other engine keeps no Mamba state for that "
+            "token. Such a pair is also refused while it is not known whether the model has Mamba "
+            "layers, or whether its blocks can be cut by token: a wrong guess would give wrong "
+            "tokens without an error. A spec does not say what layers a model has, so admission "
+            "always refuses such a pair. The handshake knows the layers. It accepts models "
+            "without Mamba layers whose blocks can be cut by token on both sides."
         ),
         remedy=(
             "Set the same engine.blockSize on both roles, or engine.prefixCaching: Disabled on "
@@ -178,8 +178,8 @@ BLOCK_RULES: tuple[Rule, ...] = (
         id="BlockInteriorOpaque/interior",
         reason=Reason.BLOCK_INTERIOR_OPAQUE,
         description=(
-            "One engine packs the inside of a block and the other orders it by token: the same "
-            "block holds the same KV in another byte order."
+            "One engine packs the inside of a block and the other orders it by token. The same "
+            "KV then has different bytes in the two engines."
         ),
         remedy="Set the same engine.attentionBackend on both roles.",
         source="vLLM 0.32 platforms/cpu.py (CPU_ATTN cache layout)",
@@ -189,8 +189,8 @@ BLOCK_RULES: tuple[Rule, ...] = (
         id="BlockInteriorOpaque/packing",
         reason=Reason.BLOCK_INTERIOR_OPAQUE,
         description=(
-            "Both engines pack the inside of a block, in different byte orders: CPU_ATTN chooses "
-            "its packing by the host's instruction set."
+            "Both engines pack the inside of a block, in different byte orders. CPU_ATTN chooses "
+            "its order by the CPU's instruction set."
         ),
         remedy="Run both engines on the same kind of CPU with the same attention backend.",
         source="vLLM 0.32 attention/backends/cpu_attn.py (instruction set choice)",

@@ -1,4 +1,4 @@
-"""Numbers of things in messages, as English has them."""
+"""Counts in messages, with the noun in the singular or in the plural."""
 
 from __future__ import annotations
 

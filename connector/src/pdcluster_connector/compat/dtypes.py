@@ -1,12 +1,12 @@
-"""The element types of KV caches that are carried, under one name each."""
+"""The element types of KV caches that can be transferred, each under one name."""
 
 from __future__ import annotations
 
 from typing import Final
 
 PLAIN: Final = frozenset({"float32", "float16", "bfloat16"})
-# One byte an element, and one constant scale for K and one for V in each layer. AMD's MI300
-# reads the bytes of fnuz as other numbers than everybody else's e4m3.
+# One byte for each element, and in each layer one constant scale for K and one for V.
+# fnuz (AMD's MI300) is not e4m3: the same byte is another number.
 SCALED: Final = frozenset({"fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2"})
 CARRIED_DTYPES: Final = PLAIN | SCALED
 

@@ -1,12 +1,13 @@
 """Rules that compare a prefill engine with a decode engine.
 
-A field that is None on either side leaves a rule undecided.
+Where a field is None on either side, a rule cannot decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict, show
@@ -41,7 +42,7 @@ def _layer_text(layer: LayerShape) -> str:
 
 
 def _compared(layer: LayerShape) -> LayerShape:
-    """Return the layer without what may differ, or has a rule of its own."""
+    """Return the layer without the fields that may differ or that have a rule of their own."""
     parts = tuple(replace(part, dtype="") for part in layer.parts)
     return replace(layer, group=0, dtype="", scales="", parts=parts)
 
@@ -122,7 +123,7 @@ IDENTITY_RULES: tuple[Rule, ...] = (
     Rule(
         id="KVDtypeMismatch",
         reason=Reason.KV_DTYPE_MISMATCH,
-        description="Bytes are moved as they are, so both caches need the same element type.",
+        description="Bytes are copied unchanged, so both caches need the same element type.",
         remedy="Set the same engine.kvCacheDtype (and the same --dtype) on both roles.",
         source="definition",
         test=equal("kv_dtype", "the KV cache's dtype"),
@@ -139,8 +140,8 @@ IDENTITY_RULES: tuple[Rule, ...] = (
         id="KVScalesMismatch",
         reason=Reason.KV_SCALES_MISMATCH,
         description=(
-            "Both engines must read quantized KV with the same scales: the bytes are moved as "
-            "they are, and other scales make other numbers of them."
+            "Both engines must use the same scales for quantized KV. The bytes are copied "
+            "unchanged, so other scales would turn them into other numbers."
         ),
         remedy="Serve the same checkpoint, with the same --quantization, on both engines.",
         source="vLLM 0.32 model_executor/layers/quantization/kv_cache.py (_k_scale, _v_scale)",
@@ -154,8 +155,8 @@ PAIR_RULES: tuple[Rule, ...] = (
         reason=Reason.LAYER_MISMATCH,
         description=(
             "Both engines must have the same layers with KV, matched by name, each with the same "
-            "kind, KV heads and bytes per token. A speculative draft model on one side only "
-            "shows here."
+            "kind, KV heads and bytes per token. This rule also refuses a speculative draft model "
+            "that only one engine has."
         ),
         remedy="Serve the same model with the same speculative decoding on both engines.",
         source="definition",

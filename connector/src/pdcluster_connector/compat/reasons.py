@@ -1,7 +1,7 @@
 """Why a prefill and a decode engine cannot exchange KV, or why one transfer failed.
 
-The same names stand in admission errors, in handshake refusals, in the link table, in
-status conditions and in metric labels: one home, so that they cannot drift apart.
+Admission errors, handshake refusals, the link table, status conditions and metric labels all use
+these names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ class Reason(StrEnum):
     LAYER_MISMATCH = "LayerMismatch"
     LAYOUT_UNSUPPORTED = "LayoutUnsupported"
     BLOCK_INTERIOR_OPAQUE = "BlockInteriorOpaque"
-    BLOCK_SIZE_MISMATCH = "BlockSizeMismatch"
     PREFIX_CACHING_HETEROGENEOUS_BLOCKS = "PrefixCachingHeterogeneousBlocks"
     CONTEXT_PARALLEL_UNSUPPORTED = "ContextParallelUnsupported"
     MEMORY_TYPE_UNSUPPORTED = "MemoryTypeUnsupported"

@@ -1,7 +1,6 @@
 """Whether two engines can exchange KV, by named rule.
 
-The one entry for admission, the command line and the handshake. Pure: no I/O, nothing
-imported but the standard library.
+Admission, the command line and the handshake all ask here. Pure: no I/O.
 """
 
 from __future__ import annotations

@@ -1,20 +1,34 @@
 """What two engines must know of each other to decide whether KV can be exchanged.
 
+The same types travel in a handshake. A layer, a part and a group are sent as arrays, because there
+are many of them: a new field goes to the end.
+
 An :class:`EngineShape` comes from one of three places: a PDCluster spec (many fields
 unknown, ``None``), a spec with the model's config, or a handshake (all fields known).
 The rules in :mod:`pdcluster_connector.compat.rules` read nothing else, so admission and
 handshake cannot disagree about the same facts.
 
-At a handshake the engine fills in, from vLLM's ``KVCacheConfig`` and its tensors: one
-:class:`GroupShape` a KV cache group, in vLLM's order, and one :class:`LayerShape` a layer, with
-the sizes of the whole model (before tensor parallelism). What one rank holds of them stands in
-its regions (:mod:`pdcluster_connector.plan.geometry`).
+For a handshake, the engine reads vLLM's ``KVCacheConfig`` and tensors. It states one
+:class:`GroupShape` for each KV cache group, in vLLM's order, and one :class:`LayerShape` for each
+layer. Sizes are those of the whole model, before tensor parallelism. The regions say what one rank
+holds (:mod:`pdcluster_connector.plan.geometry`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from pdcluster_connector.compat.field_types import (
+    Bytes,
+    Count,
+    GroupNumber,
+    Identifier,
+    Name,
+    ParallelSize,
+)
 
 
 class LayerKind(StrEnum):
@@ -26,6 +40,11 @@ class LayerKind(StrEnum):
     MAMBA = "mamba"
     OTHER = "other"
 
+    @classmethod
+    def _missing_(cls, _: object) -> LayerKind:
+        """Return OTHER for the kind of a newer peer; a rule then refuses the layer by name."""
+        return cls.OTHER
+
 
 class Memory(StrEnum):
     """NIXL memory type of a region."""
@@ -34,28 +53,26 @@ class Memory(StrEnum):
     VRAM = "VRAM"
 
 
-@dataclass(frozen=True, slots=True)
-class PartShape:
+class PartShape(Struct, frozen=True, array_like=True):
     """One of several arrays that a layer's KV consists of, over all ranks of the engine.
 
     Attributes:
-        name: the same on both engines, e.g. ``conv.x``, ``conv.b``, ``conv.c``, ``ssm``. An
-            order of bytes that cannot be cut by head is another part: ``conv`` with one head a
-            rank, so that engines of different tensor sizes are refused.
+        name: equal on both engines: ``conv.x``, ``conv.b``, ``conv.c``, ``ssm``. A conv state
+            that cannot be cut by head is one part, ``conv``, with one head for each rank, so
+            engines of different tensor sizes are refused.
         heads: what tensor parallelism divides, or replicates where there are more ranks:
             Mamba heads for ``conv.x`` and ``ssm``, B/C groups for ``conv.b`` and ``conv.c``.
         head_bytes: bytes of one head's state (all of its channels, rows and elements).
         dtype: element type.
     """
 
-    name: str
-    heads: int
-    head_bytes: int
-    dtype: str
+    name: Identifier
+    heads: Count
+    head_bytes: Count
+    dtype: Identifier
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
+class LayerShape(Struct, frozen=True, array_like=True):
     """One layer's KV, over all ranks of the engine.
 
     Attributes:
@@ -68,25 +85,24 @@ class LayerShape:
             one state over all parts.
         window: sliding window in tokens; None for full attention.
         dtype: element type of this layer's cache; empty: the engine's ``kv_dtype``.
-        scales: of a quantised layer, a text that is equal exactly if its constant scales are
-            (e.g. ``k=0.25,v=0.5``); empty for a layer that has none; None: there is no one
-            scale, or it is not known.
+        scales: the constant scales of a quantized layer as text, e.g. ``k=0.25,v=0.5``. Equal
+            texts mean equal scales. Empty for a layer without scales; None if the layer has
+            several scales, or they are not known.
         parts: a Mamba layer's states, in a fixed order; empty for one array.
     """
 
-    name: str
+    name: Identifier
     kind: LayerKind
-    group: int
-    kv_heads: int
-    token_bytes: int
-    window: int | None = None
-    dtype: str = ""
-    scales: str | None = ""
-    parts: tuple[PartShape, ...] = ()
+    group: GroupNumber
+    kv_heads: Count
+    token_bytes: Bytes
+    window: Count | None = None
+    dtype: Name = ""
+    scales: Annotated[str, Meta(max_length=512)] | None = ""
+    parts: Annotated[tuple[PartShape, ...], Meta(max_length=16)] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class GroupShape:
+class GroupShape(Struct, frozen=True, array_like=True):
     """One KV cache group of one engine: layers whose blocks a request holds in one list.
 
     Attributes:
@@ -97,9 +113,9 @@ class GroupShape:
     """
 
     kind: LayerKind
-    block_size: int
-    kernel_blocks_per_block: int = 1
-    window: int | None = None
+    block_size: Count
+    kernel_blocks_per_block: Count = 1
+    window: Count | None = None
 
     @property
     def kernel_tokens(self) -> int:
@@ -109,8 +125,7 @@ class GroupShape:
         return self.block_size // self.kernel_blocks_per_block
 
 
-@dataclass(frozen=True, slots=True)
-class EngineShape:
+class EngineShape(Struct, frozen=True):
     """One engine, as far as KV exchange is concerned. None means unknown.
 
     Attributes:
@@ -125,31 +140,31 @@ class EngineShape:
         data: data-parallel size; each rank holds KV of its own requests, for itself.
         nodes: machines (pods) that the engine spans.
         memory: where KV lives.
-        token_sliceable: whether a block's interior can be cut by token, in all layers.
-        packing: identifies an opaque interior's byte order (host instruction set, backend).
+        token_sliceable: whether the inside of a block can be cut by token, in all layers.
+        packing: names the byte order of blocks that cannot be cut by token (backend, CPU).
         layers: all layers of the model that have KV, over all pipeline ranks.
         groups: the KV cache groups; ``LayerShape.group`` and ``Region.group`` index them.
-        layout: vLLM's name of the physical order (``LBHNC``, ``LBNHC``, …) for messages; the
-            regions' strides are what the plan goes by.
+        layout: vLLM's name of the physical order (``LBHNC``, ``LBNHC``, …), for messages only:
+            plans use the regions' strides.
         hybrid: whether the model has Mamba layers, where ``layers`` is not known.
     """
 
-    model: str | None = None
-    kv_dtype: str | None = None
-    block_size: int | None = None
-    kernel_blocks_per_block: int | None = None
+    model: Identifier | None = None
+    kv_dtype: Identifier | None = None
+    block_size: Count | None = None
+    kernel_blocks_per_block: Count | None = None
     prefix_caching: bool | None = None
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    context: int = 1
-    nodes: int = 1
+    tensor: ParallelSize = 1
+    pipeline: ParallelSize = 1
+    data: ParallelSize = 1
+    context: ParallelSize = 1
+    nodes: ParallelSize = 1
     memory: Memory | None = None
     token_sliceable: bool | None = None
-    packing: str | None = None
-    layers: tuple[LayerShape, ...] | None = None
-    groups: tuple[GroupShape, ...] | None = None
-    layout: str | None = None
+    packing: Identifier | None = None
+    layers: Annotated[tuple[LayerShape, ...], Meta(max_length=8192)] | None = None
+    groups: Annotated[tuple[GroupShape, ...], Meta(max_length=256)] | None = None
+    layout: Identifier | None = None
     hybrid: bool | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Rules that judge one engine by itself: what this connector does not carry yet, or never.
+"""Rules that judge one engine by itself: what this connector does not support.
 
 Each test looks at one shape; :func:`alone` turns it into a test of a pair that names the
 values of both sides.
@@ -23,7 +23,7 @@ def alone(field: str, look: Look, sentence: str, needs: str = "") -> PairTest:
     Args:
         field: the deciding field of EngineShape.
         look: called for each side whose ``needs`` field is known.
-        sentence: the message after the offenders' names.
+        sentence: the end of the message, after the names of the engines at fault.
         needs: the field that may be unknown; empty if the look always decides.
     """
 
@@ -115,7 +115,7 @@ SHAPE_RULES: tuple[Rule, ...] = (
         reason=Reason.CONTEXT_PARALLEL_UNSUPPORTED,
         description=(
             "Context parallelism (decode or prefill) spreads one sequence's tokens over ranks. "
-            "vLLM's own checks for it look for the stock connector's name and do not protect us."
+            "vLLM checks this for its own NIXL connector only, so this rule has to."
         ),
         remedy="Run both engines without decode and prefill context parallelism.",
         source="vLLM 0.32 config/vllm.py (DCP checks)",
@@ -151,20 +151,20 @@ SHAPE_RULES: tuple[Rule, ...] = (
         id="LayoutUnsupported/quantized",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "KV is carried in float32, float16, bfloat16 and in fp8 (e4m3, e5m2) with constant "
-            "scales. Other quantized caches (scales for each token and head, packed 4-bit "
-            "elements, DeepSeek's and NVIDIA's own mixtures) have pages of their own, which this "
-            "connector does not know."
+            "KV can be transferred in float32, float16, bfloat16, and in fp8 (e4m3, e5m2) with "
+            "constant scales. The connector does not know the memory of other quantized caches: "
+            "those with scales for each token and head, with packed 4-bit elements, and "
+            "DeepSeek's and NVIDIA's own formats."
         ),
         remedy=(
             "Set engine.kvCacheDtype to auto, fp8_e4m3 or fp8_e5m2 on both roles, or to bfloat16 "
-            "where auto chooses what is refused."
+            "if auto chooses a type that is refused."
         ),
         source="vLLM 0.32 v1/kv_cache_interface.py (KVQuantMode), config/cache.py (CacheDType)",
         test=alone(
             "kv_dtype",
             _quantized,
-            f"only {', '.join(sorted(CARRIED_DTYPES))} are carried",
+            f"only {', '.join(sorted(CARRIED_DTYPES))} can be transferred",
         ),
         alone=True,
     ),
@@ -172,27 +172,32 @@ SHAPE_RULES: tuple[Rule, ...] = (
         id="LayoutUnsupported/scales",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "A quantized KV cache means something only together with its scales: one constant "
-            "for K and one for V in each layer, the checkpoint's or 1.0. A scale for each head, "
-            "of which each tensor rank has others, is refused."
+            "Quantized KV can be read only with its scales. Each layer needs one constant scale "
+            "for K and one for V, from the checkpoint or 1.0. Scales for each head are refused, "
+            "because each tensor rank has different ones."
         ),
         remedy=(
             "Use a checkpoint with one KV scale a layer, or set engine.kvCacheDtype to the model's "
             "own dtype, e.g. bfloat16."
         ),
         source="vLLM 0.32 model_executor/layers/quantization/kv_cache.py, compressed_tensors",
-        test=alone("layers", _scales, "their KV cannot be compared", "layers"),
+        test=alone(
+            "layers",
+            _scales,
+            "both engines need the same known scales",
+            "layers",
+        ),
         alone=True,
     ),
     Rule(
         id="LayoutUnsupported/layers",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "Layers whose cache is neither full attention, a sliding window, MLA nor Mamba "
-            "(chunked local attention, attention sinks kept apart, encoder caches, several "
-            "tokens a state) follow rules of their own that this connector does not know."
+            "Layers must be full attention, sliding window, MLA or Mamba layers. Others (chunked "
+            "local attention, separate attention sinks, encoder caches, several tokens in a "
+            "state) keep their KV in ways that this connector does not know."
         ),
-        remedy="Serve a model whose layers are of the kinds above.",
+        remedy="Serve a model that has only full attention, sliding window, MLA or Mamba layers.",
         source="vLLM 0.32 v1/kv_cache_interface.py",
         test=alone(
             "layers",
@@ -206,8 +211,9 @@ SHAPE_RULES: tuple[Rule, ...] = (
         id="LayoutUnsupported/heads",
         reason=Reason.LAYOUT_UNSUPPORTED,
         description=(
-            "KV heads must divide by the tensor parallel size, or the size by the heads (then "
-            "heads are replicated). P's and D's sizes need not divide each other."
+            "The tensor parallel size must divide the number of KV heads, or be a multiple of it "
+            "(heads are then replicated). The sizes of prefill and decode need not divide each "
+            "other."
         ),
         remedy="Choose a tensor parallel size that divides the KV heads or is a multiple of them.",
         source="vLLM 0.32 model_executor/layers: QKV parallel linear asserts the same",

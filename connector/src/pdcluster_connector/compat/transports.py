@@ -1,4 +1,4 @@
-"""Which of NIXL's backends can carry KV from engine to engine, and what can be set of them."""
+"""Which NIXL backends can move KV between engines, and which of their options can be set."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def why_not(backend: str) -> str | None:
 
 MAX_THREADS: Final = 64
 MAX_TEXT: Final = 1024
-# NIXL 1.5 src/plugins/ucx: name -> (least, most) of a number; None for text. What is not here
-# NIXL ignores, or must stay as it is: by ucx_error_handling_mode a lost peer is seen.
+# From NIXL 1.5 src/plugins/ucx. Name -> (least, most) of a number, or None for text. NIXL ignores
+# any other option, or it must not be changed: ucx_error_handling_mode makes a lost peer visible.
 OPTIONS: Final[dict[str, dict[str, tuple[int, int] | None]]] = {
     "UCX": {
         "device_list": None,
@@ -40,13 +40,13 @@ def wrong_option(backend: str, name: str, value: object) -> str | None:
     known = OPTIONS.get(backend, {})
     if name not in known:
         listed = ", ".join(sorted(known)) or "none"
-        return f"is no option of {backend}; known are {listed}"
+        return f"is not an option of {backend}; the options are {listed}"
     bounds = known[name]
     if bounds is None:
         if isinstance(value, str) and 0 < len(value) <= MAX_TEXT:
             return None
-        return f"is no text of 1 to {MAX_TEXT} characters"
+        return f"is not a text of 1 to {MAX_TEXT} characters"
     low, high = bounds
     if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
         return None
-    return f"is no whole number from {low} to {high}"
+    return f"is not a whole number from {low} to {high}"

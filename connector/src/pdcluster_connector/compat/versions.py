@@ -1,6 +1,6 @@
-"""Which versions of vLLM and NIXL the connector works with: one range for all who ask.
+"""The versions of vLLM and NIXL that the connector works with.
 
-The launcher asks it of what an image holds, and admission of what an image's tag says.
+The launcher compares the installed versions with them, and admission the tags of images.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Release = tuple[int, int]
 # From (inclusive) and below (exclusive).
 SUPPORTED: Final[Mapping[str, tuple[Release, Release]]] = {
     "vllm": ((0, 32), (0, 34)),
-    "nixl": ((1, 0), (2, 0)),
+    "nixl": ((1, 5), (2, 0)),
 }
 # In an engine's environment, "1" lets it start with any version.
 ANY_VERSION: Final = "PDCLUSTER_ANY_VERSION"

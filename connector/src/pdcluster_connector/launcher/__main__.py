@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pdcluster_connector.launcher.main import main
+from pdcluster_connector.launcher.early_stop import end_when_told
 
 if __name__ == "__main__":
+    end_when_told()
+
+    # Imported late: a SIGTERM is heeded from here on.
+    from pdcluster_connector.launcher.main import main
+
     main()

@@ -1,7 +1,8 @@
 """The command line of ``vllm serve`` as the launcher reads and rewrites it. Pure.
 
-Only the flags that the launcher has to know are read; every other argument passes unchanged.
-vLLM takes ``--flag value`` and ``--flag=value``, underscores for dashes, and the last of two.
+The launcher reads only the flags that it has to know. Every other argument passes unchanged.
+vLLM accepts ``--flag value`` and ``--flag=value``, and underscores instead of dashes. If a flag is
+given twice, the last one counts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Final
 from pdcluster_connector.launcher.request_ids import MIDDLEWARE
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.link_documents import MAX_SIDE_CHANNELS
+from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 
 CONNECTOR_FLAG: Final = "--kv-transfer-config"
 KV_ROLE: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -52,6 +54,7 @@ class EngineCommand:
         block_tokens: ``--block-size``, or None where vLLM chooses.
         max_tokens: ``--max-model-len``, or None where the model's config decides.
         load_format: ``--load-format``.
+        tls: files of this engine's certificate; None without TLS.
     """
 
     arguments: tuple[str, ...]
@@ -70,6 +73,7 @@ class EngineCommand:
     block_tokens: int | None
     max_tokens: int | None
     load_format: str
+    tls: TlsFiles | None
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
@@ -96,7 +100,7 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
 
     Raises:
         ArgumentError: the connector's JSON is missing, malformed or of the other role, the model
-            is missing, or a number is none.
+            is missing, or an argument that must be a number is not one.
     """
     words = list(arguments)
     flags = _flags(words)
@@ -109,7 +113,7 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     if extra.get("show_internal_names") is not True:
         words += ["--middleware", MIDDLEWARE]
     if flags.get("--node-rank", "0") != "0" and "--headless" not in flags:
-        # After everything: no index moves. No server runs there, and vLLM takes the last word.
+        # A follower runs no server. Add at the end, so no index moves. vLLM uses the last flag.
         servers = ["--api-server-count", "0"] if "--api-server-count" in flags else []
         words += [*servers, "--headless"]
     text = json.dumps(config, separators=(",", ":"), ensure_ascii=False)
@@ -133,14 +137,15 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
         node_rank=_number(flags, "--node-rank", 0, low=0),
         leader=flags.get("--master-addr", "127.0.0.1"),
         block_tokens=_number(flags, "--block-size", 0, low=0) or None,
-        # vLLM also takes 32k, 1M and auto here; the launcher only needs a plain number.
+        # vLLM also accepts 32k, 1M and auto here. The launcher needs only a plain number.
         max_tokens=int(length) if length.isdecimal() else None,
         load_format=flags.get("--load-format", "auto"),
+        tls=_tls(extra),
     )
 
 
 def _flags(words: Sequence[str]) -> dict[str, str]:
-    """Flag (long, dashed) -> value; of two the last, as vLLM's parser has it."""
+    """Flag (long, with dashes) -> value; the last of two, as in vLLM's parser."""
     found: dict[str, str] = {}
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -181,7 +186,7 @@ def _transfer_config(
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ArgumentError(f"{CONNECTOR_FLAG} is no JSON: {error}") from None
+        raise ArgumentError(f"{CONNECTOR_FLAG} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ArgumentError(f"{CONNECTOR_FLAG} must be a JSON object, not {text[:80]!r}")
     return config, (index, inline)
@@ -211,6 +216,15 @@ def _number(
     if not text.isdecimal() or not low <= int(text) <= high:
         raise ArgumentError(f"{name} is {text!r}; it must be a number from {low} to {high}")
     return int(text)
+
+
+def _tls(extra: dict[str, Any]) -> TlsFiles | None:
+    if "tls" not in extra:
+        return None
+    try:
+        return tls_files(extra["tls"])
+    except ValueError as error:
+        raise ArgumentError(f"{CONNECTOR_FLAG}: tls: {extra['tls']!r} {error}") from None
 
 
 def _port(value: object, data: int) -> int:

@@ -1,4 +1,4 @@
-"""The connector as one file: a zipapp whose bytes depend on its sources alone.
+"""The connector as one file: a zipapp whose bytes depend only on its sources.
 
 ``python -m pdcluster_connector.launcher.bundle OUT`` writes OUT and prints its SHA-256. The
 operator ships this file to engine pods in a ConfigMap that is named by that hash.
@@ -21,9 +21,12 @@ MAX_BUNDLE: Final = 700 * 1024
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 _SHEBANG: Final = b"#!/usr/bin/env python3\n"
 _MAIN: Final = b"""\
-from pdcluster_connector.launcher.main import main
+from pdcluster_connector.launcher.early_stop import end_when_told
 
 if __name__ == "__main__":
+    end_when_told()
+    from pdcluster_connector.launcher.main import main
+
     main()
 """
 
@@ -37,10 +40,10 @@ def build(out: Path, package: Path | None = None) -> str:
 
     Args:
         out: the file to write; it is replaced in one step.
-        package: the folder of ``pdcluster_connector``; by default the one this runs from.
+        package: the folder of ``pdcluster_connector``; by default the folder of this module.
 
     Raises:
-        BundleError: the package is no folder, or the bundle is larger than a ConfigMap holds.
+        BundleError: the package is not a folder, or the bundle is too large for a ConfigMap.
     """
     data = bundle_bytes(package or Path(pdcluster_connector.__file__).parent)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +55,9 @@ def build(out: Path, package: Path | None = None) -> str:
 
 
 def bundle_bytes(package: Path) -> bytes:
-    """Make the zipapp: same sources, same bytes, whatever folder, owner or time they have."""
+    """Make the zipapp. The same sources give the same bytes in any folder, at any time."""
     if not package.is_dir():
-        raise BundleError(f"{package} is no folder; bundle from the installed package's sources")
+        raise BundleError(f"{package} is not a folder; bundle from the installed package's sources")
     sources = {
         f"{package.name}/{path.relative_to(package).as_posix()}": path
         for path in package.rglob("*")
@@ -69,7 +72,7 @@ def bundle_bytes(package: Path) -> bytes:
     data = buffer.getvalue()
     if len(data) > MAX_BUNDLE:
         raise BundleError(
-            f"the bundle has {len(data)} bytes; a ConfigMap holds {MAX_BUNDLE} of them"
+            f"the bundle has {len(data)} bytes, but a ConfigMap holds at most {MAX_BUNDLE}"
         )
     return data
 

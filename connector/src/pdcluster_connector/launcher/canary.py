@@ -1,8 +1,9 @@
 """The canary: a request of the launcher's own that goes through prefill and decode.
 
-A link is believed only when a real request's KV went through it: prefill's API is asked for one
-token, decode's API for the next with the parameters that prefill returned, and decode tells what
-its KV path did for that very request. Each data-parallel rank of either engine gets one.
+A link is verified only when the KV of a real request went through it. The launcher asks prefill's
+API for one token. It then asks decode's API for the next token, with the parameters that prefill
+returned. Decode's answer says what its KV path did for this request. Each data-parallel rank of
+either engine gets one canary.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ _LAST_RETRY: Final = 60.0
 
 
 def prompt(block_tokens: int, vocabulary: int, limit: int | None) -> list[int]:
-    """Random token ids, three blocks and one token, or what ``limit`` (tokens a request) leaves.
+    """Random token ids: three blocks and one token, or fewer if ``limit`` (tokens a request) asks.
 
-    Ids instead of text: no tokenizer shortens them, and no prefix cache knows them yet.
+    Ids, not text, because a tokenizer could shorten a text. Random, because no prefix cache may
+    have them.
     """
     length = _BLOCKS * block_tokens + 1
     if limit is not None:
@@ -58,11 +60,11 @@ async def run(
 ) -> CanaryResult:
     """Send one request through both engines and judge what the KV path did.
 
-    The engine ids are those of the data-parallel ``ranks`` (prefill's, decode's) that it is for.
-    ``names_key`` lets the answer name the engines, which no client is told.
+    The engine ids are those of the data-parallel ``ranks`` (prefill's, decode's) under test. With
+    ``names_key``, decode's answer names the engines. Clients do not get these names.
 
-    Pending: an API does not answer, so nothing is known. Failed: everything else but KV that
-    moved between these two engines. Never raises.
+    The result is Passed if KV moved between these two engines, Pending if an API does not answer
+    (nothing is known then), and Failed otherwise. Never raises.
     """
     request = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
     try:
@@ -101,10 +103,11 @@ async def run_ranks(
     """Send requests until each data-parallel rank of both engines has had one.
 
     Args:
-        sizes: prefill's and decode's number of ranks; the fewer ones are gone through again.
+        sizes: prefill's and decode's number of ranks. If they differ, the ranks of the smaller
+            engine get several canaries.
 
     Returns:
-        Passed with the bytes of all requests, or the first result that is something else.
+        Passed with the bytes of all requests, or the first other result.
     """
     moved = 0
     for number in range(max(sizes)):
@@ -141,7 +144,7 @@ def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> Cana
         return _failed(f"the KV transfer ended as {outcome!r}{why}")
     for name, wanted in (("prefill", prefill_engine_id), ("decode", decode_engine_id)):
         if (named := path.get(name)) != wanted:
-            unnamed = f"decode's answer names no {name} engine: it did not take our key"
+            unnamed = f"decode's answer names no {name} engine: it did not accept our key"
             another = f"the KV went through another {name} engine: {named!r}"
             return _failed(another if named else unnamed)
     if not isinstance(moved, int) or isinstance(moved, bool) or moved <= 0:
@@ -156,8 +159,9 @@ def _failed(message: str) -> CanaryResult:
 class CanarySchedule:
     """Which links are due for a canary.
 
-    At once when new, again after an interval, and after a failure with growing pauses. A link that
-    was lost and stands again is new. Times are seconds of a monotonic clock.
+    A new link is due at once. A link that passed is due again after an interval, and one that
+    failed after growing pauses. A link that was lost and is established again counts as new. Times
+    are seconds of a monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -182,7 +186,8 @@ class CanarySchedule:
     def _at(self, row: LinkRow) -> float:
         planned = self._next.get(row.engine_id, 0.0)
         establishment, ran = self._last.get(row.engine_id, (row.establishment, 0.0))
-        # Not sooner: a canary that itself breaks the link would follow upon its own heels.
+        # Wait for the first pause in any case. If the canary itself breaks the link, canaries would
+        # otherwise follow one another without a pause.
         return planned if establishment == row.establishment else min(planned, ran + _FIRST_RETRY)
 
     def ran(self, row: LinkRow, result: CanaryResult, interval: float, now: float) -> None:
@@ -210,9 +215,9 @@ async def keep_running(
     names_key: str,
     api_key: str | None = None,
 ) -> None:
-    """Run canaries one at a time, through whatever link is due, for as long as this task lives.
+    """Run canaries until this task is cancelled: one at a time, for the link that is due.
 
-    ``api_key`` is the API key of the cluster's engines, where they ask for one.
+    ``api_key`` is the API key of the cluster's engines, if they ask for one.
     """
     schedule = CanarySchedule()
     while True:
@@ -238,7 +243,7 @@ async def keep_running(
 
 
 def vocabulary(config: Mapping[str, Any] | None) -> int:
-    """Look up the size of a model's vocabulary in its config.json; 1000 where it is not known."""
+    """Look up the size of a model's vocabulary in its config.json; 1000 if it is not known."""
     for place in (config or {}, (config or {}).get("text_config")):
         size = place.get("vocab_size") if isinstance(place, Mapping) else None
         if isinstance(size, int) and 2 <= size <= 10_000_000:

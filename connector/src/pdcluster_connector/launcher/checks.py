@@ -1,6 +1,7 @@
-"""What can be known to go wrong before an engine is started, each as one sentence.
+"""Checks before an engine starts. Each problem becomes one sentence.
 
-vLLM finds most of this out too, after half a minute and at the end of a long traceback.
+vLLM finds most of these problems too, but only after half a minute, and it reports them at the end
+of a long traceback.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SHM_PER_PROCESS: Final = 24 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An address that this pod is about to bind: what for, and the flag that moves it."""
+    """An address that this pod is about to bind, its use, and the flag that changes it."""
 
     host: str
     port: int
@@ -47,7 +48,7 @@ def problems(
     launcher: Sequence[Port],
     shm: Path = Path("/dev/shm"),  # noqa: S108 - where POSIX shared memory is
 ) -> list[str]:
-    """Everything that stands in the way of starting this engine; empty if nothing does.
+    """Return everything that prevents the start of this engine; empty if nothing does.
 
     Args:
         command: the engine's command line.
@@ -94,7 +95,7 @@ def layout_problems(command: EngineCommand) -> Iterator[str]:
 
 
 def clash_problems(ports: Sequence[Port]) -> Iterator[str]:
-    """Tell which of an engine's own addresses are the same: each could be bound by itself."""
+    """Tell which of an engine's own addresses are equal: a try of each alone would not show it."""
     taken: dict[int, Port] = {}
     for port in ports:
         other = taken.setdefault(port.port, port)
@@ -135,7 +136,7 @@ def model_problems(model: str, load_format: str = "auto") -> Iterator[str]:
     try:
         json.loads(text)
     except ValueError as error:
-        yield f"{folder / config} is no JSON ({error}); copy the model again"
+        yield f"{folder / config} is not valid JSON ({error}); copy the model again"
     unreadable = [path for path in _weights(folder) if not os.access(path, os.R_OK)]
     if unreadable:
         yield f"{unreadable[0]} cannot be read by uid {os.getuid()}; correct its permissions"
@@ -177,15 +178,15 @@ def shm_problems(shm: Path, workers: int) -> Iterator[str]:
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     if size < needed:
         yield (
-            f"{shm} has {size // MIB} MiB, which is less than {counted(workers, 'worker')} must "
-            f"have ({needed // MIB} MiB); "
+            f"{shm} has {size // MIB} MiB, but {counted(workers, 'worker')} must have at least "
+            f"{needed // MIB} MiB; "
             "raise its size (in a pod: sizeLimit of the emptyDir mounted there)"
         )
     elif free < needed:
         yield (
-            f"{shm} is full: {free // MIB} of {size // MIB} MiB are free, which is less than "
-            f"{counted(workers, 'worker')} must have ({needed // MIB} MiB); remove what ended "
-            "processes left there"
+            f"{shm} is full: {free // MIB} of {size // MIB} MiB are free, but "
+            f"{counted(workers, 'worker')} must have at least {needed // MIB} MiB; remove the "
+            "files that ended processes left there"
         )
 
 
@@ -195,7 +196,7 @@ def pipeline_problems(command: EngineCommand) -> Iterator[str]:
     if command.pipeline > 1 and "--enforce-eager" in words:
         yield (
             f"--enforce-eager with --pipeline-parallel-size {command.pipeline}: vLLM's CPU runner "
-            "leaves out the profile run that makes the buffers between stages, and the first "
+            "then skips the profile run that makes the buffers between stages, and the first "
             "request would end the engine; pass --compilation-config "
             """'{"mode":3,"backend":"eager"}' instead"""
         )

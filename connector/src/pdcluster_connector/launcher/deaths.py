@@ -1,9 +1,9 @@
-"""Says which of vLLM's processes was ended by which signal, in the output of its parent.
+"""Prints which of vLLM's processes was ended by which signal, in the output of its parent.
 
-Only a parent learns how its child ended. vLLM's API server reads that of its engine core and
-does not print it: of an engine core that was killed, its log tells that a handler failed. So
-the parent prints a line of ours for each child that a signal ended and that it did not end
-itself; :mod:`.last_words` reads it.
+Only a parent learns how its child ended. vLLM's API server learns this about its engine core but
+does not print it. If the engine core was killed, the log only says that a handler failed. So the
+parent prints a line of ours for each child that was ended by a signal from somebody else.
+:mod:`.last_words` reads that line.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _PF_EXITING: Final = 4
 
 
 def tell_deaths(tell: Callable[[str], None] = say) -> Callable[[], None]:
-    """From now on tell of each child of this process that a signal ended; returns the way back.
+    """Report each child of this process that a signal ends; returns a function that stops this.
 
-    Python's own ``multiprocessing`` is listened to, whichever of its start methods made the child.
+    It hooks into Python's own ``multiprocessing``, for all of its start methods.
     """
     poll, kill = Popen.poll, os.kill
     sent: set[tuple[int, int]] = set()
@@ -51,7 +51,7 @@ def tell_deaths(tell: Callable[[str], None] = say) -> Callable[[], None]:
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether a process has begun to end, so that no signal is the cause of it any more."""
+    """Whether a process has begun to end: a signal that comes now is not the cause of its end."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -61,7 +61,7 @@ def _is_ending(pid: int) -> bool:
 
 
 def obituary(name: str, pid: int, number: int) -> str:
-    """One line; :data:`.last_words.KILLED` reads it."""
+    """Return the line that :data:`.last_words.KILLED` reads."""
     try:
         how = signal.Signals(number).name
     except ValueError:

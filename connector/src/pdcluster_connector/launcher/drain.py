@@ -1,4 +1,4 @@
-"""Whether an engine still has work that a stop would break: requests under way, leases held."""
+"""Whether an engine still has work that a stop would break: running requests, or leases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEASES: Final = "pdcluster_kv_leases_held"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an engine is still needed for.
+    """The work that an engine still has.
 
     Attributes:
         requests: running or waiting, on all data-parallel ranks.
@@ -39,7 +39,7 @@ class Work:
 
 
 def work(metrics: str) -> Work:
-    """Sum up an engine's ``/metrics`` (Prometheus text); what is not there counts as nothing."""
+    """Sum up an engine's ``/metrics`` (Prometheus text); a metric that is missing counts as 0."""
     requests = leases = 0.0
     for line in metrics.splitlines():
         match = _SAMPLE.match(line)

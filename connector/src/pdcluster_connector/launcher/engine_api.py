@@ -18,11 +18,11 @@ DATA_RANK_HEADER: Final = "X-data-parallel-rank"
 
 
 class ApiError(Exception):
-    """The API answered, but not with what was asked for. The message says what it said."""
+    """The API answered with an error or with something else. The message quotes the answer."""
 
 
 class ApiUnreachableError(Exception):
-    """Nothing answered: no connection, or a connection that broke. The message says why."""
+    """The API did not answer: no connection, or it broke. The message says why."""
 
 
 class EngineApi:
@@ -63,7 +63,7 @@ class EngineApi:
         try:
             return msgspec.json.decode(data, type=dict[str, Any])
         except msgspec.DecodeError as error:
-            raise ApiError(f"{self.address} answered no JSON object: {error}") from None
+            raise ApiError(f"{self.address} did not answer with a JSON object: {error}") from None
 
     async def _call(
         self,
@@ -92,7 +92,7 @@ class EngineApi:
         except TimeoutError:
             raise
         except aiohttp.ClientResponseError as error:
-            raise ApiError(f"{address} answered no HTTP: {error.message}") from None
+            raise ApiError(f"{address} did not answer in HTTP: {error.message}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ApiUnreachableError(f"{address} does not answer: {_cause(error)}") from None
         if answer.status != 200:

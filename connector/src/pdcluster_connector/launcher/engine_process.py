@@ -19,16 +19,16 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _MAX_PARTIAL_LINE: Final = 64 * 1024
 _READ_SIZE: Final = 64 * 1024
 
-# Waits until the launcher is gone, however it went, and ends the engine's process group.
+# Waits until the launcher has ended, for whatever reason, and kills the engine's process group.
 _GUARD: Final = "import os, sys; sys.stdin.buffer.read(); os.killpg(int(sys.argv[1]), 9)"
 
 OnLine = Callable[[str], None]
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants' orphans, as PID 1 is by nature.
+    """Make this process the parent of its descendants' orphans. PID 1 is that by default.
 
-    Without this a worker whose parent was killed would escape to the machine's own init.
+    Without this, a worker whose parent was killed would become a child of the machine's init.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -113,9 +113,10 @@ class EngineProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def clean_up(self, patience: float = 5.0) -> None:
-        """End every descendant that is left, wait until none is, and drain the last output.
+        """End every descendant that is left, wait until none is left, and copy the last output.
 
-        Blocks for at most ``patience`` seconds: the engine is gone and so are its requests.
+        Blocks for at most ``patience`` seconds. It may block, because the engine and its requests
+        have ended.
         """
         self.kill()
         deadline = time.monotonic() + patience
@@ -147,7 +148,7 @@ class EngineProcess:
 
 
 def _pump(source: int, sink: int, on_line: OnLine) -> None:
-    """Copy ``source`` to ``sink`` until its end; a sink that breaks is not written to again."""
+    """Copy ``source`` to ``sink`` until its end. After an error of the sink, stop writing to it."""
     partial = b""
     while True:
         try:

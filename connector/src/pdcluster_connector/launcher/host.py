@@ -1,7 +1,7 @@
-"""What an engine would find on this machine, as JSON, without an import of vLLM.
+"""What an engine would find on this machine, as JSON, without importing vLLM.
 
-``python3 -m pdcluster_connector.launcher.host`` runs in the Python that engines would run in, with
-their environment. Local mode asks it before it starts anything.
+Run ``python3 -m pdcluster_connector.launcher.host`` with the Python and the environment of the
+engines. Local mode does so before it starts anything.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _CUDA_ERROR_NO_DEVICE: Final = 100
 def document() -> dict[str, Any]:
     """``{"versions", "supported", "unsupported", "gpus", "gpu_trouble"}``.
 
-    ``supported`` maps each module to its range, ``unsupported`` names those that are out of it.
-    ``gpus`` is None where no driver could be asked, and ``gpu_trouble`` says why.
+    ``supported`` maps each module to its range. ``unsupported`` names the modules outside of it.
+    ``gpus`` is None if no driver answered, and ``gpu_trouble`` says why.
     """
     found = versions.installed()
     gpus, trouble = visible_gpus()
@@ -38,7 +38,7 @@ def document() -> dict[str, Any]:
 def visible_gpus(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[int | None, str]:
     """How many GPUs CUDA shows to a process with this environment, and why it shows none.
 
-    The driver itself answers, so ``CUDA_VISIBLE_DEVICES`` and MIG count as vLLM will see them.
+    The driver itself answers, so ``CUDA_VISIBLE_DEVICES`` and MIG have the same effect as in vLLM.
     """
     try:
         cuda = load(_CUDA_LIBRARY)

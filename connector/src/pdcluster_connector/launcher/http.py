@@ -1,7 +1,7 @@
 """The launcher's HTTP interface: for the operator, the kubelet and this engine's own workers.
 
-Whatever is sent to it, a request costs one answer: bodies are bounded, parsers total, and an
-error is a status code with one sentence in JSON.
+A request gets one answer, whatever it contains. Bodies are bounded, parsers accept any bytes, and
+an error is a status code with one sentence in JSON.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from pdcluster_connector.protocol.link_documents import (
     decode_report,
 )
 from pdcluster_connector.protocol.messages import Malformed
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in
+from pdcluster_connector.sidechannel.tls import Tls
 
 MAX_WAIT_SECONDS: Final = 30.0
 
 _Document = TypeVar("_Document")
 _Decode = Callable[[bytes], _Document | Malformed]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class LauncherServer:
@@ -37,9 +40,12 @@ class LauncherServer:
     Args:
         readiness: what ``/readyz`` tells.
         links: what ``/v1/links`` tells; peers and reports go into it.
-        token: that this engine's workers present with their reports.
+        token: this engine's workers send it with their reports.
         drain: called once for every ``POST /v1/drain``; must not block.
-        followers: of a multi-node engine's leader; without them there is no rendezvous.
+        followers: the followers of a multi-node engine's leader. Without them, the server has no
+            rendezvous.
+        tls: serve HTTPS. Everything but ``/readyz``, which the kubelet asks without a certificate,
+            is then for the operator and for this engine alone.
     """
 
     def __init__(
@@ -49,19 +55,22 @@ class LauncherServer:
         token: str,
         drain: Callable[[], None],
         followers: Followers | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._readiness = readiness
         self._links = links
         self._token = token
         self._drain = drain
         self._followers = followers
+        self._tls = tls
         self._changed = asyncio.Event()
         self._stopping = False
         self._runner: web.AppRunner | None = None
 
     def application(self) -> web.Application:
         """Build the aiohttp application."""
-        app = web.Application(client_max_size=MAX_DOCUMENT_BYTES, middlewares=[_errors_as_json])
+        checks = [_errors_as_json, self._known_clients]
+        app = web.Application(client_max_size=MAX_DOCUMENT_BYTES, middlewares=checks)
         app.router.add_get("/readyz", self._get_readyz)
         app.router.add_put("/v1/peers", self._put_peers)
         app.router.add_get("/v1/peers", self._get_peers)
@@ -76,7 +85,8 @@ class LauncherServer:
         """Listen; raises OSError where the address cannot be bound."""
         self._runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=0.2)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host or None, port).start()
+        context = None if self._tls is None else self._tls.open_server()
+        await web.TCPSite(self._runner, host or None, port, ssl_context=context).start()
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -89,6 +99,22 @@ class LauncherServer:
         self._changed.set()
         if self._runner is not None:
             await self._runner.cleanup()
+
+    @web.middleware
+    async def _known_clients(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let strangers ask for ``/readyz`` and nothing else."""
+        if self._tls is not None and request.path != "/readyz":
+            certificate = request.transport and request.transport.get_extra_info("peercert")
+            names = names_in(certificate)
+            known = {OPERATOR_NAME, self._tls.server_name(self._tls.engine_id)}
+            if not (known.intersection(names) if self._tls.named else certificate):
+                shown = ", ".join(names)[:300] or "without a name"
+                return _error(
+                    403,
+                    f"{request.path} is for the operator and for this engine; the certificate of "
+                    f"this client is {shown}",
+                )
+        return await handler(request)
 
     async def _get_readyz(self, _: web.Request) -> web.Response:
         document = self._readiness.document()
@@ -135,7 +161,7 @@ class LauncherServer:
             if wrong := self._followers.heard(rank, start, now, leaving=leaving):
                 return _error(400, wrong)
             if loss := self._followers.loss(now):
-                return _error(409, f"{loss}: the engine ends, and begins anew")
+                return _error(409, f"{loss}: the engine ends and starts again")
         return _json(Rendezvous(engine_id, self._token, self._readiness.ready))
 
     async def _post_drain(self, _: web.Request) -> web.Response:
@@ -172,9 +198,7 @@ def _error(status: int, message: str) -> web.Response:
 
 
 @web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except _BadRequestError as error:

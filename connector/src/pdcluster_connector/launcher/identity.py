@@ -1,4 +1,4 @@
-"""Who an engine is: a stable logical id and, for every start of its process, a new incarnation."""
+"""The identity of an engine: a stable logical id, and a new incarnation for each start."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def mint_incarnation() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """An engine's identity; ``engine_id`` is what every rank of every node carries.
+    """An engine's identity. Every rank on every node has the same ``engine_id``.
 
     Attributes:
         logical: ``namespace.cluster.role.revision.index``; the same after a restart.
-        incarnation: 16 hexadecimal characters, minted by the leader's launcher at each start, so
-            that a restart is always visible to peers.
+        incarnation: 16 hexadecimal characters. The leader's launcher makes them at each start, so
+            peers see every restart.
     """
 
     logical: str
@@ -34,11 +34,14 @@ class Identity:
         """Raise ValueError for an id that could not stand in an address, a label or a log."""
         if len(self.logical) > MAX_LOGICAL_ID or not _LOGICAL_ID.fullmatch(self.logical):
             raise ValueError(
-                f"{self.logical[:MAX_LOGICAL_ID]!r} is no engine id: use letters, digits, '.', '-' "
-                f"and '_' ({MAX_LOGICAL_ID} at most), such as default.llama.prefill.7f9c4.0"
+                f"{self.logical[:MAX_LOGICAL_ID]!r} is not a valid engine id: use letters, "
+                f"digits, '.', '-' and '_' ({MAX_LOGICAL_ID} at most), such as "
+                "default.llama.prefill.7f9c4.0"
             )
         if not _INCARNATION.fullmatch(self.incarnation):
-            raise ValueError(f"{self.incarnation!r} is no incarnation: 16 hexadecimal characters")
+            raise ValueError(
+                f"{self.incarnation!r} is not an incarnation: use 16 hexadecimal characters"
+            )
 
     @property
     def engine_id(self) -> str:

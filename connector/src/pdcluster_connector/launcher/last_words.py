@@ -1,8 +1,8 @@
-"""Why an engine died, chosen out of vLLM's last lines of output. Pure.
+"""Finds out why an engine died, from vLLM's last lines of output. Pure.
 
-A dying engine prints one traceback a process: the worker's with the cause, then wrappers of the
-engine core and of the API server ("See root cause above"), then complaints about leaks. What a
-user needs is the last exception that wraps no other.
+Each process of a dying engine prints a traceback. The worker's traceback has the cause. Then come
+wrappers of the engine core and of the API server ("See root cause above"), and warnings about
+leaks. A user needs the last exception that does not wrap another one.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _WORKER_DIED = re.compile(
     r"Worker proc (?P<who>\S+) died unexpectedly \(exit code: (?P<code>[^)]+)\)"
 )
 _CORE_DIED = re.compile(r"Failed core proc\(s\): \{'(?P<who>\w+)': (?P<code>-\d+)")
-# What :mod:`.deaths` prints. Nothing that an engine logs explains a SIGKILL: it comes from outside.
+# The line that :mod:`.deaths` prints. A SIGKILL comes from outside, so no other line explains it.
 KILLED = re.compile(
     r"^pdcluster: (?P<text>vLLM's process \S+) \(pid (?P<pid>\d+)\) was killed by (?P<how>.+)$"
 )
-# vLLM says so before it ends what hangs while it stops, which is the end of another story.
+# vLLM prints this before it kills a process that hangs during a stop. That is not why it stopped.
 _FORCED = re.compile(r"^\[shutdown\] .*\bforce killing .+ pid (?P<pid>\d+)$")
 _SEVERAL = re.compile(r"^\d+ validation errors? for ")  # pydantic's: the errors follow
 _DETAIL_TAIL = re.compile(r" \[type=\w+, input_value=.*$")
@@ -58,7 +58,7 @@ _WRAPPER_NAMES: Final = frozenset({
 
 
 class _Worth(IntEnum):
-    """How much a line tells; of the worthiest lines the last one is chosen."""
+    """How much a line explains. The last line with the highest worth is chosen."""
 
     WRAPPER = 1
     LOGGED = 2
@@ -77,20 +77,20 @@ class LastLines:
         self._lines: deque[str] = deque(maxlen=limit)
 
     def add(self, line: str) -> None:
-        """Remember one line; what is longer than ``MAX_LINE`` characters is cut."""
+        """Remember one line; a line longer than ``MAX_LINE`` characters is cut."""
         self._lines.append(line[:MAX_LINE])
 
     def words(self) -> str | None:
-        """Choose the meaningful one; None where nothing was said."""
+        """Choose the line that says why the engine died; None if there is no such line."""
         return choose(tuple(self._lines))
 
 
 def choose(lines: Sequence[str]) -> str | None:
-    """Choose the line that says why the engine died, without log prefixes; None without any.
+    """Choose the line that says why the engine died, without log prefixes; None if there is none.
 
     In order of preference: a SIGKILL that is not vLLM's own; an exception (or usage error, or fatal
-    message of the runtime) that is no wrapper; the death of one of vLLM's processes; what a wrapper
-    quotes; a line logged as an error; a wrapper.
+    message of the runtime) that is not a wrapper; the death of one of vLLM's processes; what a
+    wrapper quotes; a line logged as an error; a wrapper.
     """
     bare = [_bare(line) for line in lines]
     forced = {match["pid"] for _, text in bare if (match := _FORCED.match(text))}
@@ -107,12 +107,12 @@ def choose(lines: Sequence[str]) -> str | None:
 def death(
     code: int, words: str | None, *, out_of_memory: bool, process: str = "vLLM's API server"
 ) -> str:
-    """One sentence on an engine's end that nobody asked for.
+    """Describe, in one sentence, an end of the engine that nobody asked for.
 
     Args:
-        code: of the engine's first process, as a shell has it.
+        code: the exit code of the engine's first process, as a shell shows it.
         words: what :func:`choose` found.
-        out_of_memory: whether the kernel has killed processes for want of memory meanwhile.
+        out_of_memory: whether the kernel killed processes since the start, because memory ran out.
         process: the name of the engine's first process.
     """
     killed = _killed(code)

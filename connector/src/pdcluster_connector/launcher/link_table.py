@@ -29,7 +29,7 @@ Worker = tuple[int, int, int]  # (data, pipeline, tensor)
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """What became of the latest request that was sent through a link. ``bytes`` of KV moved."""
+    """The result of the latest canary of a link. ``bytes`` of KV moved."""
 
     state: CanaryState = "Pending"
     bytes: int = 0
@@ -44,14 +44,16 @@ class LinkRow:
 
     Attributes:
         peer: the prefill engine as the operator named it.
-        engine_id: its incarnation as the workers see it, else the operator's.
-        state: Established only when every pair is, with one incarnation; Failed when any is.
-        reason: of the first pair that failed.
-        message: its message, or what the link waits for; of an established one what makes it slow.
-        shards: ``2/4``: pairs that are established, of all.
-        bytes_per_second: the slowest pair's, since a request waits for the slowest.
-        canary: the latest canary's result since the link was established.
-        establishment: the pairs' numbers of it, another each time; empty while it is not.
+        engine_id: the peer's engine id as the workers see it; before they see it, the operator's.
+        state: Established when all pairs are established with one incarnation. Failed when one pair
+            has failed.
+        reason: the reason of the first pair that failed.
+        message: the message of that pair, or what the link waits for. For an established link, what
+            makes it slow.
+        shards: ``2/4``: the pairs that are established, and all pairs.
+        bytes_per_second: the bandwidth of the slowest pair, because a request waits for it.
+        canary: the result of the latest canary since the link was established.
+        establishment: numbers that differ each time the link is established; empty while it is not.
     """
 
     peer: PeerEntry
@@ -93,8 +95,8 @@ class LinkTable:
     """Peers from the operator, reports from the workers, results from the canary.
 
     Attributes:
-        shards: (pipeline, tensor) sizes of this engine; a report of other sizes is refused.
-        data: its data-parallel size; a report of a rank beyond is refused.
+        shards: (pipeline, tensor) sizes of this engine; a report with other sizes is refused.
+        data: its data-parallel size; a report of a higher rank is refused.
         peers: the operator's latest document.
     """
 
@@ -105,10 +107,10 @@ class LinkTable:
     _canaries: dict[str, tuple[str, tuple[int, ...], CanaryResult]] = field(default_factory=dict)
 
     def set_peers(self, document: PeersDocument) -> bool:
-        """Take the operator's document; False if it says what is known already.
+        """Take the operator's document; returns False if it changes nothing.
 
-        The kept generation grows with every change, also when a restarted operator counts from
-        anew: workers wait for a generation other than theirs.
+        The table's generation grows with every change, because workers wait for a new generation.
+        It also grows if the operator has restarted and counts from the beginning again.
         """
         if document == replace(self.peers, generation=document.generation):
             return False
@@ -132,10 +134,10 @@ class LinkTable:
         return None
 
     def set_canary(self, row: LinkRow, result: CanaryResult) -> None:
-        """Keep the result of a canary that was sent while the link stood as ``row`` says.
+        """Keep the result of a canary that was sent while the link was as in ``row``.
 
-        It counts for that incarnation and that establishment: a link that was lost meanwhile,
-        or is lost later, needs another canary.
+        The result counts only for that incarnation and that establishment. A link that was lost in
+        the meantime, or that is lost later, needs another canary.
         """
         engine = row.peer.engine
         if row.establishment and any(peer.engine == engine for peer in self.peers.peers):
@@ -200,7 +202,7 @@ class LinkTable:
         return list(itertools.product(range(self.data), range(pipeline), range(tensor)))
 
     def _ranks_named(self, peer: PeerEntry, pair: tuple[Worker, int]) -> str:
-        """Say which data-parallel ranks a message is about; nothing where there is only one."""
+        """Say which data-parallel ranks a message is about; empty if there is only one."""
         (own, _, _), theirs = pair
         ends = []
         if peer.data_parallel_size > 1:
@@ -211,7 +213,7 @@ class LinkTable:
 
 
 def _waits_for(silent: list[Worker], unheard: list[Worker], pending: list[LinkReport]) -> str:
-    """Say what a link waits for: workers that fell silent, a first report, or a handshake."""
+    """Say what a link waits for: workers that report no more, a first report, or a handshake."""
     if silent:
         return f"no report in the last {REPORT_LIFETIME:.0f} s from {_named(silent)}"
     if unheard:

@@ -1,4 +1,4 @@
-"""``python3 connector.pyz``: check, start the engine, answer for it, end with it."""
+"""``python3 connector.pyz``: checks, starts the engine, serves its state, and ends with it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,14 @@ def _run(options: Options, identity: Identity, command: EngineCommand) -> int:
     import asyncio
 
     from pdcluster_connector.launcher.supervisor import Supervisor
+    from pdcluster_connector.sidechannel.tls import Tls, TlsError
 
-    supervisor = Supervisor(options, identity, command, found, package_root())
+    try:
+        tls = None if command.tls is None else Tls(command.tls, identity.engine_id)
+    except TlsError as error:
+        _last_words(options.termination_log, str(error))
+        return EX_CONFIG
+    supervisor = Supervisor(options, identity, command, found, package_root(), tls)
     code, reason = asyncio.run(supervisor.run())
     if reason:
         _last_words(options.termination_log, reason)
@@ -62,8 +68,8 @@ def package_root() -> Path:
 def _last_words(log: Path, reason: str) -> None:
     for line in reason.splitlines():
         say(line)
-    # In a pod the kubelet has made this file; elsewhere there is nobody to read it, unless the
-    # caller has made it.
+    # In a pod, the kubelet has made this file. Elsewhere nobody reads it, unless the caller has
+    # made it.
     if log.exists():
         try:
             log.write_text(reason.encode()[:_MAX_TERMINATION_LOG].decode(errors="ignore") + "\n")
@@ -78,7 +84,3 @@ def _termination_log(arguments: list[str]) -> Path:
         if name == "--termination-log":
             return Path(value if equals else "".join(arguments[index + 1 : index + 2]))
     return Path("/dev/termination-log")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""How much memory a process may still take here: the machine's, or what its cgroup leaves."""
+"""How much memory a process can still allocate: what the machine and the cgroup leave."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def available_bytes(
 ) -> int:
     """Bytes that can be allocated before the kernel refuses or kills.
 
-    The smaller of the machine's ``MemAvailable`` and the cgroup's limit less what it uses, where
-    file cache that can be dropped does not count as used. Version 1 and 2 of cgroups.
+    This is the smaller of two numbers: the machine's ``MemAvailable``, and the cgroup's limit minus
+    its use. File cache that can be dropped does not count as used. Reads cgroups v1 and v2.
     """
     machine = _field(meminfo, "MemAvailable:") * 1024
     v2, v1 = cgroup, cgroup / "memory"
@@ -35,9 +35,9 @@ def oom_kills(
     own: Path = Path("/proc/self/cgroup"),
     machine: Path = Path("/proc/vmstat"),
 ) -> int:
-    """How many processes the kernel has killed for want of memory so far.
+    """How many processes the kernel has killed so far because memory ran out.
 
-    Those of this process's cgroup, of version 2 or 1; of the whole machine where none is readable.
+    Counts in this process's cgroup, v2 or v1. If none is readable, counts in the whole machine.
     """
     counters = [*_own_counters(cgroup, own), cgroup / "memory.events"]
     counters += [cgroup / "memory" / "memory.oom_control", machine]
@@ -45,7 +45,7 @@ def oom_kills(
 
 
 def _own_counters(cgroup: Path, own: Path) -> list[Path]:
-    """The files of the cgroup that this process is in. In a container it looks like the root."""
+    """The files of this process's cgroup. In a container, it looks like the root cgroup."""
     found = []
     for line in _read(own).splitlines():
         number, _, rest = line.partition(":")

@@ -1,7 +1,7 @@
 """The engine's metrics on a port of their own.
 
-vLLM shows its metrics on the port of its API, so whoever may scrape may also send requests. A
-NetworkPolicy can open this port to scrapers and leave the API to the router.
+vLLM shows its metrics on the port of its API. A scraper that reaches it could also send requests. A
+NetworkPolicy can open this port to scrapers and the API's port to the router only.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class MetricsPage:
         try:
             text = await self._ask_once()
         except TimeoutError:
-            return web.Response(status=503, text="the engine's /metrics is too slow\n")
+            return web.Response(status=503, text="the engine's /metrics did not answer in time\n")
         except (ApiError, ApiUnreachableError) as error:
             return web.Response(status=503, text=f"{error}\n")
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _ask_once(self) -> bytes:
-        """Ask the engine, or wait for the answer to a question that is under way.
+        """Ask the engine, or wait for the answer to a request that is already under way.
 
-        However many scrape at once, the engine answers one of them, and none waits in a line.
+        The engine gets one request, even if many scrapers ask at the same time.
         """
         if self._asked is None or self._asked.done():
             self._asked = asyncio.ensure_future(self._fetch())

@@ -38,9 +38,9 @@ signals:
   SIGTERM or SIGINT drains the engine, then stops it; a second one kills it at once.
 
 exit code:
-  the engine's own; 128 + n when signal n ended it; 1 when it ended unasked with 0;
-  2 for a wrong command line; 78 when a check before the start failed. The reason stands
-  on stderr and in --termination-log.
+  the engine's own; 128 + n when signal n ended it; 1 when it ended with 0 although nobody
+  told it to; 2 for a wrong command line; 78 when a check before the start failed. The
+  reason is on stderr and in --termination-log.
 
 environment:
   VLLM_API_KEY              the key that the engine's API asks for; the launcher sends it too
@@ -62,7 +62,7 @@ class Options:
         host: address of the launcher's HTTP interface.
         port: its port.
         metrics_port: port of the engine's metrics alone; 0 for none.
-        termination_log: where the last words go.
+        termination_log: the file for the reason of the engine's end.
         drain_seconds: how long a stop waits for requests and leases.
         stop_seconds: how long the engine may take to end before it is killed.
         runner: Python module that takes ``vllm serve``'s arguments.
@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str]) -> Options:
         type=Path,
         default=Path("/dev/termination-log"),
         metavar="PATH",
-        help="where the reason of an end is written, if that file exists (%(default)s)",
+        help="file for the reason of the engine's end, if the file exists (%(default)s)",
     )
     add(
         "--drain-seconds",
@@ -129,7 +129,7 @@ def parse(arguments: Sequence[str]) -> Options:
         type=_seconds,
         default=20.0,
         metavar="S",
-        help="how long the engine may then take to end (%(default)g)",
+        help="how long the engine may take to end after that (%(default)g)",
     )
     add("--runner", default=RUNNER, metavar="MODULE", help="module that runs vLLM (%(default)s)")
     add("--version", action="version", version=f"pdcluster {__version__}")
@@ -152,7 +152,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
     return int(text)
 
 
@@ -162,5 +162,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 86400")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 86400")
     return value

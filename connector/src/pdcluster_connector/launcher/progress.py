@@ -1,7 +1,6 @@
 """How far an engine's start has come, read from the lines that vLLM prints. Pure.
 
-Lines only ever move the state forward, and none of them makes an engine ready: that is what its
-``/health`` answers.
+A line can only move the state forward. No line makes an engine ready: only its ``/health`` does.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pdcluster_connector.compat.counted import counted
 
 
 class EngineState(StrEnum):
-    """Where an engine stands, in the order that it goes through."""
+    """The state of an engine. The states are in the order in which an engine goes through them."""
 
     STARTING = "Starting"
     LOADING_WEIGHTS = "LoadingWeights"
@@ -96,7 +95,7 @@ _RULES: Final = (
 
 
 def advance(current: Progress, line: str) -> Progress:
-    """Progress after one more line of vLLM's output; ``current`` where the line tells nothing."""
+    """Progress after one more line of vLLM's output; ``current`` if the line says nothing new."""
     for pattern, state, message in _RULES:
         match = pattern.search(line)
         if match:

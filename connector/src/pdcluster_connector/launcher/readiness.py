@@ -13,18 +13,19 @@ from pdcluster_connector.launcher.progress import EngineState, Progress, advance
 WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
 
 
-def url(host: str, port: int) -> str:
-    """``http://host:port``, with brackets around an IPv6 address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def url(host: str, port: int, *, secured: bool = False) -> str:
+    """``http://host:port`` or ``https://…``, with brackets around an IPv6 address."""
+    scheme = "https" if secured else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def reachable(host: str, otherwise: str) -> str:
-    """Choose an address to connect to where ``host`` may be the wildcard."""
+    """Choose an address to connect to; ``host`` may be the wildcard address."""
     return otherwise if host in WILDCARDS else host
 
 
 class Readiness:
-    """State of one engine. Fed by its output (any thread), its API's health and the launcher."""
+    """State of one engine, from its output (any thread), its API's health and the launcher."""
 
     def __init__(
         self, identity: Identity, role: str, command: EngineCommand, versions: Mapping[str, str]
@@ -33,8 +34,8 @@ class Readiness:
         self.role = role
         self.versions = dict(versions)
         self.data_parallel_size = command.data
-        # Both the API's and the side channel's clients are other pods: where the API binds every
-        # address, the side channel's own says which one is known outside.
+        # Other pods use the API and the side channel. If the API binds every address, the side
+        # channel's address is the one that they know.
         self.api = url(reachable(command.host, command.side_channel_host), command.port)
         self.side_channel = f"{command.side_channel_host}:{command.side_channel_port}"
         self._lock = threading.Lock()
@@ -84,7 +85,7 @@ class Readiness:
                 self._progress = Progress(EngineState.WARMING_UP, message)
 
     def draining(self, message: str) -> None:
-        """Want no new requests; those under way and the leases go on."""
+        """Ask for no new requests. Running requests and leases continue."""
         self._set(EngineState.DRAINING, message)
 
     def failed(self, message: str) -> None:

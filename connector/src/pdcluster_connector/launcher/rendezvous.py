@@ -1,10 +1,10 @@
-"""How the pods of one multi-node engine live and die as one.
+"""How the pods of one multi-node engine start and end together.
 
-A follower learns its engine's identity from the leader's launcher and keeps asking: so each side
-notices when the other has restarted or is gone, and ends its own part. A follower that is told to
-stop says so in its questions and lives on until the leader, which drains, has ended. The answer
-holds the token for reports and is not encrypted; only pods of the same cluster may reach the
-launcher.
+A follower learns its engine's identity from the leader's launcher and then keeps asking. So each
+side notices when the other has restarted or is gone, and ends its own part. A follower that is told
+to stop says so in its requests. It goes on until the leader has drained and ended. The leader's
+answer holds the token for reports. With TLS, only a client with this engine's own certificate gets
+it. Without TLS it is not encrypted, and only pods of the same cluster may reach the launcher.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
+from pdcluster_connector.sidechannel.tls import Tls, own_arguments
+
 ASK_EVERY: Final = 1.0
 SILENCE: Final = 20.0
 _MAX_ANSWER: Final = 64 * 1024
@@ -27,8 +29,8 @@ _MAX_ANSWER: Final = 64 * 1024
 class Rendezvous(Struct, frozen=True):
     """``GET /v1/rendezvous?rank=N&start=S[&of=ID][&leaving=1]``: what the leader tells a follower.
 
-    ``of``: the engine id that the follower has met; it counts as a follower of that one alone.
-    409 while the engine is about to end: its next start takes the followers that wait.
+    ``of`` is the engine id that the follower joined. It counts as a follower of that engine only.
+    The answer is 409 while the engine is about to end. Its next start takes the waiting followers.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -51,10 +53,10 @@ class Followers:
     _leaving: set[int] = field(default_factory=set)
 
     def heard(self, rank: int, start: str, now: float, *, leaving: bool = False) -> str | None:
-        """Take note of a follower's question; returns what is wrong with it, or None.
+        """Record a follower's request; returns what is wrong with it, or None.
 
-        ``start`` is random for every start of the follower's launcher; ``leaving``: it was told
-        to stop.
+        ``start`` is random for every start of the follower's launcher. ``leaving`` says that the
+        follower was told to stop.
         """
         if not 0 < rank < self.nodes:
             return f"rank is {rank}, but this engine's followers are 1 to {self.nodes - 1}"
@@ -73,7 +75,7 @@ class Followers:
         return min(self._leaving, default=None)
 
     def loss(self, now: float) -> str | None:
-        """Tell why this engine cannot go on with the followers that it has, or None."""
+        """Tell why this engine cannot continue with its followers; None if it can."""
         if self._restarted:
             return f"node {min(self._restarted)} of this engine has restarted"
         for rank, at in sorted(self._heard.items()):
@@ -86,23 +88,32 @@ class Leader:
     """The leader's launcher, as a follower sees it.
 
     Args:
-        session: for the questions.
+        session: for the requests.
         address: ``http://host:port``.
         rank: this follower's node rank.
         start: random for every start of this launcher.
+        tls: this engine's, if its launchers speak HTTPS.
 
     Attributes:
         leaving: set once this follower was told to stop.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, address: str, rank: int, start: str) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        address: str,
+        rank: int,
+        start: str,
+        tls: Tls | None = None,
+    ) -> None:
         self._session = session
         self.address = address
         self.leaving = False
+        self._tls = tls
         self._parameters = {"rank": str(rank), "start": start}
 
     async def meet(self, waiting: Callable[[str], None]) -> Rendezvous:
-        """Ask until the leader answers; ``waiting`` is told what stands in the way."""
+        """Ask until the leader answers; calls ``waiting`` with the reason while it does not."""
         while True:
             try:
                 return await self._ask()
@@ -111,8 +122,9 @@ class Leader:
             await asyncio.sleep(ASK_EVERY)
 
     async def watch(self, met: Rendezvous, heard: Callable[[Rendezvous], None]) -> str:
-        """Keep asking; returns why this engine is over: the leader restarted, or is gone."""
-        # A leader that has restarted must not take it for one of its own, and its end for a loss.
+        """Keep asking; returns why this engine has ended: the leader restarted, or is gone."""
+        # A restarted leader has another engine id. It must not count this process as its follower:
+        # it would then take the end of this process for the loss of a follower.
         self._parameters["of"] = met.engine_id
         last, why = time.monotonic(), ""
         while time.monotonic() - last <= SILENCE:
@@ -122,7 +134,7 @@ class Leader:
             except _NoAnswerError as error:
                 why = str(error)
                 if self.leaving:
-                    return why  # it has drained, and nobody waits for it to come back
+                    return why  # the leader has drained; do not wait until it comes back
                 continue
             if answer.engine_id != met.engine_id:
                 return f"the leader of this engine has restarted as {answer.engine_id}"
@@ -136,7 +148,11 @@ class Leader:
         parameters = {**self._parameters, **({"leaving": "1"} if self.leaving else {})}
         try:
             async with self._session.get(
-                address, params=parameters, timeout=timeout, allow_redirects=False
+                address,
+                params=parameters,
+                timeout=timeout,
+                allow_redirects=False,
+                **own_arguments(self._tls),
             ) as answer:
                 data = await answer.content.read(_MAX_ANSWER)
                 if answer.status != 200:
@@ -147,8 +163,8 @@ class Leader:
         try:
             return msgspec.json.decode(data, type=Rendezvous)
         except msgspec.DecodeError as error:
-            raise _NoAnswerError(f"{address} answered nonsense: {error}") from None
+            raise _NoAnswerError(f"{address} answered with a bad document: {error}") from None
 
 
 class _NoAnswerError(Exception):
-    """The leader did not say what it was asked for. The message says why."""
+    """The leader gave no usable answer. The message says why."""

@@ -1,7 +1,7 @@
 """An ASGI middleware for vLLM's API: request ids without the router's addresses.
 
-vllm-router sends ``X-Request-Id: ___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UUID``, and vLLM
-makes the answer's ``id`` of it. Some connectors read the addresses; ours does not.
+vllm-router sends ``X-Request-Id: ___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UUID``. vLLM
+copies it into the ``id`` of its answer. Some connectors read the addresses; ours does not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNIQUE: Final = re.compile(rb"_([0-9A-Fa-f-]{16,64})\Z")
 
 
 class PlainRequestIds:
-    """Changes one header on the way in; bodies and answers, streams too, pass as they are."""
+    """Changes one header of a request. Bodies, answers and streams pass unchanged."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -38,9 +38,9 @@ class PlainRequestIds:
 
 
 def plain(request_id: bytes) -> bytes:
-    """Return the id's unique part where it holds addresses; the same in every engine."""
+    """Return only the unique part of an id that holds addresses; the same in every engine."""
     if not any(mark in request_id for mark in _MARKS):
         return request_id
     unique = _UNIQUE.search(request_id)
-    # Of another form than is known: the addresses go all the same.
+    # The id has an unknown form. Remove the addresses in this case too.
     return unique[1] if unique else hashlib.sha256(request_id).hexdigest()[:32].encode()

@@ -2,13 +2,14 @@
 
 ``python3 -m pdcluster_connector.launcher.router_gate [--host H] [--port N] -- ROUTER ARGUMENTS``
 
-With ``--vllm-pd-disaggregation`` the router drops a client's ``Authorization`` and sends engines
-the key of its own environment (``OPENAI_API_KEY``): who reaches the router would reach engines.
-But it can ask a URL about every key (``api_key_validation_urls``), and then refuses each request
-without a right one, also on its administration endpoints. This process is that URL. It also asks
-the router for its readiness with the key, since a kubelet's probe has none.
+With ``--vllm-pd-disaggregation`` the router drops a client's ``Authorization``. It sends engines
+the key of its own environment (``OPENAI_API_KEY``), so everybody who reaches the router would reach
+the engines. But the router can ask a URL about every key (``api_key_validation_urls``). It then
+refuses each request without a right key, also on its administration endpoints. This process serves
+that URL. It also asks the router for its readiness, with the key, because a kubelet's probe has no
+key.
 
-It needs Python's standard library alone: a router's image holds little else.
+It uses only Python's standard library, because a router's image holds little else.
 """
 
 from __future__ import annotations
@@ -89,11 +90,11 @@ class _Answers(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Keep silent: a probe asks every two seconds."""
+        """Log nothing, because a probe asks every two seconds."""
 
 
 def router_command(url: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that starts the router: of the wheel in this Python, or the program."""
+    """Return the command that starts the router: the wheel in this Python, or else the program."""
     if importlib.util.find_spec("vllm_router_rs") is not None:
         return [sys.executable, "-c", _WHEEL, url, *arguments]
     return ["vllm-router", "--api-key-validation-urls", url, *arguments]

@@ -30,8 +30,9 @@ from pdcluster_connector.launcher.rendezvous import Followers, Leader, Rendezvou
 from pdcluster_connector.launcher.terminal import say
 from pdcluster_connector.protocol import api_key
 from pdcluster_connector.protocol.kv_path import key_of
+from pdcluster_connector.sidechannel.tls import Tls
 
-# What vLLM chooses on CPU; on GPUs it is smaller, and the canary then moves more blocks.
+# The block size that vLLM chooses on CPU. On GPUs it is smaller, and a canary moves more blocks.
 _USUAL_BLOCK: Final = 128
 _LOADING_POLL: Final = 0.25
 _SERVING_POLL: Final = 1.0
@@ -48,6 +49,7 @@ class Supervisor:
         command: the engine's command line.
         versions: what is installed.
         package: folder or zip file that vLLM's processes import the connector from.
+        tls: for the launcher's interface; None for plain HTTP.
     """
 
     def __init__(
@@ -57,10 +59,12 @@ class Supervisor:
         command: EngineCommand,
         versions: Mapping[str, str],
         package: Path,
+        tls: Tls | None = None,
     ) -> None:
         self._options = options
         self._command = command
         self._package = package
+        self._tls = tls
         self._readiness = Readiness(identity, options.role, command, versions)
         self._links = LinkTable((command.pipeline, command.tensor), command.data)
         self._token = secrets.token_urlsafe(24)
@@ -77,9 +81,9 @@ class Supervisor:
         self._leader: tuple[Leader, asyncio.Task[None]] | None = None
 
     async def run(self) -> tuple[int, str]:
-        """(exit code, reason); the reason is empty where the engine ended because it was told to.
+        """Return (exit code, reason). The reason is empty if the engine was told to end.
 
-        On return no process of the engine is left.
+        On return, no process of the engine is left.
         """
         killed_before = oom_kills()
         code = 128 + signal.SIGTERM  # of a stop before there is an engine
@@ -87,7 +91,7 @@ class Supervisor:
             self._api = EngineApi(session, self._own_api(), self._key)
             followers = self._followers if self._command.nodes > 1 else None
             server = LauncherServer(
-                self._readiness, self._links, self._token, self._begin_drain, followers
+                self._readiness, self._links, self._token, self._begin_drain, followers, self._tls
             )
             metrics = MetricsPage(self._api.metrics)
             try:
@@ -108,7 +112,7 @@ class Supervisor:
                 await metrics.stop()
                 await server.stop()
         if self._loss:
-            return 1, f"{self._loss}; an engine lives and dies as one"
+            return 1, f"{self._loss}; all pods of an engine end together"
         if self._stops:
             return code, ""
         process = "vLLM's API server" if self._command.is_leader else "vLLM's headless server"
@@ -136,8 +140,9 @@ class Supervisor:
 
     async def _follow(self, session: aiohttp.ClientSession) -> None:
         """Start this node's part of an engine whose identity its leader knows."""
-        address = url(self._command.leader, self._options.port)
-        leader = Leader(session, address, self._command.node_rank, mint_incarnation())
+        address = url(self._command.leader, self._options.port, secured=self._tls is not None)
+        rank = self._command.node_rank
+        leader = Leader(session, address, rank, mint_incarnation(), self._tls)
         met = await leader.meet(self._readiness.waiting)
         logical, _, incarnation = met.engine_id.partition("/")
         try:
@@ -146,7 +151,7 @@ class Supervisor:
                 self._options.vllm, engine_id=met.engine_id, role=self._options.role
             )
         except ValueError as error:
-            raise OSError(f"{address} names no engine: {error}") from None
+            raise OSError(f"{address} gave a bad engine id: {error}") from None
         self._start_engine(command, address, met.token)
         self._leader = leader, self._spawn(self._watch_leader(leader, met))
 
@@ -240,7 +245,7 @@ class Supervisor:
             except (ApiError, ApiUnreachableError, TimeoutError) as error:
                 failures += 1
                 if failures >= _PATIENCE:
-                    self._readiness.unhealthy(str(error) or "/health is too slow")
+                    self._readiness.unhealthy(str(error) or "/health did not answer in time")
             else:
                 failures = 0
                 self._readiness.healthy()
@@ -280,7 +285,8 @@ class Supervisor:
         return url(reachable(self._command.host, "127.0.0.1"), self._command.port)
 
     def _own_control(self) -> str:
-        return url(reachable(self._options.host, "127.0.0.1"), self._options.port)
+        host = reachable(self._options.host, "127.0.0.1")
+        return url(host, self._options.port, secured=self._tls is not None)
 
     def _environment(self, control: str, token: str) -> dict[str, str]:
         inherited = os.environ.get("PYTHONPATH", "")

@@ -1,4 +1,4 @@
-"""The launcher's own lines in an output that belongs to the engine."""
+"""The launcher's own lines in the output, among the lines of the engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import sys
 
 
 def say(message: str) -> None:
-    """One line on stderr, marked as the launcher's; a terminal that is gone is no error."""
+    """Print one line on stderr, marked as the launcher's. A closed terminal is not an error."""
     with contextlib.suppress(OSError, ValueError):
         print(f"pdcluster: {message}", file=sys.stderr, flush=True)

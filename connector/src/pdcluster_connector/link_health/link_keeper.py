@@ -1,8 +1,8 @@
-"""One link of one decode worker: found, shaken hands with, probed, watched, and found anew.
+"""Keeps one link of one decode worker: asks, shakes hands, probes, watches, and begins again.
 
-Its other end is one data-parallel rank of a prefill engine, with a side channel of its own. A
-keeper does not wait for the operator to notice a restart: it asks the peer itself which
-incarnation listens, so a prefill engine that comes back is linked again at once.
+The other end is one data-parallel rank of a prefill engine, with a side channel of its own. The
+keeper asks the peer itself which incarnation listens. So a prefill engine that has restarted is
+linked again at once, before the operator notices.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import aiohttp
 from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.probe import ProbeResult
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.link_documents import LinkReport, LinkState, PeerEntry
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.handshake import TryAgain, ask_health, unreachable
 from pdcluster_connector.sidechannel.peer_source import PeerSource
+from pdcluster_connector.sidechannel.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -33,45 +35,20 @@ HEALTH_SECONDS = 3.0
 CONNECT_SECONDS = 30.0
 PROBE_SECONDS = 60.0
 RETRY_SECONDS = 0.5
-REFUSED_SECONDS = 5.0  # a refusal is not asked about again sooner
-# Between looks at whether an established link still carries data. With the receiver's own limits
-# (KV that landed less than 2 s ago counts, a look may take 5 s) a cut is seen within 14 s.
+REFUSED_SECONDS = 5.0  # wait this long after a refusal
+# The pause between checks that an established link still carries data. A check may take 5 s, and is
+# left out if KV landed less than 2 s ago. So a cut is seen within 14 s.
 CHECK_SECONDS = (5.0, 7.0)
 
 
 _ESTABLISHMENTS = itertools.count(1)
 
 
-class ProbeOutcome(Protocol):
-    """What a probe of a peer's memory found; ``failure`` is None when all of it was right."""
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why the probe cannot be believed."""
-        ...
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The slowest source shard's rate."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read, over all source shards."""
-        ...
-
-    @property
-    def notice(self) -> str:
-        """What makes the link slow though it works."""
-        ...
-
-
 class Probe(Protocol):
     """Reads the probe memory of a peer (``Receiver.probe``)."""
 
-    def __call__(self, peer: EngineMetadata, /, *, check: bool = False) -> Future[ProbeOutcome]:
-        """Read all of it, or with ``check`` what shows that an open link still carries data."""
-        ...
+    def __call__(self, peer: EngineMetadata, /, *, check: bool = False) -> Future[ProbeResult]:
+        """Read all of it; with ``check`` only enough to show that the link still carries data."""
 
 
 class LinkKeeper:
@@ -83,6 +60,7 @@ class LinkKeeper:
         peers: where handshakes are made; its news of gone peers comes in by :meth:`gone`.
         probe: reads the peer's probe memory, at first and, as a check, from time to time.
         changed: called, without arguments, after :attr:`report` has changed.
+        tls: for the peer's side channel; None for plain HTTP.
     """
 
     def __init__(
@@ -92,6 +70,7 @@ class LinkKeeper:
         peers: PeerSource,
         probe: Probe,
         changed: Callable[[], None],
+        tls: Tls | None = None,
     ) -> None:
         self.entry = entry
         self.report = LinkReport(
@@ -104,11 +83,12 @@ class LinkKeeper:
         self._peers = peers
         self._probe = probe
         self._changed = changed
+        self._tls = tls
         self._engine_id = ""
         self._lost: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
 
     def gone(self, engine_id: str, failure: Failure) -> None:
-        """Take notice that an incarnation has vanished. On the loop's thread."""
+        """Note that an incarnation is gone. Called on the loop's thread."""
         if engine_id == self._engine_id and not self._lost.done():
             self._lost.set_result(failure)
 
@@ -117,7 +97,7 @@ class LinkKeeper:
         while True:
             try:
                 failure = await self._once(session)
-            except Exception as error:  # whatever it is, the other links go on
+            except Exception as error:  # the other links go on
                 logger.exception("the link to %s", self.entry.engine)
                 failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
             held = self.report.state is LinkState.ESTABLISHED
@@ -129,9 +109,11 @@ class LinkKeeper:
     async def _once(self, session: aiohttp.ClientSession) -> Failure:
         """Establish the link and hold it; return why it could not be, or was lost."""
         address = self.entry.address(self._data_rank)
-        health = await ask_health(session, *address, HEALTH_SECONDS)
+        health = await ask_health(session, self.entry.engine, *address, HEALTH_SECONDS, self._tls)
         if isinstance(health, TryAgain):
             return unreachable(health)
+        if isinstance(health, Failure):
+            return health
         if wrong := self._mistaken(health.engine_id):
             where = f"{address[0]}:{address[1]}"
             return Failure(Reason.ENGINE_ID_INCONSISTENT, f"{where} is {wrong}")
@@ -153,7 +135,7 @@ class LinkKeeper:
         return await self._hold(metadata)
 
     def _mistaken(self, engine_id: str) -> str:
-        """Return who answers instead of this link's peer; empty if it is the peer."""
+        """Return who answers instead of this link's peer; empty if the peer itself answers."""
         found, size = parse_engine_id(engine_id), self.entry.data_parallel_size
         if found.logical != self.entry.engine:
             return f"{found.logical}, not {self.entry.engine}"
@@ -162,7 +144,8 @@ class LinkKeeper:
             return ""
         return (
             f"{_named(found.data_rank)} of {found.logical}, not {_named(wanted)}; state the"
-            f" data-parallel size that it runs with, not {size}, and one side channel port for it"
+            f" data-parallel size that the peer runs with, not {size}, and the port of its first"
+            " rank's side channel"
         )
 
     async def _hold(self, metadata: EngineMetadata) -> Failure:
@@ -188,8 +171,8 @@ class LinkKeeper:
         return await answer
 
     async def _probed(
-        self, metadata: EngineMetadata, probe: Future[ProbeOutcome]
-    ) -> ProbeOutcome | Failure:
+        self, metadata: EngineMetadata, probe: Future[ProbeResult]
+    ) -> ProbeResult | Failure:
         running = asyncio.wrap_future(probe)
         both: set[asyncio.Future[Any]] = {running, self._lost}
         done, _ = await asyncio.wait(

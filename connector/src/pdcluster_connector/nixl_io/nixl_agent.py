@@ -1,8 +1,8 @@
-"""The real NIXL port; the only module that imports nixl.
+"""An agent of the real NIXL. No other module imports nixl.
 
-One thread calls an agent (its owner); nixl's own lock mode is RW all the same, because its
-progress thread runs beside it. Errors are translated outside of ``except`` blocks: a chained
-traceback would keep nixl's agent alive, and destroying the agent is what stops a DMA.
+One thread calls an agent. nixl's lock mode is RW all the same, because nixl's progress thread runs
+at the same time. Errors are raised outside of ``except`` blocks: a chained traceback would keep
+nixl's agent alive, and only the end of the agent stops a DMA.
 """
 
 # ruff: noqa: D102 - the methods are documented in AgentInterface
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
 import os
 import secrets
 import weakref
@@ -31,9 +30,6 @@ from pdcluster_connector.nixl_io.interface import (
     NixlErrorKind,
     Rows,
 )
-from pdcluster_connector.plan.descriptors import rows_nx3
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -59,11 +55,11 @@ def _load_nixl() -> Any:
 PROGRESS_DELAY_MICROSECONDS = 100
 
 UCX_DEFAULTS = {
-    # UCX connects while a peer is added, and waits: to a peer whose packets the network drops for
-    # two minutes, in which nothing is read from any other peer either. [measured, UCX over TCP]
+    # By default, UCX waits for the connection while a peer is added. If the network drops the
+    # packets, it waits two minutes, and nothing is read from other peers. [measured, UCX over TCP]
     "UCX_TCP_CONN_NB": "y",
-    # Memory that was registered and is gone would be kept without bound. vLLM sets the same when
-    # it imports NIXL itself, and UCX reads it only once: when NIXL is loaded.
+    # By default, UCX keeps registrations of freed memory without a limit. vLLM sets the same value
+    # when it imports NIXL. UCX reads it once, when NIXL is loaded.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
 }
 
@@ -89,7 +85,7 @@ def _waiting_progress_thread(api: Any) -> Iterator[None]:
 
 
 class NixlAgent:
-    """The real one: one nixl agent with backend ``backends`` (UCX)."""
+    """One agent of the real nixl."""
 
     def __init__(
         self,
@@ -98,23 +94,20 @@ class NixlAgent:
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 0,
         backend_options: Sequence[tuple[str, str, str]] = (),
-        strided: bool | None = None,
     ) -> None:
         """Make an agent.
 
         Args:
             name: the agent's, to which a random part is added.
-            backends: those that this nixl lacks are left out.
+            backends: NIXL backends; those that this nixl lacks are left out.
             num_threads: threads of the agent's own that post large transfers.
             backend_options: (backend, option, value) (:mod:`compat.transports`).
-            strided: whether Nx5 lists are used; None finds out at the first list.
         """
         for variable, value in UCX_DEFAULTS.items():
             os.environ.setdefault(variable, value)
         api = _load_nixl()
         # Peers tell agents apart by name, so a rebuilt agent needs a new one.
         self.name = f"{name}#{secrets.token_hex(4)}"
-        self._strided = strided
         self._registrations: list[Any] = []
         self._open: set[Dlist | Handle] = set()
         self._kinds = _error_kinds(
@@ -152,21 +145,7 @@ class NixlAgent:
 
     def prepare(self, peer: str | None, rows: Rows, memory: Memory) -> Dlist:
         agent = "NIXL_INIT_AGENT" if peer is None else peer
-        native = None
-        if self._strided is not False:
-            try:
-                native = self._call(lambda: self._agent.prep_xfer_dlist(agent, rows, memory.value))
-                self._strided = True
-            except NixlError:
-                if self._strided:
-                    raise
-        if native is None:
-            # Older nixl knows no strided lists; if the rows are wrong, this raises as well.
-            dense = rows_nx3(rows)
-            native = self._call(lambda: self._agent.prep_xfer_dlist(agent, dense, memory.value))
-            if self._strided is None:
-                logger.warning("nixl takes no strided lists: %d descriptors instead", len(dense))
-            self._strided = False
+        native = self._call(lambda: self._agent.prep_xfer_dlist(agent, rows, memory.value))
         dlist = Dlist(native, peer)
         self._open.add(dlist)
         return dlist
@@ -181,7 +160,7 @@ class NixlAgent:
         )
         handle = Handle(native)
         self._open.add(handle)  # also if posting fails: nixl may hold a part of it
-        # Part of it may be under way when posting fails, unless the peer is gone altogether.
+        # If posting fails, a part may be under way, except when the peer is gone.
         status = self._call(lambda: self._agent.transfer(native), ending=_GONE)
         if status == "ERR":
             raise NixlError(NixlErrorKind.TRANSPORT, "posting the transfer failed", flying=True)
@@ -212,7 +191,7 @@ class NixlAgent:
         ]
         closer: Callable[[], Any] | None = None
         for closer in closers:
-            # A refusal changes nothing: destroying the agent frees all of it.
+            # An error changes nothing: the end of the agent frees all of it.
             with suppress(NixlError):
                 self._call(closer)
         for item in list(self._open):
@@ -229,7 +208,7 @@ class NixlAgent:
             )
 
     def _drop(self, item: Dlist | Handle) -> None:
-        """Let go of nixl's own object, which would keep the agent alive."""
+        """Drop nixl's own object, which would keep the agent alive."""
         item.native = None
         self._open.discard(item)
 
@@ -248,7 +227,7 @@ def _handles_first(item: Dlist | Handle) -> bool:
 
 
 def _error_kinds(bindings: Any) -> dict[type[BaseException], NixlErrorKind]:
-    """Map the exception classes this nixl has; by name, for they differ between versions."""
+    """Map the exception classes of this nixl. They differ between versions, so go by name."""
     names = {
         "nixlRemoteDisconnectError": NixlErrorKind.DISCONNECTED,
         "nixlBackendError": NixlErrorKind.TRANSPORT,

@@ -1,8 +1,8 @@
-"""Whether a peer's memory is what it says it is, and how fast it can be read.
+"""Probes: reads that show that a peer's memory is the right one, and how fast it can be read.
 
-Every serving agent registers a probe region filled with a pattern that only its engine and
-rank have. Reading it back proves that the link reaches that very process and that its bytes
-arrive unchanged; timing it gives the bandwidth. No KV block is at stake meanwhile.
+Each serving agent registers a probe region with a pattern that only its engine and rank have. A
+read of it shows that the link reaches that very process and that bytes arrive unchanged. The time
+of the read gives the bandwidth. A probe touches no KV block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WORDS = WARM_UP_BYTES // 8
 def pattern(engine_id: str, rank: tuple[int, int], length: int) -> NDArray[np.uint8]:
     """Return the first ``length`` bytes of the pattern of one rank of one incarnation.
 
-    Every 4 KiB differ from the next, so that a wrong offset shows as well as a wrong peer.
+    Each page of 4 KiB differs from the others, so a wrong offset is noticed like a wrong peer.
     """
     digest = blake2b(f"{engine_id}/{rank[0]}/{rank[1]}".encode(), digest_size=8).digest()
     words = np.random.PCG64(int.from_bytes(digest, "little")).random_raw(_WORDS)

@@ -1,7 +1,7 @@
 """The NIXL agent that reads, and what it holds of each peer.
 
-It is apart from the agent that serves this engine's memory to others, so that it can be
-destroyed at any time: nothing less stops a transfer under way.
+Another agent serves this engine's memory to peers, so this one can be destroyed at any time. Only
+that stops a transfer that is under way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pdcluster_connector.nixl_io.interface import (
 from pdcluster_connector.nixl_io.probe import FIRST, Scratch, one_row, word_rows
 from pdcluster_connector.plan.request import groups_of
 from pdcluster_connector.plan.transfer import PeerPlan, SourcePlan
-from pdcluster_connector.protocol.conversion import to_shape
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import (
     EngineMetadata,
@@ -122,7 +121,7 @@ class ReadingAgent:
     def open(self, metadata: EngineMetadata, plan: PeerPlan) -> Connection:
         """Load the peer's agents and prepare the descriptor lists, once per peer."""
         shards = {shard.rank: shard for shard in metadata.shards}
-        connection = Connection(metadata, plan, groups_of(to_shape(metadata.shape)))
+        connection = Connection(metadata, plan, groups_of(metadata.shape))
         try:
             for source in plan.sources:
                 connection.sources.append(self._open_source(shards[source.rank], source))
@@ -174,7 +173,7 @@ class ReadingAgent:
         self._peers[peer] -= 1
         if self._peers[peer] == 0:
             del self._peers[peer]
-            # NIXL has dropped the peer by itself if its transport failed.
+            # NIXL drops a peer by itself if its transport failed.
             with suppress(NixlError):
                 self._nixl.remove_peer(peer)
 

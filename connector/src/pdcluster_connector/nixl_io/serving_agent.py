@@ -1,7 +1,7 @@
 """The agent through which this worker's KV can be read by its peers.
 
-It makes no transfers of its own: after registration, NIXL's progress thread (or the network
-hardware) answers the readers. The reading agent is another one and may be destroyed.
+It makes no transfers of its own. After registration, NIXL's progress thread or the network card
+answers the readers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pdcluster_connector.nixl_io.lease_word_table import LeaseWordTable
 from pdcluster_connector.nixl_io.probe import PROBE_BYTES, pattern
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.plan.slices import seams
-from pdcluster_connector.protocol.conversion import from_region
 from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata
 
 
@@ -44,12 +43,12 @@ class ServingAgent:
         self.lease_words = LeaseWordTable()
         self._probe = np.zeros(probe_bytes, np.uint8)
         self._seams = seams(item.span for item in memory)
-        self._port = make_agent()
+        self._agent = make_agent()
         try:
             probe = MemoryRange(self._probe.ctypes.data, self._probe.nbytes)
-            self._port.register([*memory, probe, self.lease_words.memory])
+            self._agent.register([*memory, probe, self.lease_words.memory])
         except NixlError:
-            self._port.close()
+            self._agent.close()
             raise
 
     def metadata(
@@ -60,9 +59,9 @@ class ServingAgent:
         return ShardMetadata(
             engine_id=engine_id,
             rank=rank,
-            agent_name=self._port.name,
-            agent_metadata=self._port.metadata(),
-            regions=tuple(from_region(region) for region in regions),
+            agent_name=self._agent.name,
+            agent_metadata=self._agent.metadata(),
+            regions=tuple(regions),
             probe=ProbeRegion(address=self._probe.ctypes.data, length=self._probe.nbytes),
             lease_words=self.lease_words.place,
             seams=self._seams,
@@ -71,4 +70,4 @@ class ServingAgent:
     def close(self) -> None:
         """Stop serving: readers see their transfers fail, or that every lease has ended."""
         self.lease_words.clear()
-        self._port.close()
+        self._agent.close()

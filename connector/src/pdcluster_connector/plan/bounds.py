@@ -1,7 +1,8 @@
-"""Checks that a region's numbers describe memory in which nothing overlaps.
+"""Checks that a region's numbers describe memory that can exist and in which nothing overlaps.
 
-A peer states its regions itself, and this engine's own come from strides; an address is only
-computed from a region that passed here, so that every descriptor lies inside its region.
+A peer states its regions itself, and this engine's own come from strides. The handshake refuses a
+bad region, and the planner computes addresses only from regions that passed here. So every
+descriptor lies inside of its region.
 """
 
 from __future__ import annotations
@@ -11,57 +12,56 @@ from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region
 
 ADDRESS_LIMIT = 2**63
+EXTENT_LIMIT = 2**48
 SIZE_LIMIT = 2**31
+STRIDES = ("block_stride", "head_stride", "token_stride")
 
 
 def check_region(region: Region, side: str) -> None:
-    """Refuse a region in which two (block, head, token) would share bytes.
+    """Refuse a region that :func:`region_fault` finds a fault in.
 
     Raises:
         PlanError: LayoutUnsupported, with the field and its value.
     """
-    heads = region.head_stop - region.head_start
-    for field, value in (
-        ("num_blocks", region.num_blocks),
-        ("block_tokens", region.block_tokens),
-        ("token_bytes", region.token_bytes),
-        ("heads", heads),
-    ):
+    fault = region_fault(region)
+    if fault is not None:
+        message = f"{side} layer {region.layer}: {fault}"
+        raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
+
+
+def region_fault(region: Region) -> str | None:
+    """Return what is wrong with a region, with the values; None for a sound one."""
+    for field in ("num_blocks", "block_tokens", "token_bytes", "heads"):
+        value = getattr(region, field)
         if not 1 <= value < SIZE_LIMIT:
-            raise _bad(region, side, f"{field} is {value}")
+            return f"{field} is {value}"
     if region.head_start < 0:
-        raise _bad(region, side, f"head_start is {region.head_start}")
-    strides = f"block_stride {region.block_stride}, head_stride {region.head_stride}"
-    if region.token_stride is not None:
-        strides += f", token_stride {region.token_stride}"
+        return f"head_start is {region.head_start}"
+    found = {
+        name: getattr(region, name) for name in ("block_stride", "head_stride", "token_stride")
+    }
+    strides = {name: stride for name, stride in found.items() if stride is not None}
+    shown = ", ".join(f"{name} {stride}" for name, stride in strides.items())
     extent = region_extent(region)
     if extent is None:
-        raise _bad(region, side, f"{strides}: blocks, heads and tokens overlap")
+        return f"{shown}: blocks, heads and tokens overlap"
+    if min(strides.values()) < 1:
+        return f"{shown}: a stride is not positive"
     end = region.base + extent
-    if region.base < 0 or end > ADDRESS_LIMIT:
-        raise _bad(region, side, f"addresses [{region.base}, {end}) do not exist")
+    if region.base < 0 or end > ADDRESS_LIMIT or extent > EXTENT_LIMIT:
+        return f"addresses [{region.base}, {end}) do not exist"
+    return None
 
 
 def region_extent(region: Region) -> int | None:
-    """Return the bytes from the region's first to behind its last; None if its cells overlap.
+    """Return the bytes from the region's first to behind its last; None if its pieces overlap.
 
     The axes may be nested in any order: vLLM's ``LHBNC`` has the blocks inside of a head.
     """
-    axes = [
-        (region.block_stride, region.num_blocks),
-        (region.head_stride, region.head_stop - region.head_start),
-    ]
-    if region.token_stride is None:
-        extent = region.block_tokens * region.token_bytes
-    else:
-        extent = region.token_bytes
-        axes.append((region.token_stride, region.block_tokens))
+    extent, axes = region.piece
+    axes.append((region.block_stride, region.num_blocks))
     for stride, count in sorted(axis for axis in axes if axis[1] > 1):
         if stride < extent:
             return None
         extent += stride * (count - 1)
     return extent
-
-
-def _bad(region: Region, side: str, message: str) -> PlanError:
-    return PlanError(Reason.LAYOUT_UNSUPPORTED, f"{side} layer {region.layer}: {message}")

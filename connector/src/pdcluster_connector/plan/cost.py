@@ -1,6 +1,7 @@
-"""What a request costs before its first byte moves: descriptors, each of which has to be posted.
+"""How many descriptors a request takes.
 
-Posting takes the host some 10 microseconds a descriptor, whatever its bytes. [measured, NIXL 1.5]
+The host posts each descriptor. That takes about 10 microseconds, whatever the descriptor's size.
+[measured, NIXL 1.5]
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ NOTICE_TOKENS = 1000
 
 
 def descriptors(plan: PeerPlan, tokens: int) -> tuple[int, int]:
-    """Return the descriptors of a request of ``tokens`` tokens, and how few would do if both
-    engines kept a head's tokens of a block side by side.
+    """Return how many descriptors a request of ``tokens`` tokens takes, and how many it would take
+    if both engines kept a head's tokens of a block side by side.
 
-    Counted before NIXL joins neighbours, which it cannot do with parts of blocks.
+    NIXL may join neighbours later; that is not counted. It cannot join parts of blocks.
     """
     taken = least = 0
     for source in plan.sources:
@@ -27,16 +28,16 @@ def descriptors(plan: PeerPlan, tokens: int) -> tuple[int, int]:
 
 
 def cost_notice(plan: PeerPlan, layout: str | None) -> str:
-    """Return what makes a pair's transfers needlessly small, and the remedy; empty if nothing.
+    """Return why a pair's transfers are smaller than needed, and the remedy; empty if they are not.
 
-    ``layout`` is prefill's name of its order of KV in memory.
+    ``layout`` is vLLM's name of the order in which prefill keeps KV.
     """
     taken, least = descriptors(plan, NOTICE_TOKENS)
     if taken == least:
         return ""
     return (
-        f"{NOTICE_TOKENS:,} tokens take {taken:,} descriptors on this rank where {least:,} would "
-        f"do: KV is laid out token by token{f' on prefill ({layout})' if layout else ''}, and the "
-        "two engines' tensor-parallel sizes or layouts differ. Give both "
-        "VLLM_KV_CACHE_LAYOUT=LBHNC, and an attention backend that has it"
+        f"{NOTICE_TOKENS:,} tokens take {taken:,} descriptors on this rank; {least:,} would be "
+        f"enough. KV is laid out token by token{f' on prefill ({layout})' if layout else ''}, and "
+        "the two engines' tensor-parallel sizes or layouts differ. Set "
+        "VLLM_KV_CACHE_LAYOUT=LBHNC on both, with an attention backend that supports it"
     )

@@ -1,17 +1,18 @@
 """From (layer, head interval) to strided descriptor rows.
 
-A *run* is a range of bytes that is contiguous on both sides, at the same place in every block (or
-in every ``unit`` tokens of a block). All runs of a *stride class* repeat with the same strides, so
-one arithmetic gives the indices of all of them (:mod:`transfer`).
+A *run* is a range of bytes that is contiguous on both sides. It lies at the same place in every
+block, or in every ``unit`` tokens of a block. All runs of a *stride class* repeat with the same
+strides, so one formula gives the indices of all of them (:mod:`transfer`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.reasons import Reason
@@ -25,7 +26,7 @@ Rows = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How one side's copies of a run repeat.
+    """How runs repeat on one side.
 
     Attributes:
         num_blocks, block_tokens: as in the region.
@@ -80,7 +81,7 @@ class ClassKey:
     unit: int
     prefill: Side
     decode: Side
-    by_token: bool = False  # a head's tokens of a unit are in descriptors of their own
+    by_token: bool = False  # each token of a unit has a descriptor of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +95,8 @@ class Runs:
     def merged(self) -> Runs:
         """Join runs that follow one another on both sides.
 
-        Runs of a stride class shift alike from block to block, so what is adjacent in block 0 is
-        adjacent in all: this joins the layers of a layout with blocks outermost.
+        All runs of a stride class move by the same distance from block to block, so neighbours in
+        block 0 are neighbours in every block. In a layout with blocks outermost, this joins layers.
         """
         order = np.argsort(self.prefill, kind="stable")
         prefill, decode, length = self.prefill[order], self.decode[order], self.length[order]
@@ -106,12 +107,11 @@ class Runs:
         return Runs(prefill[first], decode[first], np.add.reduceat(length, first))
 
 
-def stride_classes(assignments: Sequence[Assignment], unit: int | None) -> dict[ClassKey, Runs]:
-    """Cut assignments into runs, by stride class; layers of one geometry together.
+def stride_classes(assignments: Sequence[Assignment]) -> dict[ClassKey, Runs]:
+    """Cut assignments into runs, by stride class. Layers of equal geometry are cut together.
 
     Args:
         assignments: all from one prefill shard; the regions passed :func:`check_region`.
-        unit: tokens in a descriptor; None for the most that both block sizes allow.
 
     Raises:
         PlanError: the two sides' bytes do not correspond.
@@ -123,7 +123,7 @@ def stride_classes(assignments: Sequence[Assignment], unit: int | None) -> dict[
     found: dict[ClassKey, list[Runs]] = {}
     for items in alike.values():
         first = items[0]
-        tokens = _unit(first.prefill, first.decode, unit)
+        tokens = _unit(first.prefill, first.decode)
         length, prefill_offsets, decode_offsets = _runs(first, tokens)
         prefill_bases = np.array([item.prefill.base for item in items], np.int64)
         decode_bases = np.array([item.decode.base for item in items], np.int64)
@@ -137,23 +137,16 @@ def stride_classes(assignments: Sequence[Assignment], unit: int | None) -> dict[
     return {key: _concatenated(runs).merged() for key, runs in found.items()}
 
 
-def rows_nx3(rows: Rows) -> Rows:
-    """Flatten strided rows to (m, 3) rows ``(addr, len, device)``, for NIXL before 1.5."""
-    counts = rows[:, 4].astype(np.int64)
-    flat = np.repeat(rows[:, :3], counts, axis=0)
-    before = np.repeat(np.cumsum(counts) - counts, counts)
-    element = (np.arange(before.size) - before).astype(np.uint64)
-    flat[:, 0] += element * np.repeat(rows[:, 3], counts)
-    return flat
-
-
 def _geometry(region: Region) -> Region:
     return replace(region, layer="", part="", base=0)
 
 
-def _unit(prefill: Region, decode: Region, wanted: int | None) -> int:
-    """Return the tokens of one descriptor after checking that both sides' bytes correspond."""
-    sizes = f"(prefill {prefill.block_tokens}, decode {decode.block_tokens} tokens)"
+def _unit(prefill: Region, decode: Region) -> int:
+    """Return the tokens of one descriptor, the most that both block sizes allow.
+
+    Raises:
+        PlanError: the two sides' bytes do not correspond.
+    """
     if prefill.token_bytes != decode.token_bytes:
         message = f"layer {prefill.layer} has {prefill.token_bytes} bytes a token and head on "
         message += f"prefill and {decode.token_bytes} on decode"
@@ -161,15 +154,12 @@ def _unit(prefill: Region, decode: Region, wanted: int | None) -> int:
     if (prefill.token_stride is None) != (decode.token_stride is None):
         message = f"layer {prefill.layer}: a block's inside is packed on one side only"
         raise PlanError(Reason.BLOCK_INTERIOR_OPAQUE, message)
-    largest = math.gcd(prefill.block_tokens, decode.block_tokens)
-    unit = largest if wanted is None else wanted
-    if unit < 1 or largest % unit:
-        message = f"descriptors of {unit} tokens do not fit the blocks {sizes}"
-        raise PlanError(Reason.BLOCK_SIZE_MISMATCH, message)
+    unit = math.gcd(prefill.block_tokens, decode.block_tokens)
     whole = unit == prefill.block_tokens == decode.block_tokens
     if prefill.token_stride is None and not whole:
-        message = f"layer {prefill.layer}: a block cannot be cut by token, and blocks differ "
-        raise PlanError(Reason.BLOCK_INTERIOR_OPAQUE, message + sizes)
+        message = f"layer {prefill.layer}: a block cannot be cut by token, and block sizes differ "
+        message += f"(prefill {prefill.block_tokens}, decode {decode.block_tokens} tokens)"
+        raise PlanError(Reason.BLOCK_INTERIOR_OPAQUE, message)
     return unit
 
 

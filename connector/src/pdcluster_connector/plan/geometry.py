@@ -1,11 +1,11 @@
 """Where the KV of one shard lies in memory.
 
-vLLM's per-layer cache is logically ``[block, head, token, content]`` whatever the physical
-order (vLLM RFC #42082); strides say how it is laid out. A backend may pack a block's
-interior so that only whole (block, head) runs have meaning (CPU_ATTN keeps all K tokens,
-then all V tokens): such a region has no token stride and can be cut by head, not by token.
+A layer's cache in vLLM is logically ``[block, head, token, content]``, whatever its physical order
+(vLLM RFC #42082). Strides say where each of them lies. Some backends pack the inside of a block:
+CPU_ATTN keeps K of all tokens of a head, then V of all of them. Such a region has no token stride.
+It can be cut by head and not by token.
 
-What the vLLM side fills in, for each layer of its rank:
+``vllm.registration`` makes these regions for each layer of its rank:
 
 * attention: one region (``part`` empty), or one for K and one for V where a backend keeps them
   apart; ``block_tokens`` is the kernel block's: the group's block size divided by its ratio;
@@ -22,14 +22,23 @@ Regions of different groups may lie on the same memory (vLLM's hybrid tensors do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
+from pdcluster_connector.compat.field_types import (
+    Address,
+    Bytes,
+    Count,
+    DeviceNumber,
+    GroupNumber,
+    HeadNumber,
+    Identifier,
+    Name,
+)
 from pdcluster_connector.compat.shape import Memory
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """One layer's KV cache in one shard.
+class Region(Struct, frozen=True, array_like=True):
+    """One layer's KV cache in one shard. Handshakes send it as an array of its fields.
 
     Attributes:
         layer: vLLM's layer name; layers are matched by it.
@@ -39,7 +48,7 @@ class Region:
         block_tokens: tokens in a kernel block.
         head_start, head_stop: global KV heads that this shard holds.
         head_stride: bytes from one head to the next in a block.
-        token_stride: bytes from one token to the next in a head; None if opaque.
+        token_stride: bytes from one token to the next in a head; None if it is packed.
         token_bytes: bytes of one token of one head.
         device: device index.
         memory: NIXL memory type.
@@ -47,24 +56,40 @@ class Region:
         part: which of the layer's arrays; empty if it has one.
     """
 
-    layer: str
-    base: int
-    num_blocks: int
-    block_stride: int
-    block_tokens: int
-    head_start: int
-    head_stop: int
-    head_stride: int
-    token_stride: int | None
-    token_bytes: int
-    device: int = 0
+    layer: Identifier
+    base: Address
+    num_blocks: Count
+    block_stride: Bytes
+    block_tokens: Count
+    head_start: HeadNumber
+    head_stop: HeadNumber
+    head_stride: Bytes
+    token_stride: Bytes | None
+    token_bytes: Bytes
+    device: DeviceNumber = 0
     memory: Memory = Memory.DRAM
-    group: int = 0
-    part: str = ""
+    group: GroupNumber = 0
+    part: Name = ""
+
+    @property
+    def heads(self) -> int:
+        """Return the number of KV heads that this shard holds."""
+        return self.head_stop - self.head_start
+
+    @property
+    def piece(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return the bytes of the smallest piece of a block, and how it repeats in the block.
+
+        A piece is one token of one head, or one head where tokens cannot be told apart. It
+        repeats over axes of (stride in bytes, count): heads, then tokens.
+        """
+        axes = [(self.head_stride, self.heads)]
+        if self.token_stride is None:
+            return self.block_tokens * self.token_bytes, axes
+        return self.token_bytes, [*axes, (self.token_stride, self.block_tokens)]
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Struct, frozen=True):
     """One rank's regions.
 
     Attributes:

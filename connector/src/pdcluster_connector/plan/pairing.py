@@ -68,7 +68,7 @@ def pair_blocks(prefill: BlockList, decode: BlockList, start: int, stop: int) ->
             needed for it is not a list of different block ids.
     """
     if not 0 <= start <= stop <= LIMIT:
-        raise CoverageError(f"tokens [{start}, {stop}) are no interval")
+        raise CoverageError(f"tokens [{start}, {stop}) are not an interval")
     sides = {"prefill": prefill, "decode": decode}
     if start == stop:
         nothing = np.empty(0, np.int32)
@@ -102,13 +102,13 @@ def expand_blocks(
         logical: ids as the scheduler counts them.
         ratio: kernel blocks in a logical block.
         null: the id that stands for no block; vLLM's is 0. None: there is none.
-        most: ids behind so many are left out: a ticket may list more than anyone needs.
+        most: how many ids are needed; a ticket may list more, which are left out.
 
     Returns:
         int32 of ``ratio`` for each id that counts; -1 where nothing is held.
 
     Raises:
-        CoverageError: the ids are no block ids.
+        CoverageError: the ids are not block ids.
     """
     if not 1 <= ratio <= LIMIT:
         raise CoverageError(f"{ratio} kernel blocks in a logical block")
@@ -122,15 +122,15 @@ def expand_blocks(
 
 
 def _integers(side: str, blocks: Sequence[int] | Int32) -> Int64:
-    """Return ids as int64; what is no list of whole numbers fails (a ticket may say anything)."""
+    """Return ids as int64. A ticket may hold anything, so all but whole numbers are refused."""
     try:
         ids = np.asarray(blocks)
     except (ValueError, OverflowError) as error:
-        raise CoverageError(f"{side} blocks are no list of ids: {error}") from None
+        raise CoverageError(f"{side} blocks are not a list of ids: {error}") from None
     if ids.size == 0:
         return np.empty(0, np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise CoverageError(f"{side} blocks are no list of ids")
+        raise CoverageError(f"{side} blocks are not a list of ids")
     if int(ids.max()) > LIMIT:
         raise CoverageError(f"{side} block {int(ids.max())} is out of range")
     return ids.astype(np.int64)

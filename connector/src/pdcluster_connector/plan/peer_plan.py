@@ -18,13 +18,12 @@ from pdcluster_connector.plan.topology import Assignment, assign_sources
 from pdcluster_connector.plan.transfer import IndexedSide, PeerPlan, SourcePlan, StrideClass
 
 
-def plan_peer(decode: Shard, prefill: Sequence[Shard], *, unit: int | None = None) -> PeerPlan:
+def plan_peer(decode: Shard, prefill: Sequence[Shard]) -> PeerPlan:
     """Compile the plan of a decode shard with all shards of a prefill engine.
 
     Args:
         decode: the shard that needs every byte of its regions' heads.
         prefill: the engine's shards, all ranks; layers that decode lacks are left out.
-        unit: tokens in a descriptor, a divisor of both block sizes; default the largest.
 
     Raises:
         PlanError: a layer, a head or a shard is missing, or the layouts do not correspond.
@@ -37,7 +36,7 @@ def plan_peer(decode: Shard, prefill: Sequence[Shard], *, unit: int | None = Non
         by_source.setdefault(assignment.source, []).append(assignment)
     sources = []
     for index, assignments in sorted(by_source.items()):
-        found = stride_classes(assignments, unit)
+        found = stride_classes(assignments)
         prefill_rows = _rows([(key.prefill, runs.prefill, runs) for key, runs in found.items()])
         decode_rows = _rows([(key.decode, runs.decode, runs) for key, runs in found.items()])
         sources.append(

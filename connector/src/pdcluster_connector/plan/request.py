@@ -1,12 +1,14 @@
 """One request's part of a plan, over all KV cache groups.
 
-Each side's logical ids are expanded with its own ratio of kernel blocks; then a group's two
-lists are paired by token position. What is needed of a group depends on its kind: every token
-that decode lacks; of a sliding window's layers the window before ``stop``; of Mamba layers the
-state after ``stop`` tokens, which is one slot.
+Each side's logical block ids become kernel block ids, with the side's own ratio. Then the two lists
+of a group are paired by token position. What decode needs depends on the kind of the group:
 
-What the vLLM side fills in: the groups of both engines' shapes, prefill's ids from the ticket
-and decode's from its scheduler, one list a group in the order of ``groups``.
+* full attention and MLA: every token that decode lacks;
+* sliding window: of those, the window before ``stop``;
+* Mamba: the state after ``stop`` tokens, which is one slot.
+
+Prefill's block ids come from the ticket and decode's from its scheduler. Each has one list for each
+group, in the order of the shape's ``groups``.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class GroupBlocks:
         blocks: block i holds the tokens from ``first_token + i * block_size`` on; 0 (vLLM's
             null block) or negative where nothing is held, as before a window. Of a Mamba group
             exactly one id: the slot of the running state (:func:`state_slot`).
-        first_token: what ``blocks[0]`` begins with; of no meaning in a Mamba group.
+        first_token: the first token of ``blocks[0]``; not used in a Mamba group.
     """
 
     blocks: Sequence[int] | Int32
@@ -55,8 +57,8 @@ class EngineBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Unfilled:
-    """Tokens in KV cache group ``group``: of kernel block ``block`` those from ``first`` on, and
-    all of the kernel blocks after it, before ``end``.
+    """Tokens of KV cache group ``group`` that get no KV: those of kernel block ``block`` from
+    offset ``first`` on, and all tokens of the kernel blocks after it, up to ``end`` (exclusive).
     """
 
     group: int
@@ -66,7 +68,7 @@ class Unfilled:
 
 
 def groups_of(shape: EngineShape) -> tuple[GroupShape, ...]:
-    """Return an engine's groups; one that names none has one, of its engine-wide sizes."""
+    """Return an engine's groups. An engine that states none has one group of its own sizes."""
     if shape.groups is not None:
         return shape.groups
     ratio = shape.kernel_blocks_per_block or 1
@@ -105,7 +107,7 @@ def plan_request(
         ours, theirs = _group(prefill, groups[0]), _group(decode, groups[1])
         if LayerKind.MAMBA in (ours[0].kind, theirs[0].kind):
             if stop != tokens:
-                message = f"a state after {stop} tokens is wanted, the ticket's is after {tokens}"
+                message = f"the state after {stop} tokens is needed, the ticket's is after {tokens}"
                 raise CoverageError(message)
             pairs = _pair_slots(ours[1], theirs[1])
         else:
@@ -117,7 +119,7 @@ def plan_request(
 
 
 def unfilled(held: EngineBlocks, stop: int) -> Iterator[Unfilled]:
-    """Find what of a request's attention blocks no token before ``stop`` fills."""
+    """Find the parts of a request's attention blocks that tokens before ``stop`` do not fill."""
     for number, (group, blocks) in enumerate(zip(held.groups, held.blocks, strict=True)):
         ratio, size = group.kernel_blocks_per_block, group.block_size
         for index, block in enumerate(blocks.blocks if group.kind is not LayerKind.MAMBA else ()):
@@ -158,7 +160,7 @@ def _group(held: EngineBlocks, number: int) -> tuple[GroupShape, GroupBlocks]:
 
 
 def _kernel_blocks(group: GroupShape, held: GroupBlocks, stop: int) -> BlockList:
-    """Return what holds the tokens before ``stop``, which alone is needed."""
+    """Return the kernel blocks that hold the tokens before ``stop``."""
     size, ratio = group.block_size, group.kernel_blocks_per_block
     needed = max(0, -(-(stop - held.first_token) // size))
     return BlockList(
@@ -171,20 +173,20 @@ def _first_needed(
 ) -> int:
     """Return the first token that decode needs of a group.
 
-    The next query is at ``stop``, or at ``stop - 1`` if vLLM computes the prompt's last token
-    again, so the window is looked at from there. Either engine may have let go of the one token
-    by which the two differ: with different block sizes one of them may and the other not.
+    vLLM computes next the token at ``stop``, or the one at ``stop - 1`` if it computes the prompt's
+    last token again. So the window may begin one token earlier. An engine may have freed the block
+    of that one token already. Then the window begins one token later.
     """
     if window is None or stop - window < start:
         return start
     first = stop - window
-    if any(_let_go_up_to(blocks, first) for blocks in lists):
+    if any(_freed_up_to(blocks, first) for blocks in lists):
         first += 1
     return max(start, first - first % unit)
 
 
-def _let_go_up_to(held: BlockList, token: int) -> bool:
-    """Tell whether ``token`` is the last one of a block that is not held."""
+def _freed_up_to(held: BlockList, token: int) -> bool:
+    """Tell whether ``token`` is the last one of a block that is not held any more."""
     index, offset = divmod(token - held.first_token, held.block_tokens)
     gone = index < 0 or (index < len(held.blocks) and held.blocks[index] < 0)
     return gone and offset == held.block_tokens - 1

@@ -1,9 +1,9 @@
 """Memory in slices: where an allocation is cut for registration, and descriptor rows at the seams.
 
-vLLM may put all layers in one allocation of tens of GiB. Network cards lose speed on registered
-memory above 4 GiB (mlx5: 45 %, LMCache #4432), so it is registered in slices. NIXL looks up a
-whole strided row in one of them: a row ends at a seam and goes on behind it. No index changes by
-that, since the elements of rows are counted through.
+vLLM may put all layers into one allocation of tens of GiB. Network cards lose speed on registered
+memory above 4 GiB (mlx5: 45 %, LMCache #4432), so an allocation is registered in slices. NIXL needs
+each strided row to lie in one slice, so a row that reaches over a seam becomes two. The indices of
+descriptors stay the same, because they are counted over all rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region
 
 SLICE_BYTES = 4 * 2**30
-PAGE_BYTES = 64 * 1024  # of GPU memory, as it is pinned; seams lie between pages where they can
+PAGE_BYTES = 64 * 1024  # GPU memory is pinned in such pages; seams lie between them if possible
 MOST_ROWS = 2**20
 _TRIES = 128
 
@@ -41,7 +41,7 @@ def joined(spans: Iterable[Span]) -> list[Span]:
 def sliced(span: Span, regions: Sequence[Region], limit: int = SLICE_BYTES) -> list[Span]:
     """Cut ``span`` so that no descriptor of ``regions``, which lie in it, crosses a seam.
 
-    Slices are as long as ``limit`` allows; longer where blocks lie so that they cannot be.
+    Slices are as long as ``limit`` allows, and longer where no seam is possible before.
     """
     start, stop = span
     found = [start]
@@ -63,7 +63,7 @@ class _Run:
 
     @property
     def pitch(self) -> int:
-        """From one repetition to the next: a longer run would lie over its own next one."""
+        """The shortest stride. A run that is longer would overlap its own next repetition."""
         return min((stride for stride, count in self.axes if count > 1), default=SLICE_BYTES)
 
     def holds(self, seam: int) -> bool:
@@ -75,9 +75,9 @@ class _Run:
 
 
 def _runs(regions: Sequence[Region]) -> list[_Run]:
-    """Return what each region's descriptors lie in: a block, or one head's share of it.
+    """Return the runs that hold each region's descriptors: a block, or one head of a block.
 
-    Neighbours within a block are one run: with blocks outermost, a descriptor spans layers.
+    Neighbours in a block become one run: with blocks outermost, a descriptor spans layers.
     """
     found: list[_Run] = []
     for run in sorted((_run(region) for region in regions), key=lambda run: (run.axes, run.start)):
@@ -92,12 +92,7 @@ def _runs(regions: Sequence[Region]) -> list[_Run]:
 
 
 def _run(region: Region) -> _Run:
-    axes = [(region.head_stride, region.head_stop - region.head_start)]
-    if region.token_stride is None:
-        length = region.block_tokens * region.token_bytes
-    else:
-        length = region.token_bytes
-        axes.append((region.token_stride, region.block_tokens))
+    length, axes = region.piece
     inner = [axis for axis in axes if axis[0] < region.block_stride]
     outer = [axis for axis in axes if axis[0] >= region.block_stride]
     length += sum(stride * (count - 1) for stride, count in inner)
@@ -136,7 +131,7 @@ def seams(spans: Iterable[Span]) -> tuple[int, ...]:
 
 
 def split_rows(rows: Rows, cuts: Sequence[int], side: str) -> Rows:
-    """Return rows of the same elements, none of which reaches over one of ``cuts``.
+    """Return rows of the same elements that do not reach over any of ``cuts``.
 
     Raises:
         PlanError: LayoutUnsupported, where an element itself lies across a cut.
@@ -156,7 +151,9 @@ def split_rows(rows: Rows, cuts: Sequence[int], side: str) -> Rows:
     # One entry for each row and each cut that it reaches over, in order.
     row = np.repeat(np.arange(len(rows)), crossed)
     cut = at[np.arange(row.size) + np.repeat(low - np.cumsum(crossed) + crossed, crossed)]
-    before = cut - address[row] - length[row]  # elements that end at the cut or before it:
+    before = (
+        cut - address[row] - length[row]
+    )  # counts the elements that end at the cut or before it
     whole = np.where(before < 0, 0, 1 + before // np.maximum(1, stride[row]))
     whole = np.minimum(whole, count[row])
     if ((whole < count[row]) & (address[row] + whole * stride[row] < cut)).any():

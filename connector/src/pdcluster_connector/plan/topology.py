@@ -33,7 +33,7 @@ def head_interval(kv_heads: int, tensor: int, rank: int) -> tuple[int, int]:
     """Return the global KV heads of one tensor rank, as vLLM spreads them.
 
     Raises:
-        ValueError: heads and ranks don't divide one another, or the rank is no rank.
+        ValueError: neither number divides the other, or there is no such rank.
     """
     small, large = sorted((kv_heads, tensor))
     if small < 1 or large % small or not 0 <= rank < tensor:
@@ -89,7 +89,7 @@ def _by_array(shard: Shard, side: str) -> dict[tuple[str, str], Region]:
 
 
 def _holders(prefill: Sequence[Shard]) -> dict[tuple[str, str], list[tuple[Holder, Region]]]:
-    """Return, by layer, who holds which heads; by rank, whatever the order of the shards."""
+    """Return which shards hold which heads of each layer, in the order of their ranks."""
     if len({shard.rank for shard in prefill}) != len(prefill):
         raise PlanError(Reason.ENGINE_ID_INCONSISTENT, "two prefill shards have the same rank")
     holders: dict[tuple[str, str], list[tuple[Holder, Region]]] = {}
@@ -101,7 +101,7 @@ def _holders(prefill: Sequence[Shard]) -> dict[tuple[str, str], list[tuple[Holde
 
 
 def _choose(start: int, stop: int, held: tuple[Holder, ...], turn: int) -> list[Holder] | int:
-    """Cut [start, stop) into intervals with one source each, or return a head that nobody has."""
+    """Cut [start, stop) into intervals with one source each, or return a head without one."""
     edges = {edge for _, low, high in held for edge in (low, high) if start < edge < stop}
     edges |= {start, stop}
     cuts = sorted(edges)

@@ -2,11 +2,11 @@
 
 The plan is compiled once per peer (:mod:`peer_plan`): descriptor rows for both sides. A request
 then needs only indices into them. They are computed here without a loop over descriptors, and this
-is where block ids that others sent become addresses: every id and offset is checked against the
-cache's bounds first.
+is where block ids from a peer become addresses. Every id and offset is checked against the cache's
+bounds before that.
 
-A plan says which bytes correspond, not who moves them: a reader and a writer carry out the same
-plan.
+A plan says which bytes correspond. It does not say who moves them: a read and a write would use the
+same plan.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class StrideClass:
         groups: (prefill's, decode's) KV cache group.
         unit: tokens that one descriptor covers.
         unit_bytes: bytes of one unit over all runs.
-        by_token: a head's tokens of a unit are in descriptors of their own.
+        by_token: whether each token of a unit has a descriptor of its own.
     """
 
     groups: tuple[int, int]
@@ -88,8 +88,8 @@ class SourcePlan:
         rank: the prefill shard's (pipeline, tensor) rank.
         prefill_rows, decode_rows: (n, 5) uint64 ``(addr, len, device, stride, count)``, a
             strided NIXL list; flattened, element k of row r has the index
-            ``counts[:r].sum() + k``. The sides' rows correspond one to one only when every
-            block is moved whole; in general it is indices that pair.
+            ``counts[:r].sum() + k``. Rows of the two sides correspond one to one only
+            when every block is moved whole. In general, only indices pair them.
         prefill_memory, decode_memory: NIXL memory types.
         classes: how the rows are indexed.
     """
@@ -110,8 +110,9 @@ class PeerPlan:
 
     @property
     def units(self) -> dict[tuple[int, int], int]:
-        """Return the (prefill, decode) KV cache groups with layers in common, with the tokens
-        in whose multiples an interval of theirs may start.
+        """Return the unit of each (prefill, decode) pair of KV cache groups that share layers.
+
+        An interval of tokens may start at multiples of the unit only.
         """
         found: dict[tuple[int, int], int] = {}
         for source in self.sources:
@@ -123,8 +124,8 @@ class PeerPlan:
         """Return one request's descriptors in one (prefill, decode) KV cache group, by source.
 
         Pairs are sorted by prefill block, so that neighbours in memory become neighbours in
-        the list and NIXL merges them. The last unit is moved whole, whatever the interval's
-        end: its rest lies in the request's own last block.
+        the list and NIXL merges them. The last unit is always moved whole: what it holds behind
+        the interval lies in the request's own last block.
 
         Raises:
             PlanError: TicketInvalid for a prefill block outside its region; otherwise

@@ -1,7 +1,7 @@
 """The key that clients send, as OpenAI's clients do: ``Authorization: Bearer KEY``.
 
-A container gets it from a Secret in the variable that vLLM reads. It never stands in an argument,
-where every process of the node could read it.
+A container gets it from a Secret, in the variable that vLLM reads. It is never an argument, because
+every process of the node can read arguments.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def problem(key: str) -> str | None:
 
 
 def headers(key: str | None) -> dict[str, str]:
-    """Return what a request must carry; nothing where no key is asked for."""
+    """Return the headers that a request needs; none if there is no key."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def admits(key: str, authorization: str) -> bool:
-    """Whether a request's ``Authorization`` holds the key, in a time that does not tell how much.
+    """Tell whether ``Authorization`` holds the key, in the same time for every wrong key.
 
     Args:
         authorization: the header's value; empty if there was none.

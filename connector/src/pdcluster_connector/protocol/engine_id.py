@@ -1,6 +1,6 @@
-"""What an engine id says: ``logical/incarnation``, in a data-parallel rank with ``_dpN`` behind it.
+"""The parts of an engine id: ``logical/incarnation``, and ``_dpN`` for a data-parallel rank.
 
-vLLM appends ``_dpN`` in each engine core of a data-parallel engine; to peers such a rank is an
+vLLM appends ``_dpN`` in each engine core of a data-parallel engine. For peers, such a rank is an
 engine of its own, with its own side channel, leases and memory.
 """
 
@@ -43,7 +43,7 @@ class EngineId:
 
 
 def parse_engine_id(text: str) -> EngineId:
-    """Return the parts of any text; what has no ``_dpN`` has no data-parallel rank."""
+    """Return the parts of any text. Without ``_dpN`` there is no data-parallel rank."""
     logical, slash, incarnation = text.rpartition("/")
     match = _DATA_RANK.fullmatch(incarnation)
     if match is None:

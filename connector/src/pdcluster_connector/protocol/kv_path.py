@@ -1,7 +1,8 @@
-"""Who is told which engines a request's KV moved between.
+"""Who learns between which engines a request's KV was transferred.
 
-An engine id names the Kubernetes namespace, the cluster and the engine. A client is told what moved
-and not between whom, unless the operator says so; the launcher's canary is told always.
+An engine id names the Kubernetes namespace, the cluster and the engine. A client learns what was
+transferred, and not between which engines unless the manifest allows it. The launcher's canary
+always learns both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ KEY_PARAMETER: Final = "kv_path_key"
 def key_of(token: str) -> str:
     """Derive the key that reveals names from the launcher's token; empty without a token.
 
-    Not the token itself: vLLM may log a request's parameters, and the token does more.
+    The token itself is not sent, because vLLM may log a request's parameters.
     """
     if not token:
         return ""

@@ -13,11 +13,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from pdcluster_connector.compat.field_types import Identifier, ParallelSize
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.messages import (
-    Identifier,
     Malformed,
-    ParallelSize,
     Rank,
     RankNumber,
     Text,
@@ -44,10 +43,14 @@ class LinkState(StrEnum):
 class PeerEntry(Struct, frozen=True):
     """One prefill engine that a decode engine shall keep a link to.
 
-    ``engine`` is its logical id; ``engine_id`` the incarnation that the operator saw last
-    (the peer itself knows better); ``side_channel`` is ``host:port`` of its first data-parallel
-    rank, rank N listens on that port + N; ``api`` a base URL; ``follower_hosts`` are the hosts of
-    its further nodes that have ranks of their own: each node has as many.
+    Attributes:
+        engine: its logical id.
+        side_channel: ``host:port`` of its first data-parallel rank; rank N listens on port + N.
+        engine_id: the incarnation that the operator saw last; the peer may have restarted since.
+        api: base URL of its OpenAI API.
+        data_parallel_size: how many data-parallel ranks it has.
+        follower_hosts: hosts of its other nodes that run data-parallel ranks. Each node runs the
+            same number of them.
     """
 
     engine: Identifier
@@ -82,9 +85,10 @@ class PeersDocument(Struct, frozen=True):
 class LinkReport(Struct, frozen=True):
     """One worker's view of its link to one data-parallel rank of a peer.
 
-    ``engine_id`` is the incarnation, without the ``_dpN`` that ``data_rank`` stands for;
-    ``reason`` is a :class:`Reason` value or empty; ``establishment`` is another number each time
-    that the link is established, 0 while it is not.
+    Attributes:
+        engine_id: the incarnation, without ``_dpN``; that is ``data_rank``.
+        reason: a :class:`Reason` value, or empty.
+        establishment: a new number each time that the link is established; 0 while it is not.
     """
 
     engine: Identifier
@@ -101,8 +105,8 @@ class LinkReport(Struct, frozen=True):
 class RankReport(Struct, frozen=True):
     """``POST /v1/reports``: all links of one worker; ``of`` is (pipeline, tensor) sizes.
 
-    ``data_rank`` is the worker's own. The data-parallel size is not said: vLLM hides it from the
-    workers of models whose data-parallel ranks are independent of each other.
+    ``data_rank`` is the worker's own. The data-parallel size is not in it: vLLM hides the size from
+    workers if the data-parallel ranks of the model are independent of each other.
     """
 
     rank: Rank
@@ -121,7 +125,7 @@ def encode_json(message: PeersDocument | RankReport) -> bytes:
 
 
 def decode_peers(raw: bytes) -> PeersDocument | Malformed:
-    """Decode ``/v1/peers``; an engine named twice is an error, and an address that is none."""
+    """Decode ``/v1/peers``. It is malformed if it names an engine twice or has a bad address."""
     document = bounded(raw, MAX_DOCUMENT_BYTES, _PEERS.decode)
     if isinstance(document, Malformed):
         return document
@@ -141,7 +145,7 @@ def decode_peers(raw: bytes) -> PeersDocument | Malformed:
 
 
 def _wrong(entry: PeerEntry) -> str:
-    """Say why not each of a peer's data-parallel ranks has an address; empty if each has."""
+    """Return why a data-parallel rank of a peer has no address; empty if each rank has one."""
     address = split_address(entry.side_channel)
     if address is None:
         return f"side_channel {entry.side_channel!r} is not host:port"

@@ -2,10 +2,8 @@
 
 Every ``decode_*`` maps any bytes to a value or to :class:`Malformed` and never raises.
 Sizes are bounded before parsing (the byte limits) and while parsing (the limits of the
-types), so a peer can cost one message at most. Maps are keyed by field name and unknown
-keys are skipped: a newer peer may add fields. Regions and layers, of which there are many,
-are arrays to which new fields may be appended. :mod:`.mirrors` turns them into the values of
-the rules and of the planner, and back.
+types), so a bad message costs one message. Maps are keyed by field name and unknown keys are
+skipped, so a newer peer may add fields.
 """
 
 from __future__ import annotations
@@ -18,7 +16,15 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.compat.field_types import (
+    Address,
+    Bytes,
+    Count,
+    DeviceNumber,
+    Identifier,
+)
+from pdcluster_connector.compat.shape import EngineShape, Memory
+from pdcluster_connector.plan.geometry import Region, Shard
 
 PROTOCOL_OLDEST = 3  # since 3: signed tickets, lease words and claims; there is no way without
 PROTOCOL_NEWEST = 3
@@ -28,14 +34,8 @@ MAX_REPLY_BYTES = 64 * 1024 * 1024
 MAX_REGIONS_PER_ENGINE = 100_000
 MAX_SEAMS = 65_536
 
-Identifier = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-ParallelSize = Annotated[int, Meta(ge=1, le=4096)]
-GroupNumber = Annotated[int, Meta(ge=0, le=255)]
 RankNumber = Annotated[int, Meta(ge=0, le=4095)]
-Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Bytes = Annotated[int, Meta(ge=0, le=2**48)]
 Token = Annotated[int, Meta(ge=0)]  # 64 random bits; msgpack has no larger integers
 Rank = tuple[RankNumber, RankNumber]  # (pipeline rank, tensor rank)
 LeaseKey = tuple[Identifier, Token]  # (prefill's request id, lease token)
@@ -48,88 +48,12 @@ class Malformed:
     message: str
 
 
-class RegionMessage(Struct, frozen=True, array_like=True):
-    """Mirrors :class:`~pdcluster_connector.plan.geometry.Region`."""
-
-    layer: Identifier
-    base: Address
-    num_blocks: Count
-    block_stride: Bytes
-    block_tokens: Count
-    head_start: Annotated[int, Meta(ge=0, le=2**20)]
-    head_stop: Annotated[int, Meta(ge=0, le=2**20)]
-    head_stride: Bytes
-    token_stride: Bytes | None
-    token_bytes: Bytes
-    device: Annotated[int, Meta(ge=0, le=4096)] = 0
-    memory: Memory = Memory.DRAM
-    group: GroupNumber = 0
-    part: Annotated[str, Meta(max_length=64)] = ""
-
-
-class PartMessage(Struct, frozen=True, array_like=True):
-    """Mirrors :class:`~pdcluster_connector.compat.shape.PartShape`."""
-
-    name: Identifier
-    heads: Count
-    head_bytes: Count
-    dtype: Identifier
-
-
-class GroupMessage(Struct, frozen=True, array_like=True):
-    """Mirrors :class:`~pdcluster_connector.compat.shape.GroupShape`; ``kind`` as in a layer."""
-
-    kind: Identifier
-    block_size: Count
-    kernel_blocks_per_block: Count = 1
-    window: Count | None = None
-
-
-class LayerMessage(Struct, frozen=True, array_like=True):
-    """Mirrors :class:`~pdcluster_connector.compat.shape.LayerShape`.
-
-    An unknown ``kind`` of a newer peer becomes ``OTHER``, which a rule refuses by name.
-    """
-
-    name: Identifier
-    kind: Identifier
-    group: GroupNumber
-    kv_heads: Count
-    token_bytes: Bytes
-    window: Count | None = None
-    dtype: Annotated[str, Meta(max_length=64)] = ""
-    scales: Annotated[str, Meta(max_length=512)] | None = ""
-    parts: Annotated[tuple[PartMessage, ...], Meta(max_length=16)] = ()
-
-
-class ShapeMessage(Struct, frozen=True):
-    """Mirrors :class:`~pdcluster_connector.compat.shape.EngineShape`."""
-
-    model: Identifier | None = None
-    kv_dtype: Identifier | None = None
-    block_size: Count | None = None
-    kernel_blocks_per_block: Count | None = None
-    prefix_caching: bool | None = None
-    tensor: ParallelSize = 1
-    pipeline: ParallelSize = 1
-    data: ParallelSize = 1
-    context: ParallelSize = 1
-    nodes: ParallelSize = 1
-    memory: Memory | None = None
-    token_sliceable: bool | None = None
-    packing: Identifier | None = None
-    layers: Annotated[tuple[LayerMessage, ...], Meta(max_length=8192)] | None = None
-    groups: Annotated[tuple[GroupMessage, ...], Meta(max_length=256)] | None = None
-    layout: Identifier | None = None
-    hybrid: bool | None = None
-
-
 class ProbeRegion(Struct, frozen=True):
     """Registered memory that peers read to verify and measure a link; ``length`` in bytes."""
 
     address: Address
     length: Bytes
-    device: Annotated[int, Meta(ge=0, le=4096)] = 0
+    device: DeviceNumber = 0
     memory: Memory = Memory.DRAM
 
 
@@ -151,10 +75,15 @@ class ShardMetadata(Struct, frozen=True):
     rank: Rank
     agent_name: Identifier
     agent_metadata: Annotated[bytes, Meta(max_length=8 * 1024 * 1024)]
-    regions: Annotated[tuple[RegionMessage, ...], Meta(max_length=MAX_REGIONS_PER_ENGINE)]
+    regions: Annotated[tuple[Region, ...], Meta(max_length=MAX_REGIONS_PER_ENGINE)]
     probe: ProbeRegion
     lease_words: LeaseWords | None = None
     seams: Annotated[tuple[Address, ...], Meta(max_length=MAX_SEAMS)] = ()
+
+    @property
+    def shard(self) -> Shard:
+        """Return what the planner needs of it."""
+        return Shard(self.rank, self.regions, self.seams)
 
 
 class EngineMetadata(Struct, frozen=True, tag="engine"):
@@ -162,7 +91,7 @@ class EngineMetadata(Struct, frozen=True, tag="engine"):
 
     protocol: int
     engine_id: Identifier
-    shape: ShapeMessage
+    shape: EngineShape
     shards: Annotated[tuple[ShardMetadata, ...], Meta(max_length=4096)]
     lease_seconds: Annotated[float, Meta(gt=0, le=86400)]
     versions: Annotated[dict[Identifier, Text], Meta(max_length=64)] = {}
@@ -182,7 +111,7 @@ class HandshakeRequest(Struct, frozen=True):
 
     protocols: tuple[int, int]
     engine_id: Identifier
-    shape: ShapeMessage
+    shape: EngineShape
     rank: Rank
 
 

@@ -20,8 +20,8 @@ class PromptDigest:
     """
 
     def __init__(self, token_ids: Sequence[int], count: int) -> None:
+        self.count = count
         self._token_ids = token_ids
-        self._count = count
         self._done = 0
         self._hash = blake2b(digest_size=DIGEST_BYTES, person=b"pdcluster-prompt")
         self._hash.update((8 * count).to_bytes(8, "little"))
@@ -29,11 +29,11 @@ class PromptDigest:
     @property
     def left(self) -> int:
         """Token ids that are still to be read."""
-        return self._count - self._done
+        return self.count - self._done
 
     def read(self, most: int) -> int:
         """Read up to ``most`` more token ids; return how many were read."""
-        stop = min(self._count, self._done + most)
+        stop = min(self.count, self._done + most)
         part = self._token_ids[self._done : stop]
         self._hash.update(np.asarray(part, dtype="<i8").tobytes())
         read, self._done = stop - self._done, stop

@@ -292,14 +292,14 @@ class Receive:
         self._settle(now, actions)
 
     def _expired(self) -> Failure:
-        if self.state is State.POSTED:
+        if self.state is State.FENCE and not self.open:
+            message = "prefill did not acknowledge the lease for this engine before it ended"
+            return Failure(Reason.LEASE_EXPIRED, message)
+        if self.state in (State.POSTED, State.FENCE):
             return Failure(
                 Reason.TRANSFER_STALLED,
                 f"{counted(len(self.open), 'transfer')} had not landed when the lease ended",
             )
-        if self.state is State.FENCE and not self.claimed:
-            message = "prefill did not acknowledge the lease for this engine before it ended"
-            return Failure(Reason.LEASE_EXPIRED, message)
         return Failure(
             Reason.LEASE_EXPIRED, "the lease ended before the prefill engine could be read"
         )

@@ -1,7 +1,7 @@
 """One refusal in its three forms: a rule's finding, a message on the wire, a failure.
 
-At a handshake everything about both engines is known, so a rule that cannot be decided is
-a refusal too: nothing is attempted on a guess.
+At a handshake, both engines know everything about themselves. So a rule that cannot be decided is
+a refusal, too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ def refusal_of(findings: Sequence[Finding]) -> Refusal | None:
 def failure_of(refusal: Refusal) -> Failure:
     """Return what a request fails with, or a link shows, for a refusal.
 
-    Most rules say both values in their sentence: only those that it does not say are added.
-    A reason that only a newer peer knows becomes ProtocolVersionMismatch and stays in the
-    text.
+    Most rules name both values in their message; values that are not in it are added. A reason that
+    only a newer peer knows becomes ProtocolVersionMismatch, and the message begins with it.
     """
     reason = _REASONS.get(refusal.reason)
     message = refusal.message

@@ -1,7 +1,7 @@
-"""What an engine's shape claims of its layers, against what its shards' regions say.
+"""Compares an engine's shape with the regions of its shards.
 
-Both come from the same engine, so a difference is a fault in it: another connector version in
-one rank, or a cache that was not understood. Each finding names the field and both values.
+Both come from the same engine, so a difference is a fault of that engine: one rank has another
+connector version, or the connector misread a cache. Each finding names the field and both values.
 """
 
 from __future__ import annotations
@@ -12,27 +12,23 @@ from collections.abc import Iterator
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import Finding, Verdict
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape
+from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.plan.topology import head_interval
-from pdcluster_connector.protocol.conversion import to_shape
-from pdcluster_connector.protocol.messages import (
-    EngineMetadata,
-    RegionMessage,
-    ShardMetadata,
-)
+from pdcluster_connector.protocol.messages import EngineMetadata, ShardMetadata
 
 MOST_FINDINGS = 8
 REPORT = "Report it: the engine's ranks describe its KV cache in contradicting ways."
 
 
-def claims(metadata: EngineMetadata) -> Iterator[Finding]:
-    """Yield what the shape claims and the regions contradict, a few findings at most."""
-    shape = to_shape(metadata.shape)
-    found = [*_stated(shape), *_held(metadata, shape)]
+def compare(metadata: EngineMetadata) -> Iterator[Finding]:
+    """Yield where the shape contradicts itself or the regions, a few findings at most."""
+    shape = metadata.shape
+    found = [*_in_shape(shape), *_in_regions(metadata, shape)]
     yield from found[:MOST_FINDINGS]
 
 
-def _stated(shape: EngineShape) -> Iterator[Finding]:
-    """Yield what contradicts itself in the shape alone."""
+def _in_shape(shape: EngineShape) -> Iterator[Finding]:
+    """Yield where the shape contradicts itself."""
     for number, group in enumerate(shape.groups or ()):
         if group.block_size % group.kernel_blocks_per_block:
             ratio = f"{group.kernel_blocks_per_block} kernel blocks in a block"
@@ -47,11 +43,11 @@ def _stated(shape: EngineShape) -> Iterator[Finding]:
             yield _differs("layers", layer.name, *both)
 
 
-def _held(metadata: EngineMetadata, shape: EngineShape) -> Iterator[Finding]:
+def _in_regions(metadata: EngineMetadata, shape: EngineShape) -> Iterator[Finding]:
     layers = {layer.name: layer for layer in shape.layers or ()}
     stages: dict[str, int] = {}
     for shard in metadata.shards:
-        arrays: dict[str, list[RegionMessage]] = defaultdict(list)
+        arrays: dict[str, list[Region]] = defaultdict(list)
         for region in shard.regions:
             arrays[region.layer].append(region)
         for name, regions in arrays.items():
@@ -64,7 +60,7 @@ def _held(metadata: EngineMetadata, shape: EngineShape) -> Iterator[Finding]:
 
 
 def _layer(
-    shard: ShardMetadata, layer: LayerShape, regions: list[RegionMessage], shape: EngineShape
+    shard: ShardMetadata, layer: LayerShape, regions: list[Region], shape: EngineShape
 ) -> Iterator[Finding]:
     where = f"{layer.name} of rank {shard.rank}"
     parts = [region.part for region in regions]
@@ -93,13 +89,13 @@ def _layer(
 
 
 def _heads(
-    shard: ShardMetadata, where: str, heads: int, region: RegionMessage, shape: EngineShape
+    shard: ShardMetadata, where: str, heads: int, region: Region, shape: EngineShape
 ) -> Iterator[Finding]:
     held = (region.head_start, region.head_stop)
     try:
         expected = head_interval(heads, shape.tensor, shard.rank[1])
     except ValueError:
-        return  # a rule of compat, or the rank itself, is refused by name
+        return  # a rule of compat or the check of the ranks refuses it
     if held != expected:
         share = f"{heads} heads over {shape.tensor} ranks, here {list(expected)}"
         yield _differs("heads", where, share, f"{list(held)}")
@@ -111,12 +107,12 @@ def _group(shape: EngineShape, layer: LayerShape) -> GroupShape | None:
 
 
 def _differs(field: str, where: str, stated: str, found: str) -> Finding:
-    message = f"{field} of {where}: {stated} is stated, and {found}"
+    message = f"{field} of {where}: the engine states {stated}, and also {found}"
     return contradiction(Reason.LAYOUT_UNSUPPORTED, field, stated, message, REPORT)
 
 
 def contradiction(reason: Reason, field: str, value: str, message: str, remedy: str) -> Finding:
-    """Return a refusal of one engine's own statement, without a rule of compat behind it."""
+    """Return a refusal of what one engine states about itself. No rule of compat is behind it."""
     return Finding(
         reason=reason,
         verdict=Verdict.REFUSED,

@@ -8,7 +8,7 @@ ticket is signed with a key that only the engines hold.
 from __future__ import annotations
 
 import math
-from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -16,16 +16,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from pdcluster_connector.compat.field_types import Count, Identifier, ParallelSize
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
-from pdcluster_connector.protocol.messages import (
-    Count,
-    Identifier,
-    Malformed,
-    ParallelSize,
-    Token,
-    bounded,
-)
+from pdcluster_connector.protocol.messages import Malformed, Token, bounded
 from pdcluster_connector.protocol.prompt_digest import DIGEST_BYTES
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 
@@ -136,7 +130,7 @@ _BODY = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
 def encode(ticket: Ticket, keys: TicketKeys | None) -> str:
-    """Return the ticket as URL-safe base64 text, signed with ``keys``; unsigned without any.
+    """Return the ticket as base64 text, signed with ``keys``; unsigned without any.
 
     Raises:
         ValueError: no decode engine would read it, since it is too long.
@@ -146,7 +140,7 @@ def encode(ticket: Ticket, keys: TicketKeys | None) -> str:
         raise ValueError(f"{listed} block ids in one ticket, more than {MAX_BLOCKS}")
     body = _BODY.encode(msgspec.structs.replace(ticket, blocks=blocks))
     envelope = _Envelope(FORMAT, body, b"" if keys is None else keys.sign(body))
-    text = urlsafe_b64encode(msgspec.msgpack.encode(envelope)).decode("ascii")
+    text = b2a_base64(msgspec.msgpack.encode(envelope), newline=False).decode("ascii")
     if len(text) > MAX_TICKET_BYTES:
         raise ValueError(f"a ticket of {len(text)} bytes, more than {MAX_TICKET_BYTES}")
     return text
@@ -198,7 +192,7 @@ def _envelope(text: str) -> _Envelope | Malformed:
     if len(text) > MAX_TICKET_BYTES:
         return Malformed(f"a ticket of {len(text)} bytes, more than {MAX_TICKET_BYTES}")
     try:
-        raw = urlsafe_b64decode(text.encode("ascii"))
+        raw = a2b_base64(text, strict_mode=True)
     except ValueError as error:  # not ASCII, or not base64
         return Malformed(f"a ticket that is not base64: {str(error)[:200]}")
     return bounded(raw, MAX_TICKET_BYTES, _ENVELOPE.decode)

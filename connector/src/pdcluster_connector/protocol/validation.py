@@ -1,8 +1,7 @@
-"""Contradictions inside one engine's metadata: found before anything is planned from it.
+"""Finds contradictions inside one engine's metadata, before anything is planned from it.
 
-The rules of :mod:`pdcluster_connector.compat` judge two shapes; here one engine's own
-statement is judged: its shards must be complete, agree on the engine, and describe memory
-that can exist.
+The rules of :mod:`pdcluster_connector.compat` compare two engines. This module judges one engine:
+its shards must be complete, agree on the engine id, and describe memory that can exist.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ from collections.abc import Iterator
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.rules import Finding
-from pdcluster_connector.protocol.messages import EngineMetadata, RegionMessage, ShardMetadata
-from pdcluster_connector.protocol.shape_against_regions import claims, contradiction
+from pdcluster_connector.plan.bounds import region_fault
+from pdcluster_connector.protocol.messages import EngineMetadata, ShardMetadata
+from pdcluster_connector.protocol.shape_against_regions import compare, contradiction
 
 MAX_RANKS = 4096
-MAX_REGION_BYTES = 2**48
-ADDRESS_SPACE = 2**63
 
 
 def validate_metadata(metadata: EngineMetadata) -> tuple[Finding, ...]:
-    """All contradictions in ``metadata``; empty when it can be planned from."""
+    """Return all contradictions in ``metadata``; empty if a plan can be made from it."""
     return tuple(_findings(metadata))
 
 
@@ -29,7 +27,7 @@ def _findings(metadata: EngineMetadata) -> Iterator[Finding]:
     yield from _shards(metadata)
     if metadata.shape.layers is not None:
         yield from _layers(metadata)
-        yield from claims(metadata)
+        yield from compare(metadata)
     for shard in metadata.shards:
         yield from _memory(shard)
 
@@ -92,7 +90,7 @@ def _layers(metadata: EngineMetadata) -> Iterator[Finding]:
 
 
 def _memory(shard: ShardMetadata) -> Iterator[Finding]:
-    wrong = next(((region, why) for region in shard.regions if (why := _fault(region))), None)
+    wrong = next(((region, why) for region in shard.regions if (why := region_fault(region))), None)
     if wrong is not None:
         region, why = wrong
         yield contradiction(
@@ -100,23 +98,5 @@ def _memory(shard: ShardMetadata) -> Iterator[Finding]:
             "regions",
             region.layer,
             f"layer {region.layer} of rank {shard.rank}: {why}",
-            "Report it: the connector described memory that cannot exist.",
+            "Report it: the connector of that engine described memory that cannot exist.",
         )
-
-
-def _fault(region: RegionMessage) -> str | None:
-    heads = region.head_stop - region.head_start
-    if heads <= 0 or min(region.block_stride, region.head_stride, region.token_bytes) <= 0:
-        return "a size that is not positive"
-    if region.token_stride is not None and region.token_stride < region.token_bytes:
-        return "tokens that overlap"
-    tokens = (region.block_tokens - 1) * (region.token_stride or region.token_bytes)
-    extent = (
-        (region.num_blocks - 1) * region.block_stride
-        + (heads - 1) * region.head_stride
-        + tokens
-        + region.token_bytes
-    )
-    if extent > MAX_REGION_BYTES or region.base + extent >= ADDRESS_SPACE:
-        return f"{extent} bytes at {region.base:#x} are beyond any memory"
-    return None

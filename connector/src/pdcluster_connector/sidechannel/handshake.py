@@ -7,6 +7,8 @@ Outcomes are values: metadata, a :class:`Failure` that trying again will not cha
 from __future__ import annotations
 
 import asyncio
+import errno
+import ssl
 from dataclasses import dataclass
 
 import aiohttp
@@ -15,7 +17,6 @@ from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.conversion import from_shape, to_shape
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import (
     EngineMetadata,
@@ -26,16 +27,25 @@ from pdcluster_connector.protocol.messages import (
 )
 from pdcluster_connector.protocol.refusal import failure_of, refusal_of
 from pdcluster_connector.protocol.validation import validate_metadata
+from pdcluster_connector.sidechannel.tls import Tls, tls_arguments
 
 ATTEMPT = aiohttp.ClientTimeout(total=60.0, sock_connect=3.0, sock_read=15.0)
+_REFUSED = {
+    400: (Reason.PROTOCOL_VERSION_MISMATCH, "could not read the handshake"),
+    403: (Reason.AUTHENTICATION_FAILED, "does not trust this engine"),
+}
 NETWORK_ERRORS = (aiohttp.ClientError, OSError, TimeoutError, asyncio.IncompleteReadError)
 
 
 @dataclass(frozen=True, slots=True)
 class TryAgain:
-    """The attempt did not succeed, and the next one may."""
+    """The attempt failed; a later one may succeed.
+
+    ``reason`` is what to report when there is no time for a later one.
+    """
 
     message: str
+    reason: Reason = Reason.SIDE_CHANNEL_UNREACHABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +62,14 @@ class Introduction:
             HandshakeRequest(
                 protocols=(messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST),
                 engine_id=self.engine_id,
-                shape=from_shape(self.shape),
+                shape=self.shape,
                 rank=self.rank,
             )
         )
 
 
 def client_session() -> aiohttp.ClientSession:
-    """Make a session for side channels: no proxies, no cookies, no redirect is followed."""
+    """Make a session without proxies and cookies; each call has to refuse redirects."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=5),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -68,9 +78,10 @@ def client_session() -> aiohttp.ClientSession:
     )
 
 
-def url(host: str, port: int, path: str) -> str:
+def url(host: str, port: int, path: str, *, tls: Tls | None = None) -> str:
     """Return the URL of a side channel's ``path``; IPv6 addresses get their brackets."""
-    return f"http://[{host}]:{port}{path}" if ":" in host else f"http://{host}:{port}{path}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{host}]:{port}{path}" if ":" in host else f"{scheme}://{host}:{port}{path}"
 
 
 async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
@@ -84,37 +95,46 @@ async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 async def shake_hands(
-    session: aiohttp.ClientSession, me: Introduction, engine_id: str, host: str, port: int
+    session: aiohttp.ClientSession,
+    me: Introduction,
+    engine_id: str,
+    host: str,
+    port: int,
+    tls: Tls | None = None,
 ) -> EngineMetadata | Failure | TryAgain:
     """Ask ``host:port`` once for the metadata of ``engine_id``, and judge the answer."""
     where = f"{host}:{port}"
     try:
         async with session.post(
-            url(host, port, "/v1/handshake"),
+            url(host, port, "/v1/handshake", tls=tls),
             data=me.request(),
             timeout=ATTEMPT,
             allow_redirects=False,
+            **tls_arguments(tls, engine_id),
         ) as response:
             status = response.status
             body = await read_bounded(response, messages.MAX_REPLY_BYTES)
+    except ssl.SSLError as error:
+        return Failure(Reason.AUTHENTICATION_FAILED, _not_trusted(where, engine_id, error))
     except NETWORK_ERRORS as error:
-        return TryAgain(f"{where}: {describe(error)}")
-    except ValueError as error:  # a host that makes no URL
-        return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"{where} is no address: {error}")
+        return _no_answer(where, error, tls)
+    except ValueError as error:  # the host is not valid in a URL
+        return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, f"{where} is not an address: {error}")
     if status in {200, 409}:
         return judge(messages.decode_handshake_reply(body), me, engine_id, where)
     text = body[:200].decode("utf-8", "replace")
-    if status == 400:
-        return Failure(Reason.PROTOCOL_VERSION_MISMATCH, f"{where} cannot read us: {text}")
+    if status in _REFUSED:
+        reason, how = _REFUSED[status]
+        return Failure(reason, f"{where} {how}: {text}")
     return TryAgain(f"{where} answered {status}: {text}")
 
 
 def judge(
     reply: EngineMetadata | Refusal | Malformed, me: Introduction, engine_id: str, where: str
 ) -> EngineMetadata | Failure:
-    """Decide whether a reply may be planned from: the peer we meant, sound, compatible."""
+    """Return the metadata if it is of the engine that was asked, sound and compatible."""
     if isinstance(reply, Malformed):
-        message = f"{where} answered what we cannot read: {reply.message}"
+        message = f"{where} sent an answer that cannot be read: {reply.message}"
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, message)
     if isinstance(reply, Refusal):
         return failure_of(reply)
@@ -123,43 +143,77 @@ def judge(
     if not messages.PROTOCOL_OLDEST <= reply.protocol <= messages.PROTOCOL_NEWEST:
         message = f"{where} answered in protocol {reply.protocol}"
         return Failure(Reason.PROTOCOL_VERSION_MISMATCH, message)
-    refusal = refusal_of(validate_metadata(reply)) or refusal_of(
-        rules.check(to_shape(reply.shape), me.shape)
-    )
+    refusal = refusal_of(validate_metadata(reply)) or refusal_of(rules.check(reply.shape, me.shape))
     return reply if refusal is None else failure_of(refusal)
 
 
 async def ask_health(
-    session: aiohttp.ClientSession, host: str, port: int, seconds: float
-) -> HealthReply | TryAgain:
-    """Ask ``/healthz`` once, for at most ``seconds``."""
+    session: aiohttp.ClientSession,
+    engine_id: str,
+    host: str,
+    port: int,
+    seconds: float,
+    tls: Tls | None = None,
+) -> HealthReply | Failure | TryAgain:
+    """Ask ``/healthz`` of ``engine_id`` once, for at most ``seconds``."""
     where = f"{host}:{port}"
     try:
         async with session.get(
-            url(host, port, "/healthz"),
+            url(host, port, "/healthz", tls=tls),
             timeout=aiohttp.ClientTimeout(total=seconds),
             allow_redirects=False,
+            **tls_arguments(tls, engine_id),
         ) as response:
             reply = messages.decode_health(await read_bounded(response, 4096))
             status = response.status
+    except ssl.SSLError as error:
+        return Failure(Reason.AUTHENTICATION_FAILED, _not_trusted(where, engine_id, error))
     except (*NETWORK_ERRORS, ValueError) as error:
-        return TryAgain(f"{where}: {describe(error)}")
+        return _no_answer(where, error, tls)
     if status != 200 or isinstance(reply, Malformed):
-        return TryAgain(f"{where} answered {status}, and not as a side channel does")
+        return TryAgain(f"{where} answered {status}, which is not the answer of a side channel")
     return reply
+
+
+def _no_answer(where: str, error: Exception, tls: Tls | None) -> TryAgain:
+    """Say what a broken connection may mean.
+
+    A TLS 1.3 server judges a client's certificate when the client believes itself connected, and
+    asyncio's servers close then without a word.
+    """
+    ended = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
+    reset = isinstance(error, aiohttp.ClientOSError) and error.errno == errno.ECONNRESET
+    if tls is not None and (ended or reset):
+        return TryAgain(
+            f"{where} ended the TLS connection. Does it trust the authority of this engine's "
+            "certificate, and is the certificate still valid?",
+            Reason.AUTHENTICATION_FAILED,
+        )
+    return TryAgain(f"{where}: {describe(error)}")
+
+
+def _not_trusted(where: str, engine_id: str, error: Exception) -> str:
+    cause = error.__cause__ or error  # aiohttp's own error says less
+    why = getattr(cause, "verify_message", "") or getattr(cause, "reason", "") or describe(cause)
+    return (
+        f"no TLS connection to {engine_id} at {where}: {why}. Both engines need certificates of "
+        "the same authority that name them and hold today"
+    )
 
 
 def unreachable(why: TryAgain) -> Failure:
     """Return the failure of a peer whose side channel does not answer."""
+    if why.reason is not Reason.SIDE_CHANNEL_UNREACHABLE:
+        return Failure(why.reason, f"the side channel at {why.message}")
     message = (
-        f"the side channel at {why.message}. See whether the engine runs, and let"
-        " its side channel's port through (network policies, firewalls)"
+        f"the side channel at {why.message}. Check that the engine runs, and that network"
+        " policies and firewalls allow the port of its side channel"
     )
     return Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message)
 
 
 def restarted(expected: str, found: str, where: str) -> Failure:
-    """Return the failure of meeting another engine or incarnation than the one meant."""
+    """Return the failure for an address where another engine or incarnation listens now."""
     return Failure(Reason.PEER_RESTARTED, f"{expected} is gone; {found} listens on {where} now")
 
 

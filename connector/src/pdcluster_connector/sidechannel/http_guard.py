@@ -1,19 +1,36 @@
 """Limits that an aiohttp server lacks: how many connections, and how long one may idle.
 
-aiohttp bounds the size of bodies and headers. It waits without limit for the first
-request's headers, though, and accepts any number of connections; both would let one
-client that sends nothing take the engine's file descriptors.
+aiohttp limits the size of bodies and headers. It does not limit the number of connections, nor the
+time until the first request. A client that sends nothing could take all file descriptors. asyncio
+does not count connections before the end of their TLS handshake, so they are accepted here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
+import socket
+import ssl
 
 from aiohttp import web
 
+logger = logging.getLogger(__name__)
+
+# Each rank of each decode engine keeps one or two: 64 engines of 8 ranks need about 1,100.
+MAX_CONNECTIONS = 8192
+TLS_SECONDS = 5.0  # for a client's TLS handshake
+PAUSE_SECONDS = 0.1  # after an accept that failed: no file descriptor is left, or the like
+
+
+def connection_limit() -> int:
+    """Return how many connections a side channel may hold: a quarter of the file descriptors."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
+
 
 class ConnectionGuard:
-    """Sweeps idle connections once a second and turns away those over the limit.
+    """Closes idle connections once a second and turns away those over the limit.
 
     A connection is busy from the moment that a request's headers are complete
     (:meth:`began`) to its answer (:meth:`ended`); otherwise it may idle ``idle_seconds``.
@@ -25,10 +42,42 @@ class ConnectionGuard:
         self._idle_seconds = idle_seconds
         self._idle_since: dict[web.RequestHandler, float] = {}
         self._busy: set[web.RequestHandler] = set()
+        self._greeting: set[web.RequestHandler] = set()  # those in their TLS handshake
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def protocol(self) -> asyncio.Protocol:
-        """Make the protocol of a new connection; the factory for ``create_server``."""
-        return self._server() if len(self._server.connections) < self._limit else _TurnedAway()
+    async def accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Accept connections for ever, and close at once those over the limit."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                logger.warning("no connection can be accepted: %s", error)
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            if len(self._greeting.union(self._server.connections)) >= self._limit:
+                connection.close()
+                continue
+            handler = self._server()
+            self._greeting.add(handler)
+            task = loop.create_task(self._greet(handler, connection, tls))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _greet(
+        self, handler: web.RequestHandler, connection: socket.socket, tls: ssl.SSLContext | None
+    ) -> None:
+        """Hand a connection to aiohttp; with TLS, once the client has shown its certificate."""
+        timeout = None if tls is None else TLS_SECONDS
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: handler, connection, ssl=tls, ssl_handshake_timeout=timeout
+            )
+        except OSError as error:  # ssl.SSLError, TimeoutError and broken connections
+            logger.debug("a connection was not taken: %s", error)
+            connection.close()
+        finally:
+            self._greeting.discard(handler)
 
     def began(self, handler: web.RequestHandler) -> None:
         """Note that a request's headers are complete."""
@@ -45,7 +94,7 @@ class ConnectionGuard:
             handler.force_close()
 
     async def sweep(self) -> None:
-        """Close connections that idle too long, for ever."""
+        """Close connections that idle too long. Runs until cancelled."""
         while True:
             now = asyncio.get_running_loop().time()
             known = self._idle_since
@@ -54,9 +103,3 @@ class ConnectionGuard:
                 if handler not in self._busy and now - since > self._idle_seconds:
                     handler.force_close()
             await asyncio.sleep(1.0)
-
-
-class _TurnedAway(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if isinstance(transport, asyncio.Transport):
-            transport.abort()

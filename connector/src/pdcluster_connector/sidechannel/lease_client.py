@@ -33,6 +33,7 @@ from pdcluster_connector.sidechannel.handshake import (
     url,
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel.tls import Tls, tls_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class LeaseClient:
     because too many waited).
     """
 
-    def __init__(self, holder: str) -> None:
+    def __init__(self, holder: str, tls: Tls | None = None) -> None:
+        self._tls = tls
         self.counts: Counter[str] = Counter()
         self._holder = holder
         self._answers: deque[LeaseAnswer] = deque(maxlen=MAX_PENDING)
@@ -193,7 +195,11 @@ class LeaseClient:
             self._session = client_session()
         try:
             async with self._session.post(
-                url(host, port, "/v1/leases"), data=body, timeout=SEND, allow_redirects=False
+                url(host, port, "/v1/leases", tls=self._tls),
+                data=body,
+                timeout=SEND,
+                allow_redirects=False,
+                **tls_arguments(self._tls, engine_id),
             ) as response:
                 status = response.status
                 raw = await read_bounded(response, messages.MAX_REQUEST_BYTES)
@@ -209,7 +215,7 @@ class LeaseClient:
                 return reply
             logger.warning("leases of %s: %s", engine_id, reply.message)
             return "refused"
-        if status in {400, 404, 409, 413}:
+        if status in {400, 403, 404, 409, 413}:
             logger.warning("leases of %s were refused: %d", engine_id, status)
             return "refused"
         return "retry"

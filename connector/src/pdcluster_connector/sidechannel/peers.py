@@ -1,7 +1,7 @@
-"""The peers that this rank knows: handshakes, what they returned, and whether peers live.
+"""The peers that this rank knows: handshakes, their answers, and whether the peers still live.
 
-One thread with an asyncio loop. Requests for one engine share its attempts; attempts for
-different engines run side by side, so a dead engine delays nobody else.
+One thread runs an asyncio loop. Requests for the same engine share its attempts. Attempts for
+different engines run at the same time, so a dead engine delays no other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import aiohttp
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.protocol.messages import EngineMetadata, HealthReply
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
     TryAgain,
@@ -30,6 +30,7 @@ from pdcluster_connector.sidechannel.handshake import (
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peer_source import PeerSource
+from pdcluster_connector.sidechannel.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,11 @@ FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 REFUSAL_SECONDS = 5.0  # how long a refusal is answered from memory
 POLL_SECONDS = 1.0
-# Silence of three seconds, asked twice: a stall of our own loop ends the first wait too.
+# A peer is gone after two questions without an answer, three seconds in all. One is not enough: it
+# also times out if this loop itself was held up.
 HEALTH_SECONDS = (2.0, 1.0)
 MAX_PEERS = 4096
+NO_ATTEMPT = TryAgain("no attempt was made")
 CLOSING = "this engine is shutting down"
 
 
@@ -61,7 +64,7 @@ class _Peer:
     waiters: list[_Waiter] = field(default_factory=list)
     answer: EngineMetadata | Failure | None = None
     answer_until: float = 0.0  # loop time; a refusal's only
-    last_error: str = "no attempt was made"
+    last_error: TryAgain = NO_ATTEMPT
     task: asyncio.Task[None] | None = None
 
 
@@ -70,11 +73,15 @@ class PeerBook(PeerSource):
 
     Args:
         engine_id, shape, rank: how this rank introduces itself.
+        tls: what it shows to peers and asks of them; None for plain HTTP.
     """
 
-    def __init__(self, engine_id: str, shape: EngineShape, rank: tuple[int, int]) -> None:
+    def __init__(
+        self, engine_id: str, shape: EngineShape, rank: tuple[int, int], tls: Tls | None = None
+    ) -> None:
         self.on_gone: OnGone | None = None
         self._me = Introduction(engine_id, shape, rank)
+        self._tls = tls
         self._thread = LoopThread("pdcluster-peers")
         self._peers: dict[str, _Peer] = {}
         self._listeners: list[OnGone] = []
@@ -86,7 +93,7 @@ class PeerBook(PeerSource):
         self._thread.start()
 
     def close(self) -> None:
-        """End every attempt; what still waits is told so. May be called twice."""
+        """End every attempt and tell those that wait. May be called twice."""
         self._closed = True
         if self._thread.alive:
             self._thread.submit(self._close()).result(timeout=10)
@@ -103,7 +110,7 @@ class PeerBook(PeerSource):
         self._thread.call(self._forget, engine_id, failure)
 
     def listen(self, on_gone: OnGone) -> None:
-        """Have ``on_gone`` called too when a connected peer is gone, or was forgotten."""
+        """Also call ``on_gone`` when a connected peer is gone or was forgotten."""
         self._listeners.append(on_gone)
 
     # From here on: the loop's thread only.
@@ -115,7 +122,7 @@ class PeerBook(PeerSource):
             if len(self._peers) >= MAX_PEERS:
                 self._trim()
             if len(self._peers) >= MAX_PEERS:
-                message = f"{MAX_PEERS} peers are being tried already"
+                message = f"{MAX_PEERS} handshakes are under way already"
                 _tell(waiter, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
                 return
             peer = self._peers[engine_id] = _Peer(engine_id, host, port)
@@ -145,10 +152,10 @@ class PeerBook(PeerSource):
         pause = FIRST_RETRY_SECONDS
         while peer.waiters:
             outcome = await shake_hands(
-                self._http(), self._me, peer.engine_id, peer.host, peer.port
+                self._http(), self._me, peer.engine_id, peer.host, peer.port, self._tls
             )
             if isinstance(outcome, TryAgain):
-                peer.last_error = outcome.message
+                peer.last_error = outcome
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
                 pause = min(2 * pause, LAST_RETRY_SECONDS)
                 continue
@@ -165,14 +172,21 @@ class PeerBook(PeerSource):
         """Return why the peer is gone, once it is."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            reply = await ask_health(self._http(), peer.host, peer.port, HEALTH_SECONDS[0])
+            reply = await self._health(peer, HEALTH_SECONDS[0])
             if isinstance(reply, TryAgain):  # the second time over a fresh connection
-                reply = await ask_health(self._http(), peer.host, peer.port, HEALTH_SECONDS[1])
+                reply = await self._health(peer, HEALTH_SECONDS[1])
             if isinstance(reply, TryAgain):
                 return unreachable(reply)
+            if isinstance(reply, Failure):
+                return reply
             if reply.engine_id != peer.engine_id:
                 where = f"{peer.host}:{peer.port}"
                 return restarted(peer.engine_id, reply.engine_id, where)
+
+    async def _health(self, peer: _Peer, seconds: float) -> HealthReply | Failure | TryAgain:
+        return await ask_health(
+            self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
+        )
 
     def _gone(self, peer: _Peer, failure: Failure) -> None:
         logger.warning("peer %s is gone: %s", peer.engine_id, failure)
@@ -189,8 +203,8 @@ class PeerBook(PeerSource):
     def _too_late(self, peer: _Peer, waiter: _Waiter) -> None:
         if waiter in peer.waiters:
             peer.waiters.remove(waiter)
-            message = f"no handshake before the deadline; last: {peer.last_error}"
-            _tell(waiter, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
+            message = f"no handshake before the deadline; last: {peer.last_error.message}"
+            _tell(waiter, Failure(peer.last_error.reason, message))
             if not peer.waiters and peer.task is not None:
                 peer.task.cancel()
                 self._peers.pop(peer.engine_id, None)
@@ -213,7 +227,7 @@ class PeerBook(PeerSource):
             del self._peers[peer.engine_id]
 
     def _trim(self) -> None:
-        """Make room: refusals, of which a client's tickets can cause any number, go first."""
+        """Make room by dropping refusals. A client's tickets can cause any number of them."""
         for engine_id in [key for key, peer in self._peers.items() if peer.task is None]:
             del self._peers[engine_id]
 

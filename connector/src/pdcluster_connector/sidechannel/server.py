@@ -1,7 +1,8 @@
 """The side channel: the small HTTP server through which peers learn about this engine.
 
 Runs in the scheduler role, in a thread of its own, so that neither an engine step nor a
-client's behaviour can hold up the other. Plain HTTP: it binds to loopback only unless
+client's behaviour can hold up the other. With TLS, every client shows a certificate, and what it
+says of itself has to fit it. Without TLS, the server binds to loopback only unless
 ``allow_insecure`` says otherwise, because its answers let the reader read KV memory.
 """
 
@@ -21,7 +22,6 @@ from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.conversion import from_shape, to_shape
 from pdcluster_connector.protocol.messages import (
     EngineMetadata,
     HandshakeRequest,
@@ -29,14 +29,15 @@ from pdcluster_connector.protocol.messages import (
     Refusal,
     ShardMetadata,
 )
+from pdcluster_connector.protocol.peer_name import engine_in, names_in, why_not_peer
 from pdcluster_connector.protocol.refusal import refusal_of
-from pdcluster_connector.sidechannel.http_guard import ConnectionGuard
+from pdcluster_connector.sidechannel.http_guard import ConnectionGuard, connection_limit
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel.tls import Tls
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 512
 IDLE_SECONDS = 15.0  # peers that keep a connection ask every second
 BODY_SECONDS = 5.0
 MSGPACK = "application/msgpack"
@@ -61,6 +62,7 @@ class SideChannelServer:
         shards: metadata of every rank; empty until :meth:`set_shards`, handshakes are then
             answered with 503, which peers retry.
         leases: what answers releases and renewals; None refuses them (a decode engine).
+        tls: serve HTTPS to peers with a certificate; None for plain HTTP.
         allow_insecure: listen on an address that is not loopback, without TLS.
         lease_seconds: how long this engine holds blocks for a peer.
         versions: named versions to tell peers, for people to read.
@@ -75,6 +77,7 @@ class SideChannelServer:
         *,
         shards: Sequence[ShardMetadata] = (),
         leases: LeaseDesk | None = None,
+        tls: Tls | None = None,
         allow_insecure: bool = False,
         role: str = "prefill",
         lease_seconds: float = 60.0,
@@ -87,6 +90,7 @@ class SideChannelServer:
         self._shape = shape
         self._shards = tuple(shards)
         self._leases = leases
+        self._tls = tls
         self._allow_insecure = allow_insecure
         self._role = role
         self._lease_seconds = lease_seconds
@@ -94,23 +98,24 @@ class SideChannelServer:
         self._answers: dict[int, bytes] = {}  # by protocol
         self._guard: ConnectionGuard | None = None
         self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
-        self._sweeper: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._thread: LoopThread | None = None
 
     def start(self) -> None:
         """Listen. Returns when the port is open.
 
         Raises:
-            SideChannelRefusedError: the address is not loopback and ``allow_insecure`` is off.
+            SideChannelRefusedError: there is no TLS, the address is not loopback, and
+                ``allow_insecure`` is off.
             SideChannelError: the port is taken or the address is not this machine's.
         """
-        if not self._allow_insecure and not _is_loopback(self.host):
+        if self._tls is None and not self._allow_insecure and not _is_loopback(self.host):
             raise SideChannelRefusedError(
                 f"side channel on {self.host}:{self.port} refused: without TLS it listens on"
                 " loopback only, since whoever reaches it can read KV memory; set"
-                " side_channel_host to 127.0.0.1, or allow_insecure: true in a network that"
-                " you trust"
+                " tls, or side_channel_host to 127.0.0.1, or allow_insecure: true in a network"
+                " that you trust"
             )
         listener = _listen(self.host, self.port)
         self.port = listener.getsockname()[1]
@@ -127,7 +132,7 @@ class SideChannelServer:
                 EngineMetadata(
                     protocol=protocol,
                     engine_id=self._engine_id,
-                    shape=from_shape(self._shape),
+                    shape=self._shape,
                     shards=self._shards,
                     lease_seconds=self._lease_seconds,
                     versions=self._versions,
@@ -159,15 +164,22 @@ class SideChannelServer:
         server = runner.server
         if not isinstance(server, web.Server):
             raise SideChannelError("aiohttp made no server")
-        self._guard = ConnectionGuard(server, limit=MAX_CONNECTIONS, idle_seconds=IDLE_SECONDS)
+        limit = connection_limit()
+        self._guard = ConnectionGuard(server, limit=limit, idle_seconds=IDLE_SECONDS)
         loop = asyncio.get_running_loop()
         self._runner = runner
-        self._listening = await loop.create_server(self._guard.protocol, sock=listener)
-        self._sweeper = asyncio.create_task(self._guard.sweep())
+        self._listener = listener
+        context = None if self._tls is None else self._tls.server()
+        self._tasks = [
+            loop.create_task(self._guard.accept(listener, context)),
+            loop.create_task(self._guard.sweep()),
+        ]
 
     async def _close(self) -> None:
-        if self._listening is not None:
-            self._listening.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._listener is not None:
+            self._listener.close()
         if self._guard is not None:
             self._guard.close_all()
         if self._runner is not None:
@@ -191,6 +203,8 @@ class SideChannelServer:
         asked = messages.decode_handshake_request(await _body(request))
         if isinstance(asked, Malformed):
             return self._malformed(asked)
+        if why := self._stranger(request, asked.engine_id):
+            return web.Response(status=403, text=why)
         self.counts["handshakes"] += 1
         refusal = self._refusal(asked)
         if refusal is not None:
@@ -207,6 +221,8 @@ class SideChannelServer:
         asked = messages.decode_lease_request(await _body(request))
         if isinstance(asked, Malformed):
             return self._malformed(asked)
+        if why := self._stranger(request, asked.holder):  # it claims for nobody else
+            return web.Response(status=403, text=why)
         if asked.engine_id != self._engine_id:
             refusal = Refusal(
                 Reason.PEER_RESTARTED.value,
@@ -219,6 +235,19 @@ class SideChannelServer:
             return web.Response(status=404, text="this engine grants no leases")
         self.counts["lease_messages"] += 1
         return _msgpack(messages.encode(self._leases.answer(asked)))
+
+    def _stranger(self, request: web.Request, claimed: str | None) -> str | None:
+        """Return why a client may not ask this; ``claimed`` is who it says that it is."""
+        if self._tls is None or not self._tls.named:
+            return None
+        transport = request.transport
+        names = names_in(transport and transport.get_extra_info("peercert"))
+        who = claimed or engine_in(names) or ""
+        why = why_not_peer(self._engine_id, names, who, "decode")
+        if why is not None:
+            self.counts["strangers"] += 1
+            logger.warning("%s refused: %s", request.path, why)
+        return why
 
     def _malformed(self, why: Malformed) -> web.Response:
         self.counts["malformed"] += 1
@@ -238,7 +267,7 @@ class SideChannelServer:
                 ours,
                 theirs,
             )
-        return refusal_of(rules.check(self._shape, to_shape(asked.shape)))
+        return refusal_of(rules.check(self._shape, asked.shape))
 
 
 async def _body(request: web.Request) -> bytes:

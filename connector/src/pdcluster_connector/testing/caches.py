@@ -1,7 +1,7 @@
-"""KV caches in host memory whose every byte says what it should hold.
+"""KV caches in host memory. The value of each byte shows where it belongs.
 
-A byte's label is a hash of (seed, layer, global head, token, offset in the token's entry), so
-a byte that arrives from the wrong layer, head, token or request shows.
+A byte is a hash of (seed, layer, global head, token, offset in the token's entry). A test can
+therefore see a byte that arrived from the wrong layer, head, token or request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """NIXL in memory: agents in one process that really copy bytes, and that fail on request.
 
-It keeps NIXL's unpleasant properties: releasing a handle or removing a peer does not stop a
-transfer under way, and only destroying the agent does; indices and addresses are checked; a
-transfer may land long after everybody stopped waiting.
+It has NIXL's unpleasant properties. Releasing a handle or removing a peer does not stop a transfer
+that is under way; only destroying the agent does. Indices and addresses are checked. A transfer may
+land long after everybody has stopped waiting for it.
 
 What one transfer does is a :class:`Behaviour`, and ``Fabric.behave`` chooses it. What happens to
 a whole process is a method of :class:`Fabric`: ``kill``, ``cut`` and ``mend``, ``freeze`` and
@@ -46,19 +46,19 @@ class Behaviour:
     """What one transfer does.
 
     Attributes:
-        polls: polls answered PROC before the transfer lands (or ``poll_error`` comes).
+        polls: this many polls answer PROC before the transfer lands (or ``poll_error`` comes).
         delay: seconds during which polls are answered PROC.
         reorder: the bytes land from the last descriptor to the first.
         drop: the last descriptor's bytes never come, and the transfer is DONE all the same.
         corrupt: the first byte that lands is a wrong one.
         late: DONE is answered while the bytes are still under way; :meth:`Fabric.land` brings them.
-        hang: PROC for ever; bytes move only by :meth:`Fabric.land`.
-        post_error: posting raises this; with ``hang`` the bytes are under way all the same
+        hang: every poll answers PROC; bytes move only by :meth:`Fabric.land`.
+        post_error: posting raises this. With ``hang``, the bytes are under way nevertheless
             (not for DISCONNECTED).
-        poll_error: polling raises this; DISCONNECTED and TRANSPORT end the transfer, after the
-            others its bytes may land all the same.
-        poll_raises: polling raises this very exception (a broken agent).
-        refuse_release: releasing the handle raises while it is under way.
+        poll_error: polling raises this. DISCONNECTED and TRANSPORT end the transfer. After the
+            other errors, its bytes may still land.
+        poll_raises: polling raises exactly this exception (a broken agent).
+        refuse_release: releasing the handle raises while the transfer is under way.
     """
 
     polls: int = 0
@@ -172,7 +172,7 @@ class Fabric:
         )
 
     def disconnect(self, agent: InMemoryAgent, peer: str) -> None:
-        """Break one agent's connection to one peer: NIXL then forgets the peer by itself."""
+        """Break one agent's connection to one peer. NIXL then forgets the peer by itself."""
         with self.lock:
             for transfer in self.flying:
                 if (transfer.agent, transfer.peer) == (agent.name, peer):
@@ -182,7 +182,7 @@ class Fabric:
             agent.peers.discard(peer)
 
     def land(self, transfer: Transfer | None = None, copies: int | None = None) -> int:
-        """Make (at most ``copies``) copies of one or of all flying transfers; returns how many."""
+        """Make the copies (at most ``copies``) of one or all flying transfers; returns how many."""
         with self.lock:
             made = 0
             for item in [transfer] if transfer else list(self.flying):

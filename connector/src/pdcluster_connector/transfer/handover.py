@@ -1,4 +1,4 @@
-"""What the engine step and the transfer thread hand to each other: requests, limits, results."""
+"""The requests, limits and results that engine step and transfer thread hand to each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def exit_process(message: str) -> None:
-    """End this worker: blocks can be neither kept for ever nor given back safely."""
+    """End this worker: its blocks can neither be kept forever nor be freed safely."""
     logger.critical("the worker ends: %s", message)
     sys.stderr.flush()
     os._exit(70)  # EX_SOFTWARE; the launcher starts the engine anew
@@ -52,13 +52,13 @@ class ReceiverOptions:
 
     Attributes:
         drain_deadline_seconds: how long a failed request may wait for its transfers before
-            the reading agent is destroyed under them.
-        descriptors_per_transfer: larger requests are posted in several transfers, between which
-            others are served; posting costs some 10 microseconds a descriptor.
+            the reading agent is destroyed.
+        descriptors_per_transfer: larger requests are posted in several transfers, so that other
+            requests are served in between; posting takes about 10 microseconds a descriptor.
         probe_seconds: how long a warm-up or a probe may take.
-        check_seconds: how long the small read may take that shows that an idle connection still
-            carries data.
+        check_seconds: how long a check may take: a small read over an idle connection.
         max_requests: requests under way at once.
+        stall_seconds: how long one call of NIXL may last before the worker ends.
         fatal: called when transfers can no longer be stopped; must not return in production.
     """
 
@@ -67,12 +67,13 @@ class ReceiverOptions:
     probe_seconds: float = 10.0
     check_seconds: float = 5.0
     max_requests: int = 65536
+    stall_seconds: float = 120.0
     fatal: Callable[[str], None] = exit_process
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One request that arrived whole: what this rank read for it, and in what time."""
+    """What this rank read for one request that arrived whole, and how long it took."""
 
     nbytes: int
     descriptors: int
@@ -85,20 +86,14 @@ class ReceiveStats:
 
     Attributes:
         nbytes: bytes read by requests that arrived whole.
-        descriptors: descriptors posted for them.
-        receives: how many there were.
         phase_seconds: one value a request under ``handshake``, ``post``, ``transfer``, ``fence``,
             ``total``.
-        failures: requests failed, by reason.
-        abandoned: requests that the engine gave up.
+        failures: requests failed, by reason; not those that the engine gave up.
     """
 
     nbytes: int = 0
-    descriptors: int = 0
-    receives: int = 0
     phase_seconds: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
-    abandoned: int = 0
 
 
 @dataclass(slots=True)
@@ -107,9 +102,10 @@ class ReceiveResults:
 
     Attributes:
         finished: every request that ended, well or not; each id once.
-        failed: those whose blocks hold no valid KV, with the cause. Their blocks are free of
-            any transfer. Abandoned requests are among them.
-        abandoned: those of ``failed`` that the engine gave up: no fault of the KV path.
+        failed: requests whose blocks hold no valid KV, with the cause. No transfer can write into
+            the blocks any more. Abandoned requests are among them.
+        abandoned: the requests of ``failed`` that the engine gave up. They are not failures of the
+            KV path.
         received: those that arrived whole.
         stats: counters.
     """
@@ -133,7 +129,6 @@ class ReceiveResults:
         self.failed[receive.request_id] = failure
         if receive.abandoned:
             self.abandoned.add(receive.request_id)
-            self.stats.abandoned += 1
         else:
             self.stats.failures[failure.reason] = self.stats.failures.get(failure.reason, 0) + 1
 
@@ -141,8 +136,6 @@ class ReceiveResults:
         phases = _phases(receive)
         self.received[receive.request_id] = Received(nbytes, descriptors, phases["total"])
         self.stats.nbytes += nbytes
-        self.stats.descriptors += descriptors
-        self.stats.receives += 1
         for phase, seconds in phases.items():
             self.stats.phase_seconds.setdefault(phase, []).append(seconds)
 

@@ -19,20 +19,20 @@ from pdcluster_connector.protocol.failure import Failure
 RECENT_SECONDS = 2.0
 NO_ROOM = Failure(Reason.BACKEND_ERROR, "nothing can be probed: earlier probe reads still hang")
 REMEDY = (
-    "Let every port between the two engines' pods through (network policies, firewalls), not only"
-    " that of the side channel"
+    "Allow every port between the two engines' pods in network policies and firewalls, not only the"
+    " port of the side channel"
 )
 
 
 class ProbeRun:
     """Reads ``size`` bytes of each source's probe region, one source after the other.
 
-    ``done`` is called exactly once, ``seconds`` after the start at the latest, or after KV last
-    landed from the same source: behind much KV a probe waits for its turn. The run itself goes
-    on until no transfer of it can write any more; only then is its scratch slot given back.
+    ``done`` is called exactly once, ``seconds`` after the start at the latest. While KV lands from
+    the same source, the probe may be queued behind it, so the seconds count from the last KV. The
+    run goes on until none of its transfers can write any more. Only then is its scratch slot free.
 
-    A ``check`` is a run over a connection in use. It leaves out sources of which KV has landed
-    within the last RECENT_SECONDS, and nobody is in a hurry for it.
+    A ``check`` is a run over a connection in use. It leaves out sources from which KV has landed
+    within the last RECENT_SECONDS.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ProbeRun:
         connection.transfers += 1
 
     def step(self) -> bool:
-        """Go on; returns False when the run is over and holds nothing any more."""
+        """Go on; return False when the run is over and holds nothing any more."""
         try:
             next(self._steps)
         except StopIteration:
@@ -91,7 +91,7 @@ class ProbeRun:
             self.report(Failure(Reason.TRANSFER_STALLED, message))
 
     def report(self, failure: Failure | None) -> None:
-        """Tell the result, once."""
+        """Tell the result. Later calls do nothing."""
         if not self.reported:
             self.reported = True
             connection, probes = self.connection, tuple(self._probes)
@@ -114,9 +114,9 @@ class ProbeRun:
             except NixlError as error:
                 flying = error.flying
                 self.report(Failure(Reason.BACKEND_ERROR, f"reading {source.peer}: {error}"))
-            while flying:  # until the agent is destroyed, and this run with it
+            while flying:  # only the end of the agent ends the run
                 yield
-            if self.reported:  # it failed, or landed too late to be believed
+            if self.reported:  # it failed or took too long
                 return
         self.report(None)
 

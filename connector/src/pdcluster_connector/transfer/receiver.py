@@ -25,9 +25,9 @@ from pdcluster_connector.transfer.handover import (
     ReceiveResults,
     ReceiverOptions,
 )
+from pdcluster_connector.transfer.reads import Job
 from pdcluster_connector.transfer.receives import Receives
 from pdcluster_connector.transfer.transfer_thread import Timers, TransferThread
-from pdcluster_connector.transfer.transfers import Job
 
 __all__ = ["ReceiveRequest", "ReceiveResults", "Receiver", "ReceiverOptions"]
 
@@ -96,6 +96,7 @@ class Receiver:
             prepare=self._prepare,
             clock=clock,
             fatal=options.fatal,
+            stall_seconds=options.stall_seconds,
         )
         peers.on_gone = self._gone
 

@@ -40,8 +40,9 @@ from pdcluster_connector.protocol.receive import (
 from pdcluster_connector.sidechannel.peer_source import PeerSource
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
 from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.reads import Job, plan_fence, plan_reads
 from pdcluster_connector.transfer.transfer_thread import Timers
-from pdcluster_connector.transfer.transfers import Job, Transfers, plan_fence, plan_reads
+from pdcluster_connector.transfer.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
 """The one thread that makes every NIXL call of a worker's receiving side.
 
-The engine step only puts commands into a queue. While nothing is under way the thread blocks
-on that queue; while transfers fly it polls, at first every 50 microseconds and, the longer
-nothing moves, up to every millisecond: a poller that spins doubled the engine's step.
+The engine step only puts commands into a queue. While nothing is under way, the thread waits for
+that queue. While transfers are under way, it polls them: every 50 microseconds at first, and less
+often the longer nothing moves, at least every millisecond. Polling without pauses doubled the time
+of an engine step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Protocol
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.transfer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +46,14 @@ class Executor(Protocol):
         """Do what is due; returns whether anything moved."""
 
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
-        """Destroy the agent and fail what ran on it; ``final``: and everything else."""
+        """Destroy the agent and fail what ran on it; with ``final`` also everything else."""
 
 
 class Timers:
-    """One due time for each serial number; infinite means none. A heap that forgets lazily."""
+    """One due time for each serial number; infinite means none.
+
+    Outdated entries stay in the heap until they come up or are too many.
+    """
 
     def __init__(self) -> None:
         self._due: dict[int, float] = {}
@@ -89,9 +94,11 @@ class TransferThread:
 
     Args:
         prepare: called first on the thread; what it raises, :meth:`start` raises.
-        executor: used on the thread only.
-        timers: used on the thread only; their ends go to the executor.
-        fatal: called when nothing can stop the transfers of a thread that ends.
+        executor: what the thread drives; used on the thread only.
+        timers: used on the thread only; the executor hears of those that run out.
+        fatal: called when nothing can stop the transfers of a thread that ends, or when one of
+            its calls does not return.
+        stall_seconds: how long one turn may last.
     """
 
     def __init__(
@@ -103,12 +110,17 @@ class TransferThread:
         prepare: Command,
         clock: Callable[[], float],
         fatal: Callable[[str], None],
+        stall_seconds: float,
     ) -> None:
         self._executor = executor
         self._timers = timers
         self._prepare = prepare
         self._clock = clock
         self._fatal = fatal
+        self._works_since: float | None = None
+        self._watchdog = Watchdog(
+            name, stall_seconds, since=lambda: self._works_since, clock=clock, hangs=fatal
+        )
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -118,6 +130,7 @@ class TransferThread:
         """Start, and wait until the agent is there."""
         self._thread.start()
         self._ready.result(timeout)
+        self._watchdog.start()
 
     def put(self, command: Command) -> None:
         """Have ``command`` called on the thread. Never blocks, never raises."""
@@ -151,6 +164,7 @@ class TransferThread:
         self._end(failure)
 
     def _end(self, failure: Failure) -> None:
+        self._watchdog.stop()
         try:
             self._executor.rebuild(failure, final=True)
         except BaseException as error:  # noqa: BLE001
@@ -159,7 +173,7 @@ class TransferThread:
         self.drain()
 
     def drain(self) -> None:
-        """Run what came too late, once the thread is dead; the executor then refuses it."""
+        """Run the commands that came after the thread's end. The executor refuses them."""
         with suppress(queue.Empty):
             while True:
                 command = self._inbox.get_nowait()
@@ -196,8 +210,10 @@ class TransferThread:
         until_timer = self._timers.next - self._clock()
         wait = min(until_timer, sleep if self._executor.busy else LONGEST_BLOCK)
         commanded = False
+        self._works_since = None
         try:
             command = self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
+            self._works_since = self._clock()
             while True:
                 if command is None:
                     return None
@@ -205,4 +221,5 @@ class TransferThread:
                 command()
                 command = self._inbox.get_nowait()
         except queue.Empty:
+            self._works_since = self._clock()
             return commanded

@@ -15,16 +15,10 @@ from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
 from pdcluster_connector.protocol.ticket_keys import MAKE_A_KEY_FILE
+from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound
-
-# Keys of the design whose feature this version lacks. Ignoring them would leave an engine open
-# that its user believes to be protected.
-_NOT_YET: Final = {
-    "tls": "the side channel has no TLS in this version; remove the key and keep the side "
-    "channel on a loopback address or in a trusted network with allow_insecure",
-}
 
 
 class ConfigError(ValueError):
@@ -48,6 +42,7 @@ class ConnectorOptions:
         show_internal_names: tell clients the engine ids that their KV moved between.
         ticket_key_file: file with the keys that sign tickets; empty for none.
         ticket_audience: which engines may use this engine's tickets; equal on both sides.
+        tls: files for mutual TLS on the side channel; None for plain HTTP.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -61,6 +56,7 @@ class ConnectorOptions:
     show_internal_names: bool = False
     ticket_key_file: str = ""
     ticket_audience: str = ""
+    tls: TlsFiles | None = None
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -68,9 +64,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
     known = list(ConnectorOptions.__dataclass_fields__)
     problems: list[str] = []
     for key in extra:
-        if key in _NOT_YET:
-            problems.append(f"{key}: {_NOT_YET[key]}")
-        elif key not in known:
+        if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
             problems.append(f"{key}: unknown key; did you mean {near[0]}?")
 
@@ -95,6 +89,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         show_internal_names=take("show_internal_names", _flag),
         ticket_key_file=take("ticket_key_file", _path),
         ticket_audience=take("ticket_audience", _audience),
+        tls=take("tls", tls_files),
     )
     if "ticket_key_file" not in extra and not options.allow_insecure:
         problems.append(

@@ -1,8 +1,8 @@
-"""The class that vLLM loads: every method of its connector contract, delegated.
+"""The class that vLLM loads. It delegates every method of vLLM's connector contract to a role.
 
-``kv_connector_module_path`` names this module. It is imported in every process of the engine,
-also in the API server, so it imports neither NIXL nor the roles; those come with the
-constructor. Methods that vLLM calls in a step go through :mod:`guard` and never raise.
+``kv_connector_module_path`` names this module. Every process of the engine imports it, also the API
+server. So it imports neither NIXL nor the roles; the constructor does that. Methods that vLLM calls
+in a step go through :mod:`guard` and never raise.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _no_orders() -> KVConnectorMetadata:
 
 
 class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV connector for prefill and decode on separate engines: decode reads over NIXL."""
+    """KV connector for prefill and decode on separate engines. Decode reads KV over NIXL."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -106,7 +106,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that a prefill engine holds beyond the local ones; without side effects."""
+        """Tokens that a prefill engine holds beyond the local ones. Has no side effects."""
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched(request, num_computed_tokens)
@@ -131,7 +131,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     @engine_step(fallback=_no_orders)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """This step's orders to the workers."""
+        """Return this step's orders to the workers."""
         return _no_orders() if self._scheduler is None else self._scheduler.orders()
 
     @engine_step(fallback=lambda: None)
@@ -148,7 +148,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Ticket (prefill) or account of the KV path (decode) of a request that ended."""
+        """Return the ticket (prefill) or what the KV path did (decode) of a request that ended."""
         if self._scheduler is None:
             return False, None
         return self._scheduler.finished(request, block_ids)
@@ -161,7 +161,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     @engine_step(fallback=lambda: False)
     def reset_cache(self) -> bool:
-        """KV computed so far is void (new weights); False while others may still fetch it."""
+        """Make all KV computed so far invalid (new weights); False while others may fetch it."""
         return True if self._scheduler is None else self._scheduler.reset()
 
     # Worker role.
@@ -197,23 +197,23 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     @engine_step(fallback=KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests that this rank is through with, each exactly once."""
+        """Return the requests that this rank has finished, each exactly once."""
         if self._worker is None:
             return KVConnectorTransferResults()
         return self._worker.results()
 
     @engine_step(fallback=lambda: None)
     def build_connector_worker_meta(self) -> StepReport | None:
-        """What became of the receives that ended in this step."""
+        """Return the results of the receives that ended in this step."""
         return None if self._worker is None else self._worker.report()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: vLLM runs a request only when all of its KV is there."""
+        """Do nothing: loads are asynchronous. vLLM runs a request when all of its KV is there."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Decode reads from the cache itself; nothing is saved."""
+        """Do nothing. Decode reads from prefill's cache itself, so nothing is saved."""
 
     def wait_for_save(self) -> None:
         """See save_kv_layer."""
@@ -222,28 +222,28 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The order of KV in memory that vLLM shall choose where it can; as the stock connector.
+        """Return the order of KV in memory that vLLM should choose, as the stock connector does.
 
-        With a head's tokens side by side, engines of different tensor-parallel sizes exchange a
-        block in one piece, and not token by token. MLA has one head: its order does not matter.
-        ``VLLM_KV_CACHE_LAYOUT`` wins, and so does a backend that has no such order.
+        A head's tokens lie side by side. Engines of different tensor-parallel sizes then exchange a
+        block in one piece, not token by token. MLA has one head, so its order does not matter.
+        vLLM ignores this order if ``VLLM_KV_CACHE_LAYOUT`` is set or the backend does not have it.
         """
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Sleep unmaps memory that NIXL has registered (asked by vLLM from 0.33 on)."""
+        """Return False: sleep unmaps memory that NIXL has registered. vLLM asks from 0.33 on."""
         return False
 
     @engine_step(fallback=lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Counts since the last step."""
+        """Return the counts since the last step."""
         role = self._scheduler or self._worker
         return None if role is None else role.stats()
 
     def shutdown(self) -> None:
-        """End threads, agents and the side channel."""
+        """Stop the threads, the agents and the side channel."""
         role = self._scheduler or self._worker
         if role is not None:
             role.close()
@@ -252,7 +252,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Stats from the dict that crossed process boundaries."""
+        """Return stats from a dict that another process sent."""
         from pdcluster_connector.vllm.metrics import ConnectorStats
 
         return ConnectorStats() if data is None else ConnectorStats(data=data)
@@ -265,7 +265,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """The API server's Prometheus metrics."""
+        """Return the API server's Prometheus metrics."""
         from pdcluster_connector.vllm.metrics import PrometheusMetrics
 
         return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -278,7 +278,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _share_logging() -> None:
-    """Write to where vLLM writes: its handlers know its processes, ranks and formats."""
+    """Log to vLLM's handlers, because they know its processes, ranks and formats."""
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("pdcluster_connector")
     if not ours.handlers:
         for handler in theirs.handlers:
@@ -288,6 +288,6 @@ def _share_logging() -> None:
 
 _share_logging()
 
-# MultiConnector's metrics look classes up by name; importing twice is harmless.
+# MultiConnector's metrics look classes up by name. A second import does no harm.
 with contextlib.suppress(ValueError):
     KVConnectorFactory.register_connector(NAME, __name__, NAME)

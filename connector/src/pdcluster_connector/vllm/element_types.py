@@ -1,10 +1,9 @@
-"""What one element of a layer's cache is: its type, and the scales that it is read with.
+"""The element type of a layer's cache, and the scales with which vLLM reads it.
 
-vLLM keeps fp8 KV as bytes and its scales on the attention layer: one number for K and one for V
-from the checkpoint, or 1.0. They are set when the weights are loaded and do not change
-afterwards. The model's digest is of a sample of the weights, in which a scale may be missing, so
-scales are compared by value. Layers can be left out of the quantisation, so the layer is asked
-and not the engine.
+vLLM keeps fp8 KV as bytes and the scales on the attention layer. There is one number for K and one
+for V, from the checkpoint, or 1.0. vLLM sets them when it loads the weights and never changes them.
+The model's digest covers only a sample of the weights, which may miss a scale. So the scales are
+compared by value. Some layers may not be quantised, so each layer is asked, and not the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _UNNAMED: Final = frozenset({"auto", "", None})
 
 
 def engine_dtype(vllm_config: Any) -> str:
-    """Return the element type that the engine's attention caches have unless a layer differs."""
+    """Return the element type of the engine's attention caches; single layers may differ."""
     return _name(vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype)
 
 
@@ -28,15 +27,16 @@ def layer_dtype(attention: Any, spec: Any) -> str:
     """Return the element type of one layer's cache.
 
     Args:
-        attention: vLLM's attention layer; what names no type (an indexer's cache) has its spec's.
+        attention: vLLM's attention layer. If it names no type (an indexer's cache), the spec does.
         spec: its KV cache spec.
     """
     return _name(getattr(attention, "kv_cache_dtype", None), spec.dtype)
 
 
 def layer_scales(attention: Any, dtype: str) -> str | None:
-    """Return a layer's constant scales as :class:`~pdcluster_connector.compat.shape.LayerShape`
-    has them: empty for a type without scales, None where there is not one number for K and V each.
+    """Return a layer's scales as in :class:`~pdcluster_connector.compat.shape.LayerShape`.
+
+    Empty for a type without scales; None if there is not exactly one number for K and one for V.
     """
     if dtype not in SCALED:
         return ""

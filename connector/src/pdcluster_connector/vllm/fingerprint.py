@@ -1,9 +1,9 @@
 """A digest of the model, so that only engines with equal weights exchange KV.
 
-Two fine-tunes of one architecture have equal layouts, names and sizes, and KV that means
-different things. The same weights under two paths are one model. So the digest is made from
-content: the model's configuration without what merely records how the files were written,
-and a bounded sample of the weights (sizes, headers and one piece of many tensors).
+Two fine-tunes of one architecture have equal layouts, names and sizes, but their KV differs. The
+same weights under two paths are one model. So the digest is made from content: the model's
+configuration, without the fields that only record how the files were written, and a bounded sample
+of the weights (sizes, headers and one piece of many tensors).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 PIECE_BYTES: Final = 64 * 1024
 MAX_PIECES: Final = 1024
 _MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
-# What a saving tool writes down about itself, or what another rule compares (the KV's dtype).
+# Fields that a saving tool writes about itself, or that another rule compares (the KV's dtype).
 _VOLATILE: Final = frozenset(
     {
         "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "torch_dtype",
@@ -33,9 +33,9 @@ def model_digest(config: Mapping[str, Any], folder: Path | None, variant: str = 
 
     Args:
         config: the model's configuration as a mapping of JSON values.
-        folder: where its weights lie; None if unknown, then the configuration alone counts.
-        variant: anything else that changes what the weights compute, e.g. a quantization that
-            is applied while loading.
+        folder: the folder of its weights. If None (unknown), only the configuration counts.
+        variant: anything else that changes what the weights compute, for example a quantization
+            that is applied while loading.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(_canonical(config))
@@ -53,7 +53,7 @@ def digest_of_engine(model_config: Any) -> str:
     if folder is not None and (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text("utf-8"))
     if config is None:
-        # Differences to the class's defaults: steadier across versions than all values.
+        # Only differences from the class's defaults: they change less between versions.
         config = model_config.hf_config.to_diff_dict()
     overrides = getattr(model_config, "hf_overrides", None)
     variant = json.dumps(
@@ -80,7 +80,7 @@ def _canonical(value: Mapping[str, Any]) -> bytes:
 
 
 def _weights(folder: Path) -> Iterable[bytes]:
-    """Content of all weight files, sampled; independent of the folder and of file names."""
+    """Digest samples of all weight files. It does not depend on the folder or on file names."""
     files: list[Path] = []
     for pattern in _WEIGHT_PATTERNS:
         files = sorted(p for p in folder.glob(pattern) if p.is_file())
@@ -88,7 +88,7 @@ def _weights(folder: Path) -> Iterable[bytes]:
             break
     budget = max(1, MAX_PIECES // max(1, len(files)))
     parts = [_sample(path, budget) for path in files]
-    # File names may differ between copies; content alone gives the order.
+    # File names may differ between copies, so the content decides the order.
     return sorted(parts)
 
 

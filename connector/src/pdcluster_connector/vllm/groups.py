@@ -1,4 +1,4 @@
-"""What the scheduler needs to know of each KV cache group to name a request's blocks in it."""
+"""What the scheduler must know about each KV cache group to name a request's blocks in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdcluster_connector.plan.request import GroupBlocks, state_slot
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group that takes part in transfers; ``spec`` is that of its first layer.
+    """One group that takes part in transfers. ``spec`` is the spec of its first layer.
 
     Attributes:
         block_size: tokens in a logical block.
@@ -44,9 +44,9 @@ class CacheGroup:
         return isinstance(self.spec, MambaSpec)
 
     def holding(self, blocks: Sequence[int], start: int, stop: int) -> GroupBlocks:
-        """Return those of a request's blocks that hold the tokens [start, stop).
+        """Return the blocks of a request that hold the tokens [start, stop).
 
-        Of a Mamba group that is the running state, the one after ``stop`` tokens.
+        For a Mamba group, that is the running state after ``stop`` tokens.
 
         Raises:
             CoverageError: the request has no state.
@@ -73,8 +73,9 @@ def cache_groups(config: KVCacheConfig) -> tuple[CacheGroup, ...]:
 def leaves_last_token(groups: Sequence[CacheGroup]) -> bool:
     """Tell whether prefill must stop one token short of the prompt's end.
 
-    Decode always computes the last token itself. From a Mamba state after that token it would
-    be counted twice; with a sliding window, vLLM lets go of the block that only its query
-    reads, on both sides, where the window begins with a block's last token.
+    Decode always computes the last token itself. A Mamba state after that token would count it
+    twice. With a sliding window, the last token's query may be the only one that still reads a
+    block: the window then begins with the last token of that block. vLLM frees such a block, on
+    both sides.
     """
     return any(group.is_state or group.window is not None for group in groups)

@@ -1,8 +1,8 @@
-"""One place where no exception gets out of an engine step.
+"""Keeps the connector's exceptions out of vLLM's engine step.
 
-vLLM runs connector methods inside its step; an exception there ends the engine and every
-request in it. So each of them is wrapped here: what went wrong is logged with its traceback,
-counted, and costs the requests at hand, not the engine.
+vLLM runs connector methods inside its step. An exception there ends the engine and every request in
+it. So each of these methods is wrapped here. An exception is logged with its traceback and counted,
+and it fails only the requests that the call was about.
 """
 
 from __future__ import annotations

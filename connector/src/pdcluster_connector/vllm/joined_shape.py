@@ -1,35 +1,34 @@
-"""Shapes of one engine's ranks: as bytes between its processes, and joined to the engine's."""
+"""Shapes of one engine's ranks: sent as bytes between its processes, and joined to one shape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerShape
-from pdcluster_connector.protocol.conversion import from_shape, to_shape
-from pdcluster_connector.protocol.messages import ShapeMessage, encode
+from pdcluster_connector.protocol.messages import encode
 
 _ALIKE = ("model", "kv_dtype", "block_size", "prefix_caching", "memory", "layout")
 
 
 def encode_shape(shape: EngineShape) -> bytes:
     """Bytes of a shape; inverse of :func:`decode_shape`."""
-    return encode(from_shape(shape))
+    return encode(shape)
 
 
 def decode_shape(raw: bytes) -> EngineShape:
     """Shape from bytes of the same engine; raises ``msgspec.MsgspecError`` on anything else."""
-    return to_shape(msgspec.msgpack.decode(raw, type=ShapeMessage))
+    return msgspec.msgpack.decode(raw, type=EngineShape)
 
 
 def join_shapes(shapes: Sequence[EngineShape]) -> EngineShape:
-    """One engine's shape from its ranks': the layers of all pipeline ranks, in their order.
+    """Join the shapes of the ranks to the engine's: the layers of all pipeline ranks, in order.
 
     Raises:
-        ValueError: two ranks contradict each other; names the field and both values.
+        ValueError: two ranks contradict each other. The message names the field and both values.
     """
     packings = {name for shape in shapes for name in (shape.packing or "").split("+") if name}
     sliceable = {shape.token_sliceable for shape in shapes} - {None}
@@ -53,8 +52,10 @@ def join_shapes(shapes: Sequence[EngineShape]) -> EngineShape:
 
 
 def join_layers(shapes: Iterable[EngineShape]) -> tuple[LayerShape, ...]:
-    """All layers of an engine's ranks. Where tensor ranks read a layer with different scales
-    (one for each head), there is no one scale of the layer: None.
+    """Return all layers of an engine's ranks.
+
+    If tensor ranks read a layer with different scales (one for each head), the layer's scale is
+    None, because it has no single scale.
     """
     layers: dict[str, LayerShape] = {}
     for shape in shapes:
@@ -66,7 +67,7 @@ def join_layers(shapes: Iterable[EngineShape]) -> tuple[LayerShape, ...]:
 
 
 def _groups(shapes: Sequence[EngineShape]) -> tuple[GroupShape, ...] | None:
-    """Each group as a rank describes it that has layers of it."""
+    """Return each group as described by a rank that has layers of the group."""
     if shapes[0].groups is None:
         return None
     found = list(shapes[0].groups)

@@ -1,11 +1,11 @@
 """A Mamba layer's states as parts of a page.
 
-A page holds the layer's states one after the other: for Mamba2 the conv state and the SSM
-state. With the conv state as (channels, rows), which ``VLLM_SSM_CONV_STATE_LAYOUT=DS`` asks
-for, its channels are those of x by head, of B and of C by group, so engines of different tensor
-sizes correspond. With one group and several ranks, each rank has a copy of it beside its heads.
-Any other state is one part that cannot be cut: both engines then need the same tensor parallel
-size, which the comparison of the parts ensures.
+A page holds the layer's states one after the other. For Mamba2, these are the conv state and the
+SSM state. ``VLLM_SSM_CONV_STATE_LAYOUT=DS`` makes the conv state (channels, rows). Its channels
+are then those of x by head, and those of B and C by group. So states can be cut for engines of
+different tensor sizes. With one group and several ranks, each rank has a copy of the group beside
+its heads. Any other state is one part that cannot be cut. Both engines then need the same tensor
+parallel size. The comparison of the parts ensures this.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def _arrays(spec: MambaSpec, mixer: Any, tensor: int) -> list[tuple[str, torch.d
 
 
 def _groups(local: int, mixer: Any, tensor: int) -> int:
-    """B/C groups of the model where a rank has ``local``; 0 if not known.
+    """Return the model's B/C groups, for a rank that has ``local`` of them; 0 if not known.
 
-    vLLM divides groups evenly, or copies a model's only one to every rank. A rank with one group
-    can be either; the layer's norm has the model's own count.
+    vLLM divides groups evenly, or copies a model's only group to every rank. A rank with one group
+    can be either case. The layer's norm has the model's own count.
     """
     if local != 1 or tensor == 1:
         return local * tensor

@@ -1,8 +1,8 @@
 """What the connector counts, in vLLM's connector-stats form and as Prometheus metrics.
 
-Both roles fill a :class:`StatsCollector`; vLLM takes a snapshot each step, sums the snapshots of
-all workers and the scheduler role, and hands the sum to the API server as a plain dict.
-Base units: bytes and seconds.
+Both roles fill a :class:`StatsCollector`. vLLM takes a snapshot in each step and sums the snapshots
+of all workers and the scheduler role. It hands the sum to the API server as a plain dict. The base
+units are bytes and seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 PHASES: Final = ("handshake", "post", "transfer", "fence", "total")
-MAX_SAMPLES: Final = 4096  # for each phase and interval; further ones are dropped
+MAX_SAMPLES: Final = 4096  # for each phase and interval; more samples are dropped
 _COUNTS: Final = ("failures", "decodes_without_transfer", "faults")
 _BUCKETS: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -96,7 +96,7 @@ class StatsCollector:
     def receives(
         self, nbytes: int, phase_seconds: Mapping[str, Sequence[float]], failures: Mapping[str, int]
     ) -> None:
-        """Add what ended on this rank: bytes and durations by phase, failures by reason."""
+        """Add receives that ended on this rank: bytes, seconds by phase, failures by reason."""
         self._stats.data["received_bytes"] += nbytes
         for phase, values in phase_seconds.items():
             samples = self._stats.data["seconds"].setdefault(phase, [])
@@ -117,7 +117,7 @@ class StatsCollector:
         self._stats.data["leases_expired"] += 1
 
     def leases_held(self, count: int) -> None:
-        """Note how many leases keep blocks from reuse."""
+        """Record how many leases keep blocks from reuse."""
         if count != self._leases_held:
             self._leases_held = count
             self._stats.data["leases_held"] = count
@@ -135,7 +135,7 @@ class StatsCollector:
 
 
 class PrometheusMetrics(KVConnectorPromMetrics):
-    """``pdcluster_kv_*`` metrics of the API server, one child an engine."""
+    """``pdcluster_kv_*`` metrics of the API server, with one child for each engine."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

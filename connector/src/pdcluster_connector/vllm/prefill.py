@@ -28,7 +28,7 @@ from pdcluster_connector.vllm.prompt import digest_of_prompt, prompt_reader
 
 logger = logging.getLogger(__name__)
 
-DIGEST_TOKENS_A_STEP = 131_072  # two to three milliseconds
+DIGEST_TOKENS_A_STEP = 65_536  # one to two milliseconds
 _HANDED_OFF = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -103,7 +103,8 @@ class PrefillRole:
         """Read on in the prompts that compute, so that a long one does not hold up one step."""
         left = DIGEST_TOKENS_A_STEP
         for reader in self._prompts.values():
-            left -= reader.read(left)
+            if left and reader.left:
+                left -= reader.read(left)
 
     def finished(
         self, request: Request, blocks: Sequence[Sequence[int]]
@@ -114,6 +115,8 @@ class PrefillRole:
         self._shortened.discard(request_id)
         place = self._leases.place(request_id)
         reader = self._prompts.pop(request_id, None)
+        if reader is not None and reader.count != request.num_prompt_tokens:
+            reader = prompt_reader(request, request.num_prompt_tokens)  # the prompt went on
         handed_off = (
             request.status in _HANDED_OFF
             and request.num_computed_tokens >= request.num_prompt_tokens

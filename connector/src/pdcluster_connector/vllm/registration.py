@@ -1,14 +1,14 @@
 """From vLLM's KV cache tensors to regions, memory ranges and this rank's shape.
 
-vLLM hands over one strided view ``[block, head, token, content]`` a layer (vLLM RFC #42082),
-whatever the physical order, so a region is read off the view's strides; a Mamba layer's view
-is ``[slot, 1, 1, bytes]`` (:mod:`states`). Whether the inside of a block can be cut by token is
-a property of the attention backend and not of the strides: CPU_ATTN keeps, for each (block,
-head), all K tokens and then all V tokens, packed for the host's instruction set. Only backends
-that are known to keep K and V of one token together are treated as sliceable.
+vLLM hands over one strided view ``[block, head, token, content]`` for each layer (vLLM RFC #42082),
+whatever the physical order is. A region is read from the view's strides. A Mamba layer's view is
+``[slot, 1, 1, bytes]`` (:mod:`mamba_states`). The strides do not tell whether a block can be cut by
+token; the attention backend does. For example, CPU_ATTN keeps, for each (block, head), all K tokens
+and then all V tokens, packed for the host's instruction set. Only backends that are known to keep K
+and V of one token together count as sliceable.
 
-Layers whose rules this connector does not know are described in the shape, where a rule refuses
-them by name at the handshake, and get no region: their engine starts and serves normally.
+The shape also describes layers whose rules this connector does not know, and a rule refuses them by
+name at the handshake. They get no region. Their engine starts and serves normally.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pdcluster_connector.vllm.mamba_states import describe_states
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What one worker's caches are: for the handshake (shape, shard) and for NIXL (memory)."""
+    """One worker's caches, described for the handshake (shape, shard) and for NIXL (memory)."""
 
     shape: EngineShape
     shard: Shard
@@ -152,7 +152,7 @@ def register(
 def _memory(
     storages: Collection[MemoryRange], regions: Sequence[Region], slice_bytes: int
 ) -> tuple[MemoryRange, ...]:
-    """What to register, each byte once: storages can overlap, and share an address."""
+    """Return the memory to register, each byte once: storages can overlap or share an address."""
     found = []
     for place in sorted({(storage.device, storage.memory) for storage in storages}):
         here = [region for region in regions if (region.device, region.memory) == place]
@@ -164,7 +164,7 @@ def _memory(
 
 
 def _groups(config: KVCacheConfig, ratios: Mapping[int, set[int]]) -> tuple[GroupShape, ...]:
-    """Every group of the engine; its ratio is 1 where this rank has none of its layers."""
+    """Return every group of the engine. The ratio is 1 if this rank has no layer of the group."""
     return tuple(
         GroupShape(_kind(group.spec), group.block_size, max(ratios.get(number, {1})), group.window)
         for number, group in enumerate(cache_groups(config))
@@ -185,7 +185,7 @@ def _specs(config: KVCacheConfig) -> dict[str, tuple[int, Any]]:
 
 
 def _kind(spec: Any) -> LayerKind:
-    # Subclasses (sinks, recycled windows, …) add rules of their own to the same pages.
+    # Subclasses (sinks, recycled windows, …) add their own rules to the same pages.
     plain = getattr(spec, "state_content_bytes", None) is None and spec.tokens_per_state in {1, -1}
     if not plain:
         return LayerKind.OTHER
@@ -203,8 +203,8 @@ def _kind(spec: Any) -> LayerKind:
 def _heads(spec: Any, kind: LayerKind, vllm_config: Any, rank: int) -> tuple[int, int, int] | None:
     """(heads of the layer, first head here, one past the last here); None if not known.
 
-    vLLM gives rank r the heads from ``r * total // tensor`` on, and replicates heads where
-    there are more ranks than heads. MLA's latent counts as one head that every rank holds.
+    vLLM gives rank r the heads from ``r * total // tensor`` on. If there are more ranks than heads,
+    it replicates heads. MLA's latent counts as one head that every rank holds.
     """
     tensor = vllm_config.parallel_config.tensor_parallel_size
     local = getattr(spec, "num_kv_heads", None)
@@ -227,14 +227,14 @@ def _token_bytes(spec: Any, parts: tuple[PartShape, ...]) -> int:
 
 
 def _packing(attention: Any, dtype: str) -> str | None:
-    """Id of an opaque block interior; None if the interior is sliceable by token."""
+    """Return the id of a packed block interior; None if the interior can be cut by token."""
     if attention is None:
         return "unknown"
     backend = attention.get_attn_backend().get_name()
     if token_sliceable(backend):
         return None
     words = [backend, getattr(attention, "isa", None)]
-    if dtype in SCALED:  # the kernels are made for the type that they compute with
+    if dtype in SCALED:  # the packing depends on the type that the kernels compute with
         words.append(str(getattr(attention, "dtype", "")).removeprefix("torch."))
     return "/".join(filter(None, words))
 
@@ -262,5 +262,5 @@ def _region(
 
 
 def _only(values: set[Any]) -> Any:
-    """The one value of a set; None if there is none, or more than one."""
+    """Return the only value of a set; None if it has no value, or more than one."""
     return next(iter(values)) if len(values) == 1 else None

@@ -6,13 +6,13 @@ has a thread of its own (sidechannel.server, sidechannel.lease_client).
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -29,6 +29,7 @@ from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
+from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.decode import DecodeRole
 from pdcluster_connector.vllm.groups import cache_groups
@@ -69,6 +70,7 @@ class SchedulerRole:
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         self._stats = StatsCollector()
         self._unreceivable: dict[str, str] = {}
+        self._tls = None if options.tls is None else Tls(options.tls, engine_id)
         self._side_channel: SideChannelServer | None = None
         self._leases: LeaseDesk | None = None
         self._lease_client: LeaseClient | None = None
@@ -93,7 +95,7 @@ class SchedulerRole:
                 keys,
             )
         if transfer.is_kv_consumer:
-            self._lease_client = LeaseClient(engine_id)
+            self._lease_client = LeaseClient(engine_id, self._tls)
             self._lease_client.start()
             self.decode = DecodeRole(
                 engine_id,
@@ -145,6 +147,7 @@ class SchedulerRole:
             shape,
             shards=shards,
             leases=self._leases,
+            tls=self._tls,
             allow_insecure=self._options.allow_insecure,
             role="prefill" if self.prefill is not None else "decode",
             lease_seconds=self._options.lease_seconds,
@@ -259,17 +262,17 @@ def _merge(shapes: Mapping[tuple[int, int], EngineShape]) -> EngineShape:
     """
     first: dict[int | None, tuple[int, int]] = {}
     for rank, shape in shapes.items():
-        for field in dataclasses.fields(EngineShape):
-            of_stage = field.name in _OF_A_STAGE
+        for field in EngineShape.__struct_fields__:
+            of_stage = field in _OF_A_STAGE
             other = first.setdefault(rank[0] if of_stage else None, rank)
-            theirs, ours = getattr(shape, field.name), getattr(shapes[other], field.name)
-            if field.name != "layers" and theirs != ours:
+            theirs, ours = getattr(shape, field), getattr(shapes[other], field)
+            if field != "layers" and theirs != ours:
                 raise HandshakeError(
-                    f"rank {rank} has {field.name} {theirs}, rank {other} has {ours}; give every "
+                    f"rank {rank} has {field} {theirs}, rank {other} has {ours}; give every "
                     "rank of an engine the same model files, settings and kind of machine"
                 )
     layers = join_layers(shapes.values())
-    return dataclasses.replace(next(iter(shapes.values())), layers=layers)
+    return msgspec.structs.replace(next(iter(shapes.values())), layers=layers)
 
 
 def _versions() -> dict[str, str]:

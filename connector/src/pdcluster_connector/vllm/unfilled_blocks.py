@@ -1,10 +1,10 @@
-"""Clears what of a received prompt's last blocks no token fills.
+"""Clears the part of a received prompt's last blocks that no token fills.
 
-With Mamba layers, or layers of different precision, a block of attention may have been something
-else before, and its bytes may read as NaN, which attention's mask does not remove (vLLM #35219).
-vLLM therefore clears blocks before their first use, but not those that a connector fills, lest it
-clear what has arrived (v1/core/kv_cache_manager.py, allocate_slots). Prefill's blocks may end
-before decode's do, so decode clears the rest itself.
+With Mamba layers, or layers of different precision, an attention block may have held other data
+before. Its bytes may read as NaN, and attention's mask does not remove NaN (vLLM #35219). vLLM
+therefore clears blocks before their first use. It does not clear blocks that a connector fills,
+because it could clear data that has arrived (v1/core/kv_cache_manager.py, allocate_slots).
+Prefill's blocks may end before decode's do, so decode clears the rest itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdcluster_connector.plan.request import EngineBlocks, unfilled
 
 
 class Tails:
-    """The caches of one rank whose blocks must be cleared; none where vLLM clears none.
+    """The caches of one rank whose blocks must be cleared; none if vLLM clears none.
 
     Args:
         kv_caches: by layer; attention's are views ``[kernel block, head, token, content]``.
@@ -39,11 +39,11 @@ class Tails:
             self._caches.setdefault(region.group, []).append((kv_caches[region.layer], cut))
 
     def clear(self, held: EngineBlocks, stop: int) -> None:
-        """Clear what no token before ``stop`` fills, of blocks that are the request's own.
+        """Clear the bytes that no token before ``stop`` fills, in blocks of this request alone.
 
-        To be called before anything is posted. On a GPU it may still run while NIXL writes: the
-        bytes that both write are the rest of a descriptor, which prefill has cleared as well.
-        A packed block is received whole, so it is cleared only where no token of it is.
+        Call this before anything is posted. On a GPU it may still run while NIXL writes. The bytes
+        that both write are the rest of a descriptor, and prefill has cleared them as well. A packed
+        block is received whole, so it is cleared only if it holds no token.
         """
         for part in unfilled(held, stop) if self._needed else ():
             whole = part.block + (part.first > 0)

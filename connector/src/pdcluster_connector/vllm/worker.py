@@ -26,6 +26,7 @@ from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.request import EngineBlocks, groups_of
 from pdcluster_connector.protocol.messages import encode
 from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_connector.transfer.receiver import (
     Receiver,
     ReceiveRequest,
@@ -101,7 +102,9 @@ class WorkerRole:
             self._serving = ServingAgent(lambda: self._new_agent(threads=0), registration.memory)
         if not self._consumes:
             return
-        self._peers = PeerBook(self._engine_id, registration.shape, self._rank)
+        files = self._options.tls
+        tls = None if files is None else Tls(files, self._engine_id)
+        self._peers = PeerBook(self._engine_id, registration.shape, self._rank, tls)
         self._receiver = Receiver(
             shard=registration.shard,
             memory=registration.memory,
@@ -120,6 +123,7 @@ class WorkerRole:
             data_rank=parallel.data_parallel_index,
             peers=self._peers,
             probe=self._receiver.probe,
+            tls=tls,
         )
         if self._control is not None:
             self._control.start()

@@ -1,4 +1,8 @@
-"""The launchers' HTTP on aiohttp: short timeouts, bounded answers, every failure typed."""
+"""HTTP to launchers, on aiohttp. Every failure is a :class:`LauncherError`.
+
+A redirect is a failure. A pod that carries an engine's labels could otherwise have the operator,
+which reaches every namespace, send its requests somewhere else.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ class EnginesHttp:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(timeout=TIMEOUT)
+        self._http = aiohttp.ClientSession(timeout=TIMEOUT, cookie_jar=aiohttp.DummyCookieJar())
         return self
 
     async def __aexit__(
@@ -68,7 +72,7 @@ class EnginesHttp:
         if self._http is None:
             raise LauncherError("the client is not open")
         try:
-            async with self._http.request(method, url, json=body) as answer:
+            async with self._http.request(method, url, json=body, allow_redirects=False) as answer:
                 text = await _read(answer.content)
                 if answer.status not in expected:
                     said = text[:200].decode(errors="replace").strip()

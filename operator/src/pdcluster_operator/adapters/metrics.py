@@ -68,7 +68,7 @@ class Metrics:
         )
 
     def measure(self, depth: Callable[[], int], clusters: Callable[[], int]) -> None:
-        """Read the queue's depth and the number of clusters when somebody asks."""
+        """Read the queue's depth and the number of clusters at every scrape."""
         self.queue_depth.set_function(depth)
         self.clusters.set_function(clusters)
 

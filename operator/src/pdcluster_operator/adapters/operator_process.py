@@ -1,4 +1,4 @@
-"""The operator as a process: everything is wired here, and one end is the end of all."""
+"""The operator as a process. It starts every part, and ends when one of them ends."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class OperatorOptions:
     """The command line of ``pdcluster-operator run``.
 
     Attributes:
-        namespaces: to watch; none are all.
-        webhook: where the certificate to keep belongs; None keeps none.
+        namespaces: to watch; all if empty.
+        webhook: where the webhook's certificate is stored; None if the operator makes none.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ async def until_one_ends(parts: list[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
-    """Run ``work``; whether it ended before ``stop``."""
+    """Run ``work``; return whether it ended before ``stop``."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
     finished = task.done()

@@ -1,4 +1,4 @@
-"""Small HTTP servers for whoever looks at a process: health for the kubelet, metrics."""
+"""Small HTTP servers of a process: health for the kubelet, metrics for Prometheus."""
 
 from __future__ import annotations
 

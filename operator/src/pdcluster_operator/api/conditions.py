@@ -1,7 +1,7 @@
 """Condition types, their reasons, and how a condition changes.
 
-``lastTransitionTime`` moves only when ``status`` flips. Messages hold nothing that changes
-by itself, or every write would cause the next one.
+``lastTransitionTime`` changes only when ``status`` does. A message holds nothing that changes by
+itself, because then every write of the status would cause the next one.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def find_condition(status: object, kind: str) -> Mapping[str, Any]:
 def set_conditions(
     before: object, verdicts: Iterable[tuple[ConditionType, Verdict]], generation: int, now: float
 ) -> list[dict[str, Any]]:
-    """Return the conditions to write: transition times are kept where the status stays."""
+    """Return the conditions to write. A transition time is kept if the status did not change."""
     written = []
     for kind, verdict in verdicts:
         old = find_condition(before, kind)

@@ -10,7 +10,7 @@ LONGEST_VALUE = 200
 
 
 class Rule(StrEnum):
-    """Rules of the API itself; KV rules are named by ``compat.reasons.Reason``."""
+    """Rules of the API itself. The rules about KV are in ``compat.reasons.Reason``."""
 
     REQUIRED = "Required"
     UNKNOWN_FIELD = "UnknownField"
@@ -103,7 +103,7 @@ def quoted(value: object) -> str:
 
 
 def _json(value: object) -> str:
-    """Write a value as it stands in a manifest: ``true``, ``null``, ``{"a": 1}``."""
+    """Write a value as a manifest has it: ``true``, ``null``, ``{"a": 1}``."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):  # YAML knows dates, and other keys than text
@@ -111,5 +111,5 @@ def _json(value: object) -> str:
 
 
 def under(path: str, parent: str) -> bool:
-    """Whether a path is the parent or lies inside it."""
+    """Whether a path is the parent, or is inside of it."""
     return path == parent or path.startswith((parent + ".", parent + "["))

@@ -1,8 +1,8 @@
 """Labels and names of everything that belongs to a cluster.
 
-Lengths are budgeted from the back: a StatefulSet's name may have 52 characters, because
-Kubernetes appends an 11-character revision to it in a pod label. With a cluster name of at
-most 34, ``-prefill-`` (9), a revision of 5 and ``-999`` (4) that is 52.
+Names have limits. A StatefulSet's name may have 52 characters, because Kubernetes appends a
+revision of 11 characters to it in a label of its pods. These 52 are: 34 of the cluster's name,
+``-prefill-`` (9), a revision (5) and ``-999`` (4).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPERATOR_LABELS = {
     "app.kubernetes.io/part-of": "pdcluster",
     "app.kubernetes.io/component": "operator",
 }
-"""Labels of the operator's own pods, whatever installs them: network policies let them in."""
+"""Labels of the operator's own pods. Network policies let in the pods that have them."""
 
 CLUSTER_LABEL = f"{GROUP}/cluster"
 ROLE_LABEL = f"{GROUP}/role"
@@ -67,7 +67,7 @@ def name_errors(name: object) -> list[tuple[str, str]]:
     if len(name) > NAME_LIMIT:
         errors.append(
             (
-                f"has {len(name)} characters; names of its pods leave room for {NAME_LIMIT}",
+                f"has {len(name)} characters; {NAME_LIMIT} are allowed: pods' names contain it",
                 f"Choose a name of at most {NAME_LIMIT} characters.",
             )
         )
@@ -109,7 +109,7 @@ class EngineName:
 
 
 def engine_of(manifest: Mapping[str, object]) -> EngineName | None:
-    """Read an engine's name back from a StatefulSet's or pod's labels; None if it is none."""
+    """Return the name of the engine that an object's labels name; None if they name none."""
     metadata = manifest.get("metadata")
     if not isinstance(metadata, Mapping):
         return None
@@ -195,5 +195,5 @@ def router_policy_name(cluster: str) -> str:
 
 
 def cluster_selector(cluster: str) -> str:
-    """Label selector of a cluster's leading decode pods, one an engine, for /scale."""
+    """Label selector of the leading pod of each decode engine, for /scale."""
     return f"{CLUSTER_LABEL}={cluster},{ROLE_LABEL}={Role.DECODE.value},{POD_INDEX_LABEL}=0"

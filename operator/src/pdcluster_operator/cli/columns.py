@@ -1,7 +1,8 @@
-"""Rows of columns that stay whole at any width, and that a pipe gets without padding.
+"""A table that cuts no word, at any width of the terminal.
 
-The last column is free text. Where the others leave it too little room it goes below its row;
-where even they do not fit beside each other, a row goes on in the next line. No word is cut.
+The last column is free text. If the other columns leave too little room for it, it is printed
+below its row. If even the other columns are too wide, a row continues on the next line. Output
+into a pipe has no limit of width.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rich.text import Text
 GAP = 2
 INDENT = 2
 LEAST_TEXT = 24
-"""So many cells wide the free text must be to stand beside the other columns."""
+"""The free text is printed beside the other columns if it has at least this many cells."""
 
 
 class Columns:

@@ -1,4 +1,4 @@
-"""How commands end: exit codes, and the error that is one sentence for a person."""
+"""How commands end: exit codes, and the error that a user can correct."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Exit(IntEnum):
 
 
 class UserError(Exception):
-    """Something that the user can put right; its text says what and how."""
+    """Something that the user can correct. Its text says what is wrong and what to do."""
 
     def __init__(self, message: str, exit_code: Exit) -> None:
         super().__init__(message)

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.labels import KIND
+from pdcluster_operator.api.rules.unchecked import unchecked_message
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.manifest import read_documents
@@ -44,11 +45,8 @@ def print_findings(console: Console, title: str, findings: Findings) -> None:
         _print(console, "error", "red", finding)
     for finding in findings.warnings:
         _print(console, "warning", "yellow", finding)
-    if findings.unchecked:
-        unknown = ", ".join(findings.unchecked)
-        console.print(
-            Text(f"  known only to the engines' handshake: {unknown}", style="dim"), soft_wrap=True
-        )
+    if open_questions := unchecked_message(findings.unchecked):
+        console.print(Text(f"  {open_questions}", style="dim"), soft_wrap=True)
 
 
 def _print(console: Console, kind: str, style: str, finding: FieldError) -> None:
@@ -68,7 +66,7 @@ def _count(findings: Sequence[FieldError], name: str) -> str:
 
 
 def _clusters(documents: Iterable[Any]) -> list[Any]:
-    """Every document, but the objects of other kinds that stand beside a PDCluster."""
+    """Return the PDClusters of a file. If it has none, return its first document."""
     documents = list(documents)
     clusters = [
         document

@@ -1,8 +1,9 @@
-"""The ``pdcluster`` command: its help is written for somebody who sees it for the first time."""
+"""The ``pdcluster`` command and its help."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -27,12 +28,19 @@ start here:
 exit codes: 0 done, 1 the manifest is wrong, 2 the command line is wrong, 3 not Ready in time,
 4 the request failed, 5 the KV cache did not move, 6 this machine lacks something, 130 Ctrl-C
 """
+NO_LOCAL_MODE = (
+    "this installation has no local mode, because the operator's image leaves it out; install "
+    "pdcluster from its sources on a Linux machine (pip install '.[operator]', and vLLM in the "
+    "same Python), or apply the manifest to a Kubernetes cluster with kubectl"
+)
 UP_DETAILS = """\
 The operator's own control loop runs over an in-memory API, and a mini-kubelet turns pods into
-processes, each pod on a 127.x.y.z address of its own. Ctrl-C ends every process; twice, at once.
+processes, each pod on a 127.x.y.z address of its own. Ctrl-C ends every process. A second Ctrl-C
+kills them.
 
-Before the first process starts it says all that this machine lacks: vLLM and NIXL, the model, GPUs,
-memory, ports, the router's program. It then exits with 6, or with 2 where --once cannot be done.
+Before the first process starts, it lists everything that this machine lacks: vLLM and NIXL, the
+model, GPUs, memory, ports, the router's program. It then exits with 6, or with 2 if the manifest
+rules out --once.
 
 A manifest usually names a model folder of the nodes (model.source.hostPath). --model-dir puts a
 folder of this machine in its place, whatever source the manifest names.
@@ -95,16 +103,16 @@ def parser() -> argparse.ArgumentParser:
         "--model-dir",
         type=Path,
         metavar="DIR",
-        help="serve the model in this folder, whatever the manifest names",
+        help="serve the model in this folder, instead of the one that the manifest names",
     )
-    up.add_argument("--plain", action="store_true", help="lines instead of a live table")
+    up.add_argument("--plain", action="store_true", help="print lines instead of a live table")
     return root
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    # Until a command runs nothing needs an orderly end, and an import can swallow the exception
-    # that Python makes of a Ctrl-C.
+    # Before a command runs, Ctrl-C may end the process at once. Python would raise an exception
+    # instead, which an import can swallow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     options = parser().parse_args(arguments)
     try:
@@ -120,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return int(Exit.DONE)
     except SystemExit as end:
-        # rich's way out of a pipe that `head` closed. 1 would say that the manifest is refused.
+        # rich exits so when a pipe was closed, for example by `head`. The exit code 1 would say
+        # that the manifest is refused.
         if options.command == "up" or not isinstance(end.__context__, BrokenPipeError):
             raise
         return int(Exit.DONE)
@@ -136,7 +145,10 @@ def _command(options: argparse.Namespace) -> Callable[[], Exit]:
         from pdcluster_operator.cli.plan import show_plan
 
         return partial(show_plan, options.file, options.output)
-    from pdcluster_operator.cli.up import UpOptions, up
+    if importlib.util.find_spec("pdcluster_operator.local") is None:
+        raise UserError(NO_LOCAL_MODE, Exit.MACHINE)
+    from pdcluster_operator.cli.up import up
+    from pdcluster_operator.cli.up_run import UpOptions
 
     return partial(
         up,

@@ -137,7 +137,7 @@ async def _post(
 
 
 async def _received(http: aiohttp.ClientSession, urls: Iterable[str]) -> float:
-    """Bytes that decode engines have received so far; one that is silent counts as none."""
+    """Return the bytes that decode engines have received. One that does not answer counts as 0."""
     total = 0.0
     for url in urls:
         try:

@@ -30,25 +30,32 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="watch this namespace, and others that are named so (default: all)",
+        help="namespace to watch; may be given several times (default: all namespaces)",
     )
     run.add_argument(
         "--webhook-configuration",
         metavar="NAME",
-        help="keep the webhook's certificate, and its CA in this ValidatingWebhookConfiguration",
+        help="make and renew the webhook's certificate, and write its CA into this "
+        "ValidatingWebhookConfiguration",
     )
     run.add_argument(
-        "--webhook-service", type=_pair, metavar="NAMESPACE/NAME", help="what the CA vouches for"
+        "--webhook-service",
+        type=_pair,
+        metavar="NAMESPACE/NAME",
+        help="Service of the webhook, for whose name the certificate is made",
     )
     run.add_argument(
-        "--webhook-secret", type=_pair, metavar="NAMESPACE/NAME", help="where the certificate lies"
+        "--webhook-secret",
+        type=_pair,
+        metavar="NAMESPACE/NAME",
+        help="Secret in which the certificate is stored",
     )
     run.add_argument(
         "--sweep-seconds",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="how often everything is listed again (default 300)",
+        help="time between two lists of all objects (default 300)",
     )
     webhook = commands.add_parser("webhook", help="answer admission reviews")
     webhook.add_argument(
@@ -56,17 +63,23 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="DIR",
-        help="holds tls.crt and tls.key; read again when they change",
+        help="folder with tls.crt and tls.key; they are read again when they change",
     )
-    webhook.add_argument("--port", type=int, default=9443, help="of the reviews (default 9443)")
+    webhook.add_argument(
+        "--port", type=int, default=9443, help="port for admission reviews (default 9443)"
+    )
     for command in (run, webhook):
         command.add_argument(
             "--allow-host-path-models",
             action="store_true",
-            help="admit folders of the nodes: whoever writes a PDCluster can read them",
+            help="admit folders of the nodes; whoever may create a PDCluster can then read them",
         )
-        command.add_argument("--health-port", type=int, default=8081, help="default 8081")
-        command.add_argument("--metrics-port", type=int, default=8080, help="default 8080")
+        command.add_argument(
+            "--health-port", type=int, default=8081, help="port for health checks (default 8081)"
+        )
+        command.add_argument(
+            "--metrics-port", type=int, default=8080, help="port for metrics (default 8080)"
+        )
         command.add_argument(
             "--host",
             default="0.0.0.0",  # noqa: S104 - a pod's own network
@@ -97,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return int(Exit.INTERRUPTED)
     except Exception as error:
-        # Whatever it was, Kubernetes starts the process again; nothing is lost by that.
+        # Kubernetes starts the process again. Nothing is lost: all state is in the API server.
         log.error("stopped: %s", error, exc_info=options.log_level == "debug")
         return SOMETHING_FAILED
     return int(Exit.DONE)
@@ -145,7 +158,7 @@ async def _until_signal(work: Work) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Until kopf runs; it has handlers of its own then, which end it the same way.
+        # The adapter sets handlers of its own once it runs. They end it the same way.
         loop.add_signal_handler(number, stop.set)
     await work(stop)
 

@@ -1,4 +1,4 @@
-"""``pdcluster plan``: the steps of the operator's own planner, printed instead of carried out."""
+"""``pdcluster plan``: prints the steps of the operator's own planner, and performs none."""
 
 from __future__ import annotations
 

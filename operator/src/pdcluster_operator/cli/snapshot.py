@@ -1,4 +1,4 @@
-"""What a person wants to see of a running cluster, gathered from API, launchers and logs."""
+"""What ``pdcluster up`` shows of a running cluster, from the API, launchers and logs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Snapshot:
 
 
 def take_snapshot(local: LocalCluster, key: Key) -> Snapshot:
-    """Read everything; cheap enough for twice a second."""
+    """Read everything. It is cheap enough to be called several times a second."""
     status = local.cluster(key).get("status") or {}
     conditions = tuple(
         Condition(c["type"], c["status"], c["reason"], c.get("message", ""))

@@ -34,7 +34,7 @@ def pods_table(pods: Iterable[PodLine]) -> Columns:
 
 
 def links_table(links: Iterable[tuple[str, LinkReport]]) -> Columns:
-    """Every pair of engines: whether KV can move, how fast, and whether it was seen to."""
+    """Return every pair of engines: whether KV can move, how fast, and whether a canary passed."""
     table = Columns("PREFILL", "DECODE", "STATE", "SHARDS", "GB/s", "CANARY", "REASON")
     for decode, link in links:
         canary = link.canary.state.value
@@ -67,7 +67,7 @@ def conditions_table(conditions: Iterable[Condition]) -> Columns:
 
 def waiting_for(snapshot: Snapshot) -> str:
     """Return what the cluster waits for, in one line: the conditions that do not hold."""
-    # Later conditions only repeat what the earlier ones wait for.
+    # Progressing and Available only repeat what the other conditions say.
     parts = [
         f"{c.type}={c.status} {c.reason}{': ' if c.message else ''}{c.message}"
         for c in snapshot.missing

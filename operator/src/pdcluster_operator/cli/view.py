@@ -1,4 +1,4 @@
-"""Progress while a cluster comes up: a live table, or lines when nobody watches."""
+"""Shows the progress of a cluster: a live table in a terminal, otherwise lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdcluster_operator.cli.tables import pods_table, waiting_for
 
 SPINNER_WIDTH = 2
 QUIET_SECONDS = 15.0
-"""After so long without a change the plain view says again what it waits for."""
+"""After this time without a change, the plain view repeats what the cluster waits for."""
 
 
 class View:
@@ -47,7 +47,7 @@ class View:
         self.finish()
 
     def finish(self) -> None:
-        """Take the live table away; later lines are printed below what stays."""
+        """Remove the live table. Later lines are printed below the earlier ones."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -59,7 +59,7 @@ class View:
         self._console.print(stamp.append(Text(text, style="not dim")), soft_wrap=True)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Return what is so now. Pods' changes become lines; a live table shows the rest."""
+        """Show a snapshot. Changes of pods are printed as lines; a live table shows everything."""
         for pod in snapshot.pods:
             self._tell(pod)
         waiting = waiting_for(snapshot)
@@ -83,7 +83,7 @@ class View:
                 self.say(f"{condition.type}: {state}{detail}")
 
     def know_conditions(self, snapshot: Snapshot) -> None:
-        """Take conditions as told: they were shown in another way."""
+        """Remember that these conditions were shown: another output has printed them."""
         for condition in snapshot.conditions:
             self._last[f"condition {condition.type}"] = f"{condition.status} {condition.reason}"
 

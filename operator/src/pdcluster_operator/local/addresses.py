@@ -12,7 +12,7 @@ RESERVED_PORT = 5589
 """Bound on every address in use, so that two local clusters never choose the same one."""
 ATTEMPTS = 64
 UNUSED = "127.255.255.253"
-"""An address that no pod gets: only a listener on every address takes its ports."""
+"""An address that no pod gets. Only a listener on every address can take its ports."""
 
 
 class PortBusyError(Exception):
@@ -80,7 +80,7 @@ class AddressBook:
 
 
 def everywhere(port: int, holder: str) -> str:
-    """Say that a port is taken on all addresses, so that no other address helps."""
+    """Return the message that a port is taken on all addresses."""
     return f"port {port} of every address (0.0.0.0) is taken{holder}"
 
 

@@ -1,10 +1,10 @@
-"""An API server's worth of semantics in memory, for one operator and one mini-kubelet.
+"""An API server in memory, for one operator and one mini-kubelet.
 
-Kept from the real one, because the operator leans on it: uid, resourceVersion and
+It behaves like the real one where the operator depends on that: uid, resourceVersion and
 generation; server-side apply by a single field manager (what the last apply named and this
 one omits goes away; status is apart; an apply that changes nothing is no event); delete
 with preconditions; deletion of pods in two steps; garbage collection by owner UID; watch.
-Not kept: schemas, defaults, admission, other field managers.
+It has no schemas, defaults, admission or other field managers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LocalApi:
         ]
 
     def apply(self, desired: Manifest) -> Manifest:
-        """Create the object or makes it what ``desired`` says; status is left alone."""
+        """Create the object, or change it to what ``desired`` says. The status stays."""
         identity = _identity(desired)
         live = self._objects.get(identity)
         content = {key: copy.deepcopy(value) for key, value in desired.items() if key != "status"}
@@ -121,7 +121,7 @@ class LocalApi:
             self._put(_identity(live), marked, "MODIFIED")
 
     def finalize(self, pod: Manifest) -> None:
-        """Remove a pod whose processes have ended; the kubelet's word."""
+        """Remove a pod whose processes have ended. Only the kubelet calls it."""
         live = self._objects.get(_identity(pod))
         if live is not None and live["metadata"]["uid"] == pod["metadata"]["uid"]:
             self._remove(live)
@@ -138,7 +138,7 @@ class LocalApi:
         owners = {owner["uid"] for owner in metadata.get("ownerReferences") or ()}
         uids = {held["metadata"]["uid"] for held in self._objects.values()}
         if event == "ADDED" and owners and not owners & uids:
-            self.delete(*identity)  # the owner went while this was on its way
+            self.delete(*identity)  # its owner was deleted in the meantime
         return copy.deepcopy({**manifest, "metadata": metadata})
 
     def _remove(self, live: Manifest) -> None:

@@ -65,7 +65,7 @@ INHERITED = (
     "CUDA_VISIBLE_DEVICES",
     "PDCLUSTER_ANY_VERSION",
 )
-"""What an image or a device plugin would bring; everything else comes from the manifest."""
+"""Variables that an image or a device plugin sets in a cluster. The manifest sets the others."""
 
 
 class LocalCluster:
@@ -144,7 +144,7 @@ class LocalCluster:
 
 
 def container_environment() -> dict[str, str]:
-    """Return what every container starts from: this Python first on PATH, and little else."""
+    """Return the variables that every container inherits, with this Python first on PATH."""
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     folders = [str(Path(sys.executable).parent), *os.environ.get("PATH", os.defpath).split(":")]
     return {**kept, "PATH": ":".join(dict.fromkeys(folders))}
@@ -183,7 +183,7 @@ class _ApiPort:
 
 
 class _Events:
-    """Events repeat what conditions say, and the terminal shows those."""
+    """Logs events. The terminal shows conditions, which say the same."""
 
     async def publish(self, cluster: Mapping[str, Any], events: Iterable[Event]) -> None:
         for event in events:

@@ -1,9 +1,9 @@
 """The StatefulSet and Deployment controllers, as far as the operator's objects need them.
 
-Level-triggered over the whole in-memory API: every change marks it dirty, and one pass
-makes pods match. StatefulSets are ``OnDelete`` and ``Parallel``, the only ways that the
-operator writes them. Deployments replace old pods once the new ones are ready; there are
-no ReplicaSets and no revisions in local mode.
+After every change of the in-memory API, one pass compares all workloads with their pods and
+corrects the pods. StatefulSets are ``OnDelete`` and ``Parallel``, because the operator writes no
+others. Deployments replace old pods once the new ones are ready. Local mode has no ReplicaSets and
+no revisions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Workloads:
         api.watch(self._on_event)
 
     async def run(self) -> None:
-        """Works until cancelled."""
+        """Work until cancelled."""
         while True:
             await self._dirty.wait()
             self._dirty.clear()

@@ -1,7 +1,7 @@
 """Gathers what :mod:`.preflight` judges: files, ports, memory, and the engines' Python.
 
-That Python is asked in a process of its own and imports nothing of vLLM, so that all of it takes
-a second.
+The engines' Python is asked in a process of its own. It imports nothing of vLLM, so it takes
+about a second.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from pdcluster_operator.local.machine import (
     find_problems,
     memory_request,
 )
-from pdcluster_operator.local.preflight import Facts, Folder
+from pdcluster_operator.local.preflight import Facts
 from pdcluster_operator.local.preflight_gpus import VISIBLE, Gpus
+from pdcluster_operator.local.preflight_models import Folder
 from pdcluster_operator.plan.model import ConnectorBundle, Observed
 from pdcluster_operator.plan.rollout.desired import desire
 

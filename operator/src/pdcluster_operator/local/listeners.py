@@ -12,7 +12,7 @@ class Listener:
     """Who listens on a port: on every address of the machine, or on the one that was asked for.
 
     Attributes:
-        holder: `` by NAME (pid N)``, or nothing where it can't be told.
+        holder: `` by NAME (pid N)``, or empty if it is not known.
     """
 
     everywhere: bool
@@ -20,7 +20,7 @@ class Listener:
 
 
 def listener(address: str, port: int) -> Listener | None:
-    """Return who listens on a port of an address; None where nobody is seen to."""
+    """Return who listens on a port of an address; None if nobody is known to."""
     packed = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
     everywhere = {f"{host}:{port:04X}" for host in ("00000000", "0" * 32)}
     found = {
@@ -31,7 +31,7 @@ def listener(address: str, port: int) -> Listener | None:
         and fields[1] in {*everywhere, f"{packed}:{port:04X}"}
         and fields[3] == "0A"
     }
-    # Beside a listener on this very address, one on every address is of IPv6 alone.
+    # If there is also a listener on this address, the one on every address is for IPv6 only.
     return Listener(all(found.values()), _holder(set(found))) if found else None
 
 

@@ -1,4 +1,4 @@
-"""What this machine lacks for a pod, found before a process is started, in one sentence each.
+"""What this machine lacks for a pod. It is found before a process starts.
 
 These are the checks of a scheduler and a kubelet. What an engine itself needs (ports, shared
 memory, room for its KV cache) the launcher checks, here as in a cluster.
@@ -48,7 +48,7 @@ class Problem:
         reason: Kubernetes' reason.
         lack: ours.
         subject: the volume, program or variable that it is about.
-        what: what is in the way, in one sentence.
+        what: what is wrong, in one sentence.
         remedy: what to do, in one sentence.
     """
 
@@ -65,7 +65,7 @@ class Problem:
 
 
 def find_problem(pod: Manifest, environment: Mapping[str, str], promised: int) -> Problem | None:
-    """Return the first thing in the way of a pod, or None.
+    """Return the first problem that keeps a pod from starting, or None.
 
     Args:
         pod: the pod to be started.
@@ -77,7 +77,7 @@ def find_problem(pod: Manifest, environment: Mapping[str, str], promised: int) -
 
 
 def find_problems(pod: Manifest, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield everything but memory that is in the way of a pod."""
+    """Yield every problem that keeps a pod from starting, but for memory."""
     spec = pod["spec"]
     if spec.get("initContainers"):
         yield Problem(
@@ -128,8 +128,9 @@ def available_memory(
 ) -> int:
     """Bytes that can be had without swapping, also below a container's own limit.
 
-    File cache that the kernel can drop is not in use, as for the launcher's own check: a container
-    that has read a model once would seem full for ever. Version 2 and 1 of cgroups.
+    File cache that the kernel can drop counts as free, as in the launcher's own check. Otherwise a
+    container that has read a model once would seem full from then on. It reads cgroups of version
+    2 and 1.
     """
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
@@ -150,7 +151,7 @@ def available_memory(
 
 
 def oom_kills() -> int:
-    """Count processes that the kernel has killed for want of memory since boot."""
+    """Count the processes that the kernel has killed for lack of memory since boot."""
     for line in Path("/proc/vmstat").read_text().splitlines():
         if line.startswith("oom_kill "):
             return int(line.split()[1])

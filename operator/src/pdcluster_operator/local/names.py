@@ -9,7 +9,7 @@ from pdcluster_operator.local.controllers import is_ready
 
 
 class Names:
-    """Answers what the cluster's DNS would."""
+    """Resolves names as the cluster's DNS does."""
 
     def __init__(self, api: LocalApi, address_of: Callable[[str], str]) -> None:
         self._api = api

@@ -1,6 +1,6 @@
 """What keeps a manifest from running on this machine: facts in, findings out. Pure.
 
-Each finding is something that waiting does not heal. :mod:`.facts` gathers what is judged here.
+Each finding is something that waiting does not cure. :mod:`.facts` gathers the facts.
 """
 
 from __future__ import annotations
@@ -10,46 +10,27 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_operator.api.findings import FieldError, shown
+from pdcluster_operator.api.findings import FieldError
 from pdcluster_operator.api.rules.extra_args import engine_places
 from pdcluster_operator.api.spec.enums import Device, Role
-from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.local.machine import LESS_MEMORY, Lack, Problem
 from pdcluster_operator.local.preflight_gpus import Gpus, gpu_findings
-
-CONFIGS = frozenset({"config.json", "params.json"})
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-LOADED_FROM_FILES = ("auto", "safetensors")
+from pdcluster_operator.local.preflight_models import Folder, model_findings
 
 
 class Bar(StrEnum):
-    """Rules of a whole manifest; those of a pod stand in :class:`.machine.Lack`."""
+    """Rules of a whole manifest. Those of a pod are in :class:`.machine.Lack`."""
 
     ONCE_NEEDS_ROUTER = "OnceNeedsRouter"
     ONCE_NEEDS_ENGINES = "OnceNeedsEngines"
     PYTHON_SILENT = "PythonSilent"
     MODULE_MISSING = "ModuleMissing"
     WRONG_BUILD = "WrongBuild"
-    MODEL_UNUSABLE = "ModelUnusable"
 
 
 COMMAND_LINE = frozenset({Bar.ONCE_NEEDS_ROUTER, Bar.ONCE_NEEDS_ENGINES})
 """Rules that the command line breaks, not the machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A model's folder as it was found.
-
-    Attributes:
-        trouble: why it can't be read; empty if it can.
-        names: what it holds.
-    """
-
-    path: str
-    trouble: str
-    names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +75,7 @@ def judge(cluster: Cluster, facts: Facts, *, once: bool, model_flag: bool) -> li
         *(_once(cluster) if once else ()),
         *_python(cluster, facts),
         *gpu_findings(cluster, facts.gpus),
-        *_models(cluster, facts, model_flag),
+        *model_findings(cluster, facts.models, from_flag=model_flag),
         *_pods(cluster, facts),
         *_memory(facts),
         *_ports(facts),
@@ -176,30 +157,10 @@ def _build(cluster: Cluster, facts: Facts, wheel: str) -> Iterator[FieldError]:
     )
 
 
-def _models(cluster: Cluster, facts: Facts, model_flag: bool) -> Iterator[FieldError]:
-    for role, folder in facts.models.items():
-        load_format = resolve_engine(cluster, role).last("--load-format")
-        files = load_format is None or load_format.words[-1] in LOADED_FROM_FILES
-        what = folder.trouble
-        if not what and not folder.names & CONFIGS:
-            what = "holds no config.json"
-        elif not what and files and not any(name.endswith(WEIGHTS) for name in folder.names):
-            what = f"holds no weights (*{', *'.join(WEIGHTS)})"
-        if what:
-            yield FieldError(
-                "--model-dir" if model_flag else "spec.model.source.hostPath.path",
-                shown(folder.path),
-                Bar.MODEL_UNUSABLE,
-                f"the model's folder {what}",
-                "Name the folder that holds the model's config, tokenizer and weights"
-                + ("." if model_flag else " with --model-dir, or put them there."),
-            )
-
-
 def _pods(cluster: Cluster, facts: Facts) -> Iterator[FieldError]:
     for owner, problem in facts.problems:
         if problem.subject == "model" and problem.lack is Lack.VOLUME_UNUSABLE:
-            continue  # told better of the model's folder
+            continue  # preflight_models has the better message
         yield FieldError(
             _place(cluster, owner, problem),
             problem.subject,

@@ -1,4 +1,4 @@
-"""Whether this machine's GPUs carry a manifest's engines. Pure.
+"""Whether the engines of a manifest fit on this machine's GPUs. Pure.
 
 Local mode gives no engine a GPU of its own: each sees what ``CUDA_VISIBLE_DEVICES`` leaves, and
 takes the first of them. Two engines on one GPU run only where both say how much of it they take.
@@ -20,7 +20,7 @@ from pdcluster_operator.api.spec.types import Cluster
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARES = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
-"""Flags with which engines take no more of a GPU than they say."""
+"""Flags that limit how much of a GPU an engine takes."""
 
 
 class GpuLack(StrEnum):
@@ -47,7 +47,7 @@ class Gpus:
 
 
 def gpu_findings(cluster: Cluster, gpus: Gpus) -> Iterator[FieldError]:
-    """Yield why engines would not come up on these GPUs; nothing for engines on CPUs."""
+    """Yield why engines would not start on these GPUs; nothing for engines on CPUs."""
     if cluster.spec.transfer.device is not Device.CUDA:
         return
     if not gpus.count:
@@ -81,7 +81,7 @@ def _too_small(engines: dict[Role, Engine], gpus: Gpus) -> Iterator[FieldError]:
 
 
 def _overlapping(cluster: Cluster, engines: dict[Role, Engine], gpus: Gpus) -> Iterator[FieldError]:
-    """Yield once where several engines would take one GPU, and one of them all of it."""
+    """Yield one finding if several engines would take one GPU, and one of them takes all of it."""
     count = gpus.count or 0
     users: Counter[str] = Counter()
     needed = 0

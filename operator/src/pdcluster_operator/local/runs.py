@@ -1,4 +1,4 @@
-"""Folders for logs and stand-in volumes, one a run, the latest few kept."""
+"""Folders for the logs and volumes of each run. The latest few are kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEPT = 5
 
 
 def new_run_folder(cluster: str) -> Path:
-    """Make a fresh folder below the user's cache, and removes those of old, finished runs."""
+    """Make a new folder in the user's cache, and remove those of old runs that have ended."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdcluster"
     base = Path(os.environ.get("PDCLUSTER_CACHE") or cache).expanduser() / "runs"
     base.mkdir(parents=True, exist_ok=True)

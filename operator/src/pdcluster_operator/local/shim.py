@@ -1,11 +1,13 @@
-"""The first process of every local container: it leaves nothing behind.
+"""The first process of every local container. It ends all processes of the container.
 
-Run as ``python -I -S shim.py NAME`` with a pipe as standard input, whose first line is the
-command as JSON (so that who looks for the engine by its arguments does not find the shim).
-It starts the command, adopts every orphan below it, and when the command ends kills what is
-left. A later ``t`` in the pipe passes SIGTERM on; the pipe's end kills everything.
-The pipe ends whenever the mini-kubelet's process ends, kill -9 included, so no engine
-outlives it. Standard library only, and no import that is slow.
+It runs as ``python -I -S shim.py NAME``, with a pipe as standard input. The first line of the pipe
+is the command as JSON. The command is not among the arguments, because a search for the engine's
+arguments would then also find the shim.
+
+It starts the command and adopts every orphan below it. When the command ends, it kills what is
+left. A later ``t`` in the pipe passes SIGTERM on; the end of the pipe kills everything. The pipe
+ends when the mini-kubelet's process ends, also by SIGKILL, so no engine outlives it. It uses only
+the standard library, and no module that is slow to import.
 """
 
 import ctypes
@@ -34,7 +36,7 @@ def children() -> list[int]:
 
 
 def sweep() -> None:
-    """Kills children until none is left; what they started becomes ours and goes next."""
+    """Kill children until none is left. Their own children become ours, and are killed next."""
     while pids := children():
         for pid in pids:
             try:
@@ -45,7 +47,7 @@ def sweep() -> None:
 
 
 def kill_below(folder: os.PathLike[str]) -> None:
-    """Kill every process that works in ``folder``: what a killed shim could not take along."""
+    """Kill every process whose working directory is ``folder``, after its shim was killed."""
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             if os.readlink(f"/proc/{entry}/cwd") == os.fspath(folder):

@@ -14,7 +14,7 @@ def volume_folder(api: LocalApi, namespace: str, volume: Mapping[str, Any], base
     """Make the folder of a hostPath, emptyDir, ConfigMap or Secret volume.
 
     Args:
-        base: folder of the pod's volumes; a hostPath lies where it lies.
+        base: folder of the pod's volumes. A hostPath is used where it is.
 
     Raises:
         OSError: it cannot be written, or the ConfigMap or Secret is not there yet.

@@ -1,18 +1,53 @@
-"""Whether a live object already says everything that is wanted of it.
+"""Drift: whether a live object is still as wanted, and how it is repaired.
 
-A live object holds more than was applied: defaults, status, other owners' fields. It holds
-it in canonical form, too: quantities are rewritten and empty values dropped.
+A live object holds more than was applied: defaults, the status and fields of other owners.
+The API server also rewrites values: it normalizes quantities and drops empty values.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pdcluster_operator.api.labels import APPLIED_ANNOTATION
 from pdcluster_operator.api.spec.quantity import parse_quantity
 from pdcluster_operator.plan.merge import KEYED_LISTS
+from pdcluster_operator.plan.model import Manifest
 
 QUANTITY_FIELDS = frozenset({"requests", "limits", "sizeLimit"})
+
+
+def stamped(desired: Manifest) -> dict[str, Any]:
+    """Return the manifest with a hash of itself in an annotation.
+
+    When a field is removed from what is wanted, the live object still covers the rest. The hash
+    shows that such an object has to be applied again.
+    """
+    text = json.dumps(desired, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    metadata = dict(desired["metadata"])
+    metadata["annotations"] = {**metadata.get("annotations", {}), APPLIED_ANNOTATION: digest}
+    return {**desired, "metadata": metadata}
+
+
+def is_applied(live: Manifest | None, desired: Manifest) -> bool:
+    """Whether applying ``desired`` (stamped) would change nothing."""
+    return live is not None and covers(live, desired)
+
+
+def repair(live: Manifest, desired: Manifest) -> dict[str, Any] | None:
+    """Return a merge patch that takes an object back to what is wanted; None if there is none.
+
+    It is for an object whose apply the API server calls invalid. An apply keeps the list items
+    of other managers beside ours. If somebody changed the number of our port by hand, the list
+    then holds two ports with one name. A merge patch replaces whole lists.
+    """
+    if "spec" not in desired:
+        return None
+    version = live["metadata"]["resourceVersion"]
+    return {"metadata": {"resourceVersion": version}, "spec": desired["spec"]}
 
 
 def covers(live: Any, desired: Any, key: str = "", *, quantities: bool = False) -> bool:

@@ -1,7 +1,7 @@
-"""What is known of each engine: from its pods (the kubelet's word) and from its launcher.
+"""What is known of each engine, from its pods and from its launcher.
 
-Three values: ready, not ready for a stated reason, or unknown. Unknown only where the
-kubelet says that the pods are fine and the launcher does not answer us.
+An engine is ready, not ready for a stated reason, or unknown. It is unknown only if its pods are
+ready and its launcher does not answer the operator.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineView:
         message: the reason in a sentence, with the engine's last words where it died.
         engine_id: of the running incarnation, or the last one known; empty if none was.
         address: IP of the leader's pod; empty if it has none.
-        data_parallel_size: its data-parallel ranks: what it says, or what is asked for.
+        data_parallel_size: number of its data-parallel ranks: as it reports, or as the spec says.
         follower_addresses: IPs of its other pods in their order; empty ones for those without.
     """
 
@@ -118,7 +118,7 @@ def _judge(
 
 
 def _silent(name: EngineName, waiting: Sequence[Manifest]) -> tuple[bool | None, Trouble]:
-    """Judge an engine whose launcher is silent: the kubelet's word, or unknown."""
+    """Judge an engine whose launcher does not answer: by its pods, or as unknown."""
     if waiting:
         words = started_again(waiting[0], "the launcher does not answer yet")
         return False, Trouble(StatusReason.STARTING, words)
@@ -127,7 +127,7 @@ def _silent(name: EngineName, waiting: Sequence[Manifest]) -> tuple[bool | None,
 
 
 def known_ids(cluster: Manifest) -> dict[str, str]:
-    """Return the engine ids that the status holds, by engine; empty for one never heard."""
+    """Return the engine ids in the status, by engine; empty if an engine has never answered."""
     entries = status_of(cluster).get("engines")
     return {
         str(entry.get("name")): text_of(entry.get("engineId"))

@@ -51,7 +51,7 @@ class PairView:
 
     @property
     def canary_failed(self) -> bool:
-        """Whether the link stands, and the latest request through it moved no KV."""
+        """Whether the link is established, and the last canary through it moved no KV."""
         return self.state is PairState.ESTABLISHED and self.canary.state is LinkState.FAILED
 
 
@@ -75,7 +75,7 @@ def _pair(prefill: EngineView, decode: EngineView, report: LinksReport | None) -
         )
     link = next((link for link in report.links if link.prefill == prefill.name.logical), None)
     if link is not None and link.state is LinkState.FAILED:
-        # What the peer saw says more than what the kubelet sees of the one that died.
+        # The decode engine knows why the link failed. The kubelet only knows that a pod died.
         return _seen(prefill, decode, PairState.FAILED, link)
     if prefill.ready is False:
         return _waiting(prefill, decode, prefill)

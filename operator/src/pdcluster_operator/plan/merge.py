@@ -18,7 +18,7 @@ KEYED_LISTS = {
     "volumeMounts": "mountPath",
     "ports": "containerPort",
 }
-# One of several sources is named in these: two merged would name two.
+# Such an item names one of several sources. Two items merged would name two of them.
 WHOLE_ITEMS = frozenset({"volumes", "env"})
 PROBES = frozenset({"startupProbe", "readinessProbe", "livenessProbe"})
 HANDLERS = frozenset({"exec", "grpc", "httpGet", "tcpSocket"})

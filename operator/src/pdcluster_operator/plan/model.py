@@ -1,7 +1,7 @@
 """What the planner sees and what it answers: plain, immutable data.
 
-``make_plan(observed, now) -> Plan`` is a pure function over these types; an executor
-carries the plan out and decides nothing.
+``make_plan(observed, now) -> Plan`` is a pure function over these types. An executor performs
+the plan and decides nothing.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Observed:
         connector: the connector to mount in engine pods.
         ticket_key: the Secret with the ticket keys; None if there is none.
         operator_namespace: where the operator runs; None where that is not known.
-        host_path_models: whether whoever installed the operator trusts a PDCluster's author
-            with folders of the nodes.
+        host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
+            the operator decides.
         one_node: whether all pods run on one machine, as in local mode.
     """
 
@@ -102,7 +102,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class RestartPod:
-    """Deletion of one pod, so that its StatefulSet makes it anew from the current template."""
+    """Deletion of one pod, so that its StatefulSet creates it again from the current template."""
 
     namespace: str
     name: str
@@ -131,7 +131,7 @@ class PeerAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A Kubernetes event about the cluster; at most one per condition flip."""
+    """A Kubernetes event about the cluster. There is at most one for each change of a condition."""
 
     type: str  # Normal or Warning
     reason: str

@@ -1,7 +1,7 @@
 """Which prefill engines each decode engine reads from.
 
-Every decode engine of a pairing key gets the same document. Its generation is a hash of the
-content: the planner remembers nothing, and launchers only look for another one than theirs.
+Every decode engine of a pairing key gets the same document. The planner remembers nothing, so
+the generation of the document is a hash of its content. Launchers only look whether it changed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
+from pdcluster_operator.api.labels import HTTP_PORT, SIDE_CHANNEL_PORT
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.engines import EngineView
+from pdcluster_operator.plan.launchers import launcher_url, url_host
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import LinksReport
 
@@ -26,10 +27,10 @@ def assign_peers(
     decode: Sequence[EngineView],
     links: Mapping[str, LinksReport],
 ) -> tuple[PeerAssignment, ...]:
-    """Return one assignment for each decode engine that can be told.
+    """Return one assignment for each decode engine that has an address.
 
-    A prefill engine becomes a peer when it is ready, so that its start does not look like a
-    failed link, and stays one when it is silent or starts again: then the link tells.
+    A prefill engine becomes a peer when it is ready. Before that, its start would look like a
+    failed link. It stays a peer when it no longer answers or starts again: the link then shows it.
     """
     linked = {link.prefill for report in links.values() for link in report.links}
     peers = [
@@ -49,19 +50,14 @@ def assign_peers(
     generation = int(hashlib.sha256(text.encode()).hexdigest()[:GENERATION_DIGITS], 16)
     body = {"generation": generation, **document}
     return tuple(
-        PeerAssignment(engine.name.logical, launcher_url(engine), body)
+        PeerAssignment(engine.name.logical, launcher_url(engine.address), body)
         for engine in decode
         if engine.address and engine.engine_id
     )
 
 
-def launcher_url(engine: EngineView) -> str:
-    """Return the base URL of an engine's leading launcher, by pod address."""
-    return f"http://{_host(engine.address)}:{LAUNCHER_PORT}"
-
-
 def _peer(engine: EngineView) -> dict[str, Any]:
-    host = _host(engine.address)
+    host = url_host(engine.address)
     return {
         "engine": engine.name.logical,
         "engine_id": engine.engine_id,
@@ -73,9 +69,5 @@ def _peer(engine: EngineView) -> dict[str, Any]:
 
 
 def _rank_hosts(engine: EngineView) -> list[str]:
-    """Return the further pods that have data-parallel ranks, and side channels, of their own."""
+    """Return the hosts of the other pods that have data-parallel ranks, and so side channels."""
     return list(engine.follower_addresses) if engine.data_parallel_size > 1 else []
-
-
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -1,4 +1,4 @@
-"""What a pod says about itself: the kubelet's word, read without trust in its shape."""
+"""What the status of a pod says. A status of any shape can be read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MORE_MEMORY = (
     "out of memory: the kernel killed it; raise its memory limit (resources), or lower its KV cache"
 )
 FIRST_MESSAGES = ("", "starting vLLM")
-"""What a launcher says before vLLM has said anything."""
+"""What a launcher reports before vLLM has printed anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def _waiting(pod: Manifest, waiting: Mapping[str, Any]) -> Trouble:
 
 
 def is_pod_ready(pod: Manifest) -> bool:
-    """Whether the kubelet says so."""
+    """Whether the pod's Ready condition is True."""
     return any(
         condition.get("type") == "Ready" and condition.get("status") == "True"
         for condition in status_of(pod).get("conditions") or ()
@@ -97,7 +97,7 @@ def _unscheduled(pod: Manifest) -> Trouble | None:
 
 
 def describe_end(terminated: Mapping[str, Any]) -> str:
-    """Return a process's last words and exit code; what the kubelet says of memory comes first."""
+    """Return a process's last message and exit code, and first whether it ran out of memory."""
     words = text_of(terminated.get("message")).strip()[-LONGEST_WORDS:]
     reason = text_of(terminated.get("reason"))
     how = f"exit code {terminated.get('exitCode')}"

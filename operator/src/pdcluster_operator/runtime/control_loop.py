@@ -1,7 +1,7 @@
-"""The operator's moving parts, wired once for both adapters.
+"""The operator's control loop: store, queue, reconciler and launcher monitor.
 
-An adapter feeds :meth:`ControlLoop.see` with watch events and :meth:`ControlLoop.sweep` with
-lists, and gives it the ports; everything between is the same in a cluster and on a desk.
+It is the same in a cluster and in local mode. Both feed :meth:`ControlLoop.see` with watch events
+and give it the ports; a cluster also feeds :meth:`ControlLoop.sweep` with lists.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ RESYNC_SECONDS = 300.0
 
 
 Worked = Callable[[float, bool], None]
-"""Told of every reconcile: seconds that it took, and whether it failed."""
+"""Called after every reconcile with its seconds, and with whether it failed."""
 
 
 class ControlLoop:
-    """Store, queue, reconcile and link monitor of one operator process."""
+    """The parts of one operator process, connected to each other."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What can go wrong between the operator and an API server, in the two kinds that matter."""
+"""Errors of calls to the API server and to launchers."""
 
 from __future__ import annotations
 

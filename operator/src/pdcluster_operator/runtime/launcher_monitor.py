@@ -1,8 +1,8 @@
-"""Keeps asking launchers how their engines and links are, and tells decode engines their peers.
+"""Polls launchers for the state of their engines and links, and tells decode engines their peers.
 
-What launchers last said is evidence for the planner. An engine that does not answer has no
-entry: unknown, which is never the same as failed. Each target is polled by a task of its
-own, so that one that hangs delays nobody; a change wakes the cluster's reconcile.
+The planner gets the last answer of each launcher. A launcher that does not answer has no entry:
+its engine is unknown, which is not the same as failed. Each launcher is polled by a task of its
+own, so one that hangs does not delay the others. A change wakes the cluster's reconcile.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import LauncherError
@@ -24,25 +24,7 @@ from pdcluster_operator.runtime.queue import Key
 log = logging.getLogger(__name__)
 
 MISSES = 2
-"""Polls in a row that may fail before an engine counts as unreachable."""
-
-FIRST_LOOK_SECONDS = 5.0
-"""How long an operator that has just started waits for engines before it judges a cluster."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One engine's leader.
-
-    Attributes:
-        process: changes with the pod and with every restart of its container; what the old
-            process said is dropped with it.
-    """
-
-    engine: str
-    role: Role
-    url: str
-    process: str
+"""Polls in a row that must fail before an engine counts as unreachable."""
 
 
 class LauncherMonitor:
@@ -55,13 +37,15 @@ class LauncherMonitor:
         self._changed = changed
         self._period = period
         self._watches: dict[Key, dict[str, _Watch]] = {}
-        self._first_looks: dict[Key, float] = {}  # when each ends, heard or not
+        self._since: dict[Key, float] = {}  # when this process began to follow each cluster
+        self._unheard: dict[Key, set[str]] = {}  # engines of that moment, not heard yet
 
     def follow(self, key: Key, targets: Iterable[Target]) -> None:
         """Poll exactly these engines of a cluster from now on."""
-        if key not in self._watches:
-            self._first_looks[key] = time.monotonic() + FIRST_LOOK_SECONDS
         wanted = {target.engine: target for target in targets}
+        if key not in self._watches:
+            self._since[key] = time.monotonic()
+            self._unheard[key] = set(wanted)
         held = self._watches.setdefault(key, {})
         for engine in [name for name, watch in held.items() if wanted.get(name) != watch.target]:
             held.pop(engine).stop()
@@ -70,27 +54,31 @@ class LauncherMonitor:
                 wanted[engine], self._launchers, self._period, lambda: self._changed(key)
             )
 
-    def first_look(self, key: Key) -> float:
-        """Return how many seconds to wait, at most, before the silence of engines means anything.
+    def followed_seconds(self, key: Key) -> float:
+        """Return how long this process has followed a cluster; 0 if it does not."""
+        now = time.monotonic()
+        return now - self._since.get(key, now)
 
-        Only the engines that were there when this process began to follow the cluster are
-        waited for. The cluster is woken as soon as each of them has answered or has missed
-        its polls; from then on this is 0.
+    def all_heard(self, key: Key) -> bool:
+        """Whether each engine that was there at the beginning has answered or missed its polls.
+
+        It stays true once it was true: engines that come later are not waited for. The cluster
+        is woken when it becomes true.
         """
-        left = self._first_looks.get(key, 0.0) - time.monotonic()
-        if left > 0 and not all(watch.heard for watch in self._watches[key].values()):
-            return left
-        self._first_looks.pop(key, None)
-        return 0.0
+        watches = self._watches.get(key, {})
+        unheard = self._unheard.get(key, set())
+        unheard -= {name for name in unheard if name not in watches or watches[name].heard}
+        return not unheard
 
     def forget(self, key: Key) -> None:
         """Stop polling a cluster that is gone."""
-        self._first_looks.pop(key, None)
+        self._since.pop(key, None)
+        self._unheard.pop(key, None)
         for watch in self._watches.pop(key, {}).values():
             watch.stop()
 
     def assign(self, key: Key, peers: Iterable[PeerAssignment]) -> None:
-        """Send each decode engine its peers: when they change, and to every new incarnation."""
+        """Send each decode engine its peers when they change, and when the engine restarts."""
         for assignment in peers:
             if (watch := self._watches.get(key, {}).get(assignment.decode)) is not None:
                 watch.peers = assignment
@@ -170,3 +158,8 @@ class _Watch:
             await self._launchers.put_peers(self.target.url, self.peers.body)
             self._told = (report.engine_id, self.peers.body)
         self.links = await self._launchers.links(self.target.url)
+        if self._told is not None:
+            peers = {peer["engine"] for peer in self._told[1].get("peers", ())}
+            if peers - {link.prefill for link in self.links.links}:
+                # An older document, given up as unanswered, may have come in after this one.
+                self._told = None

@@ -1,7 +1,7 @@
-"""What the reconcile loop needs from the world; two adapters answer it.
+"""The interfaces through which the control loop reads and writes everything outside of it.
 
-``local`` answers from memory and from processes of this machine; the cluster's
-adapter answers with kopf's watches and server-side apply. The loop is the same.
+``adapters`` implements them for a cluster: with HTTP to the API server and to launchers.
+``local`` implements them with memory and with processes of this machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class EventSink(Protocol):
     """Kubernetes events, or lines in a terminal."""
 
     async def publish(self, cluster: Manifest, events: Iterable[Event]) -> None:
-        """Publish; losing one is no failure."""
+        """Publish. An event that is lost is not an error."""
         ...
 
 

@@ -1,9 +1,9 @@
-"""A keyed work queue: level-triggered, with one worker a key.
+"""A work queue of keys. At most one worker works on a key at a time.
 
-Events say only *which* object may have changed; the reconcile reads what is true now. So
-the queue keeps keys, not events: adding a queued key changes nothing, and adding one that
-is being worked on makes it run once more afterwards. A failed key comes back after an
-exponential delay of its own; other keys don't wait for it.
+An event says only *which* object may have changed. The reconcile then reads the state as it is.
+So the queue keeps keys, not events. Adding a key that is queued changes nothing. Adding a key
+that a worker has makes it run once more afterwards. A failed key comes back after a delay that
+doubles with each failure; other keys do not wait for it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class KeyedQueue:
         self._tasks: list[asyncio.Task[None]] = []
 
     def add(self, key: Key) -> None:
-        """Wants ``key`` worked on as soon as a worker is free."""
+        """Have ``key`` worked on as soon as a worker is free."""
         if self._stopping:
             return
         if key in self._running:
@@ -84,7 +84,7 @@ class KeyedQueue:
         self._wake.set()
 
     def add_after(self, key: Key, seconds: float) -> None:
-        """Wants ``key`` worked on in ``seconds``; an earlier wish for the key stays."""
+        """Have ``key`` worked on in ``seconds``, unless it is due earlier already."""
         if self._stopping:
             return
         loop = asyncio.get_running_loop()
@@ -124,7 +124,7 @@ class KeyedQueue:
         ]
 
     async def stop(self, *, grace: float = 5.0) -> None:
-        """Take no more keys, lets running handlers end within ``grace`` seconds, then cancels."""
+        """Take no more keys, and cancel handlers that still run after ``grace`` seconds."""
         self._stopping = True
         self._ready.clear()
         self._again.clear()

@@ -7,17 +7,18 @@ carries it out, stops at the first step that fails, and says so in the status.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.conditions import ConditionType, no, set_conditions
-from pdcluster_operator.api.labels import LAUNCHER_PORT, POD_INDEX_LABEL, engine_of
-from pdcluster_operator.plan.engines import known_ids
+from pdcluster_operator.plan.deletions import is_being_deleted
+from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.model import Apply, Observed, Plan, Step, WriteTicketKey
+from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.status.failure import with_failure
 from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor, Target
+from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Manifest = Mapping[str, Any]
 STALE_SECONDS = 2.0
-"""After which a cluster is looked at again whose store entry is behind the server."""
+"""How long to wait where the store is behind the API server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Place:
 
 
 class Reconciler:
-    """Brings one cluster a step nearer to its spec, each time that it is called."""
+    """Each call brings one cluster a step nearer to its spec."""
 
     def __init__(
         self,
@@ -67,32 +68,38 @@ class Reconciler:
         self._place = place or Place()
 
     async def reconcile(self, key: Key) -> float | None:
-        """Return seconds until the next look, or None where an event will tell.
+        """Return seconds until the next call, or None if an event will cause it.
 
-        Raises :class:`ApiError` when a step or the status could not be written; the queue
-        calls again.
+        Raises:
+            ApiError: a step failed, or the status could not be written. The queue calls again.
         """
         cluster = self._store.cluster(key)
-        if cluster is None or "deletionTimestamp" in cluster["metadata"]:
-            self._monitor.forget(key)  # owner references remove the rest
+        if cluster is None or is_being_deleted(cluster):
+            self._monitor.forget(key)  # Kubernetes deletes the children: the cluster owns them
             return None
-        self._monitor.follow(key, leaders(self._store.pods(key)))
-        if (wait := self._monitor.first_look(key)) > 0 and any(known_ids(cluster).values()):
-            # This process has just started: that it has not heard an engine yet, which another
-            # process has, is no news.
+        self._monitor.follow(key, launchers_to_poll(self._store.pods(key)))
+        wait = wait_before_judging(
+            cluster,
+            followed_seconds=self._monitor.followed_seconds(key),
+            all_heard=self._monitor.all_heard(key),
+        )
+        if wait > 0:
             return wait
         now = self._clock.now()
         try:
             plan = make_plan(await self._observe(key, cluster), now)
         except ApiError as error:
             before = cluster.get("status") or {}
-            await self._write_status(key, cluster, _with_failure(before, cluster, error, now))
+            status = with_failure(before, cluster, error.reason, str(error), now)
+            await self._write_status(key, cluster, status)
             raise
         except Exception as error:
-            # A bug of ours must stand where users look, and must not stop other clusters.
+            # This is a bug of the operator. Users see it in the status, and other clusters go on.
             failure = ApiError("PlanFailed", f"{type(error).__name__}: {error}")
-            before = cluster.get("status") or {}
-            await self._write_status(key, cluster, _with_failure(before, cluster, failure, now))
+            status = with_failure(
+                cluster.get("status") or {}, cluster, failure.reason, str(failure), now
+            )
+            await self._write_status(key, cluster, status)
             raise failure from error
         return await self._carry_out(key, cluster, plan, now)
 
@@ -105,7 +112,7 @@ class Reconciler:
             failure = error
         status = plan.status
         if failure is not None:
-            status = _with_failure(status, cluster, failure, now)
+            status = with_failure(status, cluster, failure.reason, str(failure), now)
         await self._write_status(key, cluster, status)
         self._monitor.assign(key, plan.peers)
         await self._events.publish(cluster, plan.events)
@@ -133,13 +140,14 @@ class Reconciler:
         )
 
     async def _perform(self, key: Key, cluster: Manifest, steps: Iterable[Step]) -> bool:
-        """Carries steps out in order; False when the cluster is no longer the one observed."""
+        """Perform the steps in order; return False if the cluster is no longer the one observed."""
         checked = False
         for step in steps:
             if isinstance(step, Apply | WriteTicketKey):
-                # A ghost in the store must not bring children to life that nobody deletes.
+                # The store may still hold a cluster that is gone. Its children would be created
+                # again, and nobody would delete them.
                 if not checked and await self._api.read_uid(key) != cluster["metadata"]["uid"]:
-                    log.info("%s: is gone or made anew; nothing done", key)
+                    log.info("%s: the cluster is gone, or was created again; nothing was done", key)
                     return False
                 checked = True
             if isinstance(step, WriteTicketKey):
@@ -150,30 +158,3 @@ class Reconciler:
                 await self._api.delete(step)
             log.info("%s: %s: %s", key, type(step).__name__, step.why)
         return True
-
-
-def leaders(pods: Iterable[Manifest]) -> Iterator[Target]:
-    """Yield the launchers to ask: node 0 of every engine that has an address."""
-    for pod in pods:
-        metadata, status = pod["metadata"], pod.get("status") or {}
-        engine, address = engine_of(pod), status.get("podIP")
-        if engine and address and metadata["labels"].get(POD_INDEX_LABEL, "0") == "0":
-            host = f"[{address}]" if ":" in address else address
-            restarts = sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or ())
-            process = f"{metadata['uid']}/{restarts}"
-            yield Target(engine.logical, engine.role, f"http://{host}:{LAUNCHER_PORT}", process)
-
-
-def _with_failure(
-    status: Manifest, cluster: Manifest, failure: ApiError, now: float
-) -> dict[str, Any]:
-    """Return the planned status, with the failure in its Progressing condition."""
-    verdict = (ConditionType.PROGRESSING, no(failure.reason, str(failure)))
-    generation = cluster["metadata"].get("generation", 0)
-    [failed] = set_conditions(cluster.get("status"), [verdict], generation, now)
-    others = [c for c in status.get("conditions") or () if c["type"] != failed["type"]]
-    return {**status, "conditions": sorted([*others, failed], key=_place)}
-
-
-def _place(condition: Manifest) -> int:
-    return [kind.value for kind in ConditionType].index(condition["type"])

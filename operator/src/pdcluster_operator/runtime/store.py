@@ -1,10 +1,11 @@
-"""What the operator last saw of the cluster, fed by watch events and swept by lists.
+"""What the operator last saw of the cluster, from watch events and from lists.
 
-A watch can lose a deletion (its connection gap is longer than the server remembers), so a
-store that only listens keeps ghosts. :meth:`Store.replace` swaps all objects of one kind
-for the result of a LIST; whatever the list lacks is gone.
+A watch misses a deletion if its connection was broken for longer than the API server remembers.
+So :meth:`Store.replace` swaps all objects of one kind for the result of a LIST; an object that
+the list lacks is gone.
 
-Ownership is by owner UID. Labels only say which queue key an event belongs to.
+Who owns an object is decided by the owner's UID. Labels only say which queue key an event
+belongs to.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL
+from pdcluster_operator.plan.name_conflicts import owner_uids
 from pdcluster_operator.runtime.queue import Key
 
 Manifest = dict[str, Any]
@@ -23,16 +25,17 @@ CLUSTER_KIND = "PDCluster"
 
 
 class Store:
-    """Objects by (kind, namespace, name), with the owner's view on them. Not thread-safe."""
+    """Objects by (kind, namespace, name). Not thread-safe."""
 
     def __init__(self) -> None:
         self._objects: dict[Identity, Manifest] = {}
         self._touched: dict[str, set[Identity]] = {}
 
     def put(self, manifest: Manifest) -> Key | None:
-        """Remembers an object; returns the key of the cluster that it concerns.
+        """Remember an object; return the key of the cluster that it concerns.
 
-        What is older than what is known is not news: a watch lags behind our own writes.
+        A version that is older than the known one is ignored: a watch reports an object later
+        than the answer to our own write does.
         """
         identity = _identity(manifest)
         self._touch(identity)
@@ -41,7 +44,7 @@ class Store:
         return key_of(manifest)
 
     def drop(self, manifest: Manifest) -> Key | None:
-        """Forgets an object; returns the key of the cluster that it concerned."""
+        """Forget an object; return the key of the cluster that it concerned."""
         self._touch(_identity(manifest))
         held = self._objects.get(_identity(manifest))
         if held is not None and _uid(held) in (_uid(manifest), ""):
@@ -49,11 +52,11 @@ class Store:
         return key_of(manifest)
 
     def begin(self, kind: str) -> None:
-        """Announce a LIST of ``kind``: what a watch says meanwhile is newer than its result."""
+        """Say that a LIST of ``kind`` begins: what a watch reports from now on is newer."""
         self._touched[kind] = set()
 
     def replace(self, kind: str, manifests: Iterable[Manifest]) -> set[Key]:
-        """Swap all objects of ``kind`` for a LIST's result; returns the keys that changed."""
+        """Swap all objects of ``kind`` for a LIST's result; return the keys that changed."""
         newer = self._touched.pop(kind, set())
         listed = {_identity(manifest): manifest for manifest in manifests}
         fresh = {identity: listed[identity] for identity in listed.keys() - newer}
@@ -99,7 +102,7 @@ class Store:
         )
 
     def pods(self, key: Key) -> tuple[Manifest, ...]:
-        """Pods that carry the cluster's label; they are read, never deleted by label."""
+        """Return the pods with the cluster's label. No pod is deleted because of its label."""
         return tuple(
             manifest
             for (kind, namespace, _), manifest in self._objects.items()
@@ -110,7 +113,7 @@ class Store:
 
 
 def key_of(manifest: Mapping[str, Any]) -> Key | None:
-    """Return the cluster that an object concerns: itself, its owner, or the one its label names."""
+    """Return the key of the cluster that an object is, belongs to, or names in its label."""
     metadata = manifest["metadata"]
     namespace = metadata.get("namespace", "")
     if manifest["kind"] == CLUSTER_KIND:
@@ -120,11 +123,6 @@ def key_of(manifest: Mapping[str, Any]) -> Key | None:
             return Key(namespace, owner["name"])
     name = _labels(manifest).get(CLUSTER_LABEL)
     return Key(namespace, name) if name else None
-
-
-def owner_uids(manifest: Mapping[str, Any]) -> set[str]:
-    """UIDs of an object's owners."""
-    return {owner["uid"] for owner in manifest["metadata"].get("ownerReferences") or ()}
 
 
 def _identity(manifest: Mapping[str, Any]) -> Identity:
@@ -141,7 +139,7 @@ def _version(manifest: Mapping[str, Any] | None) -> str | None:
 
 
 def _older(manifest: Manifest, held: Manifest | None) -> bool:
-    """Whether the same object is known in a later version; versions are numbers that grow."""
+    """Whether a later version of the same object is known. Versions are numbers that grow."""
     if held is None or _uid(held) != _uid(manifest):
         return False
     new, old = _version(manifest) or "", _version(held) or ""

@@ -1,4 +1,4 @@
-"""The webhook as a process: kopf's server, a judge, and a readiness that asks it a review."""
+"""The webhook as a process. It is ready when it answers a review that it sends to itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import aiohttp
 
-from pdcluster_operator.adapters.admission.webhook import Review, review
 from pdcluster_operator.adapters.api_server import kopf_app
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
 from pdcluster_operator.adapters.tls.live_certificate import tls_problem
+from pdcluster_operator.api.rules.admission import Review, review
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""The reconcile loop's port to a real API server: server-side apply, guarded deletes, lists."""
+"""Reads and writes a cluster's objects on a real API server.
+
+It applies with server-side apply, and deletes only the object that was seen.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,12 @@ from pdcluster_operator.adapters.api_server.kinds import (
     slim,
 )
 from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, ticket_key_name
+from pdcluster_operator.plan.deletions import is_being_deleted
+from pdcluster_operator.plan.drift import repair
 from pdcluster_operator.plan.model import Delete, RestartPod, TicketKey, WriteTicketKey
+from pdcluster_operator.plan.name_conflicts import name_conflict, owner_uids, why_not_applied
 from pdcluster_operator.runtime.errors import ApiError, Invalid
 from pdcluster_operator.runtime.queue import Key
-from pdcluster_operator.runtime.store import owner_uids
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 Manifest = Mapping[str, Any]
@@ -27,24 +32,12 @@ PAGE = "500"
 REPAIR_MANAGER = f"{FIELD_MANAGER}-repair"
 
 
-class NameConflict(ApiError):  # noqa: N818 - what stands in the condition
-    """An object of that name exists, and it is not ours to take."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        name = manifest["metadata"]["name"]
-        super().__init__(
-            "NameConflict",
-            f"{manifest['kind']} {name} exists and belongs to something else: "
-            "rename it, or name the PDCluster otherwise",
-        )
-
-
 class KubeApi:
     """See :class:`pdcluster_operator.runtime.ports.Api`.
 
     Args:
-        remember: is given every object as the server answered it, so that the next reconcile
-            does not run behind its own writes.
+        remember: called with every object that the server answers to a write. So the next
+            reconcile knows our own writes before the watch reports them.
     """
 
     def __init__(
@@ -54,9 +47,9 @@ class KubeApi:
         self.remember = remember or (lambda _: None)
 
     async def read_uid(self, key: Key) -> str | None:
-        """Return the live cluster's UID; None when it is gone or going."""
+        """Return the live cluster's UID; None if it is gone or is being deleted."""
         live = await self._read(PDCLUSTER, key.namespace, key.name)
-        if live is None or "deletionTimestamp" in live["metadata"]:
+        if live is None or is_being_deleted(live):
             return None
         return str(live["metadata"]["uid"])
 
@@ -67,7 +60,8 @@ class KubeApi:
         if live is None:
             return None
         if uid not in owner_uids(live):
-            raise NameConflict({"kind": SECRET.name, "metadata": {"name": name}})
+            refusal = name_conflict(SECRET.name, name)
+            raise ApiError(refusal.reason, refusal.message)
         return what_is_held(live)
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
@@ -87,37 +81,39 @@ class KubeApi:
         await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
     async def apply(self, manifest: Manifest) -> None:
-        """Apply a child, unless another owner's object has its name.
+        """Apply a child, unless ``plan.name_conflicts`` has a reason against it.
 
-        The live object's UID goes along: what was made anew in between is a conflict.
+        The request carries the UID of the live object. If somebody deletes that object and
+        creates another one in between, the API server answers with a conflict.
         """
         kind = BY_NAME[manifest["kind"]]
         metadata = manifest["metadata"]
         live = await self._read(kind, metadata["namespace"], metadata["name"])
+        if (refusal := why_not_applied(manifest, live)) is not None:
+            raise ApiError(refusal.reason, refusal.message)
         body = copy.deepcopy(dict(manifest))
         if live is not None:
-            if not owner_uids(manifest) <= owner_uids(live):
-                raise NameConflict(manifest)
-            if "deletionTimestamp" in live["metadata"]:
-                name = f"{kind.name} {metadata['name']}"
-                raise ApiError("StillBeingDeleted", f"{name} is still being deleted")
             body["metadata"]["uid"] = live["metadata"]["uid"]
         path = kind.path(metadata["namespace"], metadata["name"])
         try:
             answer = await self._apply(path, body)
         except Invalid:
-            if live is None or not await self._straighten(path, live, body):
+            patch = repair(live, body) if live is not None else None
+            if patch is None:
                 raise
+            query = {"fieldManager": REPAIR_MANAGER}
+            await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
             answer = await self._apply(path, body)
         self._keep(kind, answer)
 
     async def delete(self, step: Delete | RestartPod) -> None:
-        """Delete what was seen and nothing else; an absent object is no error."""
+        """Delete the very object that was seen. An object that is gone already is no error."""
         kind = BY_NAME[step.kind] if isinstance(step, Delete) else POD
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
-            # Foreground would add a finalizer; Background lets the collector take the rest.
+            # Foreground would add a finalizer. With Background the garbage collector deletes the
+            # object's own children later.
             "propagationPolicy": "Background",
             "preconditions": {"uid": step.uid, "resourceVersion": step.resource_version},
         }
@@ -127,10 +123,11 @@ class KubeApi:
             return
 
     async def write_status(self, key: Key, uid: str, status: Manifest) -> None:
-        """Apply the status with a field manager of its own, to the very object that was seen.
+        """Apply the status to the very object that was seen, with a field manager of its own.
 
-        The status subresource ignores a UID; it heeds the resourceVersion, which is therefore
-        read first. A cluster that is gone or made anew is no error: its events will tell.
+        The API server ignores the UID in a change of the status, but it checks the
+        resourceVersion. That is why the object is read first. A cluster that is gone, or was
+        created again, is no error: its watch events start another reconcile.
         """
         live = await self._read(PDCLUSTER, key.namespace, key.name)
         if live is None or live["metadata"]["uid"] != uid:
@@ -173,20 +170,6 @@ class KubeApi:
             return await self._client.call("GET", kind.path(namespace, name))
         except NotFound:
             return None
-
-    async def _straighten(self, path: str, live: Manifest, body: Manifest) -> bool:
-        """Set what somebody bent; whether there was anything to set.
-
-        An apply leaves other managers' list items beside ours, such as a port that was
-        changed by hand and has our port's name now. A merge replaces whole lists.
-        """
-        if "spec" not in body:
-            return False
-        version = live["metadata"]["resourceVersion"]
-        merge = {"metadata": {"resourceVersion": version}, "spec": body["spec"]}
-        query = {"fieldManager": REPAIR_MANAGER}
-        await self._client.call("PATCH", path, query=query, body=merge, content=MERGE)
-        return True
 
     async def _apply(
         self, path: str, body: Manifest, *, manager: str = FIELD_MANAGER

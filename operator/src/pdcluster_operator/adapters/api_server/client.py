@@ -1,4 +1,4 @@
-"""HTTP to the API server on ``kubernetes.aio``: dicts in, dicts out, every failure typed.
+"""HTTP to the API server, on ``kubernetes.aio``. Every failure is an :class:`ApiError`.
 
 The client's models drop fields that they do not know and write nulls for those that were not
 set, so only its transport and its authentication are used.
@@ -23,7 +23,7 @@ from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 log = logging.getLogger(__name__)
 
 Seen = Callable[[str, str, int, float], None]
-"""Told of every call: method, resource, status (0: no answer), seconds."""
+"""Called after every call with its method, path, status (0: no answer) and seconds."""
 
 TIMEOUT = 30.0
 CONNECTIONS = 32
@@ -43,13 +43,11 @@ class KubeClient:
     """A connection to one API server. Use as an async context manager."""
 
     def __init__(self, configuration: client.Configuration, seen: Seen | None = None) -> None:
-        self._configuration = configuration
         self._seen = seen
-        self._client: client.ApiClient | None = None
+        self._client = client.ApiClient(configuration)
+        self._client.user_agent = "pdcluster-operator"
 
     async def __aenter__(self) -> Self:
-        self._client = client.ApiClient(self._configuration)
-        self._client.user_agent = "pdcluster-operator"
         return self
 
     async def __aexit__(
@@ -58,8 +56,7 @@ class KubeClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._client is not None:
-            await self._client.close()
+        await self._client.close()
 
     async def call(
         self,
@@ -70,13 +67,11 @@ class KubeClient:
         body: Mapping[str, Any] | None = None,
         content: str = "application/json",
     ) -> dict[str, Any]:
-        """Make one call; returns the answer's document.
+        """Make one call; return the answer's document.
 
         Raises:
             NotFound, Conflict, Invalid, ApiError: the server refused or did not answer.
         """
-        if self._client is None:
-            raise ApiError("NotConnected", "the client is not open")
         started = time.monotonic()
         status = NO_ANSWER
         try:
@@ -111,7 +106,7 @@ class NotFound(ApiError):  # noqa: N818 - the API server's own name for it
 
 
 def classified(status: int, document: Mapping[str, Any]) -> ApiError:
-    """Return the error of an answer: one that may pass, or one that trying again cannot help."""
+    """Return the error of an answer; it is ``terminal`` if trying again cannot help."""
     message = str(document.get("message") or f"the API server answers {status}")
     if status == NOT_FOUND:
         return NotFound(message)
@@ -146,7 +141,7 @@ async def find_configuration(kubeconfig: str | None = None) -> client.Configurat
             )
     except (config.ConfigException, OSError) as error:
         raise NotConnected(
-            f"no way to the API server: {error}; run in a pod with a ServiceAccount, or set "
+            f"cannot reach the API server: {error}; run in a pod with a ServiceAccount, or set "
             "KUBECONFIG"
         ) from error
     return configuration

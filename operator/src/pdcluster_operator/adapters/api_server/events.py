@@ -1,4 +1,4 @@
-"""Kubernetes events of ``events.k8s.io/v1``: one a transition, repeats counted in a series."""
+"""Kubernetes events of ``events.k8s.io/v1``: one for each transition. Repeats are counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdcluster_operator.runtime.errors import ApiError
 log = logging.getLogger(__name__)
 
 SERIES_SECONDS = 1800.0
-"""For as long a repeated event counts up the one that was posted; servers keep it for an hour."""
+"""How long a repeat is counted in the first event. API servers keep an event for an hour."""
 REMEMBERED = 4096
 LONGEST_NOTE = 1024
 CONTROLLER = f"{GROUP}/operator"

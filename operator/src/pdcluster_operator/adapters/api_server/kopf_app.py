@@ -1,8 +1,8 @@
-"""The only module that imports kopf: its watches feed our store, its server hears reviews.
+"""The only module that imports kopf: it watches objects and serves admission reviews.
 
-Nothing of kopf's persistence is used. With ``on.event`` alone it writes nothing to objects
-but a removal of its own finalizer, whose name is therefore one that nobody sets; handlers
-return None, because kopf would write a result into the status.
+kopf's persistence is not used. With ``on.event`` alone, kopf writes to an object in one case: it
+removes its own finalizer. That finalizer has a name that nobody sets, so it never does. Handlers
+return None, because kopf writes any other result into the status.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import kopf
 
-from pdcluster_operator.adapters.admission.webhook import Review
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, Kind, slim
 from pdcluster_operator.adapters.tls.live_certificate import keep_loaded
 from pdcluster_operator.api.labels import GROUP
+from pdcluster_operator.api.rules.admission import Review
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ async def watch(
     stop: asyncio.Event,
     seen: Callable[[], None] | None = None,
 ) -> None:
-    """Watch every kind until ``stop`` or a signal; no namespaces are all of them."""
+    """Watch every kind until ``stop`` or a signal, in all namespaces if none is given."""
     registry = kopf.OperatorRegistry()
     _login(registry)
     settings = _settings()
@@ -117,7 +117,7 @@ def _login(registry: kopf.OperatorRegistry) -> None:
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
-    """Handlers of events need no diffs, and a diff base of each pod costs a millisecond."""
+    """Keeps no diffs: our handlers need none, and the diff of one pod costs a millisecond."""
 
     def build(self, **_: Any) -> Any:
         return {}
@@ -140,7 +140,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.networking.connect_timeout = 5.0
     settings.watching.server_timeout = 600  # the server reads no fraction
     settings.queueing.idle_timeout = 1.0
-    # The kinds are known and so are the namespaces; what changes in discovery is a restart.
+    # The kinds and the namespaces are known at the start, so kopf need not look for new ones.
     settings.scanning.disabled = True
     return settings
 
@@ -153,8 +153,8 @@ async def _run(
 ) -> None:
     """Run kopf until it fails or ``stop`` is set.
 
-    At its end kopf waits 5 s for every task of the loop, ours too. Signals are therefore taken
-    from it, and it is left behind as soon as its own tasks had the time to end.
+    When kopf ends, it waits 5 s for every task of the event loop, also for ours. So we handle the
+    signals ourselves, and wait for kopf only as long as its own tasks need.
     """
     flag = asyncio.Event()
     tasks = await kopf.spawn_tasks(

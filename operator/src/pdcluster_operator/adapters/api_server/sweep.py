@@ -1,4 +1,4 @@
-"""Periodic lists: what a watch lost, an object that was deleted in a gap, is put right here."""
+"""Lists all objects from time to time, because a watch can miss a deletion."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sweeper:
         self.done = False
 
     async def first(self) -> None:
-        """Fill the store, however long the API server and the CRD take to appear."""
+        """Fill the store. Wait for the API server and for the CRD as long as it takes."""
         while not self.done:
             try:
                 await self._sweep()
@@ -45,7 +45,7 @@ class Sweeper:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def run(self) -> None:
-        """List again and again; a failure waits for the next time."""
+        """List about once a period. After a failure, wait for the next time."""
         while True:
             await asyncio.sleep(self._period * random.uniform(0.9, 1.1))  # noqa: S311 - no secret
             try:

@@ -44,7 +44,7 @@ class WebhookPlace:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that the certificate stands for; the last two for the pod itself."""
+        """Every name in the certificate. The last two are for checks inside of the pod."""
         namespace, service = self.service
         host = f"{service}.{namespace}.svc"
         return (host, f"{service}.{namespace}", f"{host}.cluster.local", "localhost", "127.0.0.1")
@@ -67,7 +67,7 @@ class CertificateKeeper:
         self._expires = expires or (lambda _: None)
 
     async def run(self) -> None:
-        """Look again and again; what goes wrong is logged and tried again soon."""
+        """Check the certificate every few minutes. After a failure, log it and try again soon."""
         while True:
             try:
                 await self.keep()
@@ -80,12 +80,13 @@ class CertificateKeeper:
     async def keep(self) -> None:
         """Make sure that the Secret holds a good certificate and that its CA is trusted.
 
-        The API server trusts a new CA before the first webhook pod can show its certificate.
+        A new CA is announced before its certificate is stored. So the API server trusts the CA
+        before a webhook pod uses the certificate.
         """
         held = await self._read()
         why = why_renew(held, self._place.names, self._clock())
         if why is not None:
-            log.info("the webhook's certificate is made anew: %s", why)
+            log.info("making a new certificate for the webhook: %s", why)
             held = make_certificate(self._place.names, self._clock(), held.authorities)
             await self._trust(held.authorities)
             await self._write(held)

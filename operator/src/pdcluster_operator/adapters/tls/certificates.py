@@ -1,8 +1,8 @@
-"""The webhook's certificate: a CA that signs once and is forgotten.
+"""Makes the webhook's certificate, and says when it has to be renewed.
 
-Each serving certificate comes with a CA of its own, whose key is thrown away after the one
-signature: there is no CA key to steal. A renewal trusts the former CA for as long as it is
-valid, so that webhook pods may change over at their own time.
+Each certificate is signed by a CA of its own. The key of that CA signs once and is then thrown
+away, so nobody can steal it. After a renewal clients trust the former CA until it expires, so
+webhook pods can take up the new certificate at different times.
 """
 
 from __future__ import annotations

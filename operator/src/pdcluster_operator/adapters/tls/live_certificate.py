@@ -1,7 +1,7 @@
-"""A server's certificate, taken up while it serves.
+"""Loads a renewed certificate into a server that is running.
 
-kopf's own server ends and begins anew for a renewed certificate. An API server's review that
-comes in between fails, and what it was about is refused.
+kopf would restart its server for a renewed certificate. A review that arrives during the restart
+fails, and the API server then refuses the change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tls_problem(folder: Path) -> str | None:
 
 
 def load(context: ssl.SSLContext, folder: Path) -> None:
-    """Have new connections served with the folder's certificate; open ones go on with theirs.
+    """Use the folder's certificate for new connections; open ones keep theirs.
 
     Raises:
         OSError: it cannot be read, or is none (ssl.SSLError).
@@ -34,16 +34,17 @@ def load(context: ssl.SSLContext, folder: Path) -> None:
 
 
 async def keep_loaded(context: ssl.SSLContext, folder: Path, seconds: float) -> None:
-    """Look every ``seconds`` whether the folder holds another certificate; never returns."""
+    """Load the folder's certificate when it changes. Look every ``seconds``; never return."""
     loaded = b""
     while True:
         await asyncio.sleep(seconds)
         found = _digest(folder)
         if found == loaded:
             continue
-        # Tried elsewhere first: half of a pair would end every new connection.
+        # Try it in another context first. While only one of the two files is new, every new
+        # connection would fail.
         if (problem := tls_problem(folder)) is not None:
-            log.warning("%s; the former one serves on", problem)
+            log.warning("%s; the former certificate stays in use", problem)
             continue
         load(context, folder)
         loaded = found

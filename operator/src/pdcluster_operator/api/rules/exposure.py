@@ -19,7 +19,7 @@ HOST_FIELDS = {
 
 
 def exposure_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what takes down a wall between a pod and its node."""
+    """Yield settings that give a pod access to its node."""
     templates: list[tuple[str, Mapping[str, Any] | None, str]] = [
         (f"spec.{role}", cluster.spec.role(role).pod_template, "engines") for role in Role
     ]
@@ -36,7 +36,7 @@ def exposure_warnings(cluster: Cluster) -> Iterator[FieldError]:
             security = container.get("securityContext")
             if isinstance(security, Mapping) and security.get("privileged") is True:
                 where = f"{owner}.podTemplate.{place}.securityContext.privileged"
-                yield _host(where, f"these {what} may do on the node whatever root may")
+                yield _host(where, f"these {what} may do on the node whatever root may do")
 
 
 def _host(path: str, message: str) -> FieldError:

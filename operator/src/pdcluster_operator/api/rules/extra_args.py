@@ -1,4 +1,4 @@
-"""Rules of extraArgs and env: what the operator writes itself is refused there."""
+"""Rules of extraArgs and env. They refuse flags and variables that the operator sets itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdcluster_operator.api.spec.shape import READ_FLAGS
 from pdcluster_operator.api.spec.types import Cluster
 
 OWNED_PREFIX = "PDCLUSTER_"
-# The launcher's way out of its own refusal, for the user to take.
+# With this variable a user lets the launcher start an unsupported version.
 FREE_VARIABLES = frozenset({ANY_VERSION})
 # Typed fields that a flag may not contradict.
 TYPED_FLAGS = {
@@ -29,7 +29,7 @@ TYPED_FLAGS = {
 
 
 def engine_places(cluster: Cluster) -> Iterator[tuple[str, EngineOverride]]:
-    """Yield every place where engine settings stand, with its path."""
+    """Yield all engine settings of a spec, each with its path."""
     yield "spec.engine", cluster.spec.engine
     for role in Role:
         yield f"spec.{role}.engine", cluster.spec.role(role).engine
@@ -43,7 +43,7 @@ def flag_path(cluster: Cluster, role: Role, name: str) -> str:
 
 
 def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield flags and variables that cannot stand where they stand."""
+    """Yield flags and variables that are not allowed in extraArgs and env."""
     owned = owned_variables(cluster)
     for path, engine in engine_places(cluster):
         flags, stray = parse_flags(engine.extra_args)
@@ -53,7 +53,7 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
                 f"{path}.extraArgs[{place}]",
                 shown(engine.extra_args[place]),
                 Rule.UNREADABLE_FLAG,
-                "is no flag, nor the value of one; the model is named in spec.model.source",
+                "is neither a flag nor the value of one; the model is named in spec.model.source",
                 "Begin with a flag, as in --seed 1.",
             )
         for flag in flags:
@@ -77,7 +77,7 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def _overlaid_keys(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield API keys in pod templates: one process would ask for another key than the rest."""
+    """Yield API keys in pod templates: the processes would ask for different keys."""
     for path, template, ours in pod_templates(cluster):
         for place, entry in containers(template):
             env = entry.get("env") if entry.get("name") == ours else None
@@ -102,7 +102,7 @@ def _owned(path: str, flag: Flag) -> Iterator[FieldError]:
 
 
 def _abbreviated(path: str, flag: Flag) -> Iterator[FieldError]:
-    """Yield a beginning of a flag that rules read: argparse takes it, and no rule would see it."""
+    """Yield an abbreviated flag that rules read: argparse accepts it, but no rule sees it."""
     meant = sorted(name for name in READ_FLAGS if name.startswith(flag.head))
     whole = flag.head in READ_FLAGS or not re.match("--.", flag.head)
     if meant and not whole:

@@ -1,4 +1,4 @@
-"""Flags of ``vllm serve`` that the connector refuses when an engine starts: refused before it."""
+"""Flags of ``vllm serve`` with which the connector does not start: refused at admission."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def flag_errors(cluster: Cluster) -> Iterator[FieldError]:
     """Yield the flags with which the connector does not run."""
     for path, engine in engine_places(cluster):
         for flag in parse_flags(engine.extra_args)[0]:
-            # argparse takes any beginning of a name that is the beginning of no other.
+            # argparse accepts an abbreviation that fits one flag only.
             names = [name for name in REFUSED_FLAGS if name.startswith(flag.head)]
             if len(names) == 1 and not flag.negated:
                 yield FieldError(

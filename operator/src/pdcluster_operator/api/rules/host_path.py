@@ -1,4 +1,4 @@
-"""Folders of the nodes: who may name them can read them, so an operator may forbid them."""
+"""Folders of the nodes. Who may mount a folder can read it, so an operator may forbid them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def host_path_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def host_path_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield the same places for whoever does not know the operator: a default one refuses them."""
+    """Yield the same places as warnings, where it is not known what the operator admits."""
     for error in host_path_errors(cluster):
         yield replace(error, message="mounts a folder of the node, which a default install refuses")
 
@@ -45,7 +45,7 @@ def _error(path: str, value: object) -> FieldError:
 
 
 def node_local_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield a model's folder, of which every node needs its own."""
+    """Yield a warning about a model in a folder, which every node must have."""
     if cluster.spec.model.source.host_path is not None:
         yield FieldError(
             "spec.model.source.hostPath.path",

@@ -1,4 +1,4 @@
-"""The engines' images, as far as their names tell what is inside."""
+"""Rules about images, as far as an image's name says what is in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdcluster_operator.api.spec.pod_templates import engine_container
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Cluster, Router
 
-# Tags that mean another image tomorrow.
+# Tags that name another image tomorrow.
 MOVING_TAGS = frozenset({"latest", "nightly", "main", "master", "edge", "dev", "stable"})
 # vLLM's own images, also in a mirror: their tags are vLLM's releases.
 RELEASED = re.compile(r"(.*/)?vllm-openai(-[a-z0-9]+)*")
@@ -44,7 +44,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an engine's image is named: ``strict`` refuses a version out of the range."""
+    """Where an engine's image is named. With ``strict`` a version out of the range is refused."""
 
     path: str
     reference: str
@@ -76,8 +76,8 @@ def image_warnings(cluster: Cluster) -> Iterator[FieldError]:
             yield from _version(place)
         yield from _moving(place.path, place.reference)
     router = cluster.spec.router
-    # The default moves as well, for no release of the router is published (docs/images.md). Who
-    # wrote nothing could only be warned of our own choice, with every manifest.
+    # The default tag moves too, because no release of the router is published (docs/images.md). A
+    # warning about our own default would appear for every manifest.
     if router.replicas and router.image != Router().image:
         yield from _moving("spec.router.image", router.image)
     prefill, decode = places[Role.PREFILL], places[Role.DECODE]
@@ -94,7 +94,7 @@ def image_warnings(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def _place(cluster: Cluster, role: Role) -> _Place:
-    """Return where a role's image stands: a pod template's word is the last."""
+    """Return where a role's image is named. A pod template wins."""
     engine = resolve_engine(cluster, role)
     strict = all(var.name != ANY_VERSION or var.value != "1" for var in engine.env)
     path, overlay = engine_container(cluster, role)
@@ -111,7 +111,7 @@ def _version(place: _Place) -> Iterator[FieldError]:
     if release is None or supported("vllm", release):
         return
     if release[0] and not RELEASED.fullmatch(image.repository):
-        return  # somebody's own numbers: vLLM's begin with 0
+        return  # a numbering of somebody else: vLLM's own begins with 0
     low, high = map(text_of, SUPPORTED["vllm"])
     yield FieldError(
         place.path,

@@ -16,7 +16,7 @@ MOST_SIDE_CHANNELS = 1024
 
 
 def layout_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what does not add up."""
+    """Yield sizes that do not fit together, or that are too large."""
     for role in Role:
         yield from _workers(cluster, role)
     prefill, decode = cluster.spec.prefill.replicas, cluster.spec.decode.replicas

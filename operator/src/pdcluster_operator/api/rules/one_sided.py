@@ -1,4 +1,4 @@
-"""Settings that both roles need alike, and that one role alone has."""
+"""Settings that must be equal on both roles, and that only one role has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = {
 
 
 def one_sided_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what one role alone says: vLLM chooses for the other, perhaps something else."""
+    """Yield settings of one role only: vLLM chooses the other role's, which may differ."""
     for field, (name, flags) in SETTINGS.items():
         engines = {role: resolve_engine(cluster, role) for role in Role}
         values = {
@@ -34,8 +34,8 @@ def one_sided_warnings(cluster: Cluster) -> Iterator[FieldError]:
             flag_path(cluster, role, flag) if flag else f"spec.{role}.engine.{name}",
             shown(values[role]),
             Rule.SET_ON_ONE_ROLE,
-            f"only the {role} engines have it; vLLM chooses for the others, and another choice "
-            "is refused at the handshake",
+            f"only the {role} engines have it; vLLM chooses a value for the others, and engines "
+            "with different values refuse each other",
             f"Set the same engine.{name} on both roles, in spec.engine.",
             (f"spec.engine.{name}", *(f"spec.{other}.engine.{name}" for other in Role)),
         )

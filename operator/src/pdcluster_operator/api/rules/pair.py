@@ -25,7 +25,7 @@ PARALLEL_FIELDS = ("tensor", "pipeline", "data")
 
 
 def pair_findings(cluster: Cluster) -> Findings:
-    """Return refusals as errors, and the fields that wait for the handshake."""
+    """Return refusals as errors, and the fields that only the engines know."""
     shapes = {role: engine_shape(cluster, resolve_engine(cluster, role)) for role in Role}
     findings = check(shapes[Role.PREFILL], shapes[Role.DECODE])
     refused = [finding for finding in findings if finding.verdict is Verdict.REFUSED]
@@ -49,7 +49,7 @@ def _error(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape
 
 
 def _paths(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape]) -> list[str]:
-    """Places that the value came from: the role's own first, where the deviation stands."""
+    """Return the fields that the value came from, the role's own first."""
     field = finding.field
     if field in PARALLEL_FIELDS:
         at_fault = [role for role in Role if _breaks_alone(shapes[role], finding.rule)] or Role

@@ -1,7 +1,7 @@
-"""A user's pod template, held against Kubernetes' own.
+"""Checks a user's pod template against the fields that Kubernetes has.
 
-The API server stores it without a look, and would refuse the StatefulSet that is made of it: a
-refusal that stands far from its cause.
+The API server stores the template unchecked. Later it would refuse the StatefulSet that is made
+from it, with an error that does not name the field of the PDCluster.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pdcluster_operator.api.spec.types import Cluster
 
 MOST_ERRORS = 16
 FIELDS = {name: dict(word.split(":", 1) for word in words.split()) for name, words in TYPES.items()}
-# Text to Kubernetes' types, but a number may be written, too.
+# Strings in Kubernetes' types, but a manifest may give a number.
 QUANTITIES = frozenset({"limits", "requests", "overhead", "sizeLimit", "divisor", "storage"})
-# Lists whose items are found again by this field, when ours and the user's are merged.
+# Lists that are merged with ours, and the field that identifies an item.
 IDENTITIES = {"containers": "name", "initContainers": "name", "volumes": "name", "env": "name",
               "volumeMounts": "mountPath", "ports": "containerPort"}  # fmt: skip
 
 
 def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what Kubernetes would not take."""
+    """Yield what Kubernetes would refuse."""
     for path, template, ours in pod_templates(cluster):
         found = itertools.chain(
             _object(path, "V1PodTemplateSpec", template),
@@ -77,13 +77,13 @@ def _images(path: str, template: Mapping[str, object], ours: str) -> Iterator[Fi
                 f"{path}.{place}.name",
                 shown(name),
                 Rule.REQUIRED,
-                "is a container without an image, and none of ours",
+                "is a container without an image, and it is not one of the operator's",
                 "Give it an image." if init else f"Give it an image, or did you mean {ours}?",
             )
 
 
 def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
-    """Yield what only a pod may have that no controller made."""
+    """Yield fields that Kubernetes refuses in the pods of a controller."""
     for field in ("activeDeadlineSeconds", "ephemeralContainers", "restartPolicy"):
         value = pod_spec(template).get(field)
         if value is not None and (field, value) != ("restartPolicy", "Always"):
@@ -97,7 +97,7 @@ def _life(path: str, template: Mapping[str, object]) -> Iterator[FieldError]:
 
 
 def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
-    """Yield what is wrong with a value; ``null`` removes a field of ours, whatever its type."""
+    """Yield what is wrong with a value. ``null`` is right for every type: it removes a field."""
     if value is None or kind == "any":
         return
     if kind.startswith("["):

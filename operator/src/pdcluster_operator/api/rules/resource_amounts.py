@@ -63,7 +63,7 @@ def resource_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def resource_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield engines whose pods may be put where their memory is not."""
+    """Yield engines whose pods ask for no memory: a node may have too little for them."""
     for role in Role:
         engine = resolve_engine(cluster, role)
         if not any("memory" in _amounts(cluster, engine, kind) for kind in ("requests", "limits")):
@@ -71,15 +71,15 @@ def resource_warnings(cluster: Cluster) -> Iterator[FieldError]:
                 f"spec.{role}.resources.requests.memory",
                 "",
                 Rule.NO_MEMORY_REQUEST,
-                "without it the scheduler takes the pod for empty, and the node may run out of "
-                "memory",
+                "without it the scheduler reserves no memory for the pod, and the node may run out "
+                "of memory",
                 "Request what the weights and the KV cache on the host need.",
                 (f"spec.{role}.resources", f"spec.{role}.podTemplate"),
             )
 
 
 def _amounts(cluster: Cluster, engine: Engine, kind: str) -> dict[str, Amount]:
-    """Return resource -> amount of an engine's container, the pod template's word last."""
+    """Return resource -> amount of an engine's container. The pod template wins."""
     given = cluster.spec.role(engine.role).resources
     path = f"spec.{engine.role}.resources"
     texts = given.requests if kind == "requests" else given.limits
@@ -160,7 +160,7 @@ def _mismatch(request: Amount, message: str, related: tuple[str, ...], limit: st
 def _gpus(engine: Engine, limits: dict[str, Amount]) -> Iterator[FieldError]:
     parallel = engine.parallelism
     if parallel.tensor * parallel.pipeline * parallel.data % parallel.nodes:
-        return  # NodesDivideWorkers says so
+        return  # NodesDivideWorkers reports it
     wanted = workers_per_pod(engine)
     named = {name: amount for name, amount in limits.items() if is_accelerator(name)}
     numbers = [amount.number or Decimal(0) for amount in named.values()]

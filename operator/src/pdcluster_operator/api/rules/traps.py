@@ -1,4 +1,4 @@
-"""Known traps: settings that vLLM or UCX accept and that do not do what was meant."""
+"""Known traps: settings that vLLM or UCX accept, but that do not do what the user means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUDA_TRANSPORTS = {"cuda", "cuda_copy", "cuda_ipc", "all"}
 
 
 def trap_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield settings with which vLLM does not start, or does not live on."""
+    """Yield settings with which vLLM does not start, or stops at the first request."""
     for place, backend in enumerate(cluster.spec.transfer.backends):
         if why := why_not(backend):
             yield FieldError(
@@ -55,8 +55,8 @@ def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
             flag_path(cluster, role, eager.name),
             shown(" ".join(eager.words)),
             Rule.EAGER_PIPELINE,
-            f"the {role} engines have pipeline stages, and this flag leaves out the profile run "
-            "that makes their buffers in vLLM's CPU runner: the first request would end it",
+            f"the {role} engines have pipeline stages: with this flag vLLM's CPU runner skips the "
+            "profile run that creates their buffers, and the first request stops the engine",
             """Write --compilation-config, '{"mode":3,"backend":"eager"}' instead.""",
             (f"spec.{role}.parallelism.pipeline", "spec.transfer.device"),
         )
@@ -84,7 +84,7 @@ def trap_warnings(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def _tcp(cluster: Cluster) -> Iterator[FieldError]:
-    """Engines that span machines move KV between machines: over TCP if nothing else is there."""
+    """Yield a warning if engines span machines without RDMA: their KV goes over TCP."""
     transfer = cluster.spec.transfer
     if transfer.device is not Device.CUDA or transfer.rdma is not None:
         return
@@ -141,6 +141,6 @@ def _overlay(template: Free | None, path: str, container: str) -> Iterator[Field
                     f"{path}.spec.containers[{place}].{field}",
                     shown(entry[field]),
                     Rule.ARGUMENTS_OVERLAID,
-                    f"replaces our own {field}: rules do not see what stands there",
-                    "Use engine.extraArgs where it will do.",
+                    f"replaces the operator's own {field}, and no rule checks it",
+                    "Use engine.extraArgs instead if you can.",
                 )

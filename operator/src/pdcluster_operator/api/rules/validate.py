@@ -1,6 +1,6 @@
 """Rules across fields: arithmetic, owned flags, and whether the two roles can exchange KV.
 
-Used by the webhook, the planner and ``pdcluster lint`` alike.
+The webhook, the planner and ``pdcluster lint`` all use them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def check_manifest(
     """Parse and validate: everything that is wrong, at once.
 
     Args:
-        host_paths: whether folders of the nodes may be mounted; whoever installs the operator
-            decides. None where the operator is not known: a warning says what a default one does.
+        host_paths: whether folders of the nodes may be mounted. Whoever installs the operator
+            decides. With None the operator is not known: a warning says what the default is.
         one_node: whether all pods run on one machine, as in local mode.
 
-    A finding that was computed from a field that could not be read is left out: it would
-    only repeat the first mistake in other words.
+    A finding is left out if it was computed from a field that could not be read. It would only
+    repeat the first mistake in other words.
     """
     parsed: ParseResult = parse_cluster(manifest)
     broken = [error.path for error in parsed.errors]

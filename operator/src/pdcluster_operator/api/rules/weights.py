@@ -1,4 +1,4 @@
-"""Where the weights come from: what lets the two roles serve different ones."""
+"""Weights that may differ between the two roles."""
 
 from __future__ import annotations
 

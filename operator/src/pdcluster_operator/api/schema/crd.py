@@ -103,7 +103,7 @@ def _schema() -> dict[str, Any]:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes an object that stands in two places twice: people read the file."""
+    """Writes an object twice if it is used twice: aliases are hard to read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -111,7 +111,7 @@ class _Plain(yaml.SafeDumper):
 
 def to_yaml(value: Any) -> str:
     """Return JSON values as YAML in block style, keys in the order given."""
-    plain = json.loads(json.dumps(value))  # of the types' own kinds of text and objects
+    plain = json.loads(json.dumps(value))  # without the types' own subclasses of str and dict
     text: str = yaml.dump(plain, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
     return text
 

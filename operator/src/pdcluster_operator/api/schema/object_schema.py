@@ -58,8 +58,8 @@ def field_schema(field: FieldInfo) -> dict[str, Any]:
     if field.kind == "object":
         schema = object_schema(field.item, description)
         if not field.optional and not field.required and (defaults := _defaults(schema)):
-            # The API server checks CEL rules against a default before it fills in what is
-            # nested; without rules, the nested defaults need not be said twice.
+            # The API server checks CEL rules against a default before it adds nested defaults. So
+            # with rules the default has to hold the nested ones.
             schema["default"] = defaults if "x-kubernetes-validations" in schema else {}
         return schema
     schema = {"description": description} | _bare(field)

@@ -9,7 +9,7 @@ MAX_FAILED_LINKS = 16
 
 
 def status_schema() -> dict[str, Any]:
-    """Return the schema; lists are maps by key, so that appliers can share them."""
+    """Return the schema. Lists are maps by key, so that several field managers can share them."""
     return {
         "type": "object",
         "description": "status is what the operator observed.",
@@ -18,7 +18,7 @@ def status_schema() -> dict[str, Any]:
                 "type": "integer",
                 "format": "int64",
                 "minimum": 0,
-                "description": "observedGeneration is the spec's generation that this is about.",
+                "description": "observedGeneration is the generation that the status describes.",
             },
             "model": _text("model is the name that clients ask for.", 200),
             "endpoint": _text("endpoint is the base URL for clients in the cluster.", 512),
@@ -29,9 +29,17 @@ def status_schema() -> dict[str, Any]:
                 "minimum": 0,
                 "description": "replicas is the number of decode engines.",
             },
-            "prefill": _text("prefill is ready/wanted prefill engines.", 32),
-            "decode": _text("decode is ready/wanted decode engines.", 32),
-            "links": _text("links is established/wanted links.", 32),
+            "prefill": _text(
+                "prefill counts the prefill engines: those ready and those wanted, as in 1/2.",
+                32,
+            ),
+            "decode": _text(
+                "decode counts the decode engines: those ready and those wanted, as in 1/2.",
+                32,
+            ),
+            "links": _text(
+                "links counts the links: those established and those wanted, as in 1/4.", 32
+            ),
             "conditions": _conditions(),
             "engines": _engines(),
             "failedLinks": _failed_links(),
@@ -46,7 +54,7 @@ def _text(description: str, longest: int) -> dict[str, Any]:
 def _conditions() -> dict[str, Any]:
     return {
         "type": "array",
-        "description": "conditions are what holds of the cluster; Ready sums them up.",
+        "description": "conditions say what is true of the cluster. Ready summarizes the others.",
         "maxItems": 32,
         "x-kubernetes-list-type": "map",
         "x-kubernetes-list-map-keys": ["type"],
@@ -55,19 +63,19 @@ def _conditions() -> dict[str, Any]:
             "description": "One condition.",
             "required": ["type", "status", "reason", "message", "lastTransitionTime"],
             "properties": {
-                "type": _text("type is the condition's name.", 64),
+                "type": _text("type is the name of the condition.", 64),
                 "status": {
                     "type": "string",
                     "enum": ["True", "False", "Unknown"],
                     "description": "status is True, False or Unknown.",
                 },
-                "reason": _text("reason is why, in one CamelCase word.", 256),
-                "message": _text("message is why, in a sentence.", 32768),
+                "reason": _text("reason says why, in one CamelCase word.", 256),
+                "message": _text("message says why, in sentences.", 32768),
                 "observedGeneration": {
                     "type": "integer",
                     "format": "int64",
                     "minimum": 0,
-                    "description": "observedGeneration is the generation it was computed from.",
+                    "description": "observedGeneration is the spec's generation that it describes.",
                 },
                 "lastTransitionTime": _time("lastTransitionTime is when status last flipped."),
             },
@@ -95,7 +103,7 @@ def _engines() -> dict[str, Any]:
                 "role": {
                     "type": "string",
                     "enum": ["prefill", "decode"],
-                    "description": "role is what the engine is for.",
+                    "description": "role says what the engine does.",
                 },
                 "state": _text("state is Ready, Unknown, or why it is not ready.", 64),
                 "engineId": _text("engineId names the running incarnation.", 512),
@@ -122,9 +130,11 @@ def _failed_links() -> dict[str, Any]:
             "properties": {
                 "prefill": _text("prefill is the prefill engine.", 63),
                 "decode": _text("decode is the decode engine.", 63),
-                "reason": _text("reason is why, in one CamelCase word.", 256),
+                "reason": _text("reason says why, in one CamelCase word.", 256),
                 "message": _text("message is why, with both engines' values.", 1024),
-                "lastTransitionTime": _time("lastTransitionTime is when it failed this way."),
+                "lastTransitionTime": _time(
+                    "lastTransitionTime is when the link began to fail for this reason."
+                ),
             },
         },
     }

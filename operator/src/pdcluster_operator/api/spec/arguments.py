@@ -105,13 +105,13 @@ def _flag(words: tuple[str, ...], place: int) -> Flag:
 
 
 def _short(written: str) -> str:
-    """Return the short name that a beginning of it means to argparse: ``-t`` is ``-tp``."""
+    """Return the short name that argparse takes an abbreviation for: ``-t`` is ``-tp``."""
     meant = [name for name in SHORT_NAMES if name.startswith(written)]
     return meant[0] if len(meant) == 1 and written not in SHORT_NAMES else written
 
 
 def merge_flags(shared: Sequence[str], role: Sequence[str]) -> tuple[str, ...]:
-    """Shared words first, then the role's; a flag that the role names replaces the shared one."""
+    """Return the shared words, then the role's. A flag of the role replaces the shared one."""
     ours, _ = parse_flags(role)
     replaced = {flag.name for flag in ours}
     kept = [flag for flag in parse_flags(shared)[0] if flag.name not in replaced]
@@ -154,10 +154,10 @@ OWNED_FLAGS = {
 
 
 def owned_flag(flag: Flag) -> str | None:
-    """Return the owned flag that a flag is, or abbreviates; None if it is free."""
+    """Return the operator's flag that a flag is or abbreviates; None if it is the user's."""
     if flag.head in OWNED_FLAGS:
         return flag.head
-    # argparse takes any beginning; no flag of vLLM is the beginning of an owned one.
+    # argparse accepts abbreviations. No flag of vLLM is itself the beginning of an owned one.
     if not flag.head.startswith("--") or flag.head == "--":
         return None
     return next((owned for owned in OWNED_FLAGS if owned.startswith(flag.head)), None)

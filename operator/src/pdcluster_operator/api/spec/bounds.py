@@ -19,7 +19,7 @@ RELATIVE = Text(
     says="a path inside the volume, without '..' in it",
 )
 ABSOLUTE = Text(1024, pattern=rf"^(/{_PART}?)+$", says="an absolute path, without '..' in it")
-# Words that stand on a command line: one that begins with a hyphen would be read as a flag.
+# Words of a command line. One that begins with a hyphen would be read as a flag.
 WORD = Text(200, pattern=r"^[^-\s]\S*$", says="a word without spaces that begins with no hyphen")
 EXTENDED_RESOURCE = Text(
     253,

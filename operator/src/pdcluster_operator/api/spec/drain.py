@@ -10,7 +10,7 @@ STOP_MARGIN_SECONDS = 10
 
 
 def drain_seconds(cluster: Cluster) -> int:
-    """How long leases may be held and receives be in quarantine after SIGTERM."""
+    """Return how long leases and quarantined receives may last after SIGTERM."""
     return max(cluster.spec.transfer.lease_seconds, DRAIN_DEADLINE_SECONDS)
 
 

@@ -43,7 +43,7 @@ class EnvVar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOverride:
-    """How an engine runs, as far as a role says so itself."""
+    """How the engines of one role run, where they differ from spec.engine."""
 
     image: Annotated[
         str | None,
@@ -54,7 +54,7 @@ class EngineOverride:
     block_size: Annotated[
         int | None,
         Example(64),
-        Doc("is the number of tokens in a KV cache block; vLLM's own choice if not given."),
+        Doc("is the number of tokens in a KV cache block. Without it vLLM chooses."),
         # Far above 1024: vLLM grows a hybrid's attention blocks until their page holds a Mamba
         # state, as 66 kernel blocks x 16 tokens = 1056 (vLLM's PR #42097).
         Whole(1, 65_536),
@@ -73,20 +73,21 @@ class EngineOverride:
     max_model_len: Annotated[
         int | None,
         Example(32768),
-        Doc("is the longest context in tokens; the model's own if not given."),
+        Doc("is the longest context in tokens. The default is the model's own."),
         Whole(1, 100_000_000),
     ] = None
     attention_backend: Annotated[
         str | None,
         Example("FLASH_ATTN"),
-        Doc("is vLLM's attention backend; vLLM's own choice if not given."),
+        Doc("is vLLM's attention backend. Without it vLLM chooses."),
         Text(60, pattern=r"^[A-Z0-9_]+$", says="a backend of vLLM, e.g. FLASH_ATTN"),
     ] = None
     extra_args: Annotated[
         tuple[Annotated[str, Text(16384, shortest=0)], ...],
         Example(["--max-num-seqs", "128"]),
         Doc(
-            "are further arguments of vllm serve, shared ones first; the same flag in a role wins."
+            "are further arguments of vllm serve. Shared ones come first. A role's flag replaces "
+            "the shared one of the same name."
         ),
         Items(128),
     ] = ()
@@ -101,7 +102,10 @@ class EngineOverride:
                 },
             ]
         ),
-        Doc("are environment variables, shared ones first; the same name in a role wins."),
+        Doc(
+            "are environment variables. Shared ones come first. A role's variable replaces the "
+            "shared one of the same name."
+        ),
         Items(128, key="name"),
     ] = ()
     connector: Annotated[
@@ -113,8 +117,8 @@ class EngineOverride:
         int | None,
         Example(14_400),
         Doc(
-            "is how long an engine may take from its start until it serves, in seconds: download, "
-            "load, compilation. Then its container is restarted."
+            "is how long an engine may take until it serves, in seconds, with download, load and "
+            "compilation. After that Kubernetes restarts its container."
         ),
         Whole(60, 604_800),
     ] = None
@@ -144,8 +148,8 @@ class SharedEngine(EngineOverride):
         int | None,
         Example(14_400),
         Doc(
-            "is how long an engine may take from its start until it serves, in seconds: download, "
-            "load, compilation. Then its container is restarted."
+            "is how long an engine may take until it serves, in seconds, with download, load and "
+            "compilation. After that Kubernetes restarts its container."
         ),
         Whole(60, 604_800),
     ] = STARTUP_SECONDS
@@ -177,7 +181,7 @@ class Resources:
     requests: Annotated[
         Quantities,
         Example({"cpu": "16", "memory": "200Gi"}),
-        Doc("are the resources that a pod is promised."),
+        Doc("are the resources that Kubernetes reserves for a pod."),
     ] = field(default_factory=Quantities)
     limits: Annotated[
         Quantities,
@@ -209,8 +213,12 @@ class RoleSpec:
                 }
             }
         ),
-        Doc("is a Kubernetes pod template, merged over ours; containers merge by name (engine)."),
+        Doc(
+            "is a Kubernetes pod template. It is merged over the operator's own, containers by "
+            "name. The engine's container is called engine."
+        ),
     ] = None
     engine: Annotated[
-        EngineOverride, Doc("is how this role's engines run; wins over spec.engine by field.")
+        EngineOverride,
+        Doc("is how this role's engines run. A field given here replaces that of spec.engine."),
     ] = field(default_factory=EngineOverride)

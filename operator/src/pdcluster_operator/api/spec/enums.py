@@ -13,7 +13,7 @@ class Role(StrEnum):
 
 
 class Switch(StrEnum):
-    """On or off, open to a third value later."""
+    """On or off. A third value may come later."""
 
     ENABLED = "Enabled"
     DISABLED = "Disabled"
@@ -27,7 +27,7 @@ class Device(StrEnum):
 
 
 class Backend(StrEnum):
-    """NIXL transport backends: what the schema knows, not what carries KV."""
+    """NIXL's transport backends that the schema knows. Not all of them can carry KV."""
 
     UCX = "UCX"
     GDS = "GDS"

@@ -1,7 +1,8 @@
 """How a field of the API describes itself.
 
-The dataclasses of :mod:`.types` carry these marks in ``Annotated`` hints. The parser and
-the CRD generator read the same marks, so a bound, a default or a description exists once.
+The dataclasses of :mod:`.types` carry these marks in ``Annotated`` hints. The reader and the
+generators of the CRD and of docs/api.md use the same marks, so each bound, default and
+description is written once.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class JsonName:
 class Cel:
     """A rule of one object, evaluated by the API server.
 
-    The same rule is checked again in Python (:mod:`.validate`, or the parser for
-    ``ONE_OF``), because a CRD may be older than the operator.
+    The same rule is checked again in Python, because a CRD may be older than the operator: in
+    ``api/rules``, or in :mod:`.reader` for ``ONE_OF``.
     """
 
     rule: str
@@ -84,7 +85,7 @@ class Cel:
 
 @dataclass(frozen=True, slots=True)
 class FieldInfo:
-    """One field of one API object, ready for the parser and for the CRD."""
+    """One field of one API object, as the reader and the generators need it."""
 
     name: str
     json_name: str

@@ -55,7 +55,7 @@ class ClaimSource:
     path: Annotated[
         str | None,
         Example("llama-3.3-70b"),
-        Doc("is the folder in the volume; the volume's root if not given."),
+        Doc("is the folder in the volume. The default is the volume's root."),
         RELATIVE,
     ] = None
 
@@ -86,7 +86,7 @@ class ModelSource:
     ] = None
     host_path: Annotated[
         HostPathSource | None,
-        Doc("is a folder on every node, mounted read-only. The operator must allow it."),
+        Doc("is a folder on every node, mounted read-only. The operator must admit such folders."),
     ] = None
 
 
@@ -96,7 +96,7 @@ class ModelCache:
 
     persistent_volume_claim: Annotated[
         ClaimSource | None,
-        Doc("is a claim that keeps downloaded weights over restarts; shared by all engines."),
+        Doc("is a claim that keeps downloaded weights over restarts. All engines share it."),
     ] = None
 
 
@@ -108,9 +108,9 @@ class Model:
     name: Annotated[
         str | None,
         Example("llama-3.3-70b"),
-        Doc("is the name that clients ask for; metadata.name if not given."),
+        Doc("is the name that clients ask for. The default is metadata.name."),
         WORD,
     ] = None
     cache: Annotated[
-        ModelCache, Doc("is where downloaded weights are kept; the pod's own disk by default.")
+        ModelCache, Doc("is where downloaded weights are kept. The default is the pod's own disk.")
     ] = field(default_factory=ModelCache)

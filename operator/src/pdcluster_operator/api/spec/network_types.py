@@ -1,7 +1,7 @@
 """Who may reach pods over the network: the peers of a Kubernetes NetworkPolicy.
 
-They are typed and not passed through: the API server drops a field of a selector that it does not
-know, and a selector without fields selects every pod.
+They have types of their own. If a selector were passed through, the API server would drop a
+misspelt field from it, and a selector without fields selects every pod.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class LabelRequirement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelSelector:
-    """Objects with certain labels; without fields, all of them."""
+    """Objects with certain labels. Without fields it selects all objects."""
 
     match_labels: Annotated[Labels, Doc("are labels that an object must have.")] = field(
         default_factory=Labels
     )
     match_expressions: Annotated[
-        tuple[LabelRequirement, ...], Doc("are expressions that must hold, all of them."), Items(32)
+        tuple[LabelRequirement, ...], Doc("are expressions that must all hold."), Items(32)
     ] = ()
 
 
@@ -72,11 +72,11 @@ class NetworkPeer:
 
     pod_selector: Annotated[
         LabelSelector | None,
-        Doc("selects pods; of the cluster's own namespace where namespaceSelector is not given."),
+        Doc("selects pods. Without namespaceSelector, they are those of the cluster's namespace."),
     ] = None
     namespace_selector: Annotated[
         LabelSelector | None,
-        Doc("selects namespaces; all pods in them where podSelector is not given."),
+        Doc("selects namespaces. Without podSelector, it means all pods in them."),
     ] = None
     ip_block: Annotated[IpBlock | None, Doc("is a range of addresses.")] = None
 

@@ -1,43 +1,25 @@
 """A PDCluster manifest -> typed spec, with every error at once.
 
-Parsing goes on after an error: a field that cannot be read takes its default, so that
-what is wrong elsewhere is found in the same pass. ``ParseResult.cluster`` is therefore
-only meant to be used for work when ``errors`` is empty.
+Parsing goes on after an error, see :mod:`.reader`. ``ParseResult.cluster`` is therefore only
+meant to be used for work when ``errors`` is empty.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from pdcluster_operator.api.findings import FieldError, Rule, quoted, shown
+from pdcluster_operator.api.findings import FieldError, Rule
 from pdcluster_operator.api.labels import API_VERSION, KIND, name_errors
-from pdcluster_operator.api.spec.bounds import LABEL_KEY, LABEL_VALUE
-from pdcluster_operator.api.spec.fields import (
-    FieldInfo,
-    Free,
-    Items,
-    Kind,
-    Labels,
-    Quantities,
-    Text,
-    Whole,
-    describe,
-)
-from pdcluster_operator.api.spec.places import where_it_belongs
-from pdcluster_operator.api.spec.quantity import why_no_amount
-from pdcluster_operator.api.spec.spelling import nearest
-from pdcluster_operator.api.spec.types import Cluster, Model, ModelSource, Spec
+from pdcluster_operator.api.spec.reader import Reader
+from pdcluster_operator.api.spec.types import Cluster, Spec
 
-Manifest = Mapping[str, Any]
 MAX_ERRORS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class ParseResult:
-    """A parsed cluster, and what stood in the way."""
+    """A parsed cluster, and the errors of its manifest."""
 
     cluster: Cluster
     errors: tuple[FieldError, ...]
@@ -48,7 +30,7 @@ def parse_cluster(manifest: object) -> ParseResult:
 
     Unknown fields are errors in ``spec``; ``metadata`` and ``status`` belong to Kubernetes.
     """
-    reader = _Reader()
+    reader = Reader()
     if not isinstance(manifest, Mapping):
         reader.error("", manifest, Rule.WRONG_TYPE, "a manifest is an object", "Write a mapping.")
         manifest = {}
@@ -82,204 +64,3 @@ def parse_cluster(manifest: object) -> ParseResult:
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
-
-
-class _Reader:
-    """Reads values by their field descriptions and collects errors."""
-
-    def __init__(self) -> None:
-        self.errors: list[FieldError] = []
-
-    def error(self, path: str, value: object, rule: Rule, message: str, remedy: str) -> None:
-        write = quoted if rule is Rule.WRONG_TYPE else shown
-        text = "" if value is None or (value == "" and rule is Rule.REQUIRED) else write(value)
-        self.errors.append(FieldError(path or ".", text, rule, message, remedy))
-
-    def unknown(
-        self, path: str, key: object, known: Sequence[str], cls: type[Any] | None = None
-    ) -> None:
-        remedy = where_it_belongs(path, str(key), cls)
-        if not remedy:
-            near = nearest(str(key), known)
-            remedy = f"Did you mean {near}?" if near else f"Known are: {', '.join(known)}."
-        where = f"{path}.{key}" if path else str(key)
-        self.errors.append(
-            FieldError(where, "", Rule.UNKNOWN_FIELD, "is no field of this API", remedy)
-        )
-
-    def read_object(self, cls: type[Any], value: object, path: str) -> Any:
-        if not isinstance(value, Mapping):
-            self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
-            value = {}
-        fields = describe(cls)
-        known = [field.json_name for field in fields]
-        for key in value:
-            if key not in known:
-                self.unknown(path, key, known, cls)
-        arguments: dict[str, Any] = {}
-        for field in fields:
-            here = f"{path}.{field.json_name}"
-            given = value.get(field.json_name)
-            if given is not None:
-                arguments[field.name] = self._read(field, given, here)
-            elif field.required:
-                self.error(here, "", Rule.REQUIRED, "is missing", f"It {field.doc}")
-                arguments[field.name] = _placeholder(field)
-        if getattr(cls, "ONE_OF", False):
-            self._one_of(known, value, path)
-        return cls(**arguments)
-
-    def _one_of(self, known: Sequence[str], value: Mapping[str, object], path: str) -> None:
-        given = [name for name in known if value.get(name) is not None]
-        if len(given) != 1:
-            self.error(
-                path,
-                ", ".join(given) or "nothing",
-                Rule.EXACTLY_ONE,
-                "needs exactly one of its fields",
-                f"Give one of {', '.join(known)}.",
-            )
-
-    def _read(self, field: FieldInfo, value: object, path: str) -> Any:
-        readers: dict[Kind, Callable[[FieldInfo, object, str], Any]] = {
-            "object": lambda field, value, path: self.read_object(field.item, value, path),
-            "list": self._list,
-            "choice": self._choice,
-            "text": self._string,
-            "whole": self._integer,
-            "flag": self._flag,
-            "quantities": self._quantities,
-            "labels": self._labels,
-            "free": self._free,
-        }
-        return readers[field.kind](field, value, path)
-
-    def _flag(self, field: FieldInfo, value: object, path: str) -> Any:
-        if isinstance(value, bool):
-            return value
-        self.error(path, value, Rule.WRONG_TYPE, "must be true or false", "Leave out any quotes.")
-        return _placeholder(field)
-
-    def _free(self, field: FieldInfo, value: object, path: str) -> Free | None:
-        if isinstance(value, Mapping):
-            return Free(value)
-        self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
-        return None if field.optional else Free()
-
-    def _choice(self, field: FieldInfo, value: object, path: str) -> Any:
-        allowed = [member.value for member in field.item]
-        if value in allowed:
-            return field.item(value)
-        near = nearest(str(value), allowed)
-        remedy = f"Did you mean {near}?" if near else f"Write {' or '.join(allowed)}."
-        self.error(path, value, Rule.NOT_ALLOWED, f"must be one of {', '.join(allowed)}", remedy)
-        return _placeholder(field)
-
-    def _string(self, field: FieldInfo, value: object, path: str) -> Any:
-        if not isinstance(value, str):
-            self.error(path, value, Rule.WRONG_TYPE, "must be a string", "Put it in quotes.")
-            return _placeholder(field)
-        fits = self._text_fits(field.mark(Text), value, path)
-        return value if fits else _placeholder(field)
-
-    def _text_fits(self, bounds: Text, value: str, path: str) -> bool:
-        if not bounds.shortest <= len(value) <= bounds.longest:
-            self.error(
-                path,
-                value,
-                Rule.OUT_OF_RANGE,
-                f"has {len(value)} characters; {bounds.shortest} to {bounds.longest} are allowed",
-                "Shorten it." if value else "Give a value, or leave the field out.",
-            )
-            return False
-        if bounds.pattern and not re.fullmatch(bounds.pattern, value):
-            self.error(
-                path, value, Rule.BAD_FORMAT, f"is not {bounds.says}", f"Write {bounds.says}."
-            )
-            return False
-        return True
-
-    def _integer(self, field: FieldInfo, value: object, path: str) -> Any:
-        if isinstance(value, bool) or not isinstance(value, int):
-            remedy = "Leave out the quotes." if _is_number(value) else "Write a number."
-            self.error(path, value, Rule.WRONG_TYPE, "must be a whole number", remedy)
-            return _placeholder(field)
-        bounds: Whole = field.mark(Whole)
-        if not bounds.least <= value <= bounds.most:
-            self.error(
-                path,
-                value,
-                Rule.OUT_OF_RANGE,
-                f"must be between {bounds.least} and {bounds.most}",
-                f"Write a number from {bounds.least} to {bounds.most}.",
-            )
-            return _placeholder(field)
-        return value
-
-    def _list(self, field: FieldInfo, value: object, path: str) -> tuple[Any, ...]:
-        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-            self.error(path, value, Rule.WRONG_TYPE, "must be a list", "Write a list.")
-            return ()
-        bounds: Items = field.mark(Items)
-        if not bounds.least <= len(value) <= bounds.most:
-            message = f"has {len(value)} items; {bounds.least} to {bounds.most} are allowed"
-            self.error(path, "", Rule.OUT_OF_RANGE, message, "Change the number of items.")
-            value = value[: bounds.most]
-        item = field.item_info
-        items = [self._read(item, entry, f"{path}[{n}]") for n, entry in enumerate(value)]
-        if bounds.key:
-            self._distinct([getattr(entry, bounds.key) for entry in items], bounds.key, path)
-        return tuple(items)
-
-    def _distinct(self, keys: Sequence[str], key: str, path: str) -> None:
-        seen: set[str] = set()
-        for n, name in enumerate(keys):
-            if name and name in seen:
-                where = f"{path}[{n}].{key}"
-                self.error(where, name, Rule.DUPLICATE, "stands twice", "Keep one of them.")
-            seen.add(name)
-
-    def _quantities(self, _field: FieldInfo, value: object, path: str) -> Quantities:
-        if not isinstance(value, Mapping):
-            self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
-            return Quantities()
-        read = Quantities()
-        for name, amount in value.items():
-            if why := why_no_amount(amount):
-                remedy = "Write for example 4, 500m or 16Gi."
-                self.error(f"{path}.{name}", amount, Rule.BAD_FORMAT, why, remedy)
-            else:
-                read[str(name)] = str(amount)
-        return read
-
-    def _labels(self, _field: FieldInfo, value: object, path: str) -> Labels:
-        if not isinstance(value, Mapping):
-            self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
-            return Labels()
-        read = Labels()
-        for key, text in value.items():
-            here = f"{path}.{key}"
-            if not isinstance(text, str):
-                self.error(here, text, Rule.WRONG_TYPE, "must be a string", "Put it in quotes.")
-            elif self._text_fits(LABEL_KEY, str(key), here) and self._text_fits(
-                LABEL_VALUE, text, here
-            ):
-                read[str(key)] = text
-        return read
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value) is not None
-
-
-def _placeholder(field: FieldInfo) -> Any:
-    """Return a value that lets parsing go on after an error."""
-    if not field.required:
-        return field.default
-    if field.item is ModelSource:
-        return ModelSource()
-    if field.item is Model:
-        return Model(source=ModelSource())
-    if field.kind == "choice":
-        return next(iter(field.item))
-    return {"text": "", "whole": 1, "flag": False}[field.kind]

@@ -1,4 +1,4 @@
-"""Where a field belongs that was written at another place: ours, or one of a pod's."""
+"""Where a misplaced field belongs: in another object of the API, or in a pod template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METADATA_FIELDS = frozenset({"labels", "annotations"})
 
 
 def where_it_belongs(path: str, key: str, cls: type[Any] | None) -> str:
-    """Return the remedy for a field that the API has at another place; empty if it has none.
+    """Return the remedy for a field that belongs somewhere else; empty if it belongs nowhere.
 
     Args:
         path: of the object that the field was found in.

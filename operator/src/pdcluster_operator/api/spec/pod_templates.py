@@ -1,4 +1,4 @@
-"""Reading a user's pod template without trust in its shape."""
+"""Reads a user's pod template, whatever its shape."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def parse_quantity(text: str) -> Decimal | None:
 
 
 def why_no_amount(value: object) -> str | None:
-    """Return why a value is no amount of a resource, as the end of a sentence; None if it is.
+    """Return why a value is no amount of a resource, as the end of a sentence; None for an amount.
 
     As in Kubernetes, an amount is a quantity as a string, or a whole number, and never negative.
     """

@@ -1,4 +1,4 @@
-"""What one role's engines run with: shared settings and the role's own, merged."""
+"""The settings of one role's engines: the shared ones, merged with the role's own."""
 
 from __future__ import annotations
 
@@ -100,5 +100,5 @@ def workers_per_pod(engine: Engine) -> int:
 
 
 def gpus_per_pod(cluster: Cluster, engine: Engine) -> int:
-    """GPUs of one pod; 0 where KV lives in host memory."""
+    """Return the GPUs of one pod; 0 if KV is in host memory."""
     return workers_per_pod(engine) if cluster.spec.transfer.device is Device.CUDA else 0

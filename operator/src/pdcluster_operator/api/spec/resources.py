@@ -20,14 +20,14 @@ def is_accelerator(name: str) -> bool:
 
 
 def is_countable(name: str) -> bool:
-    """Whether a resource is handed out in whole pieces, so that request and limit are one."""
+    """Whether a resource is given out in whole pieces: its request and limit must be equal."""
     return "/" in name or name.startswith("hugepages-")
 
 
 def takes_no_gpus(cluster: Cluster, role: Role) -> bool:
-    """Whether a role's pod template says 0 of them: its GPUs come in another way.
+    """Whether a role's pod template asks for 0 GPUs, because they come in another way.
 
-    ``null`` would say it, too, but ``kubectl apply`` drops every null of an object.
+    ``null`` would mean the same, but ``kubectl apply`` drops every null of an object.
     """
     _, overlay = engine_container(cluster, role)
     named = [amount for name, amount in amounts(overlay, "limits").items() if is_accelerator(name)]

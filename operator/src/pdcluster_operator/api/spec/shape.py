@@ -1,7 +1,7 @@
-"""The shape of a role's engines as far as the spec says it.
+"""The shape of a role's engines, as far as the spec gives it.
 
-``compat`` compares two such shapes at admission, exactly as a handshake compares two real
-ones; what the spec leaves open stays None there.
+At admission ``compat`` compares two such shapes, exactly as the handshake compares two real ones.
+A value that the spec does not give is None.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pdcluster_operator.api.spec.enums import Device, Switch
 from pdcluster_operator.api.spec.resolve import Engine
 from pdcluster_operator.api.spec.types import Cluster
 
-# Flags that change which KV a prompt gives. Speculation is none of them: n-grams have no KV, and
-# the handshake compares the layers of a draft model.
+# Flags that change the KV of a prompt. Speculation does not: n-grams have no KV, and the handshake
+# compares the layers of a draft model.
 MODEL_FLAGS = (
     "--model", "--revision", "--hf-overrides", "--quantization", "--rope-scaling", "--rope-theta",
     "--hf-config-path", "--lora-modules",

@@ -1,4 +1,4 @@
-"""Which name was meant: the nearest of those that are known."""
+"""Finds the known name that a misspelt one probably means."""
 
 from __future__ import annotations
 

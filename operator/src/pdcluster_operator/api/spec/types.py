@@ -2,8 +2,8 @@
 
 One frozen dataclass per object of the API. Marks in ``Annotated`` say bounds and
 descriptions; the CRD is generated from them. A field that is None was not given.
-Defaults stand only on shared fields: a default on a role's own engine would mask the
-shared value.
+Only shared fields have defaults. A default of a role's own engine would hide the shared
+value.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pdcluster_operator.api.spec.bounds import EXTENDED_RESOURCE, IMAGE
 from pdcluster_operator.api.spec.engine_types import (
     EngineOverride,
     EnvVar,
@@ -31,16 +30,7 @@ from pdcluster_operator.api.spec.enums import (
     Switch,
     Visibility,
 )
-from pdcluster_operator.api.spec.fields import (
-    Doc,
-    Example,
-    Free,
-    Items,
-    JsonName,
-    Quantities,
-    Text,
-    Whole,
-)
+from pdcluster_operator.api.spec.fields import Doc, Example, Items, Whole
 from pdcluster_operator.api.spec.model_types import (
     ClaimSource,
     HostPathSource,
@@ -51,6 +41,8 @@ from pdcluster_operator.api.spec.model_types import (
     SecretKeyRef,
 )
 from pdcluster_operator.api.spec.network_types import PEERS, NetworkPeer
+from pdcluster_operator.api.spec.router_types import Router, RouterResources
+from pdcluster_operator.api.spec.transfer_types import Rdma, Transfer
 
 __all__ = [
     "Backend", "Canary", "ClaimSource", "Cluster", "ConnectorSource", "Device",
@@ -60,150 +52,6 @@ __all__ = [
     "RouterResources", "SecretKeyRef", "SharedEngine", "Spec", "Switch", "Transfer",
     "Verification", "Visibility",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rdma:
-    """RDMA devices of an engine's pods."""
-
-    resource: Annotated[
-        str,
-        Example("rdma/ib"),
-        Doc("is the extended resource that a device plugin offers, e.g. rdma/ib."),
-        EXTENDED_RESOURCE,
-    ]
-    per_gpu: Annotated[
-        int,
-        JsonName("perGPU"),
-        Example(1),
-        Doc("is how many of them a pod asks for each GPU."),
-        Whole(1, 16),
-    ] = 1
-    networks: Annotated[
-        tuple[Annotated[str, Text(253)], ...],
-        Example(["roce-a", "roce-b"]),
-        Doc("are Multus networks that the pods join, in order."),
-        Items(32),
-    ] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """How KV moves from prefill to decode."""
-
-    device: Annotated[
-        Device,
-        Example("CUDA"),
-        Doc("is where KV lives: CUDA for GPU memory, CPU for host memory."),
-    ] = Device.CUDA
-    backends: Annotated[
-        tuple[Backend, ...],
-        Example(["UCX"]),
-        Doc(
-            "are NIXL's transport backends, best first. GDS is refused: it reads and writes files."
-        ),
-        Items(4, 1),
-    ] = (Backend.UCX,)
-    load_failure_policy: Annotated[
-        LoadFailurePolicy,
-        Example("Recompute"),
-        Doc("says what happens to a request whose KV did not arrive."),
-    ] = LoadFailurePolicy.FAIL
-    lease_seconds: Annotated[
-        int,
-        Example(120),
-        Doc("is how long prefill holds KV for a decode engine, in seconds."),
-        Whole(5, 3600),
-    ] = 60
-    min_bandwidth_mbps: Annotated[
-        int | None,
-        JsonName("minBandwidthMBps"),
-        Example(20000),
-        Doc("is the least bandwidth of a healthy link, in megabytes a second."),
-        Whole(1, 1_000_000),
-    ] = None
-    rdma: Annotated[Rdma | None, Doc("asks for RDMA devices.")] = None
-    internal_names: Annotated[
-        Visibility,
-        Example("Hidden"),
-        Doc(
-            "says whether answers to clients name the engines that KV moved between: their "
-            "addresses in the answer's id, their ids in kv_path. The router's own errors name the "
-            "engine that it could not reach, whatever stands here, and so does its /workers."
-        ),
-    ] = Visibility.HIDDEN
-    nixl_threads: Annotated[
-        int | None,
-        Example(4),
-        Doc("is the number of NIXL's threads in each decode worker; by default the connector's."),
-        Whole(0, 64),
-    ] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterResources:
-    """Compute resources of each router pod.
-
-    The defaults are measured, see docs/operations.md. There is no CPU limit: a router that is
-    throttled delays every token of every request.
-    """
-
-    requests: Annotated[
-        Quantities,
-        Example({"cpu": "1", "memory": "512Mi"}),
-        Doc("are the resources that a pod is promised."),
-    ] = field(default_factory=lambda: Quantities(cpu="250m", memory="256Mi"))
-    limits: Annotated[
-        Quantities,
-        Example({"memory": "4Gi"}),
-        Doc("are the resources that a pod may use at most."),
-    ] = field(default_factory=lambda: Quantities(memory="2Gi"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
-    """The router before the engines: vLLM's own vllm-router."""
-
-    replicas: Annotated[
-        int, Example(2), Doc("is the number of router pods; 0 for none."), Whole(0, 64)
-    ] = 1
-    policy: Annotated[
-        RouterPolicy, Example("CacheAware"), Doc("is how the router picks engines.")
-    ] = RouterPolicy.ROUND_ROBIN
-    image: Annotated[
-        str,
-        Example("registry.example/team/vllm-router:0.1.17"),
-        Doc(
-            "is the router's container image: one that holds vllm-router. The default is a tag "
-            "that moves every day, for its dated tags are deleted after two weeks; name an image "
-            "of your own for what must stay as it is (docs/images.md)."
-        ),
-        IMAGE,
-    ] = "docker.io/vllm/vllm-router:nightly"
-    resources: Annotated[RouterResources, Doc("are the compute resources of each router pod.")] = (
-        field(default_factory=RouterResources)
-    )
-    api_key_secret_ref: Annotated[
-        SecretKeyRef | None,
-        Doc(
-            "is the Secret that holds the key that clients must send, as Authorization: Bearer "
-            "KEY. The router and the engines ask for it; without it nobody needs one."
-        ),
-    ] = None
-    allow_from: Annotated[
-        tuple[NetworkPeer, ...] | None,
-        Example(PEERS),
-        Doc(
-            "are those who may reach the router, or the engines' API where "
-            "replicas is 0; anybody if not given."
-        ),
-        Items(64, 1),
-    ] = None
-    pod_template: Annotated[
-        Free | None,
-        Example({"spec": {"priorityClassName": "high"}}),
-        Doc("is a Kubernetes pod template, merged over ours; containers merge by name (router)."),
-    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +81,7 @@ class Canary:
     interval_seconds: Annotated[
         int,
         Example(60),
-        Doc("is how often each link is proved again, in seconds."),
+        Doc("is how often a request proves each link again, in seconds."),
         Whole(5, 86_400),
     ] = 300
 
@@ -255,8 +103,8 @@ class Monitoring:
         tuple[NetworkPeer, ...],
         Example(PEERS),
         Doc(
-            "are those who may read the metrics of engines and routers, such as Prometheus' pods; "
-            "nobody if it is empty. It opens no other port."
+            "are the peers that may read the metrics of engines and routers, such as Prometheus' "
+            "pods. If the list is empty, nobody may. It opens no other port."
         ),
         Items(32),
     ] = ()

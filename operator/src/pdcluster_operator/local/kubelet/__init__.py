@@ -1,7 +1,7 @@
 """A foreground mini-kubelet: the pods of the in-memory API become processes of this machine.
 
-At most 400 lines of code (a test counts). As in a cluster, the container runtime
-(:mod:`..shim`), the network plugin (:mod:`..addresses`) and the volumes stand beside it.
+It has at most 400 lines of code, which a test counts. The container runtime (:mod:`..shim`), the
+network plugin (:mod:`..addresses`) and the volumes are no part of it, as in a cluster.
 
 Three substitutions stand for what a real node does with namespaces: a mount becomes a
 folder, a DNS name becomes its pod's address, and a bind to 0.0.0.0 becomes a bind to the

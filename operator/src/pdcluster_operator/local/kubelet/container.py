@@ -1,4 +1,4 @@
-"""One container: a process behind the shim, started again with back-off whenever it ends."""
+"""One container: a process behind the shim, which is restarted with back-off when it ends."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Container:
         probing = asyncio.create_task(self._probe())
         try:
             code = await self._process.wait()
-            if code < 0:  # somebody killed the shim itself
+            if code < 0:  # the shim itself was killed
                 code = 128 - code
                 shim.kill_below(self._folder)
         finally:
@@ -121,7 +121,7 @@ class Container:
         self._set(lastState={"terminated": ended})
 
     def _last_words(self, path: Path, code: int) -> str:
-        """Return the termination message; the log's last line for a failure that left none."""
+        """Return the termination message, or the log's last line if a failure left no message."""
         if words := path.read_bytes()[:MESSAGE_BYTES].decode(errors="replace").strip():
             return words
         if code == 0:

@@ -66,7 +66,7 @@ def kubernetes_command(container: Manifest, environment: Mapping[str, str]) -> l
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    """Replace ``$(NAME)``; an unknown name stays as it stands, ``$$`` is a dollar."""
+    """Replace ``$(NAME)``. An unknown name stays as it is, and ``$$`` is a dollar."""
     return _REFERENCE.sub(lambda m: "$" if m[1] == "$" else values.get(m[2], m[0]), text)
 
 

@@ -1,4 +1,4 @@
-"""The API key that clients must send: pods read it from the user's Secret, never from here."""
+"""The API key that clients must send. Pods read it from the user's Secret; it is in no manifest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from pdcluster_connector.protocol.api_key import VARIABLE
 from pdcluster_operator.api.spec.types import Cluster
 
-# vLLM's own check leaves open what does not begin with /v1.
+# vLLM's own check asks for the key only on paths that begin with /v1.
 ENGINE_MIDDLEWARE = "pdcluster_connector.vllm.api_guard.RequireKey"
 
 

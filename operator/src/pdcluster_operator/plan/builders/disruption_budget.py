@@ -1,4 +1,4 @@
-"""How many pods may be evicted at once: as many as cost one engine, or one router."""
+"""How many pods may be evicted at once: those of one engine of a role, or one router."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT,
 def build_disruption_budget(cluster: Cluster, role: Role) -> dict[str, Any]:
     """Return the PodDisruptionBudget of a role.
 
-    One pod less is one engine less, whose other pods restart: they count as unavailable, so
-    no second engine goes before this one is back. Pods that are not ready may always go, or
-    a node could not be drained of a broken engine.
+    When a pod is evicted, its engine stops and the other pods of that engine restart. They count
+    as unavailable, so no pod of a second engine is evicted before the first engine is back. A pod
+    that is not ready may always be evicted. Otherwise a broken engine would block a drain.
     """
     selector = {CLUSTER_LABEL: cluster.name, ROLE_LABEL: role.value}
     return _budget(cluster, role.value, selector)
 
 
 def build_router_budget(cluster: Cluster, pairing_key: str) -> dict[str, Any] | None:
-    """Return the routers' PodDisruptionBudget; None for one router, which could never go."""
+    """Return the routers' PodDisruptionBudget; None for one router: it must be evictable."""
     if cluster.spec.router.replicas < 2:
         return None
     return _budget(cluster, ROUTER_COMPONENT, router_selector(cluster, pairing_key))

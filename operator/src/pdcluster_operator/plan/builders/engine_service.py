@@ -19,7 +19,7 @@ from pdcluster_operator.plan.builders.metadata import child_metadata
 
 
 def build_engine_service(cluster: Cluster, name: EngineName, pairing_key: str) -> dict[str, Any]:
-    """Return the Service; pods that are not ready have names too: followers dial leaders."""
+    """Return the Service. Pods have names before they are ready: others connect to the first."""
     labels = engine_labels(name, pairing_key)
     ports = {
         "http": HTTP_PORT,

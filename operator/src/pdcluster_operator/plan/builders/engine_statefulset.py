@@ -39,7 +39,7 @@ def build_engine_statefulset(
 
 
 def engine_revision(cluster: Cluster, engine: Engine, pairing_key: str, digest: str) -> str:
-    """Return the role's revision: a hash of the template as an engine without identity has it."""
+    """Return the role's revision: a hash of the pod template without an engine's own name."""
     nobody = EngineName(cluster.namespace, cluster.name, engine.role, "", 0)
     return role_revision(build_engine_pod(cluster, engine, nobody, pairing_key, digest))
 

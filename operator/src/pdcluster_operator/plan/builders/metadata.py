@@ -1,4 +1,4 @@
-"""Metadata of every child: where it lives, whose it is, how it is found."""
+"""Metadata of every child: name, namespace, labels and owner."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def model_volumes(cluster: Cluster) -> list[dict[str, Any]]:
         claim = source.persistent_volume_claim.claim_name
         return [{"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}]
     if source.host_path is not None:
-        # Directory: a missing folder is an error of the pod, not an empty folder made for it.
+        # With Directory a missing folder is an error of the pod. The kubelet creates no empty one.
         return [{"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}]
     cache = cluster.spec.model.cache.persistent_volume_claim
     if cache is not None:

@@ -1,4 +1,4 @@
-"""Who may talk to a cluster's pods. The KV side channel has no TLS yet: this is its fence."""
+"""Who may reach a cluster's pods. Nothing else protects the KV side channel: it has no TLS yet."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> dict[str, Any]:
     """Return what engines let in.
 
-    Engines of the cluster reach each other on every port, the operator their launchers, the
-    router their API, scrapers their metrics; without routers of ours, anybody their API.
+    Engines of the cluster reach each other on every port. The operator reaches their launchers,
+    the router their API, and scrapers their metrics. Without routers, clients reach their API.
 
     Args:
-        operator_namespace: where the operator runs; None lets its labels count in any.
+        operator_namespace: where the operator runs; None admits its labels in any namespace.
     """
     namespace = {NAMESPACE_LABEL: operator_namespace} if operator_namespace else {}
     operator = {
@@ -67,7 +67,7 @@ def _clients(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def _rule(peers: list[dict[str, Any]], *ports: int) -> dict[str, Any]:
-    """Return an ingress rule; without peers it lets anybody in."""
+    """Return an ingress rule. Without peers it lets in everybody."""
     rule: dict[str, Any] = {"ports": _ports(*ports)}
     return {**rule, "from": peers} if peers else rule
 
@@ -88,7 +88,7 @@ def _policy(
 
 
 def _scrapers(cluster: Cluster, port: int) -> list[dict[str, Any]]:
-    """Return the rule for scrapers; none where there are none: a rule without "from" is for all."""
+    """Return the rule for scrapers. Without them there is none: it would let everybody in."""
     peers = as_manifest(cluster.spec.monitoring.scrape_from)
     return [{"from": peers, "ports": _ports(port)}] if peers else []
 

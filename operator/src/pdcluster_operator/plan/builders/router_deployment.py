@@ -154,9 +154,10 @@ def _container(
 
 
 def _gated(cluster: Cluster, container: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the container with the gate as its process, which starts the router.
+    """Return the container with the gate as its process. The gate starts the router.
 
-    The router then answers nobody without the key, not even a kubelet: the gate asks for it.
+    With a key the router answers only who sends it, which the kubelet's probe does not. So the
+    probe asks the gate, and the gate asks the router with the key.
     """
     return {
         **container,

@@ -51,7 +51,7 @@ def _parallel(engine: Engine, name: EngineName) -> list[str]:
     if parallel.pipeline > 1:
         words += ["--pipeline-parallel-size", str(parallel.pipeline)]
     if parallel.data > 1:
-        # One server for all ranks: gauges of several are not to be added up.
+        # One API server for all ranks: the gauges of several servers cannot be added up.
         words += ["--data-parallel-size", str(parallel.data), "--api-server-count", "1"]
     if parallel.nodes > 1:
         # The launcher adds --headless where the node's rank is not 0.

@@ -1,7 +1,7 @@
-"""What a spec wants to exist, and which of it may be made now.
+"""What a spec wants to exist, and which of it may be created now.
 
-Replacing is Recreate in this version: engines of another revision go first, pods and all,
-and the new ones come when they are gone. Another strategy would put its own next step here.
+Engines are replaced by Recreate: the engines of another revision are deleted first, and the new
+ones are created when the pods of the old ones are gone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Desired:
         children: to be applied, in order.
         blocked: engines that wait until those of another revision are gone.
         kept: engines of another revision that ``rollout.paused`` keeps.
-        stale: some engine or pod of another revision exists.
+        stale: whether an engine or a pod of another revision exists.
     """
 
     names: Mapping[Role, tuple[EngineName, ...]]
@@ -132,11 +132,11 @@ class _Build:
     def _needs_connector(self) -> bool:
         router = self.cluster.spec.router
         if router.replicas and router.api_key_secret_ref is not None:
-            return True  # a router's image never holds the gate
+            return True  # the gate is in the connector, not in the router's image
         return any(engine.connector is ConnectorSource.BUNDLED for engine in self.engines.values())
 
     def _fences(self) -> Iterator[Wanted]:
-        """Yield what must stand before the first pod: who pods are and who may reach them."""
+        """Yield what must exist before the first pod: its identity, and who may reach it."""
         yield Wanted(build_service_account(self.cluster), "who the pods are")
         policy = build_engines_policy(self.cluster, self.operator_namespace)
         yield Wanted(policy, "who may reach the engines")
@@ -160,5 +160,5 @@ class _Build:
 
 
 def identity(manifest: Manifest) -> tuple[str, str]:
-    """Return what tells a cluster's children apart: kind and name."""
+    """Return the kind and name of a child, which identify it within a cluster."""
     return str(manifest.get("kind")), str(manifest["metadata"]["name"])

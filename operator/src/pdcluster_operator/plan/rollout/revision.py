@@ -17,7 +17,7 @@ from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.shape import MODEL_FLAGS, engine_shape
 from pdcluster_operator.api.spec.types import Cluster, Role
 
-# Neither vowels nor look-alikes: no words by accident, nothing to misread.
+# No vowels, so that no word appears by accident, and no characters that look alike.
 ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 
 

@@ -1,4 +1,4 @@
-"""Observed engines and links -> ``status``: conditions, counts, the worst failed links."""
+"""Observed engines and links -> ``status``: conditions, counts, engines and failed links."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class View:
 def build_status(
     observed: Observed, cluster: Cluster, findings: Findings, view: View, now: float
 ) -> dict[str, Any]:
-    """Return the whole status; an unchanged situation gives an equal one."""
+    """Return the whole status. It is equal to the last one if nothing has changed."""
     before = observed.cluster.get("status") or {}
     verdicts = _verdicts(before, cluster, findings, view, now)
     conditions = set_conditions(before, verdicts.items(), cluster.generation, now)
@@ -104,7 +104,7 @@ def transitions(before: object, after: Mapping[str, Any]) -> tuple[Event, ...]:
     for condition in after["conditions"]:
         kind, status = condition["type"], condition["status"]
         old = find_condition(before, kind).get("status")
-        # That a cluster which is just being made is not ready yet is no news.
+        # A new cluster is not ready yet. That needs no event.
         if old == status or (old is None and kind != ConditionType.ACCEPTED):
             continue
         bad = status == Status.FALSE and kind != ConditionType.PROGRESSING

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import StatusReason, Verdict, no, unknown, yes
 from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.api.rules.unchecked import unchecked_message
 from pdcluster_operator.plan.engines import EngineView
 
 MAX_SHOWN_ERRORS = 5
-# What to show first when several engines are not ready: what will not heal by waiting.
+# Which engine's reason is shown if several are not ready: first what waiting does not cure.
 SEVERITY = (
     StatusReason.ENGINE_FAILED,
     StatusReason.IMAGE_UNAVAILABLE,
@@ -27,18 +28,14 @@ SEVERITY = (
 
 
 def accepted(findings: Findings) -> Verdict:
-    """Whether the spec may be carried out; no spec says enough for every rule to be decided."""
+    """Whether the spec breaks no rule that can be checked before the engines run."""
     if not findings.ok:
         shown = [str(error) for error in findings.errors[:MAX_SHOWN_ERRORS]]
         more = len(findings.errors) - len(shown)
         if more:
             shown.append(f"and {more} more")
         return no(str(findings.errors[0].rule), "; ".join(shown))
-    fields = ", ".join(findings.unchecked)
-    return yes(
-        StatusReason.PARTIALLY_CHECKED,
-        f"the handshake decides what the spec leaves open: {fields}",
-    )
+    return yes(StatusReason.PARTIALLY_CHECKED, unchecked_message(findings.unchecked))
 
 
 def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
@@ -61,9 +58,9 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
 
 
 def with_warnings(accepted: Verdict, findings: Findings) -> Verdict:
-    """Return Accepted with the warnings: a webhook that is down says none of them."""
+    """Return Accepted with the warnings: users see them here if the webhook was down."""
     if not findings.ok or not findings.warnings:
         return accepted
     named = ", ".join(f"{warning.path} [{warning.rule}]" for warning in findings.warnings)
-    parts = filter(None, (accepted.message, f"warnings: {named}"))
-    return replace(accepted, message="; ".join(parts))
+    parts = filter(None, (accepted.message, f"Warnings: {named}."))
+    return replace(accepted, message=" ".join(parts))

@@ -1,6 +1,6 @@
 """KVLinksEstablished, KVPathVerified and TransportHealthy.
 
-A link that was never tried is Unknown; one that was, and is gone, is False.
+A link that was never tried is Unknown. A link that was established and is lost is False.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
 
 
 def _undecided(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict | None:
-    """Return the first pair that stands in the way: silent ones before those known to wait."""
+    """Return the verdict of a pair that is not established; one that is silent comes first."""
     silent = next((pair for pair in pairs if pair.state is PairState.UNKNOWN), None)
     if silent is not None:
         return unknown(silent.reason, silent.message)

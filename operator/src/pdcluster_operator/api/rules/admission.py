@@ -1,4 +1,4 @@
-"""What admission answers: the planner's own check, and only for what an update adds."""
+"""What admission answers: the planner's check, where an update is refused only for new errors."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def review(
 ) -> Review:
     """Judge a PDCluster that is created (``old`` is None), changed, or deleted (no ``new``).
 
-    A rule that became stricter must not stop anybody from deleting a cluster, or from
-    changing something else in it: what was wrong before is no ground for refusal.
+    When a rule becomes stricter, clusters that exist may break it. Users can still delete such a
+    cluster or change something else in it: only an error that the update adds refuses it.
     """
     if new is None or (new.get("metadata") or {}).get("deletionTimestamp"):
         return Review((), ())
@@ -58,7 +58,7 @@ def review(
 
 
 def added(errors: tuple[FieldError, ...], before: tuple[FieldError, ...]) -> tuple[FieldError, ...]:
-    """Return the errors that were not there before; places in lists may have shifted."""
+    """Return the errors that were not there before. An update may have moved items of lists."""
     known = Counter(map(_identity, before))
     new = []
     for error in errors:

@@ -1,0 +1,79 @@
+"""The names in certificates, and which peer may speak for which engine.
+
+A certificate names one engine in its subjectAltName: ``LOGICAL-ID.engine.pdcluster.dev`` (DNS),
+where LOGICAL-ID is ``namespace.cluster.role.revision.index``. The operator's own certificate has
+the name ``operator.pdcluster.dev``. Nothing has to resolve these names: a TLS client compares the
+name that it expects before it sends a byte (RFC 9525), and a server compares after the handshake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from pdcluster_connector.protocol.engine_id import parse_engine_id
+
+ENGINE_SUFFIX: Final = ".engine.pdcluster.dev"
+OPERATOR_NAME: Final = "operator.pdcluster.dev"
+_MAX_NAME: Final = 253  # RFC 1035
+_MAX_LABEL: Final = 63
+
+
+def engine_name(engine_id: str) -> str:
+    """Return the name that the certificate of ``engine_id`` carries, whatever its incarnation.
+
+    Raises:
+        ValueError: the id's logical part cannot stand in a DNS name.
+    """
+    logical = parse_engine_id(engine_id).logical
+    name = f"{logical}{ENGINE_SUFFIX}".lower()
+    labels = name.split(".")
+    if len(name) > _MAX_NAME or not all(0 < len(label) <= _MAX_LABEL for label in labels):
+        raise ValueError(
+            f"{logical[:200]!r} cannot stand in a certificate: use labels of 1 to {_MAX_LABEL} "
+            "characters with dots between them, such as default.llama.prefill.7f9c4.0"
+        )
+    return name
+
+
+def names_in(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the DNS names of a peer's certificate, as ``ssl.SSLSocket.getpeercert`` gives it."""
+    names = (certificate or {}).get("subjectAltName", ())
+    return tuple(value.lower() for kind, value in names if kind == "DNS")
+
+
+def engine_in(names: Iterable[str]) -> str | None:
+    """Return the logical id of the first engine among a certificate's names."""
+    found = (name.removesuffix(ENGINE_SUFFIX) for name in names if name.endswith(ENGINE_SUFFIX))
+    return next(found, None)
+
+
+def why_not_peer(mine: str, names: Iterable[str], claimed: str, role: str) -> str | None:
+    """Return why a peer with these names may not speak as engine ``claimed``; None if it may.
+
+    Args:
+        mine: this engine's id.
+        names: of the peer's certificate.
+        claimed: the engine id that the peer gives itself.
+        role: the role that the peer must have: ``prefill`` or ``decode``.
+    """
+    try:
+        expected = engine_name(claimed)
+    except ValueError as error:
+        return str(error)
+    held = tuple(names)
+    if expected not in held:
+        shown = ", ".join(held)[:300] or "no engine"
+        return f"its certificate names {shown}, but it says that it is {claimed[:200]}"
+    ours, theirs = _parts(mine), _parts(claimed)
+    if ours[:2] != theirs[:2]:
+        cluster = "/".join(theirs[:2])
+        return f"{claimed[:200]} belongs to the PDCluster {cluster}, this engine to another one"
+    if theirs[2:3] != [role]:
+        return f"{claimed[:200]} is no {role} engine"
+    return None
+
+
+def _parts(engine_id: str) -> list[str]:
+    """Split a logical id: namespace, cluster, role, revision, index."""
+    return parse_engine_id(engine_id).logical.lower().split(".")

@@ -1,0 +1,45 @@
+"""Which files hold an engine's certificate: the option ``tls`` of the connector.
+
+::
+
+    {"ca": "/tls/ca.crt", "certificate": "/tls/tls.crt", "key": "/tls/tls.key", "names": "engines"}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_PATHS = ("ca", "certificate", "key")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Where the PEM files lie.
+
+    Attributes:
+        ca: certificates of the authorities whose engines are peers.
+        certificate: this engine's certificate, for servers and clients, with its chain.
+        key: its private key, without a password.
+        named: whether certificates name engines. If not, everybody with a certificate of the
+            authority is a peer, and a server's certificate names its host.
+    """
+
+    ca: Path
+    certificate: Path
+    key: Path
+    named: bool = True
+
+
+def tls_files(value: object) -> TlsFiles:
+    """Return the files that the option ``tls`` names; raises ValueError with what is wrong."""
+    if not isinstance(value, dict) or set(value) - {"names"} != set(_PATHS):
+        raise ValueError('is not {"ca": PATH, "certificate": PATH, "key": PATH}')
+    for name in _PATHS:
+        if not isinstance(value[name], str) or not value[name]:
+            raise ValueError(f"holds a {name} that is no path")
+    names = value.get("names", "engines")
+    if names not in {"engines", "hosts"}:
+        raise ValueError(f"holds names {names!r}; certificates name engines or hosts")
+    ca, certificate, key = (Path(value[name]) for name in _PATHS)
+    return TlsFiles(ca, certificate, key, named=names == "engines")

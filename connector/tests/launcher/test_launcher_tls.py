@@ -1,0 +1,184 @@
+"""The launcher's interface over TLS: the operator and the engine itself, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from authority import Authority
+from pdcluster_connector.launcher.arguments import engine_command
+from pdcluster_connector.launcher.http import LauncherServer
+from pdcluster_connector.launcher.identity import Identity
+from pdcluster_connector.launcher.link_table import LinkTable
+from pdcluster_connector.launcher.readiness import Readiness
+from pdcluster_connector.launcher.rendezvous import Followers, Leader
+from pdcluster_connector.link_health.control_agent import ControlAgent
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.tls import Tls
+
+ENGINE = Identity("ns.c.decode.r.0", "00000000000000dd")
+NEIGHBOUR = "ns.c.decode.r.1/00000000000000ee"
+CALLS = (
+    ("PUT", "/v1/peers"), ("GET", "/v1/peers"), ("POST", "/v1/reports"), ("GET", "/v1/links"),
+    ("POST", "/v1/drain"), ("GET", "/v1/rendezvous"), ("GET", "/no/such/path"),
+)  # fmt: skip
+NO_PEERS = b'{"generation":1,"peers":[]}'
+
+
+@dataclass
+class Launched:
+    """A launcher that listens, and what it did."""
+
+    port: int
+    links: LinkTable
+    readiness: Readiness
+    drained: list[int]
+    folder: Path
+    authority: Authority
+
+    def tls(self, engine_id: str, **kind: object) -> Tls:
+        return Tls(
+            self.authority.files(self.folder / str(time.monotonic_ns()), engine_id), engine_id
+        )
+
+    def context(self, name: str | None, authority: Authority | None = None) -> ssl.SSLContext:
+        """A client's context; ``name``: of its certificate, None for a client without one."""
+        folder = self.folder / str(time.monotonic_ns())
+        files = (authority or self.authority).files(folder, "x", name=name or "nobody")
+        trusted = self.authority.files(folder / "trusted", "x").ca
+        context = ssl.create_default_context(cafile=trusted)
+        if name is not None:
+            context.load_cert_chain(files.certificate, files.key)
+        return context
+
+    async def ask(self, context: ssl.SSLContext, method: str, path: str) -> int:
+        body = NO_PEERS if method == "PUT" else None
+        async with (
+            aiohttp.ClientSession() as http,
+            http.request(
+                method,
+                f"https://127.0.0.1:{self.port}{path}",
+                data=body,
+                ssl=context,
+                server_hostname=engine_name(ENGINE.engine_id),
+            ) as answer,
+        ):
+            return answer.status
+
+
+@asynccontextmanager
+async def launcher(folder: Path) -> AsyncIterator[Launched]:
+    authority = Authority()
+    config = '{"kv_role":"kv_consumer"}'
+    command = engine_command(
+        ["m", "--kv-transfer-config", config], engine_id=ENGINE.engine_id, role="decode"
+    )
+    readiness = Readiness(ENGINE, "decode", command, {})
+    drained: list[int] = []
+    links = LinkTable((1, 1))
+    tls = Tls(authority.files(folder / "launcher", ENGINE.engine_id), ENGINE.engine_id)
+    server = LauncherServer(
+        readiness, links, "secret", lambda: drained.append(1), Followers(2), tls
+    )
+    await server.start("127.0.0.1", 0)
+    try:
+        port = server.addresses[0][1]
+        yield Launched(port, links, readiness, drained, folder, authority)
+    finally:
+        await server.stop()
+
+
+async def test_the_kubelet_may_ask_whether_it_is_ready(tmp_path: Path) -> None:
+    """It shows no certificate."""
+    async with launcher(tmp_path) as launched:
+        assert await launched.ask(launched.context(None), "GET", "/readyz") == 503
+
+
+@pytest.mark.parametrize(
+    "name", [None, engine_name(NEIGHBOUR), "operator.pdcluster.dev.evil.example", "localhost"]
+)
+async def test_strangers_may_do_nothing_else(tmp_path: Path, name: str | None) -> None:
+    """Another engine of the same PDCluster is a stranger to a launcher."""
+    async with launcher(tmp_path) as launched:
+        context = launched.context(name)
+        answers = {call: await launched.ask(context, *call) for call in CALLS}
+        assert set(answers.values()) == {403}
+        assert launched.drained == []
+        assert launched.links.peers.generation == 0
+
+
+async def test_a_foreign_authority_may_not_even_ask(tmp_path: Path) -> None:
+    async with launcher(tmp_path) as launched:
+        context = launched.context(OPERATOR_NAME, Authority("foreign CA"))
+        with pytest.raises((aiohttp.ClientError, OSError)):
+            await launched.ask(context, "GET", "/readyz")
+
+
+@pytest.mark.parametrize("name", [OPERATOR_NAME, engine_name(ENGINE.engine_id)])
+async def test_the_operator_and_the_engine_itself_may(tmp_path: Path, name: str) -> None:
+    async with launcher(tmp_path) as launched:
+        context = launched.context(name)
+        assert await launched.ask(context, "PUT", "/v1/peers") == 204
+        assert await launched.ask(context, "GET", "/v1/links") == 200
+        assert await launched.ask(context, "POST", "/v1/drain") == 202
+        assert launched.drained == [1]
+
+
+async def test_reports_need_the_token_beside_the_certificate(tmp_path: Path) -> None:
+    async with launcher(tmp_path) as launched:
+        context = launched.context(engine_name(ENGINE.engine_id))
+        assert await launched.ask(context, "POST", "/v1/reports") == 401
+
+
+async def test_a_worker_reports_and_a_follower_meets_its_leader(tmp_path: Path) -> None:
+    async with launcher(tmp_path) as launched:
+        address = f"https://127.0.0.1:{launched.port}"
+        tls = launched.tls(ENGINE.engine_id)
+        shape: object = None
+        peers = PeerBook(ENGINE.engine_id, shape, (0, 0), tls)  # type: ignore[arg-type]
+        agent = ControlAgent(
+            address,
+            "secret",
+            rank=(0, 0),
+            of=(1, 1),
+            data_rank=0,
+            peers=peers,
+            probe=_never,
+            tls=tls,
+        )
+        peers.start()
+        agent.start()
+        try:
+            await asyncio.to_thread(_until, lambda: launched.links._reports)
+            async with aiohttp.ClientSession() as http:
+                met = await Leader(http, address, 1, "a", tls).meet(lambda why: None)
+            assert met.engine_id == ENGINE.engine_id
+            waits: list[str] = []
+            async with aiohttp.ClientSession() as http:
+                stranger = Leader(http, address, 1, "b", launched.tls(NEIGHBOUR))
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(stranger.meet(waits.append), 0.5)
+            assert waits
+        finally:
+            await asyncio.to_thread(agent.close)
+            await asyncio.to_thread(peers.close)
+
+
+def _never(*_: object, **__: object) -> object:
+    raise AssertionError("no peer was named")
+
+
+def _until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,282 @@
+"""Who may speak to a side channel, and to which one an engine speaks: real TLS on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from loopback_engines import DECODE, PREFILL, SHAPE, Answer, connect, shards_of, until
+
+from authority import Authority
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.protocol.tls_files import TlsFiles
+from pdcluster_connector.sidechannel import http_guard
+from pdcluster_connector.sidechannel import tls as tls_module
+from pdcluster_connector.sidechannel.handshake import (
+    Introduction,
+    TryAgain,
+    client_session,
+    shake_hands,
+)
+from pdcluster_connector.sidechannel.lease_client import LeaseClient
+from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.tls import Tls, TlsError
+
+OTHER_CLUSTER = "ns.other.decode.r.0/00000000000000dd"
+OTHER_NAMESPACE = "else.c.decode.r.0/00000000000000dd"
+
+
+class Engines:
+    """Side channels and peer books with certificates, closed at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.authority = Authority()
+        self.closing: list[Callable[[], object]] = []
+        self.made = 0
+
+    def tls(self, engine_id: str, authority: Authority | None = None, **kind: object) -> Tls:
+        return Tls(self.files(engine_id, authority, **kind), engine_id)
+
+    def files(self, engine_id: str, authority: Authority | None = None, **kind: object) -> TlsFiles:
+        self.made += 1
+        return (authority or self.authority).files(self.folder / f"{self.made}", engine_id, **kind)
+
+    def serve(self, tls: Tls, **more: object) -> SideChannelServer:
+        server = SideChannelServer(
+            "127.0.0.1", 0, PREFILL, SHAPE, shards=shards_of(PREFILL), tls=tls, **more
+        )
+        server.start()
+        self.closing.append(server.stop)
+        return server
+
+    def book(self, engine_id: str, tls: Tls | None) -> PeerBook:
+        book = PeerBook(engine_id, SHAPE, (0, 0), tls)
+        book.start()
+        self.closing.append(book.close)
+        return book
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    made = Engines(tmp_path)
+    yield made
+    for close in reversed(made.closing):
+        close()
+
+
+def refused(answer: EngineMetadata | Failure) -> str:
+    assert isinstance(answer, Failure)
+    assert answer.reason is Reason.AUTHENTICATION_FAILED
+    return answer.message
+
+
+def test_two_engines_of_one_cluster_meet(engines: Engines) -> None:
+    server = engines.serve(engines.tls(PREFILL))
+    book = engines.book(DECODE, engines.tls(DECODE))
+    answer = connect(book, server.port).wait()
+    assert isinstance(answer, EngineMetadata)
+    assert answer.engine_id == PREFILL
+
+
+@pytest.mark.parametrize("stranger", [OTHER_CLUSTER, OTHER_NAMESPACE])
+def test_another_clusters_engine_gets_nothing(engines: Engines, stranger: str) -> None:
+    """Its certificate is of the same authority, and fits its id."""
+    server = engines.serve(engines.tls(PREFILL))
+    book = engines.book(stranger, engines.tls(stranger))
+    assert "PDCluster" in refused(connect(book, server.port).wait())
+    assert server.counts["strangers"] == 1
+    assert server.counts["handshakes"] == 0
+
+
+def test_an_engine_that_claims_anothers_id_gets_nothing(engines: Engines) -> None:
+    server = engines.serve(engines.tls(PREFILL))
+    thief = "ns.c.decode.r.7/00000000000000dd"
+    book = engines.book(DECODE, engines.tls(thief))
+    assert "names ns.c.decode.r.7" in refused(connect(book, server.port).wait())
+
+
+def test_a_prefill_engine_is_no_decode_engine(engines: Engines) -> None:
+    server = engines.serve(engines.tls(PREFILL))
+    other = "ns.c.prefill.r.1/00000000000000dd"
+    book = engines.book(other, engines.tls(other))
+    assert "no decode engine" in refused(connect(book, server.port).wait())
+
+
+def test_another_authoritys_certificate_gets_nothing(engines: Engines) -> None:
+    server = engines.serve(engines.tls(PREFILL))
+    foreign = Authority("foreign CA")
+    tls = engines.tls(DECODE, foreign, trusting=(engines.authority,))
+
+    async def ask() -> EngineMetadata | Failure | TryAgain:
+        async with client_session() as http:
+            me = Introduction(DECODE, SHAPE, (0, 0))
+            return await shake_hands(http, me, PREFILL, "127.0.0.1", server.port, tls)
+
+    outcome = asyncio.run(ask())
+    assert isinstance(outcome, TryAgain)
+    assert outcome.reason is Reason.AUTHENTICATION_FAILED
+    assert "Does it trust" in outcome.message
+    assert server.counts["handshakes"] == 0
+
+
+def test_a_server_with_another_engines_name_is_told_nothing(engines: Engines) -> None:
+    """Whoever took the address of a peer has no certificate of that name."""
+    server = engines.serve(engines.tls("ns.c.prefill.r.9/00000000000000aa"))
+    book = engines.book(DECODE, engines.tls(DECODE))
+    assert "ns.c.prefill.r.0" in refused(connect(book, server.port).wait())
+    assert not server.counts
+
+
+def test_a_client_without_a_certificate_gets_nothing(engines: Engines) -> None:
+    server = engines.serve(engines.tls(PREFILL))
+    context = ssl.create_default_context(cafile=engines.files(PREFILL).ca)
+    context.check_hostname = False
+
+    async def ask() -> None:
+        async with aiohttp.ClientSession() as http:
+            await http.get(f"https://127.0.0.1:{server.port}/healthz", ssl=context)
+
+    with pytest.raises((aiohttp.ClientError, OSError)):
+        asyncio.run(ask())
+
+
+def test_plain_http_gets_nothing(engines: Engines) -> None:
+    server = engines.serve(engines.tls(PREFILL))
+    answer = connect(engines.book(DECODE, None), server.port, seconds=1.0).wait()
+    assert isinstance(answer, Failure)
+    assert answer.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+
+
+def test_a_peer_without_tls_is_named(engines: Engines) -> None:
+    server = SideChannelServer("127.0.0.1", 0, PREFILL, SHAPE, shards=shards_of(PREFILL))
+    server.start()
+    engines.closing.append(server.stop)
+    book = engines.book(DECODE, engines.tls(DECODE))
+    assert "no TLS connection" in refused(connect(book, server.port).wait())
+
+
+def test_leases_need_the_certificate_too(engines: Engines) -> None:
+    leases = LeaseDesk(60.0)
+    leases.arm("request", 7)
+    leases.grant("request")
+    server = engines.serve(engines.tls(PREFILL), leases=leases)
+    neighbour = DECODE.replace(".0/", ".1/")
+    for engine_id, holder, outcome in (
+        (OTHER_CLUSTER, OTHER_CLUSTER, "refused"),
+        (DECODE, neighbour, "refused"),  # in another engine's name
+        (DECODE, DECODE, "delivered"),
+    ):
+        assert leases.held == 1
+        client = LeaseClient(holder, engines.tls(engine_id))
+        client.start()
+        engines.closing.append(client.close)
+        soon = time.monotonic() + 30
+        client.release("127.0.0.1", server.port, PREFILL, "request", 7, soon)
+        until(lambda client=client, outcome=outcome: client.counts[outcome])
+    assert leases.take().released == ["request"]
+
+
+def test_a_rotation_holds_for_new_connections_and_fails_none(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The authority changes, too: first both are trusted, then certificates are of the new one."""
+    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    first, second = engines.authority, Authority("next CA")
+    places = {PREFILL: engines.folder / "prefill", DECODE: engines.folder / "decode"}
+    tls = {one: Tls(first.files(place, one), one) for one, place in places.items()}
+    server = engines.serve(tls[PREFILL])
+    for signer, trusting in ((first, (second,)), (second, (first,)), (second, ())):
+        for one, place in places.items():
+            signer.files(place, one, trusting=trusting)
+        # A connection each, as peers make them: the files are looked at when one begins.
+        for _ in range(2):
+            book = engines.book(DECODE, tls[DECODE])
+            assert isinstance(connect(book, server.port).wait(), EngineMetadata)
+    late = engines.book(DECODE, Tls(first.files(engines.folder / "late", DECODE), DECODE))
+    refused(connect(late, server.port).wait())
+
+
+def test_files_that_cannot_be_used_do_not_replace_those_that_can(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    files = engines.files(PREFILL)
+    server = engines.serve(Tls(files, PREFILL))
+    files.key.write_text("half of a ke")
+    book = engines.book(DECODE, engines.tls(DECODE))
+    assert isinstance(connect(book, server.port).wait(), EngineMetadata)
+    assert "the former ones are" in caplog.text
+
+
+def test_clients_that_never_shake_hands_are_bounded(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio's own server would hold any number of them while it waits for their TLS."""
+    monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(http_guard, "TLS_SECONDS", 1.0)
+    server = engines.serve(engines.tls(PREFILL))
+    guard = server._guard
+    assert guard is not None
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(30)]
+    try:
+        until(lambda: len(guard._greeting) == 8)
+        for client in silent[8:]:
+            client.settimeout(10)
+            assert client.recv(1) == b"", "the ninth and those behind it are turned away"
+        until(lambda: not guard._greeting)
+    finally:
+        for client in silent:
+            client.close()
+    book = engines.book(DECODE, engines.tls(DECODE))
+    assert isinstance(connect(book, server.port).wait(), EngineMetadata)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("expired", "expired"),
+        ("other engine", "ns.c.prefill.r.0.engine.pdcluster.dev"),
+        ("other authority", "signed by an authority of"),
+        ("no key", "is not a file"),
+        ("no ca", "tls.ca"),
+    ],
+)
+def test_wrong_files_are_refused_at_the_start(engines: Engines, fault: str, said: str) -> None:
+    who = "ns.c.prefill.r.5/00" if fault == "other engine" else PREFILL
+    files = engines.files(who, expired=fault == "expired")
+    if fault == "other authority":
+        stranger = engines.files(PREFILL, Authority("foreign CA"))
+        files = TlsFiles(files.ca, stranger.certificate, stranger.key)
+    if fault == "no key":
+        files.key.unlink()
+    if fault == "no ca":
+        files.ca.write_text("nothing")
+    with pytest.raises(TlsError) as raised:
+        Tls(files, PREFILL)
+    assert said in str(raised.value)
+
+
+def test_certificates_of_hosts_need_the_hosts_name(engines: Engines) -> None:
+    """``named=False``: any engine of the authority is a peer, at a host that it can prove."""
+    server = engines.serve(engines.tls(PREFILL, named=False))
+    by_address = engines.book("by-hand/0", engines.tls("by-hand/0", named=False))
+    assert "127.0.0.1" in refused(connect(by_address, server.port).wait())
+    by_name = engines.book("by-hand/1", engines.tls("by-hand/1", named=False))
+    assert isinstance(connect_to(by_name, "localhost", server.port), EngineMetadata)
+
+
+def connect_to(book: PeerBook, host: str, port: int) -> EngineMetadata | Failure:
+    answer = Answer()
+    book.connect(PREFILL, host, port, time.monotonic() + 30, answer)
+    return answer.wait()

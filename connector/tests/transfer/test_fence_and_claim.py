@@ -1,0 +1,168 @@
+"""A receive is believed only if its lease stood after the data had landed, and was ours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from transfer_rig import Decode, FakePeers, Prefill, eventually
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.probe import WORD_BYTES, WORD_SLOTS
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.lease import CLEARED
+from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer.receiver import ReceiverOptions
+
+CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
+BLOCKS, OWN = [3, 4, 5], [28, 27, 26]
+TOKENS = 10
+SEED, OTHER = 7, 8  # as Prefill.give_up counts
+
+
+class Rig:
+    """A prefill engine, one decode rank, and transfers of KV that land when the test says so."""
+
+    def __init__(self, tensor: int = 1) -> None:
+        self.fabric, self.peers = Fabric(), FakePeers()
+        self.prefill = Prefill(self.fabric, tensor=tensor, **CACHE)
+        self.peers.table[self.prefill.engine_id] = self.prefill.metadata
+        options = ReceiverOptions(drain_deadline_seconds=1.0, probe_seconds=5.0)
+        self.decode = Decode(self.fabric, self.peers, options=options, **CACHE)
+        self.held = True
+        self.posted: list[str] = []
+        self.fabric.behave = self.behave
+
+    def behave(self, transfer: Transfer) -> Behaviour:
+        kind = {8: "word", 4096: "probe"}.get(transfer.nbytes, "data")
+        self.posted.append(kind)
+        return Behaviour(hang=self.held and kind == "data")
+
+    def send(self, request_id: str = "r", *, lease: float = 20.0, claimed: bool = True) -> None:
+        ticket = self.prefill.ticket(SEED, BLOCKS, TOKENS)
+        request = self.decode.request(request_id, ticket, OWN, lease=lease, claimed=claimed)
+        self.decode.receiver.receive([request])
+
+    @property
+    def under_way(self) -> int:
+        with self.fabric.lock:
+            return len(self.fabric.flying)
+
+    def give_to_another(self, word: int = CLEARED) -> None:
+        """End the lease, and compute another request in its blocks."""
+        self.prefill.give_up(SEED, BLOCKS, TOKENS, word)
+
+    def free_words(self) -> int:
+        return len(self.decode.receiver._connections.scratch._free[WORD_BYTES])
+
+    def right(self) -> bool:
+        return self.decode.cache.wrong_tokens(SEED, OWN, 0, TOKENS) == []
+
+
+@pytest.fixture(params=[1, 2])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(request.param)
+    yield made
+    made.decode.receiver.close()
+
+
+def test_the_words_are_read_once_a_rank_after_all_data(rig: Rig) -> None:
+    ranks = len(rig.prefill.caches)
+    rig.send()
+    eventually(lambda: rig.under_way == ranks)
+    for transfer in list(rig.fabric.flying):
+        assert "word" not in rig.posted, "beside the data it proves nothing"
+        rig.fabric.land(transfer)
+        time.sleep(0.01)
+    assert "r" in rig.decode.wait("r").received
+    assert rig.right()
+    assert [kind for kind in rig.posted if kind != "probe"] == ["data"] * ranks + ["word"] * ranks
+    assert rig.free_words() == WORD_SLOTS
+
+
+def test_blocks_that_were_given_away_are_found_out_fifty_times(rig: Rig) -> None:
+    """The data is another request's by the time it lands. Every second time, so is the word."""
+    for run in range(50):
+        rig.held = True
+        rig.send(f"r{run}")
+        eventually(lambda: rig.under_way == len(rig.prefill.caches))
+        rig.give_to_another(OTHER if run % 2 else CLEARED)
+        rig.fabric.land()
+        failure = rig.decode.wait(f"r{run}").failed[f"r{run}"]
+        assert failure.reason is Reason.LEASE_LOST
+        assert not rig.right(), "the blocks do hold another request's KV"
+        if run % 10 == 0:
+            rig.held = False
+            rig.send(f"next {run}")
+            assert f"next {run}" in rig.decode.wait(f"next {run}").received
+            assert rig.right()
+    assert rig.free_words() == WORD_SLOTS
+    assert rig.fabric.open_handles() == 0
+
+
+def test_one_ranks_word_is_enough_to_fail(rig: Rig) -> None:
+    rig.send()
+    eventually(lambda: rig.under_way == len(rig.prefill.caches))
+    rig.prefill.agents[-1].lease_words.write({SEED: CLEARED})
+    rig.fabric.land()
+    failure = rig.decode.wait("r").failed["r"]
+    assert failure.reason is Reason.LEASE_LOST
+    assert f"rank (0, {len(rig.prefill.caches) - 1})" in failure.message
+
+
+@pytest.mark.parametrize("slot", [-1, 2**31 - 1])
+def test_a_ticket_without_a_lease_word_is_not_read(rig: Rig, slot: int) -> None:
+    ticket = rig.prefill.ticket(SEED, BLOCKS, TOKENS, fence_slot=slot)
+    rig.decode.receiver.receive([rig.decode.request("r", ticket, OWN)])
+    failure = rig.decode.wait("r").failed["r"]
+    assert failure.reason is Reason.TICKET_INVALID
+    assert "data" not in rig.posted
+
+
+def test_nothing_is_reported_before_the_claim(rig: Rig) -> None:
+    rig.held = False
+    rig.send(claimed=False)
+    eventually(lambda: rig.posted.count("word") == len(rig.prefill.caches))
+    rig.decode.nothing()
+    rig.decode.receiver.acknowledge({"r": time.monotonic() + 20, "unknown": 1.0})
+    assert "r" in rig.decode.wait("r").received
+
+
+def test_a_refused_claim_fails_the_receive_when_nothing_can_write_any_more(rig: Rig) -> None:
+    rig.send(claimed=False)
+    eventually(lambda: rig.under_way == len(rig.prefill.caches))
+    refused = Failure(Reason.LEASE_CLAIMED, "another engine's")
+    rig.decode.receiver.refuse({"r": refused})
+    rig.decode.nothing()
+    rig.fabric.land()
+    assert rig.decode.wait("r").failed["r"] == refused
+    assert "word" not in rig.posted
+
+
+def test_a_slow_transfer_is_well_while_its_lease_is_renewed(rig: Rig) -> None:
+    rig.send(lease=1.0)
+    eventually(lambda: rig.under_way == len(rig.prefill.caches))
+    rig.decode.receiver.acknowledge({"r": time.monotonic() + 20})
+    rig.decode.nothing(1.2)
+    rig.fabric.land()
+    assert "r" in rig.decode.wait("r").received
+
+
+def test_without_renewals_it_fails_when_the_lease_ends(rig: Rig) -> None:
+    rig.send(lease=1.0)
+    eventually(lambda: rig.under_way == len(rig.prefill.caches))
+    rig.decode.nothing(1.2)
+    rig.fabric.land()
+    assert rig.decode.wait("r").failed["r"].reason is Reason.TRANSFER_STALLED
+
+
+def test_a_lease_word_that_never_comes_costs_the_agent_and_no_slot(rig: Rig) -> None:
+    rig.fabric.behave = lambda transfer: Behaviour(hang=transfer.nbytes == 8)
+    rig.send(lease=1.0)
+    failure = rig.decode.wait("r").failed["r"]
+    assert failure.reason is Reason.TRANSFER_STALLED
+    rig.held, rig.fabric.behave = False, rig.behave
+    rig.send("next")
+    assert "next" in rig.decode.wait("next").received
+    assert rig.free_words() == WORD_SLOTS

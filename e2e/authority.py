@@ -1,0 +1,94 @@
+"""A certificate authority for tests: engines' certificates as files, right and wrong ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_connector.protocol.tls_files import TlsFiles
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+@dataclass
+class Authority:
+    """Signs certificates. Two authorities do not trust each other."""
+
+    title: str = "test CA"
+    key: ec.EllipticCurvePrivateKey = field(
+        default_factory=lambda: ec.generate_private_key(ec.SECP256R1())
+    )
+
+    def __post_init__(self) -> None:
+        now = datetime.now(UTC)
+        subject = _name(self.title)
+        self.certificate = (
+            self._builder(subject, self.key.public_key(), now - timedelta(days=2), days=30)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .sign(self.key, hashes.SHA256())
+        )
+
+    def files(
+        self,
+        folder: Path,
+        engine_id: str,
+        *,
+        expired: bool = False,
+        trusting: tuple[Authority, ...] = (),
+        named: bool = True,
+        name: str = "",
+    ) -> TlsFiles:
+        """Write three files.
+
+        Args:
+            engine_id: whose name the certificate has, unless ``name`` is another one.
+            expired: a certificate of yesterday.
+            trusting: authorities that the holder trusts beside this one.
+            named: whether certificates name engines; if not, it is ``localhost``'s.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        key = ec.generate_private_key(ec.SECP256R1())
+        start = datetime.now(UTC) - timedelta(days=2)
+        held = name or (engine_name(engine_id) if named else "localhost")
+        certificate = (
+            self._builder(_name("engine"), key.public_key(), start, days=1 if expired else 10)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(held)]), critical=False)
+            .sign(self.key, hashes.SHA256())
+        )
+        pem = serialization.Encoding.PEM
+        private = key.private_bytes(
+            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        authorities = (self, *trusting)
+        texts = {
+            "ca.crt": b"".join(one.certificate.public_bytes(pem) for one in authorities),
+            "tls.crt": certificate.public_bytes(pem),
+            "tls.key": private,
+        }
+        for file, text in texts.items():
+            new = folder / f".{file}"
+            new.write_bytes(text)
+            new.rename(folder / file)  # as the kubelet does, so that no half of a file is read
+        return TlsFiles(folder / "ca.crt", folder / "tls.crt", folder / "tls.key", named=named)
+
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, start: datetime, days: int
+    ) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(_name(self.title))
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(start)
+            .not_valid_after(start + timedelta(days=days))
+        )

@@ -1,0 +1,65 @@
+"""Which children of a cluster are deleted because the spec does not want them any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pdcluster_operator.api.labels import EngineName, engine_of
+from pdcluster_operator.plan.model import Delete, Manifest, Observed
+from pdcluster_operator.plan.rollout.desired import Desired, identity, live_engines
+
+MANAGED_KINDS = frozenset(
+    {
+        "StatefulSet",
+        "Deployment",
+        "Service",
+        "ConfigMap",
+        "ServiceAccount",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+    }
+)
+"""The kinds that the operator creates. It deletes no object of another kind."""
+
+
+def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
+    """Yield each child that is not wanted and that nothing needs any more."""
+    wanted = {identity(child.manifest) for child in desired.children}
+    kept_engines = {name.stateful_set for name in desired.kept}
+    leaving = _leaving(observed, desired)
+    for child in observed.children:
+        kind, name = identity(child)
+        if kind not in MANAGED_KINDS or (kind, name) in wanted or is_being_deleted(child):
+            continue
+        engine = engine_of(child)
+        if engine is not None and engine.stateful_set in kept_engines:
+            continue
+        if kind == "Service" and engine in leaving:
+            # An engine that is leaving needs its name until its last pod is gone.
+            continue
+        if kind == "ConfigMap" and (leaving or desired.kept):
+            # A pod that is leaving may restart once more. It mounts what it was made with.
+            continue
+        metadata = child["metadata"]
+        yield Delete(
+            str(child.get("apiVersion")),
+            kind,
+            str(metadata.get("namespace") or "default"),
+            name,
+            str(metadata.get("uid", "")),
+            str(metadata.get("resourceVersion", "")),
+            "the spec does not want it any more",
+        )
+
+
+def is_being_deleted(manifest: Manifest) -> bool:
+    """Whether Kubernetes has begun to delete an object."""
+    return bool((manifest.get("metadata") or {}).get("deletionTimestamp"))
+
+
+def _leaving(observed: Observed, desired: Desired) -> set[EngineName]:
+    """Return the engines that are not wanted and still have a StatefulSet or a pod."""
+    wanted = {name for names in desired.names.values() for name in names} | desired.kept
+    pods = (engine_of(pod) for pod in observed.pods)
+    found = {*live_engines(observed), *(name for name in pods if name is not None)}
+    return found - wanted

@@ -1,0 +1,48 @@
+"""Which launchers the operator polls, and under which address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pdcluster_operator.api.labels import LAUNCHER_PORT, POD_INDEX_LABEL, engine_of
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.model import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The launcher to poll for one engine: that of its leading pod.
+
+    Attributes:
+        engine: logical id.
+        url: base URL of the launcher.
+        process: changes with the pod and with every restart of its container. What the old
+            process said is dropped when it changes.
+    """
+
+    engine: str
+    role: Role
+    url: str
+    process: str
+
+
+def launchers_to_poll(pods: Iterable[Manifest]) -> Iterator[Target]:
+    """Yield one target for every engine whose leading pod has an address."""
+    for pod in pods:
+        metadata, status = pod["metadata"], pod.get("status") or {}
+        engine, address = engine_of(pod), status.get("podIP")
+        if engine and address and metadata["labels"].get(POD_INDEX_LABEL, "0") == "0":
+            restarts = sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or ())
+            process = f"{metadata['uid']}/{restarts}"
+            yield Target(engine.logical, engine.role, launcher_url(address), process)
+
+
+def launcher_url(address: str) -> str:
+    """Return the base URL of the launcher in the pod with this address."""
+    return f"http://{url_host(address)}:{LAUNCHER_PORT}"
+
+
+def url_host(address: str) -> str:
+    """Return an IP address as a URL writes it: IPv6 in brackets."""
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,72 @@
+"""The operator's HTTP client against a launcher that answers what it likes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from pdcluster_operator.adapters.engines_http import MAX_ANSWER, EnginesHttp
+from pdcluster_operator.runtime.errors import LauncherError
+
+
+class Elsewhere:
+    """A server that no request of the operator is meant for."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+
+    async def take(self, request: web.Request) -> web.Response:
+        self.requests.append(f"{request.method} {request.path}")
+        return web.json_response({"ready": True})
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_a_failure_and_is_not_followed(status: int) -> None:
+    """307 and 308 would repeat the PUT, with its body, at an address of the pod's choice."""
+    other = Elsewhere()
+
+    async def run() -> list[str]:
+        target = web.Application()
+        target.router.add_route("*", "/{path:.*}", other.take)
+        async with TestServer(target) as aim:
+
+            async def redirect(request: web.Request) -> web.Response:
+                where = str(aim.make_url(request.path))
+                return web.Response(status=status, headers={"Location": where})
+
+            launcher = web.Application()
+            launcher.router.add_route("*", "/{path:.*}", redirect)
+            said = []
+            async with TestServer(launcher) as pod, EnginesHttp() as engines:
+                url = str(pod.make_url("")).rstrip("/")
+                calls = (engines.ready(url), engines.links(url), engines.put_peers(url, {}))
+                for call in calls:
+                    with pytest.raises(LauncherError) as raised:
+                        await call
+                    said.append(str(raised.value))
+        return said
+
+    said = asyncio.run(run())
+    assert other.requests == []
+    assert all(f"answers {status}" in message for message in said)
+
+
+def test_an_endless_answer_is_cut_off() -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for _ in range(2 * MAX_ANSWER >> 16):
+            await answer.write(b" " * (1 << 16))
+        return answer
+
+    async def run() -> None:
+        launcher = web.Application()
+        launcher.router.add_route("*", "/{path:.*}", endless)
+        async with TestServer(launcher) as pod, EnginesHttp() as engines:
+            with pytest.raises(LauncherError, match="longer than"):
+                await engines.links(str(pod.make_url("")).rstrip("/"))
+
+    asyncio.run(run())

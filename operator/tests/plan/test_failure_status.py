@@ -1,0 +1,45 @@
+"""A failed step shows in Progressing, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdcluster_operator.api.conditions import ConditionType
+from pdcluster_operator.plan.status.failure import with_failure
+
+NOW = 1_800_000_000.0
+
+
+def condition(kind: str, status: str, moment: str = "2026-01-01T00:00:00Z") -> dict[str, Any]:
+    return {"type": kind, "status": status, "reason": "R", "lastTransitionTime": moment}
+
+
+def test_progressing_says_it_and_the_rest_stays() -> None:
+    planned = {
+        "model": "m",
+        "conditions": [
+            condition(kind, "True") for kind in ("Accepted", "Available", "Progressing", "Ready")
+        ],
+    }
+    cluster = {"metadata": {"generation": 3}, "status": {}}
+    status = with_failure(planned, cluster, "Forbidden", "no quota", NOW)
+    assert status["model"] == "m"
+    kinds = [entry["type"] for entry in status["conditions"]]
+    assert kinds == ["Accepted", "Available", "Progressing", "Ready"], "the order of the API"
+    failed = status["conditions"][2]
+    assert (failed["status"], failed["reason"], failed["message"]) == (
+        "False",
+        "Forbidden",
+        "no quota",
+    )
+    assert failed["observedGeneration"] == 3
+    others = [entry for entry in status["conditions"] if entry is not failed]
+    assert others == [one for one in planned["conditions"] if one["type"] != "Progressing"]
+
+
+def test_the_time_moves_only_when_the_status_flips() -> None:
+    old = condition(ConditionType.PROGRESSING, "False")
+    cluster = {"metadata": {}, "status": {"conditions": [old]}}
+    for planned in ({}, {"conditions": [condition(ConditionType.PROGRESSING, "True", "later")]}):
+        [failed] = with_failure(planned, cluster, "Forbidden", "no quota", NOW)["conditions"]
+        assert failed["lastTransitionTime"] == old["lastTransitionTime"]
