@@ -44,10 +44,11 @@ class Hold:
 class World:
     """Engines P1, P2, D1, D2; every pair has a relay of its own between its side channels.
 
-    P1 is the engine whose leases end soon.
+    P1 is the engine whose leases end soon: ``lease_seconds``.
     """
 
-    def __init__(self, size: Size | None = None) -> None:
+    def __init__(self, size: Size | None = None, lease_seconds: float = LEASE_SECONDS) -> None:
+        self.lease_seconds = lease_seconds
         self.fabric = Fabric()
         self.size = size or Size(tensor=2)
         self.incarnations = itertools.count(1)
@@ -65,7 +66,7 @@ class World:
 
     def start_prefill(self, name: str, port: int = 0) -> PrefillEngine:
         engine_id = f"ns.test.prefill.{name}/{next(self.incarnations):016x}"
-        seconds = LEASE_SECONDS if name == "P1" else LONG_LEASE_SECONDS
+        seconds = self.lease_seconds if name == "P1" else LONG_LEASE_SECONDS
         return PrefillEngine(self.fabric, engine_id, self.size, lease_seconds=seconds, port=port)
 
     def start_decode(self, name: str) -> DecodeEngine:
