@@ -67,11 +67,22 @@ class FakePeers:
 
 
 class Prefill:
-    """A prefill engine of ``tensor`` ranks with numpy caches."""
+    """A prefill engine of ``tensor`` ranks in each of ``pipeline`` stages, with numpy caches."""
 
-    def __init__(self, fabric: Fabric, engine_id: str = "prefill/1", tensor: int = 1, **cache):
+    def __init__(
+        self,
+        fabric: Fabric,
+        engine_id: str = "prefill/1",
+        tensor: int = 1,
+        pipeline: int = 1,
+        **cache,
+    ):
         self.engine_id = engine_id
-        self.caches = [LabelledCache(rank=r, tensor=tensor, **cache) for r in range(tensor)]
+        self.caches = [
+            LabelledCache(rank=rank, tensor=tensor, stage=stage, pipeline=pipeline, **cache)
+            for stage in range(pipeline)
+            for rank in range(tensor)
+        ]
         self.agents = [
             ServingAgent(
                 lambda rank=rank: fabric.agent(f"{engine_id}-{rank}"),
@@ -136,15 +147,19 @@ class Decode:
         *,
         rank: int = 0,
         tensor: int = 1,
+        stage: int = 0,
+        pipeline: int = 1,
         options: ReceiverOptions | None = None,
         **cache,
     ) -> None:
-        self.cache = LabelledCache(rank=rank, tensor=tensor, **cache)
+        self.cache = LabelledCache(
+            rank=rank, tensor=tensor, stage=stage, pipeline=pipeline, **cache
+        )
         self.fatal: list[str] = []
         self.receiver = Receiver(
             shard=self.cache.shard,
             memory=self.cache.memory,
-            make_agent=lambda: fabric.agent(f"decode-{rank}"),
+            make_agent=lambda: fabric.agent(f"decode-{stage}-{rank}"),
             peers=peers,
             options=options
             or ReceiverOptions(

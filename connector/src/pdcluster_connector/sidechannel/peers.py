@@ -163,6 +163,7 @@ class PeerBook(PeerSource):
             if isinstance(outcome, Failure):
                 logger.warning("no KV from %s: %s", peer.engine_id, outcome)
                 peer.answer_until = self._thread.loop.time() + REFUSAL_SECONDS
+                self._thread.loop.call_later(REFUSAL_SECONDS, self._drop_refused, peer)
             waiters, peer.waiters = peer.waiters, []
             for waiter in waiters:
                 _tell(waiter, outcome)
@@ -219,6 +220,11 @@ class PeerBook(PeerSource):
             _tell(waiter, failure)
         if isinstance(peer.answer, EngineMetadata):  # nobody watches it any more
             self._tell_listeners(peer, failure)
+
+    def _drop_refused(self, peer: _Peer) -> None:
+        """Forget a refusal: an incarnation that is gone is never asked for again."""
+        if self._peers.get(peer.engine_id) is peer and peer.task is None:
+            del self._peers[peer.engine_id]
 
     def _trim(self) -> None:
         """Make room by dropping refusals. A client's tickets can cause any number of them."""

@@ -39,6 +39,8 @@ class LabelledCache:
     Args:
         rank: tensor rank of ``tensor``; heads are spread over ranks, or replicated when there
             are more ranks than heads.
+        stage: pipeline rank of ``pipeline``; layers are spread over stages.
+        layers: of the whole model.
         opaque: whether a block's interior can only be moved whole.
         slice_bytes: the longest range that is registered.
     """
@@ -48,6 +50,8 @@ class LabelledCache:
         *,
         rank: int = 0,
         tensor: int = 1,
+        stage: int = 0,
+        pipeline: int = 1,
         kv_heads: int = 2,
         layers: int = 2,
         num_blocks: int = 32,
@@ -60,15 +64,16 @@ class LabelledCache:
         self.heads = range(first, first + max(1, kv_heads // tensor))
         self.block_tokens = block_tokens
         self.token_bytes = token_bytes
-        shape = (layers, num_blocks, len(self.heads), block_tokens, token_bytes)
+        self.layers = range(stage * layers // pipeline, (stage + 1) * layers // pipeline)
+        shape = (len(self.layers), num_blocks, len(self.heads), block_tokens, token_bytes)
         self.bytes = np.zeros(shape, np.uint8)
         head = block_tokens * token_bytes
         self.shard = Shard(
-            rank=(0, rank),
+            rank=(stage, rank),
             regions=tuple(
                 Region(
                     layer=f"model.layers.{layer}.self_attn.attn",
-                    base=self.bytes[layer].ctypes.data,
+                    base=self.bytes[index].ctypes.data,
                     num_blocks=num_blocks,
                     block_stride=head * len(self.heads),
                     block_tokens=block_tokens,
@@ -78,7 +83,7 @@ class LabelledCache:
                     token_stride=None if opaque else token_bytes,
                     token_bytes=token_bytes,
                 )
-                for layer in range(layers)
+                for index, layer in enumerate(self.layers)
             ),
         )
         span = self.bytes.ctypes.data, self.bytes.ctypes.data + self.bytes.nbytes
@@ -87,12 +92,12 @@ class LabelledCache:
 
     def write(self, seed: int, blocks: Sequence[int], tokens: int) -> None:
         """Fill ``blocks`` with request ``seed``'s KV of its first ``tokens`` tokens."""
-        for layer in range(len(self.bytes)):
+        for place, layer in enumerate(self.layers):
             for index, block in enumerate(blocks):
                 first = index * self.block_tokens
                 count = min(self.block_tokens, tokens - first)
                 if count > 0:
-                    self.bytes[layer, block, :, :count] = labels(
+                    self.bytes[place, block, :, :count] = labels(
                         seed,
                         layer,
                         self.heads,
@@ -103,12 +108,12 @@ class LabelledCache:
     def wrong_tokens(self, seed: int, blocks: Sequence[int], start: int, stop: int) -> list[int]:
         """Return the tokens of [start, stop) that do not hold request ``seed``'s KV."""
         wrong = set()
-        for layer in range(len(self.bytes)):
+        for place, layer in enumerate(self.layers):
             tokens = range(start, stop)
             expected = labels(seed, layer, self.heads, tokens, token_bytes=self.token_bytes)
             for token in tokens:
                 index, offset = divmod(token, self.block_tokens)
-                found = self.bytes[layer, blocks[index], :, offset]
+                found = self.bytes[place, blocks[index], :, offset]
                 if (found != expected[:, token - start]).any():
                     wrong.add(token)
         return sorted(wrong)

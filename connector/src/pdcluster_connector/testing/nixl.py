@@ -3,6 +3,10 @@
 It has NIXL's unpleasant properties. Releasing a handle or removing a peer does not stop a transfer
 that is under way; only destroying the agent does. Indices and addresses are checked. A transfer may
 land long after everybody has stopped waiting for it.
+
+What one transfer does is a :class:`Behaviour`, and ``Fabric.behave`` chooses it. What happens to
+a whole process is a method of :class:`Fabric`: ``kill``, ``cut`` and ``mend``, ``freeze`` and
+``thaw``. The page docs/testing.md has an example.
 """
 
 # ruff: noqa: D102 - the methods of an agent are documented in AgentInterface
@@ -12,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -42,6 +47,11 @@ class Behaviour:
 
     Attributes:
         polls: this many polls answer PROC before the transfer lands (or ``poll_error`` comes).
+        delay: seconds during which polls are answered PROC.
+        reorder: the bytes land from the last descriptor to the first.
+        drop: the last descriptor's bytes never come, and the transfer is DONE all the same.
+        corrupt: the first byte that lands is a wrong one.
+        late: DONE is answered while the bytes are still under way; :meth:`Fabric.land` brings them.
         hang: every poll answers PROC; bytes move only by :meth:`Fabric.land`.
         post_error: posting raises this. With ``hang``, the bytes are under way nevertheless
             (not for DISCONNECTED).
@@ -52,6 +62,11 @@ class Behaviour:
     """
 
     polls: int = 0
+    delay: float = 0.0
+    reorder: bool = False
+    drop: bool = False
+    corrupt: bool = False
+    late: bool = False
     hang: bool = False
     post_error: NixlErrorKind | None = None
     poll_error: NixlErrorKind | None = None
@@ -69,6 +84,8 @@ class Transfer:
     behaviour: Behaviour = Behaviour()
     polls: int = 0
     error: NixlErrorKind | None = None
+    due: float = 0.0
+    spoiled: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +110,8 @@ class Fabric:
         self.agents: dict[str, InMemoryAgent] = {}
         self.flying: list[Transfer] = []
         self.dead: set[str] = set()
+        self.cuts: set[tuple[str, str]] = set()
+        self.frozen: dict[str, threading.Event] = {}
         self.behave: Callable[[Transfer], Behaviour] = lambda _: Behaviour()
         self.survive_close = False
         self.posted = 0
@@ -106,14 +125,51 @@ class Fabric:
             return agent
 
     def kill(self, name: str) -> None:
-        """End a peer's process. Bytes that it has not delivered never land; readers see errors."""
+        """End a process, given how its agents' names begin.
+
+        What was to be read from it, or by it, never lands; its readers see errors.
+        """
         with self.lock:
-            self.dead.update(agent for agent in self.agents if agent.startswith(name))
+            killed = {agent for agent in self.agents if agent.startswith(name)}
+            self.dead |= killed
+            for agent in killed:
+                del self.agents[agent]
             for transfer in self.flying:
-                if transfer.peer in self.dead:
+                if transfer.peer in killed or transfer.agent in killed:
                     transfer.copies.clear()
                     transfer.error = NixlErrorKind.DISCONNECTED
-            self.flying = [item for item in self.flying if item.peer not in self.dead]
+            self.flying = [item for item in self.flying if item.error is None]
+
+    def cut(self, one: str, other: str = "") -> None:
+        """Let nothing through between two processes, given how their agents' names begin.
+
+        Without ``other``: between ``one`` and all others. Nobody is told: reads stay under way.
+        """
+        with self.lock:
+            self.cuts.add((one, other))
+
+    def mend(self) -> None:
+        """End all cuts: what was under way goes on."""
+        with self.lock:
+            self.cuts.clear()
+
+    def freeze(self, name: str) -> None:
+        """Stop a process, given how its agents' names begin: their calls wait for :meth:`thaw`.
+
+        Its transfers land without it, as those of a network card do.
+        """
+        self.frozen.setdefault(name, threading.Event())
+
+    def thaw(self, name: str) -> None:
+        """Let a stopped process go on."""
+        self.frozen.pop(name).set()
+
+    def reaches(self, transfer: Transfer) -> bool:
+        """Whether no cut lies between the two ends."""
+        ends = (transfer.agent, transfer.peer), (transfer.peer, transfer.agent)
+        return not any(
+            a.startswith(one) and b.startswith(other) for one, other in self.cuts for a, b in ends
+        )
 
     def disconnect(self, agent: InMemoryAgent, peer: str) -> None:
         """Break one agent's connection to one peer. NIXL then forgets the peer by itself."""
@@ -130,11 +186,14 @@ class Fabric:
         with self.lock:
             made = 0
             for item in [transfer] if transfer else list(self.flying):
-                if item not in self.flying:
+                if item not in self.flying or not self.reaches(item):
                     continue
                 count = len(item.copies) if copies is None else min(copies, len(item.copies))
                 for destination, source, length in item.copies[:count]:
                     ctypes.memmove(destination, source, length)
+                    if item.behaviour.corrupt and not item.spoiled:
+                        item.spoiled = True
+                        ctypes.memset(destination, ctypes.c_ubyte.from_address(source).value ^ 1, 1)
                 del item.copies[:count]
                 made += count
                 if not item.copies:
@@ -150,6 +209,11 @@ class Fabric:
         """Count descriptor lists that nobody released, over all agents."""
         with self.lock:
             return sum(len(agent.dlists) for agent in self.agents.values())
+
+    def registered_ranges(self) -> int:
+        """Count the memory ranges that are registered, over all agents."""
+        with self.lock:
+            return sum(len(agent.ranges) for agent in self.agents.values())
 
 
 @dataclass(eq=False)
@@ -195,6 +259,8 @@ class InMemoryAgent:
         with self.fabric.lock:
             if peer is not None and peer not in self.peers:
                 raise NixlError(NixlErrorKind.LOST, f"no peer {peer}")
+            if peer is not None and peer not in self.fabric.agents:
+                raise NixlError(NixlErrorKind.DISCONNECTED, f"{peer} is gone")
             ranges = self.ranges if peer is None else self.fabric.agents[peer].ranges
             self._inside(whole, ranges, memory)  # NIXL looks a strided row up as a whole
             dlist = Dlist(_Elements(dense, memory), peer)
@@ -220,6 +286,11 @@ class InMemoryAgent:
                 raise NixlError(NixlErrorKind.DISCONNECTED, f"{remote.peer} is gone")
             transfer = Transfer(self.name, remote.peer, copies)
             transfer.behaviour = self.fabric.behave(transfer)
+            transfer.due = time.monotonic() + transfer.behaviour.delay
+            if transfer.behaviour.drop:
+                del copies[-1:]
+            if transfer.behaviour.reorder:
+                copies.reverse()
             self.fabric.posted += 1
             error = transfer.behaviour.post_error
             if error is None or transfer.behaviour.hang:
@@ -242,23 +313,34 @@ class InMemoryAgent:
                 return "DONE"
             if transfer.peer not in self.peers:
                 raise NixlError(NixlErrorKind.LOST, f"no peer {transfer.peer}", flying=True)
-            behaviour = transfer.behaviour
-            transfer.polls += 1
-            if transfer.polls <= behaviour.polls:
+            if self._waits(transfer):
                 return "PROC"
-            if behaviour.poll_raises is not None:
-                raise behaviour.poll_raises
-            if behaviour.poll_error is not None:
-                flying = behaviour.poll_error not in _ENDED
-                if behaviour.poll_error is _GONE:
-                    self.fabric.disconnect(self, transfer.peer)
-                elif not flying:
-                    self.fabric.flying.remove(transfer)
-                raise NixlError(behaviour.poll_error, "polling failed, as asked", flying=flying)
-            if behaviour.hang:
+            self._fail(transfer)
+            if transfer.behaviour.hang:
                 return "PROC"
-            self.fabric.land(transfer)
+            if not transfer.behaviour.late:
+                self.fabric.land(transfer)
             return "DONE"
+
+    def _waits(self, transfer: Transfer) -> bool:
+        transfer.polls += 1
+        behaviour = transfer.behaviour
+        early = transfer.polls <= behaviour.polls or time.monotonic() < transfer.due
+        return early or not self.fabric.reaches(transfer)
+
+    def _fail(self, transfer: Transfer) -> None:
+        """Raise what polling this transfer is to raise."""
+        behaviour = transfer.behaviour
+        if behaviour.poll_raises is not None:
+            raise behaviour.poll_raises
+        if behaviour.poll_error is None:
+            return
+        flying = behaviour.poll_error not in _ENDED
+        if behaviour.poll_error is _GONE:
+            self.fabric.disconnect(self, transfer.peer)
+        elif not flying:
+            self.fabric.flying.remove(transfer)
+        raise NixlError(behaviour.poll_error, "polling failed, as asked", flying=flying)
 
     def release(self, handle: Handle) -> None:
         self._check()
@@ -286,6 +368,9 @@ class InMemoryAgent:
 
     def _check(self) -> None:
         """Enforce the rule that one thread owns an agent."""
+        for name, thawed in list(self.fabric.frozen.items()):
+            if self.name.startswith(name):
+                thawed.wait()
         thread = threading.get_ident()
         self.owner = self.owner or thread
         if thread != self.owner:
