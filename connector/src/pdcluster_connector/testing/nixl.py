@@ -35,62 +35,14 @@ from pdcluster_connector.nixl_io.interface import (
     NixlErrorKind,
     Rows,
 )
+from pdcluster_connector.testing.behaviour import Behaviour, Transfer
+from pdcluster_connector.testing.strided import check_inside, elements
+
+__all__ = ["Behaviour", "Fabric", "InMemoryAgent", "Transfer"]
 
 _MAGIC = b"in-memory-nixl:"
 _GONE = NixlErrorKind.DISCONNECTED
 _ENDED = (NixlErrorKind.DISCONNECTED, NixlErrorKind.TRANSPORT)
-
-
-@dataclass(frozen=True, slots=True)
-class Behaviour:
-    """What one transfer does.
-
-    Attributes:
-        polls: this many polls answer PROC before the transfer lands (or ``poll_error`` comes).
-        delay: seconds during which polls are answered PROC.
-        reorder: the bytes land from the last descriptor to the first.
-        drop: the last descriptor's bytes never come, and the transfer is DONE all the same.
-        corrupt: the first byte that lands is a wrong one.
-        late: DONE is answered while the bytes are still under way; :meth:`Fabric.land` brings them.
-        hang: every poll answers PROC; bytes move only by :meth:`Fabric.land`.
-        post_error: posting raises this. With ``hang``, the bytes are under way nevertheless
-            (not for DISCONNECTED).
-        poll_error: polling raises this. DISCONNECTED and TRANSPORT end the transfer. After the
-            other errors, its bytes may still land.
-        poll_raises: polling raises exactly this exception (a broken agent).
-        refuse_release: releasing the handle raises while the transfer is under way.
-    """
-
-    polls: int = 0
-    delay: float = 0.0
-    reorder: bool = False
-    drop: bool = False
-    corrupt: bool = False
-    late: bool = False
-    hang: bool = False
-    post_error: NixlErrorKind | None = None
-    poll_error: NixlErrorKind | None = None
-    poll_raises: BaseException | None = None
-    refuse_release: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Transfer:
-    """One READ: (destination, source, length) copies that are still to be made."""
-
-    agent: str
-    peer: str
-    copies: list[tuple[int, int, int]]
-    behaviour: Behaviour = Behaviour()
-    polls: int = 0
-    error: NixlErrorKind | None = None
-    due: float = 0.0
-    spoiled: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes not moved yet."""
-        return sum(length for _, _, length in self.copies)
 
 
 @dataclass(slots=True)
@@ -254,7 +206,7 @@ class InMemoryAgent:
 
     def prepare(self, peer: str | None, rows: Rows, memory: Memory) -> Dlist:
         self._check()
-        dense = _elements(rows)
+        dense = elements(rows)
         whole = np.stack([rows[:, 0], (rows[:, 4] - 1) * rows[:, 3] + rows[:, 1]], axis=1)
         with self.fabric.lock:
             if peer is not None and peer not in self.peers:
@@ -262,7 +214,7 @@ class InMemoryAgent:
             if peer is not None and peer not in self.fabric.agents:
                 raise NixlError(NixlErrorKind.DISCONNECTED, f"{peer} is gone")
             ranges = self.ranges if peer is None else self.fabric.agents[peer].ranges
-            self._inside(whole, ranges, memory)  # NIXL looks a strided row up as a whole
+            check_inside(whole, ranges, memory)  # NIXL looks a strided row up as a whole
             dlist = Dlist(_Elements(dense, memory), peer)
             self.dlists.add(dlist)
         return dlist
@@ -388,22 +340,3 @@ class InMemoryAgent:
         if len(indices) == 0 or indices.min() < 0 or indices.max() >= len(rows):
             raise NixlError(NixlErrorKind.INVALID, "an index outside the descriptor list")
         return rows[indices]
-
-    def _inside(self, whole: Rows, ranges: Sequence[MemoryRange], memory: Memory) -> None:
-        start = whole[:, 0]
-        stop = start + whole[:, 1]
-        covered = np.zeros(len(whole), bool)
-        for item in ranges:
-            if item.memory is memory:
-                covered |= (start >= item.address) & (stop <= item.address + item.length)
-        if not covered.all():
-            raise NixlError(NixlErrorKind.INVALID, "memory that is not registered")
-
-
-def _elements(rows: Rows) -> Rows:
-    """Return (address, length) of every element of strided rows, row after row."""
-    counts = rows[:, 4].astype(np.int64)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    steps = (np.arange(counts.sum()) - first).astype(np.uint64)
-    address, length, stride = (np.repeat(rows[:, column], counts) for column in (0, 1, 3))
-    return np.stack([address + steps * stride, length], axis=1)

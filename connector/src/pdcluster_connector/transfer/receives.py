@@ -15,10 +15,9 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.interface import AgentSurvivedError, NixlError
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.protocol.failure import Failure
@@ -27,7 +26,6 @@ from pdcluster_connector.protocol.receive import (
     Abandoned,
     Acknowledged,
     Action,
-    AgentDestroyed,
     Connected,
     Event,
     Failed,
@@ -38,6 +36,7 @@ from pdcluster_connector.protocol.receive import (
     Tick,
 )
 from pdcluster_connector.sidechannel.peer_source import PeerSource
+from pdcluster_connector.transfer.agent_rebuild import AgentRebuild
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
 from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.reads import Job, plan_fence, plan_reads
@@ -46,7 +45,6 @@ from pdcluster_connector.transfer.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
-HEALTHY_SECONDS = 1.0  # for others to land before the agent is destroyed under them
 HANDSHAKE_GRACE_SECONDS = 0.25  # the peer source knows better than the clock why it failed
 
 Answer = Callable[[int, EngineMetadata | Failure], None]
@@ -92,9 +90,14 @@ class Receives:
         self._serials = itertools.count()
         self._jobs: dict[int, Job] = {}
         self._by_id: dict[str, int] = {}
-        self._held: list[Job] = []
-        self._destroy_by: float | None = None
-        self._renew = False
+        self._rebuild = AgentRebuild(
+            self._connections,
+            self._transfers,
+            tell=self._tell,
+            connect=self._connect,
+            fatal=options.fatal,
+            clock=clock,
+        )
         self._over: Failure | None = None
 
     # Commands.
@@ -120,25 +123,23 @@ class Receives:
                 self._tell(job, Started())
 
     def abandon(self, request_ids: Iterable[str]) -> None:
-        """Give requests up; those that have ended already are none of ours any more."""
-        for request_id in request_ids:
-            serial = self._by_id.get(request_id)
-            if serial is not None:
-                self._tell(self._jobs[serial], Abandoned())
+        """Give requests up."""
+        self._tell_each((request_id, Abandoned()) for request_id in request_ids)
 
     def acknowledge(self, until: Mapping[str, float]) -> None:
         """Take in until when prefill has promised to hold the KV of requests."""
-        for request_id, deadline in until.items():
-            serial = self._by_id.get(request_id)
-            if serial is not None:
-                self._tell(self._jobs[serial], Acknowledged(deadline))
+        self._tell_each((request_id, Acknowledged(end)) for request_id, end in until.items())
 
     def refuse(self, failures: Mapping[str, Failure]) -> None:
         """Take in which requests have no lease any more, and why."""
-        for request_id, failure in failures.items():
+        self._tell_each((request_id, Failed(why)) for request_id, why in failures.items())
+
+    def _tell_each(self, events: Iterable[tuple[str, Event]]) -> None:
+        """Tell machines by request id; those that have ended already are none of ours any more."""
+        for request_id, event in events:
             serial = self._by_id.get(request_id)
             if serial is not None:
-                self._tell(self._jobs[serial], Failed(failure))
+                self._tell(self._jobs[serial], event)
 
     def answered(self, serial: int, answer: EngineMetadata | Failure) -> None:
         """Take in how a handshake ended."""
@@ -153,7 +154,7 @@ class Receives:
                 message = f"{answer.engine_id} answered for {job.request.ticket.engine_id}"
                 self._tell(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
             elif self._draining:
-                self._held.append(job)
+                self._rebuild.held.append(job)
             else:
                 self._join(job, self._connections.open(answer))
 
@@ -186,10 +187,8 @@ class Receives:
         moved = self._transfers.poll() or moved
         if self._probing:
             moved = self._connections.step() or moved
-            hanging = self._connections.hanging_since
-            if hanging is not None and self._clock() >= hanging + self._drain_seconds:
-                self._renew = True  # no KV is at stake: once what is healthy has landed
-        if self._must_rebuild():
+            self._rebuild.look_at_probes(self._drain_seconds)
+        if self._draining and self._rebuild.is_due():
             self.rebuild(
                 Failure(
                     Reason.BACKEND_ERROR,
@@ -198,12 +197,6 @@ class Receives:
             )
             moved = True
         return moved
-
-    def _must_rebuild(self) -> bool:
-        """Whether nothing healthy has to be waited for any more before the agent is destroyed."""
-        if self._destroy_by is not None:
-            return not self._transfers.healthy or self._clock() >= self._destroy_by
-        return self._draining and not self._transfers
 
     @property
     def busy(self) -> bool:
@@ -217,36 +210,17 @@ class Receives:
     @property
     def _draining(self) -> bool:
         """Whether the agent is to be destroyed as soon as what is healthy has landed."""
-        return self._destroy_by is not None or self._renew or self._transfers.unseen > 0
+        rebuild = self._rebuild
+        return rebuild.by is not None or rebuild.renew or self._transfers.unseen > 0
 
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
         """Destroy the agent; healthy receives that ran on it begin again over a new one.
 
         ``final`` fails everything instead, now and from now on.
         """
-        self._destroy_by, self._renew = None, False
         if final:
             self._over = failure
-        writing = any(job.machine.open for job in self._jobs.values())
-        try:
-            cut = self._connections.destroy_agent(failure, writing=writing, final=final)
-        except AgentSurvivedError as error:
-            self._transfers.unseen = 0
-            self._options.fatal(str(error))
-            return
-        self._transfers.clear()
-        again = [self._jobs[serial] for connection in cut for serial in connection.waiting or ()]
-        again, self._held = again + self._held, []
-        for job in list(self._jobs.values()):
-            if final:
-                self._tell(job, Failed(failure))
-            self._tell(job, AgentDestroyed(failure))
-        for job in again:
-            if job.machine.state is State.HANDSHAKE:
-                self._connect(job)
-        if not final:
-            with suppress(NixlError):  # the next request tries again, and tells
-                _ = self._connections.agent
+        self._rebuild.carry_out(failure, self._jobs, final=final)
 
     # One receive, in the order of its way.
 
@@ -261,14 +235,7 @@ class Receives:
                 case Action.FENCE:
                     self._fence(job)
                 case Action.DESTROY_AGENT:
-                    logger.error(
-                        "request %s still has transfers under way %.1f s after it failed (%s):"
-                        " the reading agent is rebuilt",
-                        job.request.request_id,
-                        self._drain_seconds,
-                        job.machine.failure,
-                    )
-                    self._destroy_by = self._destroy_by or self._clock() + HEALTHY_SECONDS
+                    self._rebuild.ask(job)
                 case Action.REPORT:
                     self._report(job)
         self._schedule(job)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Final
 
 from vllm.v1.request import Request, RequestStatus
@@ -19,11 +17,11 @@ from vllm.v1.request import Request, RequestStatus
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import has_key, without_names
-from pdcluster_connector.protocol.prompt_digest import PromptDigest
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
 from pdcluster_connector.protocol.ticket import Rejected, Ticket, passed_on, ticket_of
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token, smallest_block
+from pdcluster_connector.vllm.incoming import Incoming, Stage
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.prefill import DIGEST_TOKENS_A_STEP, is_prefill
 from pdcluster_connector.vllm.prompt import digest_of_prompt, prompt_reader
@@ -40,46 +38,6 @@ TICKET_TOO_LONG: Final = LocalReason.TICKET_TOO_LONG.value
 PREFIX_HIT: Final = LocalReason.PREFIX_HIT.value
 PREFIX_READING_OFF: Final = LocalReason.PREFIX_READING_OFF.value
 SHORT_PROMPT: Final = LocalReason.SHORT_PROMPT.value
-
-
-class Stage(Enum):
-    """How far a request's KV has come."""
-
-    WAITING = "waiting"  # not scheduled yet; its ticket is good
-    PARKED = "parked"  # waits for its KV
-    SETTLED = "settled"  # received, failed or local: nothing will be loaded again
-
-
-@dataclass(slots=True)
-class Incoming:
-    """One live request. ``reason`` says why its KV does not come from a prefill engine.
-
-    ``named``: whoever sent it is told between which engines its KV moved.
-    ``computed``: tokens of it in this engine's prefix cache when vLLM last asked.
-    ``reading``: the prompt is still compared with the ticket.
-    ``held``: the ticket's lease is renewed, and released when the request needs it no more.
-    ``repeated``: what the answer repeats of the request.
-    """
-
-    ticket: Ticket | None
-    stage: Stage
-    reason: str = ""
-    message: str = ""
-    reading: PromptDigest | None = None
-    held: bool = False
-    repeated: Mapping[str, Any] = field(default_factory=dict)
-    counted: bool = False
-    computed: int = 0
-    start: int = 0
-    stop: int = 0
-    blocks: int = 0
-    receipt: Receipt | None = None
-    outcome: str = "local"
-    named: bool = False
-
-    def here(self, request: Request) -> int:
-        """Return the prompt tokens that this engine computes if nothing is transferred."""
-        return max(0, int(request.num_prompt_tokens) - self.computed)
 
 
 class DecodeRole:
@@ -322,7 +280,7 @@ class DecodeRole:
             return None
         if incoming.stage is Stage.WAITING:
             self._settle(request.request_id, incoming)
-        path = self._path(incoming)
+        path = incoming.path(self._engine_id)
         return {"kv_path": path if incoming.named else without_names(path), **incoming.repeated}
 
     def forget(self, request_id: str) -> None:
@@ -334,21 +292,6 @@ class DecodeRole:
             self._aborted[request_id] = incoming
         elif incoming.stage is Stage.WAITING:
             self._settle(request_id, incoming)
-
-    def _path(self, incoming: Incoming) -> dict[str, Any]:
-        receipt = incoming.receipt or Receipt(0, 0.0)
-        moved = incoming.outcome == "transferred"
-        return {
-            "prefill": incoming.ticket.engine_id if incoming.ticket else "",
-            "decode": self._engine_id,
-            "tokens": incoming.stop - incoming.start if moved else 0,
-            "blocks": incoming.blocks if moved else 0,
-            "bytes": receipt.nbytes,
-            "seconds": round(receipt.seconds, 6),
-            "outcome": incoming.outcome,
-            "reason": incoming.reason,
-            "message": incoming.message[:500],
-        }
 
     def _objection(self, request: Request, ticket: Ticket) -> str:
         """Why a true ticket must not be used, apart from its prompt; empty if it may."""

@@ -1,0 +1,70 @@
+"""One live request of a decode engine: how far its KV has come, and what its client learns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from vllm.v1.request import Request
+
+from pdcluster_connector.protocol.prompt_digest import PromptDigest
+from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.vllm.step_messages import Receipt
+
+
+class Stage(Enum):
+    """How far a request's KV has come."""
+
+    WAITING = "waiting"  # not scheduled yet; its ticket is good
+    PARKED = "parked"  # waits for its KV
+    SETTLED = "settled"  # received, failed or local: nothing will be loaded again
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One live request. ``reason`` says why its KV does not come from a prefill engine.
+
+    ``named``: whoever sent it is told between which engines its KV moved.
+    ``computed``: tokens of it in this engine's prefix cache when vLLM last asked.
+    ``reading``: the prompt is still compared with the ticket.
+    ``held``: the ticket's lease is renewed, and released when the request needs it no more.
+    ``repeated``: what the answer repeats of the request.
+    """
+
+    ticket: Ticket | None
+    stage: Stage
+    reason: str = ""
+    message: str = ""
+    reading: PromptDigest | None = None
+    held: bool = False
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    counted: bool = False
+    computed: int = 0
+    start: int = 0
+    stop: int = 0
+    blocks: int = 0
+    receipt: Receipt | None = None
+    outcome: str = "local"
+    named: bool = False
+
+    def here(self, request: Request) -> int:
+        """Return the prompt tokens that this engine computes if nothing is transferred."""
+        return max(0, int(request.num_prompt_tokens) - self.computed)
+
+    def path(self, decode: str) -> dict[str, Any]:
+        """Return what the answer says of the KV's way; ``decode`` is this engine's id."""
+        receipt = self.receipt or Receipt(0, 0.0)
+        moved = self.outcome == "transferred"
+        return {
+            "prefill": self.ticket.engine_id if self.ticket else "",
+            "decode": decode,
+            "tokens": self.stop - self.start if moved else 0,
+            "blocks": self.blocks if moved else 0,
+            "bytes": receipt.nbytes,
+            "seconds": round(receipt.seconds, 6),
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "message": self.message[:500],
+        }
