@@ -31,6 +31,8 @@ def release(cluster, request) -> Release:
     }
     cluster.kubectl("create", "namespace", one.namespace)
     cluster.kubectl("apply", "-n", one.namespace, "-f", "-", stdin=json.dumps(quota))
+    counted = ("--for=jsonpath={.status.hard.pods}=0", "--timeout=60s")  # else pods still start
+    cluster.kubectl("wait", "-n", one.namespace, "resourcequota/no-pods", *counted)
     yield one
     one.take_away()
 

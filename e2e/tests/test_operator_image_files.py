@@ -29,7 +29,9 @@ def files(archive: Path) -> set[str]:
     return found
 
 
-@pytest.mark.skipif(lifecycle.users_own(), reason="KUBECONFIG names a cluster with its own image")
+@pytest.mark.skipif(
+    bool(lifecycle.users_own()), reason="KUBECONFIG names a cluster with its own image"
+)
 def test_local_mode_is_in_no_layer() -> None:
     found = {name for name in files(operator_image().archive) if "/pdcluster_operator/" in name}
     rooms = {name.partition("/pdcluster_operator/")[2].partition("/")[0] for name in found}
