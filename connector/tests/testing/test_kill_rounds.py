@@ -54,7 +54,8 @@ def well(world: World) -> None:
     world.dead.clear()
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("rounds", [20, 500])
 @pytest.mark.timeout(900)
 def test_rounds_of_kill_and_restart_leave_nothing_behind(rounds: int) -> None:
     world = World(lease_seconds=5.0)  # no lease ends here but that of a decode engine that died

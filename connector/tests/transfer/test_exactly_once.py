@@ -235,7 +235,7 @@ def test_every_rank_reports_every_receive_once(requests: int, parked: int) -> No
     for rank in engine.ranks:
         receives = rank.receiver._receives
         assert receives._jobs == receives._by_id == {}
-        assert not receives._held
+        assert not receives._rebuild.held
         assert not receives._transfers
         assert receives._transfers.unseen == 0
         assert rank.fatal == []
