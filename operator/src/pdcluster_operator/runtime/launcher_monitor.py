@@ -132,15 +132,23 @@ class _Watch:
                 await self._poll()
                 self._misses, self.heard = 0, True
             except LauncherError as error:
-                self._misses += 1
-                if is_unreachable(self._misses):
-                    self.heard = True
-                    self.report = self.links = None
-                    self._told = None
+                self._missed()
                 log.debug("%s: %s", self.target.engine, error)
+            except Exception:
+                # This is a bug of the operator. A task that ended would leave the last report as
+                # it is, also one that says Ready.
+                self._missed()
+                log.exception("%s: its launcher's answer cannot be read", self.target.engine)
             if before != (self.report, self.links, self.heard):
                 self._changed()
             await asyncio.sleep(self._period)
+
+    def _missed(self) -> None:
+        self._misses += 1
+        if is_unreachable(self._misses):
+            self.heard = True
+            self.report = self.links = None
+            self._told = None
 
     async def _poll(self) -> None:
         report = await self._launchers.ready(self.target.url)
