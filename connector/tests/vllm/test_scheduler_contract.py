@@ -258,7 +258,12 @@ def test_a_failed_receive_follows_the_policy(engines: Any, policy: str, bad_rank
     assert [worker.abandoned for worker in decode.workers] == [[], []]
 
 
-PROVEN_FALSE = (Reason.TICKET_INVALID, Reason.FORGED, Reason.AUDIENCE_MISMATCH)
+PROVEN_FALSE = (
+    Reason.TICKET_INVALID,
+    Reason.UNSIGNED,
+    Reason.FORGED,
+    Reason.AUDIENCE_MISMATCH,
+)
 
 
 def messages_to_prefill(
@@ -282,7 +287,7 @@ def messages_to_prefill(
         ("ticket", Reason.TICKET_INVALID),
         ("signature", Reason.FORGED),
         ("blocks", Reason.FORGED),
-        ("no signature", Reason.FORGED),
+        ("no signature", Reason.UNSIGNED),
         ("audience", Reason.AUDIENCE_MISMATCH),
         ("no ticket", Reason.TICKET_INVALID),
         ("no params", "NoTicket"),
