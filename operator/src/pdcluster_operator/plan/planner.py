@@ -97,5 +97,6 @@ def _view(observed: Observed, cluster: Cluster, desired: Desired) -> View:
         started=max((moment for moment in created if moment is not None), default=None),
         deadline=cluster.spec.rollout.progress_deadline_seconds,
         router_trouble=router_trouble(observed),
+        changed=desired.changed,
     )
     return View(engines, pairs, observed.links, change)

@@ -39,6 +39,7 @@ class ChangeView:
         paused: ``rollout.paused`` keeps engines of another revision.
         router_available: None if no router is wanted.
         router_trouble: why a router pod does not run; empty if none has trouble.
+        changed: which fields of the spec made engines be replaced; empty if that is not known.
         started: when the newest wanted engine was created, in seconds; None if none was.
         deadline: ``rollout.progressDeadlineSeconds``.
     """
@@ -49,6 +50,7 @@ class ChangeView:
     started: float | None
     deadline: int
     router_trouble: str = ""
+    changed: str = ""
 
 
 def available(pairs: Sequence[PairView], change: ChangeView) -> Verdict:
@@ -78,7 +80,8 @@ def summary(verdicts: Mapping[ConditionType, Verdict], change: ChangeView) -> Ve
         return _no_router(change)
     if change.replacing:
         reason = StatusReason.PAUSED if change.paused else StatusReason.REPLACING
-        return no(reason, "engines of another revision exist")
+        cause = f": {change.changed}" if change.changed else ""
+        return no(reason, f"engines of another revision exist{cause}")
     return yes(StatusReason.READY, "what the spec wants is there and verified")
 
 
@@ -102,4 +105,7 @@ def progressing(
             StatusReason.PROGRESS_DEADLINE_EXCEEDED,
             f"not Ready within {change.deadline} s: {ready.reason}",
         )
-    return yes(StatusReason.REPLACING if change.replacing else ready.reason, ready.message)
+    if not change.replacing:
+        return yes(ready.reason, ready.message)
+    parts = (change.changed, ready.message if ready.reason != StatusReason.REPLACING else "")
+    return yes(StatusReason.REPLACING, "; ".join(filter(None, parts)) or ready.message)
