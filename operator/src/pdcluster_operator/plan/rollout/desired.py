@@ -30,7 +30,7 @@ from pdcluster_operator.plan.builders.network_policies import (
 from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
-from pdcluster_operator.plan.model import Manifest, Observed
+from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, what_changed
 from pdcluster_operator.plan.rollout.history import keep_history
 from pdcluster_operator.plan.rollout.stored import Revision, build_revision, mounted_connector
@@ -103,7 +103,14 @@ def desire(observed: Observed, cluster: Cluster) -> Desired:
     waiting = any(serving[role] is not targets.wanted[role] for role in Role)
     stale = any(name not in names[name.role] for name in seen) or bool(kept) or waiting
     history = keep_history(cluster, targets, seen)
-    build = _Build(cluster, observed, serving, targets)
+    build = _Build(
+        cluster,
+        observed.connector,
+        serving,
+        {role: targets.number(role) for role in Role if serving[role] is targets.wanted[role]},
+        _pairing_key(serving, live),
+        observed.operator_namespace,
+    )
     return Desired(
         names,
         tuple(build.children(names, skipped=kept | blocked)),
@@ -131,6 +138,18 @@ def _serving(
     return next((one for one in targets.stored if one.role is role and one.name in running), None)
 
 
+def _pairing_key(
+    serving: Mapping[Role, Revision | None], live: Mapping[Role, Mapping[EngineName, Manifest]]
+) -> str:
+    """Return the key of the engines that serve."""
+    known = [one.pairing_key for one in serving.values() if one is not None]
+    if known:
+        return known[0]
+    engines = (engine for found in live.values() for engine in found.values())
+    labels = (engine["metadata"].get("labels") or {} for engine in engines)
+    return next((str(found.get(PAIRING_LABEL, "")) for found in labels), "")
+
+
 def _changes(
     targets: Targets, seen: AbstractSet[EngineName], spec: Mapping[str, Any]
 ) -> Iterator[str]:
@@ -147,25 +166,18 @@ class _Build:
     """Makes the children of one spec."""
 
     cluster: Cluster
-    observed: Observed
+    connector: ConnectorBundle
     serving: Mapping[Role, Revision | None]
-    targets: Targets
-
-    @property
-    def pairing_key(self) -> str:
-        """The key of the engines that serve."""
-        known = [one for one in self.serving.values() if one is not None]
-        live = (child for child in self.observed.children if child.get("kind") == "StatefulSet")
-        labels = (child["metadata"].get("labels") or {} for child in live)
-        keys = (str(found.get(PAIRING_LABEL, "")) for found in labels)
-        return known[0].pairing_key if known else next(keys, "")
+    numbers: Mapping[Role, int]
+    pairing_key: str
+    operator_namespace: str | None
 
     def children(
         self, names: Mapping[Role, tuple[EngineName, ...]], skipped: AbstractSet[EngineName]
     ) -> Iterator[Wanted]:
         yield from self._fences()
         if self._needs_connector():
-            connector = build_connector_configmap(self.cluster, self.observed.connector)
+            connector = build_connector_configmap(self.cluster, self.connector)
             yield Wanted(connector, "the connector that engines mount")
         for role in Role:
             revision = self.serving[role]
@@ -189,7 +201,7 @@ class _Build:
             yield Wanted(service, "the address for clients")
 
     def _needs_connector(self) -> bool:
-        digest = self.observed.connector.digest
+        digest = self.connector.digest
         router = self.cluster.spec.router
         if router.replicas and router.api_key_secret_ref is not None and self._gate() == digest:
             return True  # the gate is in the connector, not in the router's image
@@ -202,13 +214,11 @@ class _Build:
     def _gate(self) -> str:
         """Return the connector that routers mount: that of the engines, so that both stay."""
         known = [one.connector for one in self.serving.values() if one is not None]
-        return known[0] if known else self.observed.connector.digest
+        return known[0] if known else self.connector.digest
 
     def _revision(self, revision: Revision) -> Iterator[Wanted]:
         """Yield the ControllerRevision if it is not stored, or is not the newest one."""
-        if revision is not self.targets.wanted[revision.role]:
-            return
-        number = self.targets.number(revision.role)
+        number = self.numbers.get(revision.role, revision.number)
         if number != revision.number:
             stored = build_revision(self.cluster, replace(revision, number=number))
             yield Wanted(stored, f"what {revision.role} engines are made from")
@@ -216,7 +226,7 @@ class _Build:
     def _fences(self) -> Iterator[Wanted]:
         """Yield what must exist before the first pod: its identity, and who may reach it."""
         yield Wanted(build_service_account(self.cluster), "who the pods are")
-        policy = build_engines_policy(self.cluster, self.observed.operator_namespace)
+        policy = build_engines_policy(self.cluster, self.operator_namespace)
         yield Wanted(policy, "who may reach the engines")
         policy_of_router = build_router_policy(self.cluster)
         if policy_of_router is not None:
