@@ -112,6 +112,8 @@ class SimulatedCluster:
         self.counter += 1
         key = (wanted["kind"], wanted["metadata"]["name"])
         old = self.children.get(key, {"metadata": {"uid": f"uid-{self.counter}"}})
+        # As the API server does it.
+        assert wanted.get("data") == old.get("data", wanted.get("data")), f"{key} is immutable"
         wanted["metadata"]["uid"] = old["metadata"]["uid"]
         wanted["metadata"]["resourceVersion"] = str(self.counter)
         # What an API server adds of its own.

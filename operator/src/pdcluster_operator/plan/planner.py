@@ -98,6 +98,7 @@ def _view(observed: Observed, cluster: Cluster, desired: Desired, *, accepted: b
         started=max((moment for moment in created if moment is not None), default=None),
         deadline=cluster.spec.rollout.progress_deadline_seconds,
         router_trouble=router_trouble(observed),
+        changed=desired.changed,
         scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
     )
     return View(engines, pairs, observed.links, change)
