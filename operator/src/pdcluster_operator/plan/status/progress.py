@@ -39,6 +39,7 @@ class ChangeView:
         paused: ``rollout.paused`` keeps engines of another revision.
         router_available: None if no router is wanted.
         router_trouble: why a router pod does not run; empty if none has trouble.
+        router_behind: what the routers' Deployment still has to do; empty if nothing.
         started: when the newest wanted engine was created, in seconds; None if none was.
         deadline: ``rollout.progressDeadlineSeconds``.
     """
@@ -49,6 +50,7 @@ class ChangeView:
     started: float | None
     deadline: int
     router_trouble: str = ""
+    router_behind: str = ""
 
 
 def available(pairs: Sequence[PairView], change: ChangeView) -> Verdict:
@@ -79,6 +81,8 @@ def summary(verdicts: Mapping[ConditionType, Verdict], change: ChangeView) -> Ve
     if change.replacing:
         reason = StatusReason.PAUSED if change.paused else StatusReason.REPLACING
         return no(reason, "engines of another revision exist")
+    if change.router_behind:
+        return no(StatusReason.ROUTER_REPLACING, change.router_behind)
     return yes(StatusReason.READY, "what the spec wants is there and verified")
 
 
