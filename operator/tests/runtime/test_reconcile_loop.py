@@ -24,7 +24,7 @@ from pdcluster_operator.plan.model import (
 )
 from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.reconcile import Reconciler
@@ -287,6 +287,20 @@ async def test_a_failed_step_stops_the_rest_and_stands_in_the_status() -> None:
     assert world.condition("Progressing")["status"] == "True"
 
 
+async def test_a_conflict_is_tried_again_and_is_no_news() -> None:
+    world = World()
+    await world.reconcile()
+    before = world.condition("Progressing")
+    world.api.delete("Service", "ns", "tiny-router")
+    world.port.fail["apply Service"] = Conflict("the object has been modified")
+    with pytest.raises(Conflict):
+        await world.reconcile()
+    assert world.condition("Progressing") == before
+    world.port.fail.clear()
+    await world.reconcile()
+    assert world.condition("Progressing") == before
+
+
 async def test_a_status_that_cannot_be_written_is_an_error_for_the_queue() -> None:
     world = World()
     world.port.fail["status"] = ApiError("Timeout", "the server did not answer")
@@ -373,6 +387,14 @@ def ready_pod(stateful_set: Mapping[str, Any], address: str) -> dict[str, Any]:
             "namespace": "ns",
             "uid": address,
             "labels": {**labels, "apps.kubernetes.io/pod-index": "0"},
+            "ownerReferences": [
+                {
+                    "kind": "StatefulSet",
+                    "name": stateful_set["metadata"]["name"],
+                    "uid": stateful_set["metadata"]["uid"],
+                    "controller": True,
+                }
+            ],
         },
         "status": {
             "phase": "Running",
@@ -393,7 +415,9 @@ def test_the_store_trusts_owners_by_uid_and_a_sweep_removes_ghosts() -> None:
             "namespace": "ns",
             "uid": "2",
             "resourceVersion": "5",
-            "ownerReferences": [{"kind": "PDCluster", "name": "tiny", "uid": "1"}],
+            "ownerReferences": [
+                {"kind": "PDCluster", "name": "tiny", "uid": "1", "controller": True}
+            ],
         },
     }
     stranger = {
@@ -403,7 +427,9 @@ def test_the_store_trusts_owners_by_uid_and_a_sweep_removes_ghosts() -> None:
             "namespace": "ns",
             "uid": "3",
             "labels": {"pdcluster.dev/cluster": "tiny"},
-            "ownerReferences": [{"kind": "PDCluster", "name": "tiny", "uid": "another"}],
+            "ownerReferences": [
+                {"kind": "PDCluster", "name": "tiny", "uid": "another", "controller": True}
+            ],
         },
     }
     assert [store.put(m) for m in (cluster, child, stranger)] == [KEY, KEY, KEY]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdcluster_operator.api.conditions import seconds
+from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
@@ -47,18 +47,19 @@ def make_plan(observed: Observed, now: float) -> Plan:
     if findings.ok:
         key = ticket_key_step(observed, cluster)
         steps = (*((key,) if key else ()), *_steps(observed, desired))
-    view = _view(observed, cluster, desired)
+    view = _view(observed, cluster, desired, accepted=findings.ok)
     status = build_status(observed, cluster, findings, view, now)
     peers: tuple[PeerAssignment, ...] = ()
     if findings.ok:
         prefill, decode = (view.engines[role] for role in Role)
         peers = assign_peers(cluster, prefill, decode, observed.links)
-    ready = status["conditions"][-1]["status"] == "True"
+    progress = find_condition(status, ConditionType.PROGRESSING)
+    settled = progress.get("reason") == StatusReason.COMPLETE
     return Plan(
         steps=steps,
         status=status,
         peers=peers,
-        requeue_after=None if ready or not findings.ok else BUSY_SECONDS,
+        requeue_after=None if settled or not findings.ok else BUSY_SECONDS,
         events=transitions(before, status),
     )
 
@@ -80,7 +81,7 @@ def _steps(observed: Observed, desired: Desired) -> Iterator[Step]:
     yield from restarts(observed, desired)
 
 
-def _view(observed: Observed, cluster: Cluster, desired: Desired) -> View:
+def _view(observed: Observed, cluster: Cluster, desired: Desired, *, accepted: bool) -> View:
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
     engines = {role: observe_engines(observed, desired.names[role], parallelism) for role in Role}
     pairs = observe_pairs(engines[Role.PREFILL], engines[Role.DECODE], observed.links)
@@ -98,5 +99,6 @@ def _view(observed: Observed, cluster: Cluster, desired: Desired) -> View:
         deadline=cluster.spec.rollout.progress_deadline_seconds,
         router_trouble=router_trouble(observed),
         router_behind=router_behind(observed),
+        scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
     )
     return View(engines, pairs, observed.links, change)
