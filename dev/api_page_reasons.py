@@ -70,6 +70,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.SERVING: ("A verified pair of engines serves clients.", ""),
     R.NO_VERIFIED_PAIR: ("No pair of engines is verified.", "The condition KVPathVerified."),
     R.ROUTER_UNAVAILABLE: ("No router pod is ready.", "The router's pods."),
+    R.ROUTER_REPLACING: (
+        "A router serves, but not every router pod is new and ready.",
+        "The message, and the router's pods.",
+    ),
     R.REPLACING: ("Engines of an older revision still exist.", WAIT),
     R.COMPLETE: ("Nothing is left to do.", ""),
     R.PAUSED: ("A change waits, because `rollout.paused` is set.", "`spec.rollout.paused`."),

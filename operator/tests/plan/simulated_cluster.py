@@ -213,7 +213,8 @@ class SimulatedCluster:
         """Let the router's Deployment have a ready pod."""
         for (kind, _), child in self.children.items():
             if kind == "Deployment":
-                child["status"] = {"availableReplicas": 1}
+                wanted = child["spec"]["replicas"]
+                child["status"] = {"availableReplicas": wanted, "updatedReplicas": wanted}
 
     def bring_up(self) -> Plan:
         """From nothing to Ready."""

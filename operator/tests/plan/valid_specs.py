@@ -121,6 +121,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 env=ENV,
             )
         ),
+        requestTimeoutSeconds=draw(st.integers(10, 43_200)),
         monitoring=draw(optional(scrapeFrom=PEERS)),
         rollout=draw(
             optional(

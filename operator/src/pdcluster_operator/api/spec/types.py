@@ -169,6 +169,15 @@ class Spec:
     monitoring: Annotated[Monitoring, Doc("is who watches the cluster.")] = field(
         default_factory=Monitoring
     )
+    request_timeout_seconds: Annotated[
+        int,
+        Example(600),
+        Doc(
+            "is how long a request may take. The router ends a request that takes longer. A pod "
+            "that is told to end waits this long at most for the requests that it serves."
+        ),
+        Whole(10, 43_200),
+    ] = 1800
 
     def role(self, role: Role) -> RoleSpec:
         """Return the spec of one role."""
