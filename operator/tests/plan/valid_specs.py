@@ -122,6 +122,7 @@ def manifests(draw: st.DrawFn) -> dict:
             )
         ),
         monitoring=draw(optional(scrapeFrom=PEERS)),
+        **draw(optional(operatorClass=st.just("blue"))),
         rollout=draw(
             optional(
                 type=st.just("Recreate"),

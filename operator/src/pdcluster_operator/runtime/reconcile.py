@@ -7,7 +7,7 @@ carries it out, stops at the first step that fails, and says so in the status.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,13 @@ class Place:
         namespace: of the operator's pod; None where that is not known.
         host_path_models: whether a PDCluster may mount folders of the nodes.
         one_node: whether all pods run on one machine, as in local mode.
+        operator_class: the class of PDClusters to work on; empty for those without, None for all.
     """
 
     namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
+    operator_class: str | None = None
 
 
 class Reconciler:
@@ -59,6 +61,7 @@ class Reconciler:
         connector: ConnectorSource,
         clock: Clock,
         place: Place | None = None,
+        may_write: Callable[[Key], bool] = lambda _: True,
     ) -> None:
         self._store = store
         self._api = api
@@ -67,6 +70,7 @@ class Reconciler:
         self._connector = connector
         self._clock = clock
         self._place = place or Place()
+        self._may_write = may_write
         self._rewrites = RewriteNotes()
 
     async def reconcile(self, key: Key) -> float | None:
@@ -125,7 +129,7 @@ class Reconciler:
         return plan.requeue_after
 
     async def _write_status(self, key: Key, cluster: Manifest, status: Manifest) -> None:
-        if status != cluster.get("status"):
+        if status != cluster.get("status") and self._may_write(key):
             await self._api.write_status(key, cluster["metadata"]["uid"], status)
 
     async def _observe(self, key: Key, cluster: Manifest) -> Observed:
@@ -153,6 +157,9 @@ class Reconciler:
         """
         checked = False
         for step in steps:
+            if not self._may_write(key):
+                log.warning("%s: the Lease of its namespace is lost; nothing more is done", key)
+                return False
             if isinstance(step, Apply | WriteTicketKey):
                 # The store may still hold a cluster that is gone. Its children would be created
                 # again, and nobody would delete them.
