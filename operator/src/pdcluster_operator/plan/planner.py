@@ -43,7 +43,7 @@ def make_plan(observed: Observed, now: float) -> Plan:
     cluster, findings = check_manifest(
         observed.cluster, host_paths=observed.host_path_models, one_node=observed.one_node
     )
-    desired = desire(observed, cluster) if findings.ok else _frozen(observed)
+    desired = desire(observed, cluster, now) if findings.ok else _frozen(observed)
     steps: tuple[Step, ...] = ()
     if findings.ok:
         key = ticket_key_step(observed, cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pdcluster_operator.api.labels import (
@@ -14,6 +15,7 @@ from pdcluster_operator.api.spec.resolve import Engine
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
 from pdcluster_operator.plan.builders.metadata import child_metadata
+from pdcluster_operator.plan.lost import choose_indexes
 from pdcluster_operator.plan.rollout.revision import role_revision
 
 
@@ -44,10 +46,25 @@ def engine_revision(cluster: Cluster, engine: Engine, pairing_key: str, digest: 
     return role_revision(build_engine_pod(cluster, engine, nobody, pairing_key, digest))
 
 
-def engine_names(cluster: Cluster, role: Role, revision: str) -> tuple[EngineName, ...]:
-    """Return the names of all engines that the spec wants of a role."""
+def engine_names(
+    cluster: Cluster,
+    role: Role,
+    revision: str,
+    live: Iterable[EngineName] = (),
+    lost: Iterable[EngineName] = (),
+) -> tuple[EngineName, ...]:
+    """Return the names of all engines that the spec wants of a role.
+
+    Args:
+        live: engines that exist.
+        lost: engines whose names cannot be used, because their node is gone.
+    """
+
+    def indexes(names: Iterable[EngineName]) -> set[int]:
+        return {name.index for name in names if (name.role, name.revision) == (role, revision)}
+
     replicas = cluster.spec.role(role).replicas
     return tuple(
         EngineName(cluster.namespace, cluster.name, role, revision, index)
-        for index in range(replicas)
+        for index in choose_indexes(replicas, indexes(live), indexes(lost))
     )

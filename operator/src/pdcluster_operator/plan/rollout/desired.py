@@ -33,6 +33,7 @@ from pdcluster_operator.plan.builders.network_policies import (
 from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
+from pdcluster_operator.plan.lost import lost_engines
 from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed
 from pdcluster_operator.plan.rollout.revision import pairing_key
 
@@ -70,18 +71,21 @@ def live_engines(observed: Observed) -> tuple[EngineName, ...]:
     return tuple(sorted(name for name in names if name is not None))
 
 
-def desire(observed: Observed, cluster: Cluster) -> Desired:
+def desire(observed: Observed, cluster: Cluster, now: float) -> Desired:
     """Return what should exist for an accepted spec."""
     key = pairing_key(cluster)
     live = live_engines(observed)
-    seen = {*live, *(name for name in map(engine_of, observed.pods) if name is not None)}
+    lost = lost_engines(observed.pods, now)
+    # The pods of a lost engine may stay for ever. Nothing waits for them.
+    pods = {name for name in map(engine_of, observed.pods) if name is not None} - lost
+    seen = {*live, *pods}
     engines = {role: resolve_engine(cluster, role) for role in Role}
     names: dict[Role, tuple[EngineName, ...]] = {}
     blocked: set[EngineName] = set()
     kept: set[EngineName] = set()
     for role, engine in engines.items():
         revision = engine_revision(cluster, engine, key, observed.connector.digest)
-        wanted = engine_names(cluster, role, revision)
+        wanted = engine_names(cluster, role, revision, live, lost)
         others = {name for name in seen if name.role is role and name.revision != revision}
         names[role] = wanted
         if others and cluster.spec.rollout.paused:
