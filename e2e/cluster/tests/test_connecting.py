@@ -6,8 +6,9 @@ import socket
 import threading
 from collections.abc import Iterator
 
-import connecting
 import pytest
+
+import connecting
 
 
 @pytest.fixture
