@@ -88,6 +88,22 @@ class WriteTicketKey:
 
 
 @dataclass(frozen=True, slots=True)
+class TryOut:
+    """Dry runs of what a new revision needs, before anything that it replaces is touched.
+
+    Attributes:
+        manifests: an engine's StatefulSet, and a pod of it. Quotas and Pod Security refuse
+            pods and never StatefulSets.
+        beside: the pod is to run beside the old ones. Otherwise it gets the place of an old
+            pod, and a quota that is used up refuses nothing.
+    """
+
+    manifests: tuple[Manifest, ...]
+    beside: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Delete:
     """Deletion of one object, only if it is still the one that was seen."""
 
@@ -111,7 +127,7 @@ class RestartPod:
     why: str
 
 
-Step = Apply | WriteTicketKey | Delete | RestartPod
+Step = Apply | WriteTicketKey | TryOut | Delete | RestartPod
 
 
 @dataclass(frozen=True, slots=True)

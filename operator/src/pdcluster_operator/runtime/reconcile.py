@@ -13,7 +13,7 @@ from typing import Any
 
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.model import Apply, Observed, Plan, Step, WriteTicketKey
+from pdcluster_operator.plan.model import Apply, Observed, Plan, Step, TryOut, WriteTicketKey
 from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.failed_step import with_failure
@@ -154,6 +154,8 @@ class Reconciler:
                 await self._api.write_ticket_key(step)
             elif isinstance(step, Apply):
                 await self._api.apply(step.manifest)
+            elif isinstance(step, TryOut):
+                await self._api.try_out(step)
             else:
                 await self._api.delete(step)
             log.info("%s: %s: %s", key, type(step).__name__, step.why)
