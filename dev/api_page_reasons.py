@@ -122,6 +122,10 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
         "Send each ticket to one decode engine.",
     ),
     Kv.TICKET_INVALID: ("The ticket does not fit the prompt or the engine.", "The router."),
+    Kv.UNSIGNED: (
+        "The ticket has no signature, and decode has a ticket key.",
+        "The Secret `NAME-ticket-key` in the pods of prefill; who sent the request.",
+    ),
     Kv.FORGED: (
         "The ticket was changed on its way, or signed with a key that decode does not have.",
         "Who sent the request; the Secret `NAME-ticket-key` in the pods of both roles.",
