@@ -103,6 +103,7 @@ class SimulatedCluster:
             self._apply(copy.deepcopy(dict(step.manifest)))
             return
         if isinstance(step, TryOut):
+            self._apply(copy.deepcopy(dict(step.stored)))
             return
         if isinstance(step, RestartPod):
             del self.pods[step.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.plan.model import Apply, Delete, TryOut
+from pdcluster_operator.plan.model import Delete, TryOut
 from pdcluster_operator.plan.rollout.try_out import refusal
 
 LONGER = {"maxModelLen": 512}
@@ -33,7 +33,7 @@ def test_each_role_is_tried_out_and_stored_before_an_engine_is_deleted() -> None
     old = engines(world)
     world.edit(engine=LONGER)
     plan = world.step()
-    assert [type(step) for step in plan.steps] == [TryOut, Apply, TryOut, Apply]
+    assert [type(step) for step in plan.steps] == [TryOut, TryOut]
     for step in plan.steps:
         if isinstance(step, TryOut):
             engine, pod = step.manifests
@@ -68,8 +68,7 @@ def test_a_role_that_is_taken_waits_for_the_one_that_is_refused() -> None:
     world.bring_up()
     old = engines(world)
     world.edit(engine={"blockSize": 32})
-    for step in world.plan().steps[:2]:
-        world.perform(step)
+    world.perform(trials(world)[0])
     world.refused = "no"
     assert len(trials(world)) == 1
     world.step()
@@ -89,7 +88,7 @@ def test_a_role_that_is_taken_waits_for_the_one_that_is_refused() -> None:
     ],
 )
 def test_which_answers_refuse(beside: bool, reason: str, message: str, refused: bool) -> None:
-    found = refusal(TryOut((), beside, ""), "Pod", reason, message)
+    found = refusal(TryOut((), {}, beside, ""), "Pod", reason, message)
     assert (found is not None) is refused
     if found is not None:
         assert message in found

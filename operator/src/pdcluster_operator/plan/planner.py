@@ -77,9 +77,7 @@ def _steps(observed: Observed, desired: Desired) -> Iterator[Step]:
         manifest = stamped(wanted.manifest)
         if not is_applied(live.get(identity(manifest)), manifest):
             yield Apply(manifest, wanted.why)
-    for trial, revision in desired.trials:
-        yield trial
-        yield Apply(stamped(revision.manifest), revision.why)
+    yield from desired.trials
     yield from deletions(observed, desired)
     yield from restarts(observed, desired)
 

@@ -143,7 +143,7 @@ class Reconciler:
         """Perform the steps in order; return False if the cluster is no longer the one observed."""
         checked = False
         for step in steps:
-            if isinstance(step, Apply | WriteTicketKey):
+            if isinstance(step, Apply | WriteTicketKey | TryOut):
                 # The store may still hold a cluster that is gone. Its children would be created
                 # again, and nobody would delete them.
                 if not checked and await self._api.read_uid(key) != cluster["metadata"]["uid"]:
@@ -156,6 +156,7 @@ class Reconciler:
                 await self._api.apply(step.manifest)
             elif isinstance(step, TryOut):
                 await self._api.try_out(step)
+                await self._api.apply(step.stored)
             else:
                 await self._api.delete(step)
             log.info("%s: %s: %s", key, type(step).__name__, step.why)

@@ -70,7 +70,7 @@ class Desired:
     forgotten: frozenset[str] = frozenset()
     mounted: frozenset[str] = frozenset()
     changed: str = ""
-    trials: tuple[tuple[TryOut, Wanted], ...] = ()
+    trials: tuple[TryOut, ...] = ()
 
 
 def live_engines(observed: Observed) -> tuple[EngineName, ...]:
@@ -154,10 +154,9 @@ def _untried(targets: Targets, live: Mapping[Role, Mapping[EngineName, Manifest]
     ]
 
 
-def _trial(cluster: Cluster, targets: Targets, role: Role) -> tuple[TryOut, Wanted]:
+def _trial(cluster: Cluster, targets: Targets, role: Role) -> TryOut:
     revision = replace(targets.wanted[role], number=targets.number(role))
-    stored = Wanted(build_revision(cluster, revision), f"what new {role} engines are made from")
-    return try_out(cluster, revision, beside=False), stored
+    return try_out(cluster, revision, beside=False)
 
 
 def _pairing_key(

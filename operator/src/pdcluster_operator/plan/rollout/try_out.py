@@ -11,8 +11,9 @@ from typing import Any
 from pdcluster_operator.api.labels import POD_INDEX_LABEL, EngineName
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_statefulset import build_engine_statefulset
+from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.model import TryOut
-from pdcluster_operator.plan.rollout.stored import Revision
+from pdcluster_operator.plan.rollout.stored import Revision, build_revision
 
 REFUSALS = frozenset({"Invalid", "Forbidden", "BadRequest"})
 """What an API server answers to an object that it does not take. Anything else is its trouble."""
@@ -28,7 +29,9 @@ def try_out(cluster: Cluster, revision: Revision, *, beside: bool) -> TryOut:
     name = EngineName(cluster.namespace, cluster.name, revision.role, revision.name, 0)
     engine = build_engine_statefulset(cluster, revision, name)
     why = f"would the API server take {revision.role} engines of revision {revision.name}?"
-    return TryOut((engine, _pod_of(engine)), beside, why)
+    return TryOut(
+        (engine, _pod_of(engine)), stamped(build_revision(cluster, revision)), beside, why
+    )
 
 
 def refusal(step: TryOut, kind: str, reason: str, message: str) -> str | None:
