@@ -19,6 +19,7 @@ WATCHED = {
     "pdcluster.dev/pdclusters/finalizers": {"update"},
     "apps/statefulsets": APPLY,
     "apps/deployments": APPLY,
+    "apps/controllerrevisions": APPLY,
     "/services": APPLY,
     "/configmaps": APPLY,
     "/serviceaccounts": APPLY,
@@ -26,6 +27,7 @@ WATCHED = {
     "networking.k8s.io/networkpolicies": APPLY,
     "/secrets": {"get", "create", "patch"},
     "/pods": READ | {"delete"},
+    "coordination.k8s.io/leases": {"get", "create", "update"},
     "events.k8s.io/events": {"create", "patch"},
 }
 DISCOVERY = {"/namespaces": READ, "apiextensions.k8s.io/customresourcedefinitions": READ}

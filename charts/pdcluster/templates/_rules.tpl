@@ -12,7 +12,7 @@
   verbs: [update]
 # The operator writes children by server-side apply, a patch that may also create.
 - apiGroups: [apps]
-  resources: [statefulsets, deployments]
+  resources: [statefulsets, deployments, controllerrevisions]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [services, configmaps, serviceaccounts]
@@ -32,6 +32,10 @@
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, delete]
+# In each namespace with PDClusters, the operator that holds a Lease works on them.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [get, create, update]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]

@@ -9,7 +9,11 @@ WATCHED_RULES = [
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters"], "verbs": READ},
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/status"], "verbs": ["patch"]},
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/finalizers"], "verbs": ["update"]},
-    {"apiGroups": ["apps"], "resources": ["statefulsets", "deployments"], "verbs": APPLY},
+    {
+        "apiGroups": ["apps"],
+        "resources": ["statefulsets", "deployments", "controllerrevisions"],
+        "verbs": APPLY,
+    },
     {
         "apiGroups": [""],
         "resources": ["services", "configmaps", "serviceaccounts"],
@@ -19,6 +23,11 @@ WATCHED_RULES = [
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": APPLY},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
     {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "delete"]},
+    {
+        "apiGroups": ["coordination.k8s.io"],
+        "resources": ["leases"],
+        "verbs": ["get", "create", "update"],
+    },
     {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
 ]
 CERTIFICATE_RULES = [

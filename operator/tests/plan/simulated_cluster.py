@@ -10,6 +10,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import ROLE_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
 from pdcluster_operator.plan.model import (
     Apply,
@@ -31,6 +32,7 @@ from pdcluster_operator.plan.reports import (
     parse_links_report,
 )
 
+GRACE = 30  # seconds that a pod has to end
 START = 1_800_000_000.0
 CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
 
@@ -106,12 +108,15 @@ class SimulatedCluster:
         assert child["metadata"]["resourceVersion"] == step.resource_version
         if step.kind == "StatefulSet":
             for name in [n for n, pod in self.pods.items() if engine_of(pod) == engine_of(child)]:
-                self.pods[name]["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+                ends = timestamp(self.now + GRACE)
+                self.pods[name]["metadata"].setdefault("deletionTimestamp", ends)
 
     def _apply(self, wanted: dict[str, Any]) -> None:
         self.counter += 1
         key = (wanted["kind"], wanted["metadata"]["name"])
         old = self.children.get(key, {"metadata": {"uid": f"uid-{self.counter}"}})
+        # As the API server does it.
+        assert wanted.get("data") == old.get("data", wanted.get("data")), f"{key} is immutable"
         wanted["metadata"]["uid"] = old["metadata"]["uid"]
         wanted["metadata"]["resourceVersion"] = str(self.counter)
         # What an API server adds of its own.
@@ -211,7 +216,8 @@ class SimulatedCluster:
         """Let the router's Deployment have a ready pod."""
         for (kind, _), child in self.children.items():
             if kind == "Deployment":
-                child["status"] = {"availableReplicas": 1}
+                wanted = child["spec"]["replicas"]
+                child["status"] = {"availableReplicas": wanted, "updatedReplicas": wanted}
 
     def bring_up(self) -> Plan:
         """From nothing to Ready."""

@@ -63,20 +63,27 @@ class EngineView:
 def observe_engines(
     observed: Observed, names: Iterable[EngineName], parallelism: Mapping[Role, Parallelism]
 ) -> tuple[EngineView, ...]:
-    """Return a view of each engine; ``parallelism`` is that of each role's engines."""
+    """Return a view of each engine.
+
+    Args:
+        parallelism: of each role's engines, as the spec has it. An engine that exists is judged by
+            the number of pods that its StatefulSet has: a change of the spec may be paused.
+    """
     pods: dict[str, list[Manifest]] = {}
     for pod in observed.pods:
         engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
         if engine:
             pods.setdefault(engine, []).append(pod)
     known = known_ids(observed.cluster)
+    sizes = _sizes(observed.children)
     views = []
     for name in names:
         own = sorted(pods.get(name.stateful_set, ()), key=_name)
         addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
         report = observed.engines.get(name.logical)
         asked = parallelism[name.role]
-        ready, why = _judge(name, asked.nodes, own, report)
+        nodes = sizes.get(name.stateful_set, asked.nodes)
+        ready, why = _judge(name, nodes, own, report)
         views.append(
             EngineView(
                 name,
@@ -86,10 +93,21 @@ def observe_engines(
                 (report.engine_id if report else "") or known.get(name.stateful_set, ""),
                 addresses.get(name.pod(), ""),
                 (report.data_parallel_size if report else None) or asked.data,
-                tuple(addresses.get(name.pod(node), "") for node in range(1, asked.nodes)),
+                tuple(addresses.get(name.pod(node), "") for node in range(1, nodes)),
             )
         )
     return tuple(views)
+
+
+def _sizes(children: Iterable[Manifest]) -> dict[str, int]:
+    """Return how many pods each StatefulSet has, by name."""
+    return {
+        _name(child): size
+        for child in children
+        if child.get("kind") == "StatefulSet"
+        and isinstance(size := (child.get("spec") or {}).get("replicas"), int)
+        and size >= 1
+    }
 
 
 def _judge(

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdcluster_operator.api.conditions import seconds
+from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
-from pdcluster_operator.plan.drift import is_applied, stamped
+from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.engines import observe_engines
 from pdcluster_operator.plan.links import observe_pairs
 from pdcluster_operator.plan.model import Apply, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.restarts import restarts
+from pdcluster_operator.plan.rewrites import is_settled
 from pdcluster_operator.plan.rollout.desired import Desired, desire, identity, live_engines
-from pdcluster_operator.plan.routers import router_available, router_trouble
+from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.status.build import View, build_status, transitions
 from pdcluster_operator.plan.status.progress import ChangeView
 from pdcluster_operator.plan.ticket_key import ticket_key_step
@@ -42,23 +43,24 @@ def make_plan(observed: Observed, now: float) -> Plan:
     cluster, findings = check_manifest(
         observed.cluster, host_paths=observed.host_path_models, one_node=observed.one_node
     )
-    desired = desire(observed, cluster) if findings.ok else _frozen(observed)
+    desired = desire(observed, cluster, now) if findings.ok else _frozen(observed)
     steps: tuple[Step, ...] = ()
     if findings.ok:
         key = ticket_key_step(observed, cluster)
         steps = (*((key,) if key else ()), *_steps(observed, desired))
-    view = _view(observed, cluster, desired)
+    view = _view(observed, cluster, desired, accepted=findings.ok)
     status = build_status(observed, cluster, findings, view, now)
     peers: tuple[PeerAssignment, ...] = ()
     if findings.ok:
         prefill, decode = (view.engines[role] for role in Role)
         peers = assign_peers(cluster, prefill, decode, observed.links)
-    ready = status["conditions"][-1]["status"] == "True"
+    progress = find_condition(status, ConditionType.PROGRESSING)
+    settled = progress.get("reason") == StatusReason.COMPLETE
     return Plan(
         steps=steps,
         status=status,
         peers=peers,
-        requeue_after=None if ready or not findings.ok else BUSY_SECONDS,
+        requeue_after=None if settled or not findings.ok else BUSY_SECONDS,
         events=transitions(before, status),
     )
 
@@ -74,13 +76,14 @@ def _steps(observed: Observed, desired: Desired) -> Iterator[Step]:
     live = {identity(child): child for child in observed.children}
     for wanted in desired.children:
         manifest = stamped(wanted.manifest)
-        if not is_applied(live.get(identity(manifest)), manifest):
+        child = identity(manifest)
+        if not is_settled(live.get(child), manifest, observed.rewrites.get(child)):
             yield Apply(manifest, wanted.why)
     yield from deletions(observed, desired)
     yield from restarts(observed, desired)
 
 
-def _view(observed: Observed, cluster: Cluster, desired: Desired) -> View:
+def _view(observed: Observed, cluster: Cluster, desired: Desired, *, accepted: bool) -> View:
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
     engines = {role: observe_engines(observed, desired.names[role], parallelism) for role in Role}
     pairs = observe_pairs(engines[Role.PREFILL], engines[Role.DECODE], observed.links)
@@ -97,5 +100,8 @@ def _view(observed: Observed, cluster: Cluster, desired: Desired) -> View:
         started=max((moment for moment in created if moment is not None), default=None),
         deadline=cluster.spec.rollout.progress_deadline_seconds,
         router_trouble=router_trouble(observed),
+        changed=desired.changed,
+        router_behind=router_behind(observed),
+        scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
     )
     return View(engines, pairs, observed.links, change)

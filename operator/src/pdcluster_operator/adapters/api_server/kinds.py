@@ -8,6 +8,7 @@ from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, GROUP, PLURAL, VERSION
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
+from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Kind:
 PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
 POD = Kind("", "v1", "pods", "Pod")
 SECRET = Kind("", "v1", "secrets", "Secret")
+LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 EVENT = Kind("events.k8s.io", "v1", "events", "Event")
 WEBHOOK_CONFIGURATION = Kind(
     "admissionregistration.k8s.io",
@@ -59,6 +61,14 @@ WATCHED = (
     PDCLUSTER,
     Kind("apps", "v1", "statefulsets", "StatefulSet"),
     Kind("apps", "v1", "deployments", "Deployment"),
+    # A StatefulSet has revisions of its own, with the labels of its pods.
+    Kind(
+        "apps",
+        "v1",
+        "controllerrevisions",
+        REVISION_KIND,
+        selector=f"{CLUSTER_LABEL},app.kubernetes.io/component={REVISION_COMPONENT}",
+    ),
     Kind("", "v1", "services", "Service"),
     Kind("", "v1", "configmaps", "ConfigMap"),
     Kind("", "v1", "serviceaccounts", "ServiceAccount"),
@@ -67,7 +77,7 @@ WATCHED = (
     POD,
 )
 BY_NAME: Mapping[str, Kind] = {
-    kind.name: kind for kind in (*WATCHED, SECRET, EVENT, WEBHOOK_CONFIGURATION)
+    kind.name: kind for kind in (*WATCHED, SECRET, LEASE, EVENT, WEBHOOK_CONFIGURATION)
 }
 
 
