@@ -70,6 +70,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.SERVING: ("A verified pair of engines serves clients.", ""),
     R.NO_VERIFIED_PAIR: ("No pair of engines is verified.", "The condition KVPathVerified."),
     R.ROUTER_UNAVAILABLE: ("No router pod is ready.", "The router's pods."),
+    R.ROUTER_REPLACING: (
+        "A router serves, but not every router pod is new and ready.",
+        "The message, and the router's pods.",
+    ),
     R.REPLACING: ("Engines of an older revision still exist.", WAIT),
     R.COMPLETE: ("Nothing is left to do.", ""),
     R.PAUSED: ("A change waits, because `rollout.paused` is set.", "`spec.rollout.paused`."),
@@ -84,6 +88,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.REASON_UNREADABLE: (
         "A launcher or the API server gave a reason that is no word, or a very long one.",
         "The message, and the logs of the engine that it names.",
+    ),
+    R.REWRITTEN: (
+        "An event: something else, such as a mutating webhook, changes what is applied.",
+        "The event names the fields. Exclude the object from the webhook if engines do not run.",
     ),
     R.READY: ("What the spec wants is there and verified.", ""),
 }

@@ -183,7 +183,8 @@ def test_the_launcher_reads_the_same_from_it(cluster):
         grace = next(t for c, t in pod_templates(SimulatedCluster(cluster).plan()) if c == child)
         seconds = grace["spec"]["terminationGracePeriodSeconds"]
         assert seconds > launcher.drain_seconds + launcher.stop_seconds
-        assert launcher.drain_seconds >= parsed.spec.transfer.lease_seconds
+        longest = parsed.spec.request_timeout_seconds + parsed.spec.transfer.lease_seconds
+        assert launcher.drain_seconds >= longest
 
 
 @settings(max_examples=EXAMPLES)

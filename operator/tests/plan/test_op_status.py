@@ -211,7 +211,7 @@ def test_what_the_launcher_says_while_not_ready(world, state, reason):
 def test_a_pod_that_is_being_deleted_drains(world):
     world.bring_up()
     pod = world.pods[world.leaders("decode")[0].pod()]
-    pod["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    pod["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
     world.step()
     is_(world, "DecodeReady", "False", "Draining")
 
@@ -384,6 +384,37 @@ def test_a_router_that_is_gone(world):
     is_(world, "KVPathVerified", "True", "CanaryPassed")
     is_(world, "Available", "False", "RouterUnavailable")
     is_(world, "Ready", "False", "RouterUnavailable")
+
+
+def test_a_router_whose_new_pods_do_not_start_while_the_old_serve(world):
+    world.bring_up()
+    world.edit(router={"image": "registry.example/no/such:1"})
+    world.step()
+    (deployment,) = (child for (kind, _), child in world.children.items() if kind == "Deployment")
+    deployment["metadata"]["generation"] = 2
+    deployment["status"] = {"observedGeneration": 1, "availableReplicas": 1, "updatedReplicas": 1}
+    world.step()
+    is_(world, "Available", "True", "Serving")
+    is_(world, "Ready", "False", "RouterReplacing", "has changed")
+    deployment["status"] |= {"observedGeneration": 2, "updatedReplicas": 1, "replicas": 2}
+    world.pods["llama-router-new"] = {
+        "metadata": {
+            "name": "llama-router-new",
+            "labels": deployment["spec"]["template"]["metadata"]["labels"],
+        },
+        "status": {
+            "containerStatuses": [
+                {"name": "router", "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+            ]
+        },
+    }
+    world.step()
+    is_(world, "Ready", "False", "RouterReplacing", "llama-router-new: ImagePullBackOff")
+    is_(world, "Progressing", "True", "RouterReplacing")
+    del world.pods["llama-router-new"]
+    deployment["status"]["replicas"] = 1
+    world.step()
+    is_(world, "Ready", "True", "Ready")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

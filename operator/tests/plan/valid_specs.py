@@ -121,7 +121,9 @@ def manifests(draw: st.DrawFn) -> dict:
                 env=ENV,
             )
         ),
+        requestTimeoutSeconds=draw(st.integers(10, 43_200)),
         monitoring=draw(optional(scrapeFrom=PEERS)),
+        **draw(optional(operatorClass=st.just("blue"))),
         rollout=draw(
             optional(
                 type=st.just("Recreate"),

@@ -80,6 +80,7 @@ class StatusReason(StrEnum):
     SERVING = "Serving"
     NO_VERIFIED_PAIR = "NoVerifiedPair"
     ROUTER_UNAVAILABLE = "RouterUnavailable"
+    ROUTER_REPLACING = "RouterReplacing"
     REPLACING = "Replacing"
     COMPLETE = "Complete"
     PAUSED = "Paused"
@@ -87,6 +88,7 @@ class StatusReason(StrEnum):
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     READY = "Ready"
     REASON_UNREADABLE = "ReasonUnreadable"
+    REWRITTEN = "Rewritten"
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
         help="Secret in which the certificate is stored",
     )
     run.add_argument(
+        "--operator-class",
+        default="",
+        metavar="NAME",
+        help="work only on PDClusters whose spec.operatorClass is NAME (default: on those "
+        "without one)",
+    )
+    run.add_argument(
         "--sweep-seconds",
         type=float,
         default=300.0,
@@ -136,6 +143,7 @@ def _operator(options: argparse.Namespace) -> Work:
         health_port=options.health_port,
         metrics_port=options.metrics_port,
         sweep_seconds=options.sweep_seconds,
+        operator_class=options.operator_class,
     )
     return lambda stop: run_operator(chosen, stop)
 

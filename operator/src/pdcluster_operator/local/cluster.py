@@ -176,8 +176,8 @@ class _ApiPort:
         live = self._api.get("Secret", metadata["namespace"], metadata["name"])
         self._api.apply(with_a_new_key(step, live))
 
-    async def apply(self, manifest: Mapping[str, Any]) -> None:
-        self._api.apply(dict(manifest))
+    async def apply(self, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._api.apply(dict(manifest))
 
     async def try_out(self, step: TryOut) -> None:
         """Refuse nothing: this API has no schemas and no quotas."""

@@ -13,14 +13,15 @@ from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
-from pdcluster_operator.plan.drift import is_applied, stamped
+from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.engines import observe_engines
 from pdcluster_operator.plan.links import observe_pairs
 from pdcluster_operator.plan.model import Apply, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.restarts import restarts
+from pdcluster_operator.plan.rewrites import is_settled
 from pdcluster_operator.plan.rollout.desired import Desired, desire, identity, live_engines
-from pdcluster_operator.plan.routers import router_available, router_trouble
+from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.status.build import View, build_status, transitions
 from pdcluster_operator.plan.status.progress import ChangeView
 from pdcluster_operator.plan.ticket_key import ticket_key_step
@@ -42,7 +43,7 @@ def make_plan(observed: Observed, now: float) -> Plan:
     cluster, findings = check_manifest(
         observed.cluster, host_paths=observed.host_path_models, one_node=observed.one_node
     )
-    desired = desire(observed, cluster) if findings.ok else _frozen(observed)
+    desired = desire(observed, cluster, now) if findings.ok else _frozen(observed)
     steps: tuple[Step, ...] = ()
     if findings.ok:
         key = ticket_key_step(observed, cluster)
@@ -75,7 +76,8 @@ def _steps(observed: Observed, desired: Desired) -> Iterator[Step]:
     live = {identity(child): child for child in observed.children}
     for wanted in desired.children:
         manifest = stamped(wanted.manifest)
-        if not is_applied(live.get(identity(manifest)), manifest):
+        child = identity(manifest)
+        if not is_settled(live.get(child), manifest, observed.rewrites.get(child)):
             yield Apply(manifest, wanted.why)
     yield from desired.trials
     yield from deletions(observed, desired)
@@ -100,6 +102,7 @@ def _view(observed: Observed, cluster: Cluster, desired: Desired, *, accepted: b
         deadline=cluster.spec.rollout.progress_deadline_seconds,
         router_trouble=router_trouble(observed),
         changed=desired.changed,
+        router_behind=router_behind(observed),
         scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
     )
     return View(engines, pairs, observed.links, change)

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.plan.deletions import is_being_deleted
-from pdcluster_operator.plan.drift import is_applied, stamped
+from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.model import Observed, RestartPod
+from pdcluster_operator.plan.rewrites import is_settled
 from pdcluster_operator.plan.rollout.desired import Desired, Wanted, identity
 
 POD_REVISION_LABEL = "controller-revision-hash"
@@ -52,6 +53,7 @@ def _current_revisions(observed: Observed, children: tuple[Wanted, ...]) -> Mapp
             continue
         status = existing.get("status") or {}
         computed = status.get("observedGeneration") == existing["metadata"].get("generation")
-        if computed and is_applied(existing, stamped(wanted.manifest)):
+        noted = observed.rewrites.get((kind, name))
+        if computed and is_settled(existing, stamped(wanted.manifest), noted):
             found[name] = str(status.get("updateRevision") or "")
     return found

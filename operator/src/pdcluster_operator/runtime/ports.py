@@ -42,8 +42,8 @@ class Api(Protocol):
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
         ...
 
-    async def apply(self, manifest: Manifest) -> None:
-        """Server-side apply with our field manager."""
+    async def apply(self, manifest: Manifest) -> Manifest:
+        """Server-side apply with our field manager; return the object as it is then."""
         ...
 
     async def try_out(self, step: TryOut) -> None:

@@ -7,13 +7,21 @@ carries it out, stops at the first step that fails, and says so in the status.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.model import Apply, Observed, Plan, Step, TryOut, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Apply,
+    Event,
+    Observed,
+    Plan,
+    Step,
+    TryOut,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.failed_step import with_failure
@@ -21,6 +29,7 @@ from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
 from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
@@ -38,11 +47,13 @@ class Place:
         namespace: of the operator's pod; None where that is not known.
         host_path_models: whether a PDCluster may mount folders of the nodes.
         one_node: whether all pods run on one machine, as in local mode.
+        operator_class: the class of PDClusters to work on; empty for those without, None for all.
     """
 
     namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
+    operator_class: str | None = None
 
 
 class Reconciler:
@@ -58,6 +69,7 @@ class Reconciler:
         connector: ConnectorSource,
         clock: Clock,
         place: Place | None = None,
+        may_write: Callable[[Key], bool] = lambda _: True,
     ) -> None:
         self._store = store
         self._api = api
@@ -66,6 +78,8 @@ class Reconciler:
         self._connector = connector
         self._clock = clock
         self._place = place or Place()
+        self._may_write = may_write
+        self._rewrites = RewriteNotes()
 
     async def reconcile(self, key: Key) -> float | None:
         """Return seconds until the next call, or None if an event will cause it.
@@ -75,6 +89,7 @@ class Reconciler:
         """
         cluster = self._store.cluster(key)
         if cluster is None or is_being_deleted(cluster):
+            self._rewrites.forget(key)
             self._monitor.forget(key)  # Kubernetes deletes the children: the cluster owns them
             return None
         self._monitor.follow(key, launchers_to_poll(self._store.pods(key)))
@@ -105,8 +120,9 @@ class Reconciler:
 
     async def _carry_out(self, key: Key, cluster: Manifest, plan: Plan, now: float) -> float | None:
         failure: ApiError | None = None
+        events = list(plan.events)
         try:
-            if not await self._perform(key, cluster, plan.steps):
+            if not await self._perform(key, cluster, plan.steps, events):
                 return STALE_SECONDS
         except ApiError as error:
             failure = error
@@ -115,13 +131,13 @@ class Reconciler:
             status = with_failure(status, cluster, failure.reason, str(failure), now)
         await self._write_status(key, cluster, status)
         self._monitor.assign(key, plan.peers)
-        await self._events.publish(cluster, plan.events)
+        await self._events.publish(cluster, events)
         if failure is not None:
             raise failure
         return plan.requeue_after
 
     async def _write_status(self, key: Key, cluster: Manifest, status: Manifest) -> None:
-        if status != cluster.get("status"):
+        if status != cluster.get("status") and self._may_write(key):
             await self._api.write_status(key, cluster["metadata"]["uid"], status)
 
     async def _observe(self, key: Key, cluster: Manifest) -> Observed:
@@ -137,12 +153,21 @@ class Reconciler:
             operator_namespace=self._place.namespace,
             host_path_models=self._place.host_path_models,
             one_node=self._place.one_node,
+            rewrites=self._rewrites.of(key),
         )
 
-    async def _perform(self, key: Key, cluster: Manifest, steps: Iterable[Step]) -> bool:
-        """Perform the steps in order; return False if the cluster is no longer the one observed."""
+    async def _perform(
+        self, key: Key, cluster: Manifest, steps: Iterable[Step], events: list[Event]
+    ) -> bool:
+        """Perform the steps in order; return False if the cluster is no longer the one observed.
+
+        Events of the steps themselves are added to ``events``.
+        """
         checked = False
         for step in steps:
+            if not self._may_write(key):
+                log.warning("%s: the Lease of its namespace is lost; nothing more is done", key)
+                return False
             if isinstance(step, Apply | WriteTicketKey | TryOut):
                 # The store may still hold a cluster that is gone. Its children would be created
                 # again, and nobody would delete them.
@@ -153,7 +178,9 @@ class Reconciler:
             if isinstance(step, WriteTicketKey):
                 await self._api.write_ticket_key(step)
             elif isinstance(step, Apply):
-                await self._api.apply(step.manifest)
+                answer = await self._api.apply(step.manifest)
+                if (news := self._rewrites.note(key, step.manifest, answer)) is not None:
+                    events.append(news)
             elif isinstance(step, TryOut):
                 await self._api.try_out(step)
                 await self._api.apply(step.stored)

@@ -21,7 +21,7 @@ from pdcluster_operator.adapters.api_server.kinds import (
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, ticket_key_name
 from pdcluster_operator.plan.deletions import is_being_deleted
-from pdcluster_operator.plan.drift import repair
+from pdcluster_operator.plan.drift import repair, without_manager
 from pdcluster_operator.plan.model import Delete, RestartPod, TicketKey, TryOut, WriteTicketKey
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.ownership import controller_uid
@@ -83,7 +83,7 @@ class KubeApi:
         query = {"fieldManager": FIELD_MANAGER}
         await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
-    async def apply(self, manifest: Manifest) -> None:
+    async def apply(self, manifest: Manifest) -> Manifest:
         """Apply a child, unless ``plan.name_conflicts`` has a reason against it.
 
         The request carries the UID of the live object. If somebody deletes that object and
@@ -95,19 +95,20 @@ class KubeApi:
         if (refusal := why_not_applied(manifest, live)) is not None:
             raise ApiError(refusal.reason, refusal.message)
         body = copy.deepcopy(dict(manifest))
+        path = kind.path(metadata["namespace"], metadata["name"])
         if live is not None:
             body["metadata"]["uid"] = live["metadata"]["uid"]
-        path = kind.path(metadata["namespace"], metadata["name"])
+            live = await self._disown(path, live)
         try:
             answer = await self._apply(path, body)
         except Invalid:
             patch = repair(live, body) if live is not None else None
             if patch is None:
                 raise
-            query = {"fieldManager": REPAIR_MANAGER}
-            await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
-            answer = await self._apply(path, body)
+            await self._repair(path, patch)
+            answer = await self._disown(path, await self._apply(path, body))
         self._keep(kind, answer)
+        return answer
 
     async def try_out(self, step: TryOut) -> None:
         """Ask the API server whether it would take the objects; it writes nothing."""
@@ -199,6 +200,15 @@ class KubeApi:
         if dry_run:
             query["dryRun"] = "All"
         return await self._client.call("PATCH", path, query=query, body=body, content=APPLY)
+
+    async def _disown(self, path: str, live: dict[str, Any]) -> dict[str, Any]:
+        """Leave the object to the apply's manager alone; return it as it is then."""
+        patch = without_manager(live, REPAIR_MANAGER)
+        return live if patch is None else await self._repair(path, patch)
+
+    async def _repair(self, path: str, patch: Manifest) -> dict[str, Any]:
+        query = {"fieldManager": REPAIR_MANAGER}
+        return await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
 
     def _keep(self, kind: Kind, live: Manifest) -> None:
         self.remember(slim(live, kind))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from pdcluster_operator.api.spec.bounds import CLASS
 from pdcluster_operator.api.spec.engine_types import (
     EngineOverride,
     EnvVar,
@@ -169,6 +170,24 @@ class Spec:
     monitoring: Annotated[Monitoring, Doc("is who watches the cluster.")] = field(
         default_factory=Monitoring
     )
+    request_timeout_seconds: Annotated[
+        int,
+        Example(600),
+        Doc(
+            "is how long a request may take. The router ends a request that takes longer. A pod "
+            "that is told to end waits this long at most for the requests that it serves."
+        ),
+        Whole(10, 43_200),
+    ] = 1800
+    operator_class: Annotated[
+        str | None,
+        Example("blue"),
+        Doc(
+            "names the operators that work on this cluster: those that were installed with this "
+            "`operator.class`. Without it, operators without a class do."
+        ),
+        CLASS,
+    ] = None
 
     def role(self, role: Role) -> RoleSpec:
         """Return the spec of one role."""

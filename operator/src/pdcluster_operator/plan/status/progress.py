@@ -40,6 +40,7 @@ class ChangeView:
         router_available: None if no router is wanted.
         router_trouble: why a router pod does not run; empty if none has trouble.
         changed: which fields of the spec made engines be replaced; empty if that is not known.
+        router_behind: what the routers' Deployment still has to do; empty if nothing.
         scaled_to_zero: the role of which no engine is wanted; empty if there is none.
         started: when the newest wanted engine was created, in seconds; None if none was.
         deadline: ``rollout.progressDeadlineSeconds``.
@@ -52,6 +53,7 @@ class ChangeView:
     deadline: int
     router_trouble: str = ""
     changed: str = ""
+    router_behind: str = ""
     scaled_to_zero: str = ""
 
 
@@ -99,7 +101,8 @@ def _first(verdicts: Mapping[ConditionType, Verdict], status: Status) -> Verdict
 
 def _replaced(change: ChangeView) -> Verdict | None:
     if not change.replacing:
-        return None
+        behind = change.router_behind
+        return no(StatusReason.ROUTER_REPLACING, behind) if behind else None
     reason = StatusReason.PAUSED if change.paused else StatusReason.REPLACING
     cause = f": {change.changed}" if change.changed else ""
     return no(reason, f"engines of another revision exist{cause}")
