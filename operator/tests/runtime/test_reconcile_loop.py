@@ -429,6 +429,14 @@ def ready_pod(stateful_set: Mapping[str, Any], address: str) -> dict[str, Any]:
             "namespace": "ns",
             "uid": address,
             "labels": {**labels, "apps.kubernetes.io/pod-index": "0"},
+            "ownerReferences": [
+                {
+                    "kind": "StatefulSet",
+                    "name": stateful_set["metadata"]["name"],
+                    "uid": stateful_set["metadata"]["uid"],
+                    "controller": True,
+                }
+            ],
         },
         "status": {
             "phase": "Running",
@@ -449,7 +457,9 @@ def test_the_store_trusts_owners_by_uid_and_a_sweep_removes_ghosts() -> None:
             "namespace": "ns",
             "uid": "2",
             "resourceVersion": "5",
-            "ownerReferences": [{"kind": "PDCluster", "name": "tiny", "uid": "1"}],
+            "ownerReferences": [
+                {"kind": "PDCluster", "name": "tiny", "uid": "1", "controller": True}
+            ],
         },
     }
     stranger = {
@@ -459,7 +469,9 @@ def test_the_store_trusts_owners_by_uid_and_a_sweep_removes_ghosts() -> None:
             "namespace": "ns",
             "uid": "3",
             "labels": {"pdcluster.dev/cluster": "tiny"},
-            "ownerReferences": [{"kind": "PDCluster", "name": "tiny", "uid": "another"}],
+            "ownerReferences": [
+                {"kind": "PDCluster", "name": "tiny", "uid": "another", "controller": True}
+            ],
         },
     }
     assert [store.put(m) for m in (cluster, child, stranger)] == [KEY, KEY, KEY]

@@ -26,7 +26,7 @@ from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.request import EngineBlocks, groups_of
 from pdcluster_connector.protocol.messages import encode
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_connector.sidechannel.tls import tls_of
 from pdcluster_connector.transfer.receiver import (
     Receiver,
     ReceiveRequest,
@@ -37,6 +37,7 @@ from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.fingerprint import digest_of_engine
 from pdcluster_connector.vllm.joined_shape import decode_shape, encode_shape, join_shapes
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
+from pdcluster_connector.vllm.peer_news import PeerNews
 from pdcluster_connector.vllm.registration import Registration, register
 from pdcluster_connector.vllm.step_messages import (
     Receipt,
@@ -74,6 +75,7 @@ class WorkerRole:
         self._device: torch.device | None = None
         self._serving: ServingAgent | None = None
         self._peers: PeerBook | None = None
+        self._peer_news: PeerNews | None = None
         self._receiver: Receiver | None = None
         self._control: ControlAgent | None = None
         self._bound_at = inf
@@ -102,9 +104,9 @@ class WorkerRole:
             self._serving = ServingAgent(lambda: self._new_agent(threads=0), registration.memory)
         if not self._consumes:
             return
-        files = self._options.tls
-        tls = None if files is None else Tls(files, self._engine_id)
+        tls = tls_of(self._options.tls, self._engine_id)
         self._peers = PeerBook(self._engine_id, registration.shape, self._rank, tls)
+        self._peer_news = PeerNews(self._rank, self._peers)
         self._receiver = Receiver(
             shard=registration.shard,
             memory=registration.memory,
@@ -155,8 +157,10 @@ class WorkerRole:
     # Every step.
 
     def bound(self, orders: StepOrders) -> None:
-        """Before the forward pass: tell the transfer thread what became of leases."""
+        """Before the forward pass: tell the transfer thread what became of leases and peers."""
         self._bound_at = time.monotonic()
+        if self._peer_news is not None:
+            self._peer_news.hear(orders.gone)
         self._tell_of_leases(orders)
 
     def start(self, orders: StepOrders) -> None:
@@ -216,11 +220,12 @@ class WorkerRole:
         )
 
     def report(self) -> StepReport | None:
-        """What became of the receives in :meth:`results`."""
-        if not self._receipts:
+        """What became of the receives in :meth:`results`, and which peers are gone."""
+        gone = {} if self._peer_news is None else self._peer_news.take()
+        if not self._receipts and not gone:
             return None
         receipts, self._receipts = self._receipts, {}
-        return StepReport(receipts)
+        return StepReport(receipts, gone)
 
     def fault(self, method: str) -> None:
         """Count an exception that the guard caught."""
@@ -258,6 +263,7 @@ def _of_all_stages(shape: EngineShape) -> EngineShape:
     group = get_pp_group()
     if group.world_size == 1:
         return shape
-    shapes: list[bytes] = [b""] * group.world_size
-    torch.distributed.all_gather_object(shapes, encode_shape(shape), group=group.cpu_group)
-    return join_shapes([decode_shape(raw) for raw in shapes])
+    stages: list[bytes] = [b""] * group.world_size
+    torch.distributed.all_gather_object(stages, encode_shape(shape), group=group.cpu_group)
+    tensor = get_tp_group().rank_in_group
+    return join_shapes({(stage, tensor): decode_shape(raw) for stage, raw in enumerate(stages)})

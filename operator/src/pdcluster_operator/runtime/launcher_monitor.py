@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.launchers import Target
+from pdcluster_operator.plan.launchers import Target, is_unreachable, knows_other_peers
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import LauncherError
@@ -22,9 +22,6 @@ from pdcluster_operator.runtime.ports import Launchers
 from pdcluster_operator.runtime.queue import Key
 
 log = logging.getLogger(__name__)
-
-MISSES = 2
-"""Polls in a row that must fail before an engine counts as unreachable."""
 
 
 class LauncherMonitor:
@@ -148,7 +145,7 @@ class _Watch:
 
     def _missed(self) -> None:
         self._misses += 1
-        if self._misses >= MISSES:
+        if is_unreachable(self._misses):
             self.heard = True
             self.report = self.links = None
             self._told = None
@@ -166,9 +163,5 @@ class _Watch:
             await self._launchers.put_peers(self.target.url, self.peers.body)
             self._told = (report.engine_id, self.peers.body)
         self.links = await self._launchers.links(self.target.url)
-        if self._told is not None:
-            peers = {peer["engine"] for peer in self._told[1].get("peers", ())}
-            if peers != {link.prefill for link in self.links.links}:
-                # An older document, given up as unanswered, may have come in after this one. It
-                # may name fewer engines, or engines that are gone.
-                self._told = None
+        if self._told is not None and knows_other_peers(self._told[1], self.links):
+            self._told = None

@@ -22,7 +22,8 @@ from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, t
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.drift import repair, without_manager
 from pdcluster_operator.plan.model import Delete, RestartPod, TicketKey, WriteTicketKey
-from pdcluster_operator.plan.name_conflicts import name_conflict, owner_uids, why_not_applied
+from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
+from pdcluster_operator.plan.ownership import controller_uid
 from pdcluster_operator.runtime.errors import ApiError, Invalid
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
@@ -59,7 +60,7 @@ class KubeApi:
         live = await self._read(SECRET, key.namespace, name)
         if live is None:
             return None
-        if uid not in owner_uids(live):
+        if controller_uid(live) != uid:
             refusal = name_conflict(SECRET.name, name)
             raise ApiError(refusal.reason, refusal.message)
         return what_is_held(live)
