@@ -85,6 +85,7 @@ def _steps(observed: Observed, cluster: Cluster, desired: Desired, now: float) -
         child = identity(manifest)
         if not is_settled(live.get(child), manifest, observed.rewrites.get(child)):
             yield Apply(manifest, wanted.why)
+    yield from desired.trials
     yield from deletions(observed, desired)
     yield from restarts(observed, desired)
 

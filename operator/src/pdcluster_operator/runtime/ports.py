@@ -15,6 +15,7 @@ from pdcluster_operator.plan.model import (
     Event,
     RestartPod,
     TicketKey,
+    TryOut,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
@@ -43,6 +44,10 @@ class Api(Protocol):
 
     async def apply(self, manifest: Manifest) -> Manifest:
         """Server-side apply with our field manager; return the object as it is then."""
+        ...
+
+    async def try_out(self, step: TryOut) -> None:
+        """Let the server judge without writing. Raises TemplateRefused if it refuses."""
         ...
 
     async def delete(self, step: Delete | RestartPod) -> None:

@@ -13,7 +13,15 @@ from typing import Any
 
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.model import Apply, Event, Observed, Plan, Step, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Apply,
+    Event,
+    Observed,
+    Plan,
+    Step,
+    TryOut,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.failed_step import with_failure
@@ -160,7 +168,7 @@ class Reconciler:
             if not self._may_write(key):
                 log.warning("%s: the Lease of its namespace is lost; nothing more is done", key)
                 return False
-            if isinstance(step, Apply | WriteTicketKey):
+            if isinstance(step, Apply | WriteTicketKey | TryOut):
                 # The store may still hold a cluster that is gone. Its children would be created
                 # again, and nobody would delete them.
                 if not checked and await self._api.read_uid(key) != cluster["metadata"]["uid"]:
@@ -173,6 +181,9 @@ class Reconciler:
                 answer = await self._api.apply(step.manifest)
                 if (news := self._rewrites.note(key, step.manifest, answer)) is not None:
                     events.append(news)
+            elif isinstance(step, TryOut):
+                await self._api.try_out(step)
+                await self._api.apply(step.stored)
             else:
                 await self._api.delete(step)
             log.info("%s: %s: %s", key, type(step).__name__, step.why)

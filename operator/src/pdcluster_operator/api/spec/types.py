@@ -179,15 +179,6 @@ class Spec:
     monitoring: Annotated[Monitoring, Doc("is who watches the cluster.")] = field(
         default_factory=Monitoring
     )
-    operator_class: Annotated[
-        str | None,
-        Example("blue"),
-        Doc(
-            "names the operators that work on this cluster: those that were installed with this "
-            "`operator.class`. Without it, operators without a class do."
-        ),
-        CLASS,
-    ] = None
     request_timeout_seconds: Annotated[
         int,
         Example(600),
@@ -197,6 +188,15 @@ class Spec:
         ),
         Whole(10, 43_200),
     ] = 1800
+    operator_class: Annotated[
+        str | None,
+        Example("blue"),
+        Doc(
+            "names the operators that work on this cluster: those that were installed with this "
+            "`operator.class`. Without it, operators without a class do."
+        ),
+        CLASS,
+    ] = None
 
     def role(self, role: Role) -> RoleSpec:
         """Return the spec of one role."""
