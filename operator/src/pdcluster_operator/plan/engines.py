@@ -14,6 +14,7 @@ from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import ENGINE_LABEL, EngineName
 from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.half_scheduled import released
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.pods import (
     Trouble,
@@ -76,6 +77,11 @@ def observe_engines(
             pods.setdefault(engine, []).append(pod)
     known = known_ids(observed.cluster)
     sizes = _sizes(observed.children)
+    without_pods = {
+        _name(child): words
+        for child in observed.children
+        if child.get("kind") == "StatefulSet" and (words := released(child)[1])
+    }
     views = []
     for name in names:
         own = sorted(pods.get(name.stateful_set, ()), key=_name)
@@ -84,6 +90,9 @@ def observe_engines(
         asked = parallelism[name.role]
         nodes = sizes.get(name.stateful_set, asked.nodes)
         ready, why = _judge(name, nodes, own, report)
+        if name.stateful_set in without_pods:
+            words = without_pods[name.stateful_set]
+            ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, words)
         views.append(
             EngineView(
                 name,

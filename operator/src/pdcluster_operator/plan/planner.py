@@ -15,6 +15,7 @@ from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
 from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.engines import observe_engines
+from pdcluster_operator.plan.half_scheduled import with_releases
 from pdcluster_operator.plan.links import observe_pairs
 from pdcluster_operator.plan.model import Apply, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
@@ -47,7 +48,7 @@ def make_plan(observed: Observed, now: float) -> Plan:
     steps: tuple[Step, ...] = ()
     if findings.ok:
         key = ticket_key_step(observed, cluster)
-        steps = (*((key,) if key else ()), *_steps(observed, desired))
+        steps = (*((key,) if key else ()), *_steps(observed, cluster, desired, now))
     view = _view(observed, cluster, desired, accepted=findings.ok)
     status = build_status(observed, cluster, findings, view, now)
     peers: tuple[PeerAssignment, ...] = ()
@@ -72,10 +73,15 @@ def _frozen(observed: Observed) -> Desired:
     return Desired(names, (), frozenset(), frozenset(live), stale=False)
 
 
-def _steps(observed: Observed, desired: Desired) -> Iterator[Step]:
+def _steps(observed: Observed, cluster: Cluster, desired: Desired, now: float) -> Iterator[Step]:
     live = {identity(child): child for child in observed.children}
+    engines = [one.manifest for one in desired.children if one.manifest["kind"] == "StatefulSet"]
+    timeout = cluster.spec.rollout.schedule_timeout_seconds
+    without_pods = with_releases(observed, engines, timeout, now)
     for wanted in desired.children:
-        manifest = stamped(wanted.manifest)
+        name = wanted.manifest["metadata"]["name"]
+        is_engine = wanted.manifest["kind"] == "StatefulSet"
+        manifest = stamped((is_engine and without_pods.get(name)) or wanted.manifest)
         child = identity(manifest)
         if not is_settled(live.get(child), manifest, observed.rewrites.get(child)):
             yield Apply(manifest, wanted.why)
