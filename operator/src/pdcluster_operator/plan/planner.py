@@ -8,15 +8,18 @@ object that already is as wanted is not applied.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.conditions import seconds
+from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
-from pdcluster_operator.plan.drift import is_applied, stamped
+from pdcluster_operator.plan.drift import is_applied
 from pdcluster_operator.plan.engines import observe_engines
 from pdcluster_operator.plan.links import observe_pairs
-from pdcluster_operator.plan.model import Apply, Observed, PeerAssignment, Plan, Step
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.restarts import restarts
 from pdcluster_operator.plan.rollout.desired import Desired, desire, identity, live_engines
@@ -28,32 +31,33 @@ from pdcluster_operator.plan.ticket_key import ticket_key_step
 BUSY_SECONDS = 2.0
 
 
-def make_plan(observed: Observed, now: float) -> Plan:
+def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     """Return what to do about one cluster now.
 
     Args:
         observed: the cluster and everything around it, as it was seen.
         now: seconds since the epoch; only transition times and deadlines depend on it.
+        memo: of the last plans for this cluster. The plan is the same without it, only slower.
     """
+    memo = memo or Memo()
     before = observed.cluster.get("status") or {}
     if is_being_deleted(observed.cluster):
         # The cluster owns its children, so Kubernetes' garbage collector deletes them.
         return Plan(steps=(), status=before)
-    cluster, findings = check_manifest(
-        observed.cluster, host_paths=observed.host_path_models, one_node=observed.one_node
-    )
-    desired = desire(observed, cluster) if findings.ok else _frozen(observed)
+    cluster, findings = _checked(observed, memo)
+    desired = desire(observed, cluster, memo) if findings.ok else _frozen(observed)
     steps: tuple[Step, ...] = ()
     if findings.ok:
         key = ticket_key_step(observed, cluster)
-        steps = (*((key,) if key else ()), *_steps(observed, desired))
-    view = _view(observed, cluster, desired)
-    status = build_status(observed, cluster, findings, view, now)
+        steps = (*((key,) if key else ()), *_steps(observed, desired, memo))
+    view = _view(observed, cluster, desired, memo)
+    status = build_status(observed, cluster, findings, view, now, memo)
     peers: tuple[PeerAssignment, ...] = ()
     if findings.ok:
         prefill, decode = (view.engines[role] for role in Role)
         peers = assign_peers(cluster, prefill, decode, observed.links)
     ready = status["conditions"][-1]["status"] == "True"
+    memo.forget_unused()
     return Plan(
         steps=steps,
         status=status,
@@ -63,6 +67,18 @@ def make_plan(observed: Observed, now: float) -> Plan:
     )
 
 
+def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
+    live = observed.cluster
+    names = ("name", "namespace", "uid", "generation")
+    known = {key: value for key, value in live.items() if key != "status"}
+    known["metadata"] = {name: live["metadata"].get(name) for name in names}
+    return memo.get("checked", (known, observed.host_path_models, observed.one_node), _check)
+
+
+def _check(live: Manifest, host_paths: bool, one_node: bool) -> tuple[Cluster, Findings]:
+    return check_manifest(live, host_paths=host_paths, one_node=one_node)
+
+
 def _frozen(observed: Observed) -> Desired:
     """Return the engines that run now: a spec that is not accepted changes nothing."""
     live = live_engines(observed)
@@ -70,20 +86,32 @@ def _frozen(observed: Observed) -> Desired:
     return Desired(names, (), frozenset(), frozenset(live), stale=False)
 
 
-def _steps(observed: Observed, desired: Desired) -> Iterator[Step]:
-    live = {identity(child): child for child in observed.children}
+def _steps(observed: Observed, desired: Desired, memo: Memo) -> Iterator[Step]:
+    applied = _applied(observed, desired, memo)
     for wanted in desired.children:
-        manifest = stamped(wanted.manifest)
-        if not is_applied(live.get(identity(manifest)), manifest):
-            yield Apply(manifest, wanted.why)
+        if identity(wanted.manifest) not in applied:
+            yield Apply(wanted.manifest, wanted.why)
     yield from deletions(observed, desired)
-    yield from restarts(observed, desired)
+    yield from restarts(observed, desired, applied)
 
 
-def _view(observed: Observed, cluster: Cluster, desired: Desired) -> View:
+def _applied(observed: Observed, desired: Desired, memo: Memo) -> AbstractSet[tuple[str, str]]:
+    """Return the identities of the children that are as they are wanted."""
+    live = {identity(child): child for child in observed.children}
+    names = ((identity(wanted.manifest), wanted.manifest) for wanted in desired.children)
+    return {
+        name
+        for name, wanted in names
+        if name in live and memo.get(("applied", *name), (live[name], wanted), is_applied)
+    }
+
+
+def _view(observed: Observed, cluster: Cluster, desired: Desired, memo: Memo) -> View:
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
-    engines = {role: observe_engines(observed, desired.names[role], parallelism) for role in Role}
-    pairs = observe_pairs(engines[Role.PREFILL], engines[Role.DECODE], observed.links)
+    engines = {
+        role: observe_engines(observed, desired.names[role], parallelism, memo) for role in Role
+    }
+    pairs = observe_pairs(engines[Role.PREFILL], engines[Role.DECODE], observed.links, memo)
     wanted = {name.stateful_set for names in desired.names.values() for name in names}
     created = [
         seconds(child["metadata"].get("creationTimestamp"))

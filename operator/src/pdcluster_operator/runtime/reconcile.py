@@ -13,6 +13,7 @@ from typing import Any
 
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.launchers import launchers_to_poll
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Observed, Plan, Step, WriteTicketKey
 from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
@@ -66,6 +67,7 @@ class Reconciler:
         self._connector = connector
         self._clock = clock
         self._place = place or Place()
+        self._memos: dict[Key, Memo] = {}
 
     async def reconcile(self, key: Key) -> float | None:
         """Return seconds until the next call, or None if an event will cause it.
@@ -75,6 +77,7 @@ class Reconciler:
         """
         cluster = self._store.cluster(key)
         if cluster is None or is_being_deleted(cluster):
+            self._memos.pop(key, None)
             self._monitor.forget(key)  # Kubernetes deletes the children: the cluster owns them
             return None
         self._monitor.follow(key, launchers_to_poll(self._store.pods(key)))
@@ -87,7 +90,8 @@ class Reconciler:
             return wait
         now = self._clock.now()
         try:
-            plan = make_plan(await self._observe(key, cluster), now)
+            memo = self._memos.setdefault(key, Memo())
+            plan = make_plan(await self._observe(key, cluster), now, memo)
         except ApiError as error:
             before = cluster.get("status") or {}
             status = with_failure(before, cluster, error.reason, str(error), now)

@@ -33,13 +33,15 @@ from pdcluster_operator.plan.builders.network_policies import (
 from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
+from pdcluster_operator.plan.drift import stamped
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed
 from pdcluster_operator.plan.rollout.revision import pairing_key
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One child, and why it is wanted."""
+    """One child, stamped with a hash of itself, and why it is wanted."""
 
     manifest: dict[str, Any]
     why: str
@@ -70,17 +72,17 @@ def live_engines(observed: Observed) -> tuple[EngineName, ...]:
     return tuple(sorted(name for name in names if name is not None))
 
 
-def desire(observed: Observed, cluster: Cluster) -> Desired:
+def desire(observed: Observed, cluster: Cluster, memo: Memo | None = None) -> Desired:
     """Return what should exist for an accepted spec."""
-    key = pairing_key(cluster)
+    memo = memo or Memo()
+    connector = observed.connector
+    key, engines, revisions = memo.get("revisions", (cluster, connector.digest), _revisions)
     live = live_engines(observed)
     seen = {*live, *(name for name in map(engine_of, observed.pods) if name is not None)}
-    engines = {role: resolve_engine(cluster, role) for role in Role}
     names: dict[Role, tuple[EngineName, ...]] = {}
     blocked: set[EngineName] = set()
     kept: set[EngineName] = set()
-    for role, engine in engines.items():
-        revision = engine_revision(cluster, engine, key, observed.connector.digest)
+    for role, revision in revisions.items():
         wanted = engine_names(cluster, role, revision)
         others = {name for name in seen if name.role is role and name.revision != revision}
         names[role] = wanted
@@ -90,9 +92,30 @@ def desire(observed: Observed, cluster: Cluster) -> Desired:
         elif others:
             blocked.update(name for name in wanted if name not in live)
     stale = any(name not in names[name.role] for name in seen) or bool(kept)
-    build = _Build(cluster, observed.connector, engines, key, observed.operator_namespace)
-    children = tuple(build.children(names, skipped=kept | blocked))
+    build = _Build(cluster, connector, engines, key, observed.operator_namespace)
+    children = memo.get("children", (build, names, kept | blocked), _stamped)
     return Desired(names, children, frozenset(blocked), frozenset(kept), stale)
+
+
+def _revisions(
+    cluster: Cluster, digest: str
+) -> tuple[str, Mapping[Role, Engine], Mapping[Role, str]]:
+    """Return the pairing key, and each role's settings and revision."""
+    key = pairing_key(cluster)
+    engines = {role: resolve_engine(cluster, role) for role in Role}
+    revisions = {
+        role: engine_revision(cluster, engine, key, digest) for role, engine in engines.items()
+    }
+    return key, engines, revisions
+
+
+def _stamped(
+    build: _Build,
+    names: Mapping[Role, tuple[EngineName, ...]],
+    skipped: AbstractSet[EngineName],
+) -> tuple[Wanted, ...]:
+    wanted = build.children(names, skipped)
+    return tuple(Wanted(stamped(child.manifest), child.why) for child in wanted)
 
 
 @dataclass(frozen=True, slots=True)
