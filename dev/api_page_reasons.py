@@ -20,7 +20,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
     ),
     R.NOT_ACCEPTED: ("The spec breaks a rule.", "The condition Accepted names it."),
     R.ENGINES_READY: ("All wanted engines of the role are ready.", ""),
-    R.SCALED_TO_ZERO: ("No engine of the role is wanted.", "`replicas` of the role."),
+    R.SCALED_TO_ZERO: (
+        "No engine of a role is wanted. This is no failure, but no request is served.",
+        "`replicas` of both roles.",
+    ),
     R.PODS_MISSING: (
         "A pod of an engine does not exist.",
         "Events of the engine's StatefulSet: a quota or an admission webhook may refuse the pod.",
@@ -54,7 +57,7 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.CANARY_PASSED: ("KV was seen to move over every link.", ""),
     R.CANARY_PENDING: ("No canary request has passed since the link was made.", WAIT),
     R.BANDWIDTH_SUFFICIENT: ("Every link is as fast as was asked for.", ""),
-    R.BANDWIDTH_UNMEASURED: ("Not every link is measured yet.", WAIT),
+    R.BANDWIDTH_UNMEASURED: ("Not every link is established and measured yet.", WAIT),
     R.NO_THRESHOLD: ("No bandwidth is asked for, so none is judged.", ""),
     R.PROBABLE_TCP_FALLBACK: (
         "A link is slower than was asked for: RDMA is probably not in use.",
@@ -73,6 +76,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.PROGRESS_DEADLINE_EXCEEDED: (
         "The cluster was not Ready in time.",
         "Ready says what it waits for; `spec.rollout.progressDeadlineSeconds` is the time.",
+    ),
+    R.REASON_UNREADABLE: (
+        "A launcher or the API server gave a reason that is no word, or a very long one.",
+        "The message, and the logs of the engine that it names.",
     ),
     R.READY: ("What the spec wants is there and verified.", ""),
 }

@@ -24,9 +24,10 @@ from wrong_plans import SPOILERS
 
 from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.nixl_io.interface import Dlist, Handle, Indices, MemoryRange, Rows
+from pdcluster_connector.nixl_io.interface import Dlist, Handle, Indices, MemoryRange
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
+from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.protocol import messages, ticket
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer import reads

@@ -114,23 +114,3 @@ def test_every_node_has_as_many_whole_ranks(size: int, hosts: int) -> None:
     entry = links.PeerEntry("e", "h:1", data_parallel_size=size, follower_hosts=names)
     raw = links.encode_json(links.PeersDocument(1, (entry,)))
     assert isinstance(links.decode_peers(raw), Malformed)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("127.0.0.1:5600", ("127.0.0.1", 5600)),
-        ("[::1]:80", ("::1", 80)),
-        ("a.b.svc:1", ("a.b.svc", 1)),
-        ("::1:80", None),
-        ("host", None),
-        (":80", None),
-        ("h:", None),
-        ("h:0", None),
-        ("h:65536", None),
-        ("h:٣", None),
-        ("h:-1", None),
-    ],
-)
-def test_addresses(text: str, expected: tuple[str, int] | None) -> None:
-    assert links.split_address(text) == expected

@@ -110,22 +110,18 @@ def test_reordered_bytes_land_from_the_last_descriptor_on(pair: Pair) -> None:
     assert pair.decode.right(request_id)
 
 
-def test_a_corrupted_lease_word_is_no_lease(pair: Pair) -> None:
-    pair.fabric.behave = lambda t: Behaviour(corrupt=t.nbytes == WORD_BYTES)
+@pytest.mark.parametrize(
+    ("nbytes", "reason"), [(WORD_BYTES, Reason.LEASE_LOST), (PROBE_BYTES, Reason.PROBE_CORRUPTED)]
+)
+def test_a_corrupted_read_of_no_kv_fails_the_receive(
+    pair: Pair, nbytes: int, reason: Reason
+) -> None:
+    pair.fabric.behave = lambda t: Behaviour(corrupt=t.nbytes == nbytes)
     request_id = pair.send(1)
     pair.ended(request_id)
     failure = pair.decode.fetches[request_id].failure
     assert failure is not None
-    assert failure.reason is Reason.LEASE_LOST
-
-
-def test_a_corrupted_warm_up_is_no_connection(pair: Pair) -> None:
-    pair.fabric.behave = lambda t: Behaviour(corrupt=t.nbytes == PROBE_BYTES)
-    request_id = pair.send(1)
-    pair.ended(request_id)
-    failure = pair.decode.fetches[request_id].failure
-    assert failure is not None
-    assert failure.reason is Reason.PROBE_CORRUPTED
+    assert failure.reason is reason
 
 
 def test_a_cut_holds_up_and_mending_brings_everything(pair: Pair) -> None:

@@ -11,8 +11,9 @@ from nixl_prefill import Agents, PrefillProcess
 from transfer_rig import Decode, FakePeers
 
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.nixl_io.interface import Dlist, MemoryRange, NixlError, Rows
+from pdcluster_connector.nixl_io.interface import Dlist, MemoryRange, NixlError
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
+from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 pytestmark = pytest.mark.nixl

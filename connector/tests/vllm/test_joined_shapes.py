@@ -33,8 +33,12 @@ STATES = replace(
 )
 
 
+def join_stages(*stages: EngineShape) -> EngineShape:
+    return join_shapes({(stage, 0): shape for stage, shape in enumerate(stages)})
+
+
 def test_layers_of_all_stages_in_their_order() -> None:
-    joined = join_shapes([rank("b"), rank("a")])
+    joined = join_stages(rank("b"), rank("a"))
     assert [layer.name for layer in joined.layers or ()] == ["b", "a"]
     assert joined.kernel_blocks_per_block == 2
     assert decode_shape(encode_shape(joined)) == joined
@@ -42,18 +46,31 @@ def test_layers_of_all_stages_in_their_order() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_group_is_described_by_a_rank_that_has_layers_of_it(order: int) -> None:
-    joined = join_shapes([rank("a"), STATES][::order])
+    joined = join_stages(*[rank("a"), STATES][::order])
     assert joined.groups == (replace(NOTHING[0], kernel_blocks_per_block=2), NOTHING[1])
     assert (joined.kv_dtype, joined.kernel_blocks_per_block) == ("float32", 2)
     assert (joined.token_sliceable, joined.packing) == (False, "CPU_ATTN/vec")
 
 
 def test_ranks_that_contradict_each_other_are_named_with_both_values() -> None:
-    with pytest.raises(ValueError, match="kv_dtype is float32 on one rank and float16 on another"):
-        join_shapes([rank("a"), replace(rank("b"), kv_dtype="float16")])
+    with pytest.raises(ValueError, match=r"rank \(1, 0\) has kv_dtype float16, .* has float32;"):
+        join_stages(rank("a"), replace(rank("b"), kv_dtype="float16"))
+
+
+def test_tensor_ranks_of_a_stage_agree_about_what_another_stage_may_have() -> None:
+    amx = replace(rank("a"), packing="CPU_ATTN/amx")
+    joined = join_shapes({(0, 0): amx, (0, 1): amx, (1, 0): rank("b"), (1, 1): rank("b")})
+    assert joined.packing == "CPU_ATTN/amx+CPU_ATTN/vec"
+    with pytest.raises(ValueError, match=r"rank \(0, 1\) has packing .*vec, rank \(0, 0\)"):
+        join_shapes({(0, 0): amx, (0, 1): rank("a")})
+
+
+def test_joining_what_is_joined_changes_nothing() -> None:
+    joined = join_stages(rank("a"), STATES)
+    assert join_shapes({(0, 0): joined, (1, 0): joined}) == joined
 
 
 def test_one_stage_that_cannot_be_cut_makes_an_engine_that_cannot() -> None:
     sliceable = replace(rank("a"), token_sliceable=True, packing=None)
-    joined = join_shapes([sliceable, rank("b")])
+    joined = join_stages(sliceable, rank("b"))
     assert (joined.token_sliceable, joined.packing) == (False, "CPU_ATTN/vec")

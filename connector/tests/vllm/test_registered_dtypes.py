@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from pdcluster_connector.compat.rules import check, refused
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.vllm.joined_shape import join_layers
+from pdcluster_connector.vllm.joined_shape import join_shapes
 from pdcluster_connector.vllm.registration import register
 
 pytestmark = pytest.mark.vllm
@@ -104,9 +104,10 @@ def test_a_scale_for_each_head_is_refused() -> None:
 
 def test_a_scale_for_each_head_is_refused_where_each_rank_has_one_head() -> None:
     ranks = [engine("fp8", rank=0, scales=([0.25], [0.5])), engine("fp8", scales=([0.5], [0.5]))]
-    layers = join_layers(ranks)
+    layers = join_shapes({(0, rank): shape for rank, shape in enumerate(ranks)}).layers
+    assert layers is not None
     assert [layer.scales for layer in layers] == ["k=1.0,v=1.0", None]
-    assert join_layers(ranks[:1] * 2) == ranks[0].layers
+    assert join_shapes({(0, 0): ranks[0], (0, 1): ranks[0]}).layers == ranks[0].layers
     (found, *_) = check(*[EngineShape(kv_dtype="fp8_e4m3", layers=layers)] * 2)
     assert found.rule == "LayoutUnsupported/scales"
     assert NAMES[1] in found.message

@@ -54,6 +54,25 @@ def test_a_redirect_is_a_failure_and_is_not_followed(status: int) -> None:
     assert all(f"answers {status}" in message for message in said)
 
 
+@pytest.mark.parametrize("depth", [2_000, 1_000_000])
+def test_json_that_is_nested_too_deep_is_a_failure(depth: int) -> None:
+    """Python's parser raises RecursionError, which is no ValueError."""
+
+    async def deep(_: web.Request) -> web.Response:
+        return web.Response(text='{"engine":' * depth + "1" + "}" * depth)
+
+    async def run() -> None:
+        launcher = web.Application()
+        launcher.router.add_route("*", "/{path:.*}", deep)
+        async with TestServer(launcher) as pod, EnginesHttp() as engines:
+            url = str(pod.make_url("")).rstrip("/")
+            for call in (engines.ready(url), engines.links(url)):
+                with pytest.raises(LauncherError, match=r"nested too deep|longer than"):
+                    await call
+
+    asyncio.run(run())
+
+
 def test_an_endless_answer_is_cut_off() -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()

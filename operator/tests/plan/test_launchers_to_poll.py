@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.plan.launchers import launchers_to_poll
+import pytest
+
+from pdcluster_operator.plan.launchers import is_unreachable, knows_other_peers, launchers_to_poll
+from pdcluster_operator.plan.reports import LinkReport, LinksReport, PromptsReport
 
 
 def test_only_leaders_with_an_address_are_asked() -> None:
@@ -42,3 +45,26 @@ def test_only_leaders_with_an_address_are_asked() -> None:
     assert again.process != targets[0].process
     [six] = launchers_to_poll([pod("a", "0", podIP="fd00::1")])
     assert six.url == "http://[fd00::1]:5590"
+
+
+def test_one_missed_poll_is_forgiven() -> None:
+    assert [is_unreachable(misses) for misses in (0, 1, 2, 3)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("told", "linked", "other"),
+    [
+        ((), (), False),
+        (("a", "b"), ("b", "a"), False),
+        (("a",), (), True),
+        (("a",), ("a", "b"), True),
+        (("a",), ("b",), True),
+    ],
+)
+def test_links_that_another_document_made(
+    told: tuple[str, ...], linked: tuple[str, ...], other: bool
+) -> None:
+    links = tuple(LinkReport(prefill=name, prefill_engine_id="p/1") for name in linked)
+    report = LinksReport("d", "d/1", links, PromptsReport(0, "", 0, 0))
+    body = {"generation": 1, "peers": [{"engine": name} for name in told]}
+    assert knows_other_peers(body, report) is other

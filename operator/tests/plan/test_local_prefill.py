@@ -102,8 +102,10 @@ def test_an_engine_that_cannot_be_asked_is_unknown_and_not_well():
     world = running()
     links = dict(world.links)
     world.links.clear()
-    assert judged(world) == "True", "of an engine that was well, silence says nothing"
+    assert judged(world) == "Unknown"
+    assert world.condition("TransportHealthy")["reason"] == "BandwidthUnmeasured"
     world.links.update(links)
+    assert judged(world) == "True"
     assert seen(world, 100, 50) == "False"
     before = dict(world.links)
     world.links.clear()
@@ -119,7 +121,7 @@ def test_an_engine_that_is_known_to_be_gone_is_not_judged():
     assert seen(world, 100, 50) == "False"
     (decode,) = world.links
     world.engines[decode] = replace(world.engines[decode], ready=False, state="Draining")
-    assert judged(world) == "True"
+    assert judged(world) == "Unknown", "nothing is measured, but the share is not held against it"
     assert world.condition("DecodeReady")["status"] == "False"
 
 

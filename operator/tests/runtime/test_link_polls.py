@@ -176,6 +176,23 @@ async def test_silence_becomes_unknown_and_never_a_report() -> None:
     await monitor.stop()
 
 
+async def test_an_answer_that_breaks_the_operator_is_no_answer_and_polling_goes_on() -> None:
+    launchers = Launchers()
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await until(lambda: monitor.engines(KEY))
+    read = launchers.ready
+
+    async def broken(url: str) -> EngineReport:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    launchers.ready = broken  # type: ignore[method-assign]
+    await until(lambda: not monitor.engines(KEY))
+    launchers.ready = read  # type: ignore[method-assign]
+    await until(lambda: monitor.engines(KEY))
+    await monitor.stop()
+
+
 async def test_one_missed_poll_is_no_silence() -> None:
     launchers = Launchers()
     monitor, woken = monitor_of(launchers)

@@ -24,7 +24,7 @@ from pdcluster_operator.plan.model import (
 )
 from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.reconcile import Reconciler
@@ -285,6 +285,20 @@ async def test_a_failed_step_stops_the_rest_and_stands_in_the_status() -> None:
     world.port.fail.clear()
     await world.reconcile()
     assert world.condition("Progressing")["status"] == "True"
+
+
+async def test_a_conflict_is_tried_again_and_is_no_news() -> None:
+    world = World()
+    await world.reconcile()
+    before = world.condition("Progressing")
+    world.api.delete("Service", "ns", "tiny-router")
+    world.port.fail["apply Service"] = Conflict("the object has been modified")
+    with pytest.raises(Conflict):
+        await world.reconcile()
+    assert world.condition("Progressing") == before
+    world.port.fail.clear()
+    await world.reconcile()
+    assert world.condition("Progressing") == before
 
 
 async def test_a_status_that_cannot_be_written_is_an_error_for_the_queue() -> None:

@@ -46,10 +46,10 @@ def _run(options: Options, identity: Identity, command: EngineCommand) -> int:
     import asyncio
 
     from pdcluster_connector.launcher.supervisor import Supervisor
-    from pdcluster_connector.sidechannel.tls import Tls, TlsError
+    from pdcluster_connector.sidechannel.tls import TlsError, tls_of
 
     try:
-        tls = None if command.tls is None else Tls(command.tls, identity.engine_id)
+        tls = tls_of(command.tls, identity.engine_id)
     except TlsError as error:
         _last_words(options.termination_log, str(error))
         return EX_CONFIG

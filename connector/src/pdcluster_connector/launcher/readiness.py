@@ -9,14 +9,9 @@ from typing import Any
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.progress import EngineState, Progress, advance
+from pdcluster_connector.protocol.addresses import url
 
 WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
-
-
-def url(host: str, port: int, *, secured: bool = False) -> str:
-    """``http://host:port`` or ``https://…``, with brackets around an IPv6 address."""
-    scheme = "https" if secured else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def reachable(host: str, otherwise: str) -> str:

@@ -27,10 +27,11 @@ from pdcluster_connector.launcher.memory import oom_kills
 from pdcluster_connector.launcher.metrics_page import MetricsPage
 from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.launcher.prompt_window import PromptWindow, count_prompts
-from pdcluster_connector.launcher.readiness import Readiness, reachable, url
+from pdcluster_connector.launcher.readiness import Readiness, reachable
 from pdcluster_connector.launcher.rendezvous import Followers, Leader, Rendezvous
 from pdcluster_connector.launcher.terminal import say
 from pdcluster_connector.protocol import api_key
+from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.kv_path import key_of
 from pdcluster_connector.sidechannel.tls import Tls
 

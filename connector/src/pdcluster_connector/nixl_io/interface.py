@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.plan.descriptors import Rows
 
-Rows = NDArray[np.uint64]
 Indices = NDArray[np.int32]
 
 

@@ -28,8 +28,8 @@ from pdcluster_connector.nixl_io.interface import (
     MemoryRange,
     NixlError,
     NixlErrorKind,
-    Rows,
 )
+from pdcluster_connector.plan.descriptors import Rows
 
 T = TypeVar("T")
 

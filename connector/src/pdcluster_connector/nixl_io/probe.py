@@ -14,7 +14,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster_connector.nixl_io.interface import MemoryRange, Rows
+from pdcluster_connector.nixl_io.interface import MemoryRange
+from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.protocol.failure import Failure
 
 WARM_UP_BYTES = 4096

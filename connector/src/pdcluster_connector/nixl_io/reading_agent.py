@@ -6,7 +6,6 @@ that stops a transfer that is under way.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,8 +30,6 @@ from pdcluster_connector.protocol.messages import (
     ProbeRegion,
     ShardMetadata,
 )
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -195,13 +192,6 @@ class ReadingAgent:
     def read_probe(self, lists: tuple[Dlist, Dlist]) -> Handle:
         """Post the read that :meth:`probe_lists` prepared."""
         return self._nixl.read(lists[0], FIRST, lists[1], FIRST)
-
-    def release(self, handle: Handle) -> None:
-        """Free the handle of a transfer that has ended. Does not raise."""
-        try:
-            self._nixl.release(handle)
-        except NixlError as error:
-            logger.warning("a NIXL handle stays until the agent is rebuilt: %s", error)
 
     def release_dlists(self, dlists: Sequence[Dlist]) -> None:
         """Free descriptor lists that nothing uses any more. Does not raise."""

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from pdcluster_connector.compat.field_types import Identifier, ParallelSize
 from pdcluster_connector.plan.topology import node_of_data_rank
+from pdcluster_connector.protocol.addresses import split_address
 from pdcluster_connector.protocol.messages import (
     Malformed,
     Rank,
@@ -169,15 +170,3 @@ def decode_report(raw: bytes) -> RankReport | Malformed:
     ):
         return Malformed("bytes_per_second is not a finite number")
     return report
-
-
-def split_address(text: str) -> tuple[str, int] | None:
-    """Return (host, port) of ``host:port`` or ``[v6]:port``; None when it is neither."""
-    host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        return None
-    if not colon or not host or not (port.isascii() and port.isdigit()) or len(port) > 5:
-        return None
-    return (host, int(port)) if 1 <= int(port) <= 65535 else None

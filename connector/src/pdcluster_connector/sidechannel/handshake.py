@@ -17,6 +17,7 @@ from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
+from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import (
     EngineMetadata,
@@ -78,12 +79,6 @@ def client_session() -> aiohttp.ClientSession:
     )
 
 
-def url(host: str, port: int, path: str, *, tls: Tls | None = None) -> str:
-    """Return the URL of a side channel's ``path``; IPv6 addresses get their brackets."""
-    scheme = "http" if tls is None else "https"
-    return f"{scheme}://[{host}]:{port}{path}" if ":" in host else f"{scheme}://{host}:{port}{path}"
-
-
 async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
     """Read a body of at most ``limit`` bytes; of a longer one, ``limit + 1`` bytes."""
     body = bytearray()
@@ -106,7 +101,7 @@ async def shake_hands(
     where = f"{host}:{port}"
     try:
         async with session.post(
-            url(host, port, "/v1/handshake", tls=tls),
+            url(host, port, "/v1/handshake", secured=tls is not None),
             data=me.request(),
             timeout=ATTEMPT,
             allow_redirects=False,
@@ -159,7 +154,7 @@ async def ask_health(
     where = f"{host}:{port}"
     try:
         async with session.get(
-            url(host, port, "/healthz", tls=tls),
+            url(host, port, "/healthz", secured=tls is not None),
             timeout=aiohttp.ClientTimeout(total=seconds),
             allow_redirects=False,
             **tls_arguments(tls, engine_id),

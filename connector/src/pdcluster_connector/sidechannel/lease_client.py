@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from pdcluster_connector.protocol import messages
+from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.lease import Standing
 from pdcluster_connector.protocol.messages import (
     LeaseKey,
@@ -30,7 +31,6 @@ from pdcluster_connector.sidechannel.handshake import (
     client_session,
     describe,
     read_bounded,
-    url,
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.tls import Tls, tls_arguments
@@ -195,7 +195,7 @@ class LeaseClient:
             self._session = client_session()
         try:
             async with self._session.post(
-                url(host, port, "/v1/leases", tls=self._tls),
+                url(host, port, "/v1/leases", secured=self._tls is not None),
                 data=body,
                 timeout=SEND,
                 allow_redirects=False,

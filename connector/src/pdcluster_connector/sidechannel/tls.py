@@ -136,6 +136,11 @@ class Tls:
         _meet_oneself(contexts, name, self._files)
 
 
+def tls_of(files: TlsFiles | None, engine_id: str) -> Tls | None:
+    """Return the contexts of an engine; None for an engine without TLS. May raise TlsError."""
+    return None if files is None else Tls(files, engine_id)
+
+
 def tls_arguments(tls: Tls | None, engine_id: str) -> dict[str, Any]:
     """Return what aiohttp has to be told so that only ``engine_id`` is spoken to.
 

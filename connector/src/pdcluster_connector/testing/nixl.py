@@ -33,8 +33,8 @@ from pdcluster_connector.nixl_io.interface import (
     MemoryRange,
     NixlError,
     NixlErrorKind,
-    Rows,
 )
+from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.testing.behaviour import Behaviour, Transfer
 from pdcluster_connector.testing.strided import check_inside, elements
 

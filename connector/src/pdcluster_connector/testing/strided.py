@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.nixl_io.interface import MemoryRange, NixlError, NixlErrorKind, Rows
+from pdcluster_connector.nixl_io.interface import MemoryRange, NixlError, NixlErrorKind
+from pdcluster_connector.plan.descriptors import Rows
 
 
 def elements(rows: Rows) -> Rows:

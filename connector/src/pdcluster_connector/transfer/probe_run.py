@@ -15,6 +15,7 @@ from pdcluster_connector.nixl_io.probe import (
 )
 from pdcluster_connector.nixl_io.reading_agent import Connection, ReadingAgent, Source
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.transfer.transfers import release
 
 RECENT_SECONDS = 2.0
 NO_ROOM = Failure(Reason.BACKEND_ERROR, "nothing can be probed: earlier probe reads still hang")
@@ -139,7 +140,7 @@ class ProbeRun:
         finally:
             if not flying:
                 if handle is not None:
-                    self._agent.release(handle)
+                    release(source.agent, handle)
                 self._agent.release_dlists(lists)
         expected = pattern(self.connection.engine_id, source.rank, length)
         wrong = describe_difference(expected, found, source.rank)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.interface import Handle, NixlError
+from pdcluster_connector.nixl_io.interface import AgentInterface, Handle, NixlError
 from pdcluster_connector.nixl_io.probe import WORD_BYTES, Scratch
 from pdcluster_connector.nixl_io.reading_agent import Connection, Source
 from pdcluster_connector.protocol.failure import Failure
@@ -165,7 +165,7 @@ class Transfers:
             except NixlError as error:
                 del self._under_way[number]
                 if not error.flying:
-                    _release(transfer)
+                    release(source.agent, transfer.handle)
                     self._give_back(transfer.word)
                 self._failed(number, job, connection, error)
             except BaseException as error:  # noqa: BLE001 - nobody knows how it is
@@ -173,7 +173,7 @@ class Transfers:
                 self._lost(job, f"polling failed: {type(error).__name__}: {error}")
             else:
                 del self._under_way[number]
-                _release(transfer)
+                release(source.agent, transfer.handle)
                 source.moved_at = self._clock()
                 self._tell(job, self._landed(number, transfer))
                 self._ended(connection)  # after its fence was planned
@@ -232,8 +232,9 @@ class Transfers:
             self._settle(connection)
 
 
-def _release(transfer: _UnderWay) -> None:
+def release(agent: AgentInterface, handle: Handle) -> None:
+    """Free the handle of a transfer that has ended. Does not raise."""
     try:
-        transfer.source.agent.release(transfer.handle)
+        agent.release(handle)
     except NixlError as error:
         logger.warning("a NIXL handle stays until the agent is rebuilt: %s", error)

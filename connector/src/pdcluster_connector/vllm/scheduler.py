@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -21,7 +20,6 @@ from vllm.v1.request import Request
 from pdcluster_connector import __version__
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.link_health.control_agent import TOKEN_VARIABLE
 from pdcluster_connector.protocol.kv_path import key_of
 from pdcluster_connector.protocol.messages import Malformed, decode_shard
@@ -29,21 +27,16 @@ from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
-from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_connector.sidechannel.tls import tls_of
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.decode import DecodeRole
 from pdcluster_connector.vllm.groups import cache_groups
-from pdcluster_connector.vllm.joined_shape import decode_shape, join_layers
+from pdcluster_connector.vllm.joined_shape import decode_shape, join_shapes
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.prefill import PrefillRole
 from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
 
 logger = logging.getLogger(__name__)
-
-# What depends on the layers that a pipeline stage has.
-_OF_A_STAGE = frozenset(
-    {"kv_dtype", "kernel_blocks_per_block", "memory", "token_sliceable", "packing", "groups"}
-)
 
 
 class HandshakeError(RuntimeError):
@@ -70,7 +63,7 @@ class SchedulerRole:
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         self._stats = StatsCollector()
         self._unreceivable: dict[str, str] = {}
-        self._tls = None if options.tls is None else Tls(options.tls, engine_id)
+        self._tls = tls_of(options.tls, engine_id)
         self._side_channel: SideChannelServer | None = None
         self._leases: LeaseDesk | None = None
         self._lease_client: LeaseClient | None = None
@@ -140,7 +133,12 @@ class SchedulerRole:
                 f"{Reason.SHARD_MISSING}: {len(workers)} of {self._ranks} ranks published their "
                 "memory"
             )
-        shape = _merge({rank: decode_shape(w.shape) for rank, w in sorted(workers.items())})
+        try:
+            shape = join_shapes(
+                {rank: decode_shape(w.shape) for rank, w in sorted(workers.items())}
+            )
+        except ValueError as error:
+            raise HandshakeError(str(error)) from None
         self._side_channel = SideChannelServer(
             self._options.side_channel_host,
             self._options.side_channel_port,
@@ -252,28 +250,6 @@ class SchedulerRole:
 
 def _no_keys() -> None:
     """Tickets are neither signed nor checked (``allow_insecure``)."""
-
-
-def _merge(shapes: Mapping[tuple[int, int], EngineShape]) -> EngineShape:
-    """One engine's shape: its first rank's, with the layers of all pipeline ranks.
-
-    Raises:
-        HandshakeError: two ranks differ in what must be one for the whole engine, for instance
-            because a node holds other weights.
-    """
-    first: dict[int | None, tuple[int, int]] = {}
-    for rank, shape in shapes.items():
-        for field in EngineShape.__struct_fields__:
-            of_stage = field in _OF_A_STAGE
-            other = first.setdefault(rank[0] if of_stage else None, rank)
-            theirs, ours = getattr(shape, field), getattr(shapes[other], field)
-            if field != "layers" and theirs != ours:
-                raise HandshakeError(
-                    f"rank {rank} has {field} {theirs}, rank {other} has {ours}; give every "
-                    "rank of an engine the same model files, settings and kind of machine"
-                )
-    layers = join_layers(shapes.values())
-    return msgspec.structs.replace(next(iter(shapes.values())), layers=layers)
 
 
 def _versions() -> dict[str, str]:

@@ -26,7 +26,7 @@ from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.request import EngineBlocks, groups_of
 from pdcluster_connector.protocol.messages import encode
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_connector.sidechannel.tls import tls_of
 from pdcluster_connector.transfer.receiver import (
     Receiver,
     ReceiveRequest,
@@ -102,8 +102,7 @@ class WorkerRole:
             self._serving = ServingAgent(lambda: self._new_agent(threads=0), registration.memory)
         if not self._consumes:
             return
-        files = self._options.tls
-        tls = None if files is None else Tls(files, self._engine_id)
+        tls = tls_of(self._options.tls, self._engine_id)
         self._peers = PeerBook(self._engine_id, registration.shape, self._rank, tls)
         self._receiver = Receiver(
             shard=registration.shard,
@@ -258,6 +257,7 @@ def _of_all_stages(shape: EngineShape) -> EngineShape:
     group = get_pp_group()
     if group.world_size == 1:
         return shape
-    shapes: list[bytes] = [b""] * group.world_size
-    torch.distributed.all_gather_object(shapes, encode_shape(shape), group=group.cpu_group)
-    return join_shapes([decode_shape(raw) for raw in shapes])
+    stages: list[bytes] = [b""] * group.world_size
+    torch.distributed.all_gather_object(stages, encode_shape(shape), group=group.cpu_group)
+    tensor = get_tp_group().rank_in_group
+    return join_shapes({(stage, tensor): decode_shape(raw) for stage, raw in enumerate(stages)})

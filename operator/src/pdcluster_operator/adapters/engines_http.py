@@ -80,6 +80,10 @@ class EnginesHttp:
                 return json.loads(text) if text else None
         except TimeoutError as error:
             raise LauncherError(f"{method} {url} did not answer in time") from error
+        except RecursionError:
+            raise LauncherError(
+                f"{method} {url} answers with JSON that is nested too deep"
+            ) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise LauncherError(f"{method} {url}: {error}") from error
 

@@ -67,13 +67,19 @@ def observe_engines(
     parallelism: Mapping[Role, Parallelism],
     memo: Memo,
 ) -> tuple[EngineView, ...]:
-    """Return a view of each engine; ``parallelism`` is that of each role's engines."""
+    """Return a view of each engine.
+
+    Args:
+        parallelism: of each role's engines, as the spec has it. An engine that exists is judged by
+            the number of pods that its StatefulSet has: a change of the spec may be paused.
+    """
     pods: dict[str, list[Manifest]] = {}
     for pod in observed.pods:
         engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
         if engine:
             pods.setdefault(engine, []).append(pod)
     known = known_ids(observed.cluster)
+    sizes = _sizes(observed.children)
     views = []
     for name in names:
         inputs = (
@@ -82,6 +88,7 @@ def observe_engines(
             observed.engines.get(name.logical),
             parallelism[name.role],
             known.get(name.stateful_set, ""),
+            sizes.get(name.stateful_set, parallelism[name.role].nodes),
         )
         views.append(memo.get(("engine", name), inputs, _view))
     return tuple(views)
@@ -93,10 +100,11 @@ def _view(
     report: EngineReport | None,
     asked: Parallelism,
     known_id: str,
+    nodes: int,
 ) -> EngineView:
     own = sorted(pods, key=_name)
     addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
-    ready, why = _judge(name, asked.nodes, own, report)
+    ready, why = _judge(name, nodes, own, report)
     return EngineView(
         name,
         ready,
@@ -105,8 +113,19 @@ def _view(
         (report.engine_id if report else "") or known_id,
         addresses.get(name.pod(), ""),
         (report.data_parallel_size if report else None) or asked.data,
-        tuple(addresses.get(name.pod(node), "") for node in range(1, asked.nodes)),
+        tuple(addresses.get(name.pod(node), "") for node in range(1, nodes)),
     )
+
+
+def _sizes(children: Iterable[Manifest]) -> dict[str, int]:
+    """Return how many pods each StatefulSet has, by name."""
+    return {
+        _name(child): size
+        for child in children
+        if child.get("kind") == "StatefulSet"
+        and isinstance(size := (child.get("spec") or {}).get("replicas"), int)
+        and size >= 1
+    }
 
 
 def _judge(

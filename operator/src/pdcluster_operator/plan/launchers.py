@@ -1,13 +1,18 @@
-"""Which launchers the operator polls, and under which address."""
+"""Which launchers the operator polls, under which address, and what follows from their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pdcluster_operator.api.labels import LAUNCHER_PORT, POD_INDEX_LABEL, engine_of
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.reports import LinksReport
+
+MISSES = 2
+"""Polls in a row that must fail before an engine counts as unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +51,18 @@ def launcher_url(address: str) -> str:
 def url_host(address: str) -> str:
     """Return an IP address as a URL writes it: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address
+
+
+def is_unreachable(misses: int) -> bool:
+    """Tell whether an engine counts as unreachable after so many failed polls in a row."""
+    return misses >= MISSES
+
+
+def knows_other_peers(told: Mapping[str, Any], links: LinksReport) -> bool:
+    """Tell whether a launcher has links to other peers than those that it was told.
+
+    An older document that was given up as unanswered may have come in after ``told``. It may name
+    fewer engines, or engines that are gone. The peers must then be sent again.
+    """
+    peers = {peer["engine"] for peer in told.get("peers", ())}
+    return peers != {link.prefill for link in links.links}

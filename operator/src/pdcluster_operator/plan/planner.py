@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
-from pdcluster_operator.api.conditions import seconds
+from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
@@ -50,19 +50,20 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     if findings.ok:
         key = ticket_key_step(observed, cluster)
         steps = (*((key,) if key else ()), *_steps(observed, desired, memo))
-    view = _view(observed, cluster, desired, memo)
+    view = _view(observed, cluster, desired, memo, accepted=findings.ok)
     status = build_status(observed, cluster, findings, view, now, memo)
     peers: tuple[PeerAssignment, ...] = ()
     if findings.ok:
         prefill, decode = (view.engines[role] for role in Role)
         peers = assign_peers(cluster, prefill, decode, observed.links)
-    ready = status["conditions"][-1]["status"] == "True"
+    progress = find_condition(status, ConditionType.PROGRESSING)
+    settled = progress.get("reason") == StatusReason.COMPLETE
     memo.forget_unused()
     return Plan(
         steps=steps,
         status=status,
         peers=peers,
-        requeue_after=None if ready or not findings.ok else BUSY_SECONDS,
+        requeue_after=None if settled or not findings.ok else BUSY_SECONDS,
         events=transitions(before, status),
     )
 
@@ -106,7 +107,9 @@ def _applied(observed: Observed, desired: Desired, memo: Memo) -> AbstractSet[tu
     }
 
 
-def _view(observed: Observed, cluster: Cluster, desired: Desired, memo: Memo) -> View:
+def _view(
+    observed: Observed, cluster: Cluster, desired: Desired, memo: Memo, *, accepted: bool
+) -> View:
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
     engines = {
         role: observe_engines(observed, desired.names[role], parallelism, memo) for role in Role
@@ -125,5 +128,6 @@ def _view(observed: Observed, cluster: Cluster, desired: Desired, memo: Memo) ->
         started=max((moment for moment in created if moment is not None), default=None),
         deadline=cluster.spec.rollout.progress_deadline_seconds,
         router_trouble=router_trouble(observed),
+        scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
     )
     return View(engines, pairs, observed.links, change)

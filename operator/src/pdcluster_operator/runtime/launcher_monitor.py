@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.launchers import Target
+from pdcluster_operator.plan.launchers import Target, is_unreachable, knows_other_peers
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import LauncherError
@@ -22,9 +22,6 @@ from pdcluster_operator.runtime.ports import Launchers
 from pdcluster_operator.runtime.queue import Key
 
 log = logging.getLogger(__name__)
-
-MISSES = 2
-"""Polls in a row that must fail before an engine counts as unreachable."""
 
 
 class LauncherMonitor:
@@ -135,15 +132,23 @@ class _Watch:
                 await self._poll()
                 self._misses, self.heard = 0, True
             except LauncherError as error:
-                self._misses += 1
-                if self._misses >= MISSES:
-                    self.heard = True
-                    self.report = self.links = None
-                    self._told = None
+                self._missed()
                 log.debug("%s: %s", self.target.engine, error)
+            except Exception:
+                # This is a bug of the operator. A task that ended would leave the last report as
+                # it is, also one that says Ready.
+                self._missed()
+                log.exception("%s: its launcher's answer cannot be read", self.target.engine)
             if before != (self.report, self.links, self.heard):
                 self._changed()
             await asyncio.sleep(self._period)
+
+    def _missed(self) -> None:
+        self._misses += 1
+        if is_unreachable(self._misses):
+            self.heard = True
+            self.report = self.links = None
+            self._told = None
 
     async def _poll(self) -> None:
         report = await self._launchers.ready(self.target.url)
@@ -158,9 +163,5 @@ class _Watch:
             await self._launchers.put_peers(self.target.url, self.peers.body)
             self._told = (report.engine_id, self.peers.body)
         self.links = await self._launchers.links(self.target.url)
-        if self._told is not None:
-            peers = {peer["engine"] for peer in self._told[1].get("peers", ())}
-            if peers != {link.prefill for link in self.links.links}:
-                # An older document, given up as unanswered, may have come in after this one. It
-                # may name fewer engines, or engines that are gone.
-                self._told = None
+        if self._told is not None and knows_other_peers(self._told[1], self.links):
+            self._told = None

@@ -115,7 +115,7 @@ class Reconciler:
         except ApiError as error:
             failure = error
         status = plan.status
-        if failure is not None:
+        if failure is not None and not failure.passing:
             status = with_failure(status, cluster, failure.reason, str(failure), now)
         await self._write_status(key, cluster, status)
         self._monitor.assign(key, plan.peers)
