@@ -169,7 +169,7 @@ class _ApiPort:
         live = self._api.get("Secret", metadata["namespace"], metadata["name"])
         self._api.apply(with_a_new_key(step, live))
 
-    async def apply(self, manifest: Mapping[str, Any]) -> None:
+    async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> None:
         self._api.apply(dict(manifest))
 
     async def delete(self, step: Delete | RestartPod) -> None:
@@ -178,7 +178,9 @@ class _ApiPort:
             kind, step.namespace, step.name, uid=step.uid, resource_version=step.resource_version
         )
 
-    async def write_status(self, key: Key, uid: str, status: Mapping[str, Any]) -> None:
+    async def write_status(
+        self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
+    ) -> None:
         self._api.set_status(KIND, key.namespace, key.name, dict(status), uid)
 
 

@@ -7,7 +7,7 @@ object that already is as wanted is not applied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
@@ -28,7 +28,8 @@ from pdcluster_operator.plan.status.build import View, build_status, transitions
 from pdcluster_operator.plan.status.progress import ChangeView
 from pdcluster_operator.plan.ticket_key import ticket_key_step
 
-BUSY_SECONDS = 2.0
+BUSY_SECONDS = 10.0
+"""How often a cluster on its way to Ready is looked at without an event, to be sure."""
 
 
 def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
@@ -63,9 +64,16 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         steps=steps,
         status=status,
         peers=peers,
-        requeue_after=None if settled or not findings.ok else BUSY_SECONDS,
+        requeue_after=None if settled or not findings.ok else _next_look(status, view, now),
         events=transitions(before, status),
     )
+
+
+def _next_look(status: Manifest, view: View, now: float) -> float:
+    """Return in how many seconds to look again: at the deadline, or earlier to be sure."""
+    began = max(seconds(status.get("progressingSince")) or now, view.change.started or 0.0)
+    left = began + view.change.deadline - now
+    return min(left + 1.0, BUSY_SECONDS) if left >= 0 else BUSY_SECONDS
 
 
 def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
@@ -88,23 +96,32 @@ def _frozen(observed: Observed) -> Desired:
 
 
 def _steps(observed: Observed, desired: Desired, memo: Memo) -> Iterator[Step]:
-    applied = _applied(observed, desired, memo)
+    live = {identity(child): child for child in observed.children}
+    applied = _applied(live, desired, memo)
     for wanted in desired.children:
-        if identity(wanted.manifest) not in applied:
-            yield Apply(wanted.manifest, wanted.why)
+        name = identity(wanted.manifest)
+        if name not in applied:
+            yield Apply(wanted.manifest, wanted.why, _uid(live.get(name)))
     yield from deletions(observed, desired)
     yield from restarts(observed, desired, applied)
 
 
-def _applied(observed: Observed, desired: Desired, memo: Memo) -> AbstractSet[tuple[str, str]]:
+def _applied(
+    live: Mapping[tuple[str, str], Manifest], desired: Desired, memo: Memo
+) -> AbstractSet[tuple[str, str]]:
     """Return the identities of the children that are as they are wanted."""
-    live = {identity(child): child for child in observed.children}
     names = ((identity(wanted.manifest), wanted.manifest) for wanted in desired.children)
     return {
         name
         for name, wanted in names
         if name in live and memo.get(("applied", *name), (live[name], wanted), is_applied)
     }
+
+
+def _uid(live: Manifest | None) -> str:
+    if live is None or is_being_deleted(live):
+        return ""
+    return str(live["metadata"].get("uid") or "")
 
 
 def _view(

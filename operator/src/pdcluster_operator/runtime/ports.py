@@ -41,16 +41,26 @@ class Api(Protocol):
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
         ...
 
-    async def apply(self, manifest: Manifest) -> None:
-        """Server-side apply with our field manager."""
+    async def apply(self, manifest: Manifest, uid: str = "") -> None:
+        """Server-side apply with our field manager.
+
+        Args:
+            uid: of the live object that is changed. Without it the object is created; one that is
+                there already is looked at before it is changed.
+        """
         ...
 
     async def delete(self, step: Delete | RestartPod) -> None:
         """Delete with UID and resourceVersion preconditions; an absent object is no error."""
         ...
 
-    async def write_status(self, key: Key, uid: str, status: Manifest) -> None:
-        """Replace the cluster's status, if it is still the object with this UID."""
+    async def write_status(self, key: Key, uid: str, status: Manifest, version: str = "") -> None:
+        """Replace the cluster's status, if it is still the object with this UID.
+
+        Args:
+            version: resourceVersion of the cluster as it was seen. While it is the latest, the
+                cluster need not be read.
+        """
         ...
 
 
