@@ -117,6 +117,9 @@ class Serving:
     async def links(self, url: str) -> LinksReport:
         return LinksReport(self.engines[url], f"{url}/1")
 
+    async def changed(self, url: str, seen: str) -> str | None:
+        return None
+
     async def put_peers(self, url: str, body: Mapping[str, Any]) -> None:
         assert body
 

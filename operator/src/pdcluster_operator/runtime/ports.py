@@ -65,7 +65,7 @@ class Api(Protocol):
 
 
 class Launchers(Protocol):
-    """The launchers' HTTP. Every call ends within its adapter's short timeout."""
+    """The launchers' HTTP. Every call but ``changed`` ends within its adapter's short timeout."""
 
     async def ready(self, url: str) -> EngineReport:
         """``GET /readyz``, answered with 200 or 503. Raises :class:`LauncherError`."""
@@ -73,6 +73,14 @@ class Launchers(Protocol):
 
     async def links(self, url: str) -> LinksReport:
         """``GET /v1/links`` of a decode engine. Raises :class:`LauncherError`."""
+        ...
+
+    async def changed(self, url: str, seen: str) -> str | None:
+        """``GET /v1/changes``: wait until the launcher's revision is another than ``seen``.
+
+        Return the revision, the same one if nothing changed for a while, or None if the launcher is
+        of a version that cannot tell. Raises :class:`LauncherError`.
+        """
         ...
 
     async def put_peers(self, url: str, body: Manifest) -> None:
