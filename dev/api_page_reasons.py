@@ -70,6 +70,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.SERVING: ("A verified pair of engines serves clients.", ""),
     R.NO_VERIFIED_PAIR: ("No pair of engines is verified.", "The condition KVPathVerified."),
     R.ROUTER_UNAVAILABLE: ("No router pod is ready.", "The router's pods."),
+    R.ROUTER_REPLACING: (
+        "A router serves, but not every router pod is new and ready.",
+        "The message, and the router's pods.",
+    ),
     R.REPLACING: ("Engines of an older revision still exist.", WAIT),
     R.COMPLETE: ("Nothing is left to do.", ""),
     R.PAUSED: ("A change waits, because `rollout.paused` is set.", "`spec.rollout.paused`."),
@@ -118,6 +122,10 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
         "Send each ticket to one decode engine.",
     ),
     Kv.TICKET_INVALID: ("The ticket does not fit the prompt or the engine.", "The router."),
+    Kv.UNSIGNED: (
+        "The ticket has no signature, and decode has a ticket key.",
+        "The Secret `NAME-ticket-key` in the pods of prefill; who sent the request.",
+    ),
     Kv.FORGED: (
         "The ticket was changed on its way, or signed with a key that decode does not have.",
         "Who sent the request; the Secret `NAME-ticket-key` in the pods of both roles.",

@@ -19,6 +19,7 @@ WATCHED = {
     "pdcluster.dev/pdclusters/finalizers": {"update"},
     "apps/statefulsets": APPLY,
     "apps/deployments": APPLY,
+    "apps/controllerrevisions": APPLY,
     "/services": APPLY,
     "/configmaps": APPLY,
     "/serviceaccounts": APPLY,

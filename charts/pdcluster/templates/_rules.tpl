@@ -12,7 +12,7 @@
   verbs: [update]
 # The operator writes children by server-side apply, a patch that may also create.
 - apiGroups: [apps]
-  resources: [statefulsets, deployments]
+  resources: [statefulsets, deployments, controllerrevisions]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [services, configmaps, serviceaccounts]

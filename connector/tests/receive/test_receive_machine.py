@@ -16,8 +16,8 @@ import pytest
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive import (
-    MAX_BEGINNINGS,
+from pdcluster_connector.protocol.receive import MAX_BEGINNINGS, Receive
+from pdcluster_connector.protocol.receive_events import (
     Abandoned,
     Acknowledged,
     Action,
@@ -29,7 +29,6 @@ from pdcluster_connector.protocol.receive import (
     Landed,
     Opened,
     Posted,
-    Receive,
     Started,
     State,
     Tick,

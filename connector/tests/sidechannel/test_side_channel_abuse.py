@@ -20,12 +20,9 @@ from loopback_engines import DECODE, PREFILL, SHAPE, connect, until
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.sidechannel.http_guard import ConnectionGuard
 from pdcluster_connector.sidechannel.lease_desk import LeaseChanges, LeaseDesk
+from pdcluster_connector.sidechannel.listener import SideChannelError, SideChannelRefusedError
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.server import (
-    SideChannelError,
-    SideChannelRefusedError,
-    SideChannelServer,
-)
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
 Books = Callable[..., PeerBook]

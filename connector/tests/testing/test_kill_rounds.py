@@ -7,7 +7,7 @@ import itertools
 import pytest
 from fault_world import World
 
-from pdcluster_connector.protocol.receive import State
+from pdcluster_connector.protocol.receive_events import State
 
 STATES = (State.NEW, State.HANDSHAKE, State.POSTED, State.FENCE)
 VICTIMS = ("P1", "D1")

@@ -12,7 +12,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.probe import WORD_BYTES, WORD_SLOTS
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED
-from pdcluster_connector.protocol.receive import State
+from pdcluster_connector.protocol.receive_events import State
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.receiver import ReceiverOptions
 

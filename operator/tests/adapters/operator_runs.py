@@ -19,6 +19,7 @@ from loopback import free_ports
 GROUP = "/apis/pdcluster.dev/v1alpha1"
 CHILDREN = {
     "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
+    "ControllerRevision": "/apis/apps/v1/namespaces/{}/controllerrevisions",
     "Deployment": "/apis/apps/v1/namespaces/{}/deployments",
     "Service": "/api/v1/namespaces/{}/services",
     "ConfigMap": "/api/v1/namespaces/{}/configmaps",

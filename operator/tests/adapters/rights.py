@@ -9,7 +9,11 @@ WATCHED_RULES = [
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters"], "verbs": READ},
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/status"], "verbs": ["patch"]},
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/finalizers"], "verbs": ["update"]},
-    {"apiGroups": ["apps"], "resources": ["statefulsets", "deployments"], "verbs": APPLY},
+    {
+        "apiGroups": ["apps"],
+        "resources": ["statefulsets", "deployments", "controllerrevisions"],
+        "verbs": APPLY,
+    },
     {
         "apiGroups": [""],
         "resources": ["services", "configmaps", "serviceaccounts"],

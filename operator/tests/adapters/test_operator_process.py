@@ -25,6 +25,7 @@ pytestmark = pytest.mark.cluster
 
 KINDS = {
     "ConfigMap": 1,
+    "ControllerRevision": 2,
     "Deployment": 1,
     "NetworkPolicy": 2,
     "Pod": 3,

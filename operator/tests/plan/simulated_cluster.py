@@ -117,6 +117,8 @@ class SimulatedCluster:
         self.counter += 1
         key = (wanted["kind"], wanted["metadata"]["name"])
         old = self.children.get(key, {"metadata": {"uid": f"uid-{self.counter}"}})
+        # As the API server does it.
+        assert wanted.get("data") == old.get("data", wanted.get("data")), f"{key} is immutable"
         wanted["metadata"]["uid"] = old["metadata"]["uid"]
         wanted["metadata"]["resourceVersion"] = str(self.counter)
         # What an API server adds of its own.
@@ -216,7 +218,8 @@ class SimulatedCluster:
         """Let the router's Deployment have a ready pod."""
         for (kind, _), child in self.children.items():
             if kind == "Deployment":
-                child["status"] = {"availableReplicas": 1}
+                wanted = child["spec"]["replicas"]
+                child["status"] = {"availableReplicas": wanted, "updatedReplicas": wanted}
 
     def bring_up(self) -> Plan:
         """From nothing to Ready."""

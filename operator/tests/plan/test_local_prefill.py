@@ -151,6 +151,17 @@ def test_each_cause_has_a_remedy_and_no_number_that_changes(cause: str):
     assert re.findall(r"\d+", stateless) == ["7"]
 
 
+def test_a_condition_tells_a_missing_signature_from_a_wrong_one():
+    """The first is a prefill engine without the key, the second may be somebody's attempt."""
+    messages = {}
+    for cause in (Reason.UNSIGNED, Reason.FORGED):
+        world = running()
+        assert seen(world, 100, 50, cause) == "False"
+        messages[cause] = world.condition("TransportHealthy")["message"]
+    assert "prefill does not sign its tickets" in messages[Reason.UNSIGNED]
+    assert "changed, or signed with a key that decode does not have" in messages[Reason.FORGED]
+
+
 def test_a_cause_that_is_no_name_is_not_shown():
     world = running()
     assert seen(world, 100, 100, "<b>1 2</b>") == "False"

@@ -386,6 +386,37 @@ def test_a_router_that_is_gone(world):
     is_(world, "Ready", "False", "RouterUnavailable")
 
 
+def test_a_router_whose_new_pods_do_not_start_while_the_old_serve(world):
+    world.bring_up()
+    world.edit(router={"image": "registry.example/no/such:1"})
+    world.step()
+    (deployment,) = (child for (kind, _), child in world.children.items() if kind == "Deployment")
+    deployment["metadata"]["generation"] = 2
+    deployment["status"] = {"observedGeneration": 1, "availableReplicas": 1, "updatedReplicas": 1}
+    world.step()
+    is_(world, "Available", "True", "Serving")
+    is_(world, "Ready", "False", "RouterReplacing", "has changed")
+    deployment["status"] |= {"observedGeneration": 2, "updatedReplicas": 1, "replicas": 2}
+    world.pods["llama-router-new"] = {
+        "metadata": {
+            "name": "llama-router-new",
+            "labels": deployment["spec"]["template"]["metadata"]["labels"],
+        },
+        "status": {
+            "containerStatuses": [
+                {"name": "router", "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+            ]
+        },
+    }
+    world.step()
+    is_(world, "Ready", "False", "RouterReplacing", "llama-router-new: ImagePullBackOff")
+    is_(world, "Progressing", "True", "RouterReplacing")
+    del world.pods["llama-router-new"]
+    deployment["status"]["replicas"] = 1
+    world.step()
+    is_(world, "Ready", "True", "Ready")
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_zero_replicas_are_a_state_and_no_failure(role):
     world = SimulatedCluster(manifest())

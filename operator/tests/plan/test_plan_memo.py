@@ -15,7 +15,7 @@ from pdcluster_operator.plan import drift, links, planner
 from pdcluster_operator.plan.builders import connector_configmap
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.rollout import desired
+from pdcluster_operator.plan.rollout import desired, targets
 
 
 @pytest.fixture
@@ -33,7 +33,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for module, name in (
         (planner, "check_manifest"),
         (planner, "is_applied"),
-        (desired, "pairing_key"),
+        (targets, "pairing_key"),
+        (targets, "build_engine_pod"),
         (desired, "build_engine_statefulset"),
         (desired, "build_connector_configmap"),
         (desired, "stamped"),
@@ -80,9 +81,26 @@ def test_a_changed_spec_is_rendered_once(work: Counter[str]) -> None:
     for _ in range(3):
         steps = make_plan(world.observed(), world.now, memo).steps
         assert "Deployment" in {step.manifest["kind"] for step in steps}  # type: ignore[union-attr]
-    assert work["check_manifest"] == work["pairing_key"] == 1
+    assert work["check_manifest"] == 1
+    assert work["build_engine_pod"] == work["pairing_key"] == 0, "engines are as they are stored"
     assert work["build_engine_statefulset"] == 2
     assert work["b64encode"] == 0, "the connector is the same"
+
+
+def test_another_revision_is_rendered_once(work: Counter[str]) -> None:
+    world = settled()
+    memo = Memo()
+    make_plan(world.observed(), world.now, memo)
+    world.cluster["spec"]["engine"] = {"blockSize": 32}
+    world.cluster["metadata"]["generation"] += 1
+    work.clear()
+    make_plan(world.observed(), world.now, memo)
+    once = dict(work)
+    assert once["build_engine_pod"] > 0
+    for _ in range(3):
+        make_plan(world.observed(), world.now, memo)
+    assert work["build_engine_pod"] == once["build_engine_pod"]
+    assert work["stamped"] == once["stamped"]
 
 
 def test_a_link_that_fails_costs_its_own_row(work: Counter[str]) -> None:

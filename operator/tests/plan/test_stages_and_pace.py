@@ -29,6 +29,7 @@ def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
     assert kinds[0] == {"Secret"}
     assert kinds[1] == {
         "ConfigMap",
+        "ControllerRevision",
         "NetworkPolicy",
         "PodDisruptionBudget",
         "Service",

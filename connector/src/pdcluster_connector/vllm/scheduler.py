@@ -21,6 +21,7 @@ from pdcluster_connector import __version__
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.link_health.control_agent import TOKEN_VARIABLE
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import key_of
 from pdcluster_connector.protocol.messages import Malformed, decode_shard
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
@@ -63,6 +64,7 @@ class SchedulerRole:
         self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         self._stats = StatsCollector()
         self._unreceivable: dict[str, str] = {}
+        self._gone: dict[str, Failure] = {}
         self._tls = tls_of(options.tls, engine_id)
         self._side_channel: SideChannelServer | None = None
         self._leases: LeaseDesk | None = None
@@ -197,6 +199,7 @@ class SchedulerRole:
             orders.renewed, orders.lost = self.decode.hear()
             orders.receive, orders.abandon = self.decode.take_orders()
         orders.unreceivable, self._unreceivable = self._unreceivable, {}
+        orders.gone, self._gone = self._gone, {}
         return orders
 
     def results(self, output: KVConnectorOutput) -> None:
@@ -205,6 +208,7 @@ class SchedulerRole:
             return
         if isinstance(output.kv_connector_worker_meta, StepReport):
             self.decode.reported(output.kv_connector_worker_meta.receipts)
+            self._gone |= output.kv_connector_worker_meta.gone
         self.decode.received(output.finished_recving or (), output.failed_recving)
 
     def finished(

@@ -80,6 +80,7 @@ class StatusReason(StrEnum):
     SERVING = "Serving"
     NO_VERIFIED_PAIR = "NoVerifiedPair"
     ROUTER_UNAVAILABLE = "RouterUnavailable"
+    ROUTER_REPLACING = "RouterReplacing"
     REPLACING = "Replacing"
     COMPLETE = "Complete"
     PAUSED = "Paused"

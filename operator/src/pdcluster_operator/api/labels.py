@@ -169,6 +169,11 @@ def connector_name(cluster: str, digest: str) -> str:
     return f"{cluster}-connector-{digest[:10]}"
 
 
+def revision_name(cluster: str, role: Role, revision: str) -> str:
+    """Name of the ControllerRevision of one revision of a role."""
+    return f"{cluster}-{role}-{revision}"
+
+
 def ticket_key_name(cluster: str) -> str:
     """Name of the Secret with the keys that sign a cluster's tickets."""
     return f"{cluster}-ticket-key"

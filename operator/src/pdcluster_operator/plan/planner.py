@@ -23,7 +23,7 @@ from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignm
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.restarts import restarts
 from pdcluster_operator.plan.rollout.desired import Desired, desire, identity, live_engines
-from pdcluster_operator.plan.routers import router_available, router_trouble
+from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.status.build import View, build_status, transitions
 from pdcluster_operator.plan.status.progress import ChangeView
 from pdcluster_operator.plan.ticket_key import ticket_key_step
@@ -145,6 +145,8 @@ def _view(
         started=max((moment for moment in created if moment is not None), default=None),
         deadline=cluster.spec.rollout.progress_deadline_seconds,
         router_trouble=router_trouble(observed),
+        changed=desired.changed,
+        router_behind=router_behind(observed),
         scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
     )
     return View(engines, pairs, observed.links, change)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, GROUP, PLURAL, VERSION
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
+from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,14 @@ WATCHED = (
     PDCLUSTER,
     Kind("apps", "v1", "statefulsets", "StatefulSet"),
     Kind("apps", "v1", "deployments", "Deployment"),
+    # A StatefulSet has revisions of its own, with the labels of its pods.
+    Kind(
+        "apps",
+        "v1",
+        "controllerrevisions",
+        REVISION_KIND,
+        selector=f"{CLUSTER_LABEL},app.kubernetes.io/component={REVISION_COMPONENT}",
+    ),
     Kind("", "v1", "services", "Service"),
     Kind("", "v1", "configmaps", "ConfigMap"),
     Kind("", "v1", "serviceaccounts", "ServiceAccount"),
