@@ -85,6 +85,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
         "A launcher or the API server gave a reason that is no word, or a very long one.",
         "The message, and the logs of the engine that it names.",
     ),
+    R.REWRITTEN: (
+        "An event: something else, such as a mutating webhook, changes what is applied.",
+        "The event names the fields. Exclude the object from the webhook if engines do not run.",
+    ),
     R.READY: ("What the spec wants is there and verified.", ""),
 }
 

@@ -32,6 +32,10 @@
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, delete]
+# In each namespace with PDClusters, the operator that holds a Lease works on them.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [get, create, update]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]

@@ -50,6 +50,8 @@ class Operator:
             **os.environ,
             "KUBECONFIG": str(real.folder / "operator.kubeconfig"),
             "PYTHONPATH": os.pathsep.join(path),
+            # As in a pod, whose container starts again under the same name.
+            "POD_NAME": f"operator-{self.health}",
         }
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -31,6 +31,7 @@ AUDIT = {
     "omitStages": ["RequestReceived"],
     "rules": [
         {"level": "None", "verbs": ["get", "list", "watch"]},
+        {"level": "None", "resources": [{"group": "coordination.k8s.io"}]},
         {"level": "Request", "users": ["operator"]},
         {"level": "None"},
     ],

@@ -131,6 +131,30 @@ async def test_an_apply_that_changes_nothing_writes_nothing(real, api, live):
         assert written(step) == before, step.why
 
 
+async def test_a_repair_leaves_no_second_owner_of_a_field(real, api, live):
+    """The repair's patch would own each field, too: a field that is not wanted any more stayed."""
+    wanted = copy.deepcopy(dict(child(live, "Service")))
+    wanted["spec"]["sessionAffinity"] = "ClientIP"
+    await api.apply(wanted)
+    metadata = wanted["metadata"]
+    path = f"{CHILDREN['Service'].format(metadata['namespace'])}/{metadata['name']}"
+    _, held = read(real, wanted)
+    held["spec"]["ports"][0]["port"] = 9
+    assert real.call("PUT", path, held)[0] == 200
+    answer = await api.apply(wanted)
+    assert is_applied({**answer, "kind": "Service"}, wanted)
+    managers = {one["manager"] for one in read(real, wanted)[1]["metadata"]["managedFields"]}
+    assert "pdcluster-operator-repair" not in managers
+    assert "pdcluster-operator" in managers
+    del wanted["spec"]["sessionAffinity"]
+    await api.apply(wanted)
+    kept = read(real, wanted)[1]["spec"]
+    assert kept["sessionAffinity"] == "None"
+    assert [port["port"] for port in kept["ports"]] == [
+        port["port"] for port in wanted["spec"]["ports"]
+    ]
+
+
 async def test_objects_of_others_are_not_taken(real, api, live, namespace):
     wanted = child(live, "ServiceAccount")
     theirs = copy.deepcopy(dict(wanted))

@@ -10,6 +10,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import ROLE_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
@@ -32,6 +33,7 @@ from pdcluster_operator.plan.reports import (
     parse_links_report,
 )
 
+GRACE = 30  # seconds that a pod has to end
 START = 1_800_000_000.0
 CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
 
@@ -111,7 +113,8 @@ class SimulatedCluster:
         assert child["metadata"]["resourceVersion"] == step.resource_version
         if step.kind == "StatefulSet":
             for name in [n for n, pod in self.pods.items() if engine_of(pod) == engine_of(child)]:
-                self.pods[name]["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+                ends = timestamp(self.now + GRACE)
+                self.pods[name]["metadata"].setdefault("deletionTimestamp", ends)
 
     def _apply(self, wanted: dict[str, Any]) -> None:
         self.counter += 1

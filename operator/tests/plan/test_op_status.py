@@ -211,7 +211,7 @@ def test_what_the_launcher_says_while_not_ready(world, state, reason):
 def test_a_pod_that_is_being_deleted_drains(world):
     world.bring_up()
     pod = world.pods[world.leaders("decode")[0].pod()]
-    pod["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    pod["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
     world.step()
     is_(world, "DecodeReady", "False", "Draining")
 

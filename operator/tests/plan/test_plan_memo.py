@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.plan import drift, links, planner
+from pdcluster_operator.plan import drift, links, planner, rewrites
 from pdcluster_operator.plan.builders import connector_configmap
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.planner import make_plan
@@ -32,7 +32,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for module, name in (
         (planner, "check_manifest"),
-        (planner, "is_applied"),
+        (rewrites, "is_applied"),
         (targets, "pairing_key"),
         (targets, "build_engine_pod"),
         (desired, "build_engine_statefulset"),

@@ -123,6 +123,7 @@ def manifests(draw: st.DrawFn) -> dict:
         ),
         requestTimeoutSeconds=draw(st.integers(10, 43_200)),
         monitoring=draw(optional(scrapeFrom=PEERS)),
+        **draw(optional(operatorClass=st.just("blue"))),
         rollout=draw(
             optional(
                 type=st.just("Recreate"),

@@ -12,6 +12,7 @@ from pdcluster_operator.plan.model import Apply, Delete, RestartPod, TicketKey, 
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.executor import SECRET_SECONDS, SIDE_BY_SIDE, Executor
 from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
 
 KEY = Key("ns", "tiny")
 CLUSTER = {"metadata": {"uid": "c"}}
@@ -28,6 +29,8 @@ class Api:
         self.go.set()
         self.held: TicketKey | None = None
         self.fail: set[str] = set()
+        self.ours = True
+        self.lose_after = 1_000
 
     async def read_uid(self, key: Key) -> str | None:
         self.reads.append("cluster")
@@ -42,14 +45,16 @@ class Api:
             raise ApiError("Forbidden", "Secret")
         self.held = TicketKey("1")
 
-    async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> None:
+    async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         self.begun.append(manifest["metadata"]["name"])
+        self.ours = len(self.begun) < self.lose_after
         self.now += 1
         self.most = max(self.most, self.now)
         await self.go.wait()
         self.now -= 1
         if manifest["metadata"]["name"] in self.fail:
             raise ApiError("Forbidden", manifest["metadata"]["name"])
+        return manifest
 
     async def delete(self, step: Delete | RestartPod) -> None:
         self.begun.append(f"delete {step.name}")
@@ -58,6 +63,11 @@ class Api:
         self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
     ) -> None:
         raise AssertionError("not the executor's")
+
+
+def executor_of(api: Api, now: list[float] | None = None) -> Executor:
+    moment = now or [0.0]
+    return Executor(api, RewriteNotes(), lambda _: api.ours, lambda: moment[0])
 
 
 def apply(name: str, kind: str = "Service", uid: str = "") -> Apply:
@@ -76,7 +86,7 @@ async def test_a_stage_runs_side_by_side_within_its_bound_and_in_order() -> None
     api = Api()
     api.go.clear()
     steps = [apply("engine", "StatefulSet"), *(apply(f"s-{number}") for number in range(20))]
-    running = asyncio.create_task(Executor(api).perform(KEY, CLUSTER, steps))
+    running = asyncio.create_task(executor_of(api).perform(KEY, CLUSTER, steps, []))
     async with asyncio.timeout(5):
         while api.now < SIDE_BY_SIDE:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0)
@@ -93,25 +103,25 @@ async def test_a_stage_that_failed_ends_and_no_other_begins() -> None:
     api.fail = {"a"}
     steps = [apply("a"), apply("b"), apply("engine", "StatefulSet")]
     with pytest.raises(ApiError, match="a"):
-        await Executor(api).perform(KEY, CLUSTER, steps)
+        await executor_of(api).perform(KEY, CLUSTER, steps, [])
     assert api.begun == ["a", "b"]
 
 
 async def test_a_change_of_what_is_known_reads_nothing() -> None:
     api = Api()
     gone = Delete("v1", "Service", "ns", "old", "u", "1", "a test")
-    assert await Executor(api).perform(KEY, CLUSTER, [apply("a", uid="u"), gone])
+    assert await executor_of(api).perform(KEY, CLUSTER, [apply("a", uid="u"), gone], [])
     assert api.reads == []
     assert api.begun == ["a", "delete old"]
 
 
 async def test_a_secret_is_read_again_only_after_a_while_or_for_another_cluster() -> None:
     api, now = Api(), [0.0]
-    executor = Executor(api, lambda: now[0])
+    executor = executor_of(api, now)
     for _ in range(2):
         assert await executor.ticket_key(KEY, "c") is None
     assert len(api.reads) == 2, "what is missing is looked for each time"
-    await executor.perform(KEY, CLUSTER, [secret()])
+    await executor.perform(KEY, CLUSTER, [secret()], [])
     api.reads.clear()
     assert await executor.ticket_key(KEY, "c") == TicketKey("1")
     assert api.reads == [], "it is what we wrote"
@@ -126,12 +136,30 @@ async def test_a_secret_is_read_again_only_after_a_while_or_for_another_cluster(
 
 async def test_a_secret_that_could_not_be_written_is_not_known() -> None:
     api = Api()
-    executor = Executor(api)
+    executor = executor_of(api)
     api.held = TicketKey("0")
     assert await executor.ticket_key(KEY, "c") == TicketKey("0")
     api.fail = {"Secret"}
     with pytest.raises(ApiError):
-        await executor.perform(KEY, CLUSTER, [secret()])
+        await executor.perform(KEY, CLUSTER, [secret()], [])
     api.reads.clear()
     await executor.ticket_key(KEY, "c")
     assert api.reads == ["secret"]
+
+
+async def test_nothing_is_written_without_the_lease() -> None:
+    api = Api()
+    api.ours = False
+    executor = executor_of(api)
+    assert not await executor.perform(KEY, CLUSTER, [apply("a")], [])
+    assert await executor.perform(KEY, CLUSTER, [], [])
+    assert api.begun == api.reads == []
+
+
+async def test_a_lease_that_is_lost_between_two_steps_stops_the_rest() -> None:
+    api = Api()
+    api.lose_after = 3
+    steps = [*(apply(f"s-{number}") for number in range(20)), apply("engine", "StatefulSet")]
+    assert not await executor_of(api).perform(KEY, CLUSTER, steps, [])
+    assert len(api.begun) < 20
+    assert "engine" not in api.begun

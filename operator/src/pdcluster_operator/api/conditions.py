@@ -87,6 +87,7 @@ class StatusReason(StrEnum):
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     READY = "Ready"
     REASON_UNREADABLE = "ReasonUnreadable"
+    REWRITTEN = "Rewritten"
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,8 @@ class _ApiPort:
         live = self._api.get("Secret", metadata["namespace"], metadata["name"])
         self._api.apply(with_a_new_key(step, live))
 
-    async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> None:
-        self._api.apply(dict(manifest))
+    async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
+        return self._api.apply(dict(manifest))
 
     async def delete(self, step: Delete | RestartPod) -> None:
         kind = step.kind if isinstance(step, Delete) else "Pod"

@@ -35,6 +35,23 @@ class TicketKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewrite:
+    """What became of one object when it was applied.
+
+    Attributes:
+        applied: hash of the manifest that was applied.
+        fields: (path, value as JSON) of each field that the live object holds otherwise.
+    """
+
+    applied: str
+    fields: tuple[tuple[str, str], ...]
+
+
+Rewrites = Mapping[tuple[str, str], Rewrite]
+"""By kind and name of a child."""
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """One cluster as it was seen.
 
@@ -51,6 +68,7 @@ class Observed:
         host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
             the operator decides.
         one_node: whether all pods run on one machine, as in local mode.
+        rewrites: what something else made of children as they were applied, by kind and name.
     """
 
     cluster: Manifest
@@ -63,6 +81,7 @@ class Observed:
     operator_namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
+    rewrites: Rewrites = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

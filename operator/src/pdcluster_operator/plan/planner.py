@@ -15,13 +15,13 @@ from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
-from pdcluster_operator.plan.drift import is_applied
 from pdcluster_operator.plan.engines import observe_engines
 from pdcluster_operator.plan.links import observe_pairs
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.restarts import restarts
+from pdcluster_operator.plan.rewrites import is_settled
 from pdcluster_operator.plan.rollout.desired import Desired, desire, identity, live_engines
 from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.status.build import View, build_status, transitions
@@ -46,7 +46,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         # The cluster owns its children, so Kubernetes' garbage collector deletes them.
         return Plan(steps=(), status=before)
     cluster, findings = _checked(observed, memo)
-    desired = desire(observed, cluster, memo) if findings.ok else _frozen(observed)
+    desired = desire(observed, cluster, now, memo) if findings.ok else _frozen(observed)
     steps: tuple[Step, ...] = ()
     if findings.ok:
         key = ticket_key_step(observed, cluster)
@@ -97,7 +97,7 @@ def _frozen(observed: Observed) -> Desired:
 
 def _steps(observed: Observed, desired: Desired, memo: Memo) -> Iterator[Step]:
     live = {identity(child): child for child in observed.children}
-    applied = _applied(live, desired, memo)
+    applied = _applied(observed, live, desired, memo)
     for wanted in desired.children:
         name = identity(wanted.manifest)
         if name not in applied:
@@ -107,15 +107,19 @@ def _steps(observed: Observed, desired: Desired, memo: Memo) -> Iterator[Step]:
 
 
 def _applied(
-    live: Mapping[tuple[str, str], Manifest], desired: Desired, memo: Memo
+    observed: Observed,
+    live: Mapping[tuple[str, str], Manifest],
+    desired: Desired,
+    memo: Memo,
 ) -> AbstractSet[tuple[str, str]]:
-    """Return the identities of the children that are as they are wanted."""
-    names = ((identity(wanted.manifest), wanted.manifest) for wanted in desired.children)
-    return {
-        name
-        for name, wanted in names
-        if name in live and memo.get(("applied", *name), (live[name], wanted), is_applied)
-    }
+    """Return the identities of the children that an apply would not change."""
+    found = set()
+    for wanted in desired.children:
+        name = identity(wanted.manifest)
+        inputs = live.get(name), wanted.manifest, observed.rewrites.get(name)
+        if memo.get(("settled", *name), inputs, is_settled):
+            found.add(name)
+    return found
 
 
 def _uid(live: Manifest | None) -> str:

@@ -23,7 +23,7 @@ def restarts(
     """Yield each pod that was made from an older template of its StatefulSet.
 
     Args:
-        applied: identities of the children that are as they are wanted.
+        applied: identities of the children that an apply would not change.
     """
     current = _current_revisions(observed, desired.children, applied)
     for pod in observed.pods:

@@ -41,8 +41,8 @@ class Api(Protocol):
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
         ...
 
-    async def apply(self, manifest: Manifest, uid: str = "") -> None:
-        """Server-side apply with our field manager.
+    async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:
+        """Server-side apply with our field manager; return the object as it is then.
 
         Args:
             uid: of the live object that is changed. Without it the object is created; one that is

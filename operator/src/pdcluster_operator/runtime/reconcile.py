@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from pdcluster_operator.runtime.executor import Executor
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
 from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
@@ -43,11 +44,13 @@ class Place:
         namespace: of the operator's pod; None where that is not known.
         host_path_models: whether a PDCluster may mount folders of the nodes.
         one_node: whether all pods run on one machine, as in local mode.
+        operator_class: the class of PDClusters to work on; empty for those without, None for all.
     """
 
     namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
+    operator_class: str | None = None
 
 
 class Reconciler:
@@ -63,6 +66,7 @@ class Reconciler:
         connector: ConnectorSource,
         clock: Clock,
         place: Place | None = None,
+        may_write: Callable[[Key], bool] = lambda _: True,
     ) -> None:
         self._store = store
         self._api = api
@@ -71,7 +75,9 @@ class Reconciler:
         self._connector = connector
         self._clock = clock
         self._place = place or Place()
-        self._executor = Executor(api)
+        self._may_write = may_write
+        self._rewrites = RewriteNotes()
+        self._executor = Executor(api, self._rewrites, may_write)
         self._memos: dict[Key, Memo] = {}
         self._wrote: dict[Key, float] = {}  # when each status was written
 
@@ -86,6 +92,7 @@ class Reconciler:
             self._memos.pop(key, None)
             self._wrote.pop(key, None)
             self._executor.forget(key)
+            self._rewrites.forget(key)
             self._monitor.forget(key)  # Kubernetes deletes the children: the cluster owns them
             return None
         self._monitor.follow(key, launchers_to_poll(self._store.pods(key)))
@@ -117,8 +124,9 @@ class Reconciler:
 
     async def _carry_out(self, key: Key, cluster: Manifest, plan: Plan, now: float) -> float | None:
         failure: ApiError | None = None
+        events = list(plan.events)
         try:
-            if not await self._executor.perform(key, cluster, plan.steps):
+            if not await self._executor.perform(key, cluster, plan.steps, events):
                 return STALE_SECONDS
         except ApiError as error:
             failure = error
@@ -127,7 +135,7 @@ class Reconciler:
             status = with_failure(status, cluster, failure.reason, str(failure), now)
         self._monitor.assign(key, plan.peers)
         wait = await self._write_status(key, cluster, status)
-        await self._events.publish(cluster, plan.events)
+        await self._events.publish(cluster, events)
         if failure is not None:
             raise failure
         return min((one for one in (wait, plan.requeue_after) if one), default=None)
@@ -135,7 +143,7 @@ class Reconciler:
     async def _write_status(self, key: Key, cluster: Manifest, status: Manifest) -> float:
         """Write a status that changed; return how many seconds it has to wait instead."""
         before, moment = cluster.get("status"), time.monotonic()
-        if status == before:
+        if status == before or not self._may_write(key):
             return 0.0
         wait = wait_before_writing(before, status, moment - self._wrote.get(key, -math.inf))
         if wait == 0:
@@ -157,4 +165,5 @@ class Reconciler:
             operator_namespace=self._place.namespace,
             host_path_models=self._place.host_path_models,
             one_node=self._place.one_node,
+            rewrites=self._rewrites.of(key),
         )

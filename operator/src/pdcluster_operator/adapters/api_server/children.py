@@ -19,7 +19,7 @@ from pdcluster_operator.adapters.api_server.kinds import (
 )
 from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, ticket_key_name
 from pdcluster_operator.plan.deletions import is_being_deleted
-from pdcluster_operator.plan.drift import repair
+from pdcluster_operator.plan.drift import repair, without_manager
 from pdcluster_operator.plan.model import Delete, RestartPod, TicketKey, WriteTicketKey
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.ownership import controller_uid
@@ -82,7 +82,7 @@ class KubeApi:
         query = {"fieldManager": FIELD_MANAGER}
         await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
-    async def apply(self, manifest: Manifest, uid: str = "") -> None:
+    async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:
         """Apply a child, unless ``plan.name_conflicts`` has a reason against it.
 
         The request carries what was seen: the live object's UID, or that there is none. If the
@@ -96,7 +96,10 @@ class KubeApi:
             answer = await self._apply(path, {**manifest, "metadata": {**metadata, **seen}})
         except (Conflict, Invalid):
             answer = await self._apply_to_live(kind, path, manifest)
+        if without_manager(answer, REPAIR_MANAGER) is not None:  # a repair that was cut off
+            answer = await self._apply_to_live(kind, path, manifest)
         self._keep(kind, answer)
+        return answer
 
     async def _apply_to_live(self, kind: Kind, path: str, manifest: Manifest) -> dict[str, Any]:
         metadata = manifest["metadata"]
@@ -106,14 +109,14 @@ class KubeApi:
         if live is None:
             return await self._apply(path, manifest)
         body = {**manifest, "metadata": {**metadata, "uid": live["metadata"]["uid"]}}
+        live = await self._disown(path, live)
         try:
             return await self._apply(path, body)
         except Invalid:
             if (patch := repair(live, body)) is None:
                 raise
-            query = {"fieldManager": REPAIR_MANAGER}
-            await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
-            return await self._apply(path, body)
+            await self._repair(path, patch)
+            return await self._disown(path, await self._apply(path, body))
 
     async def delete(self, step: Delete | RestartPod) -> None:
         """Delete the very object that was seen. An object that is gone already is no error."""
@@ -194,6 +197,15 @@ class KubeApi:
     ) -> dict[str, Any]:
         query = {"fieldManager": manager, "force": "true"}
         return await self._client.call("PATCH", path, query=query, body=body, content=APPLY)
+
+    async def _disown(self, path: str, live: dict[str, Any]) -> dict[str, Any]:
+        """Leave the object to the apply's manager alone; return it as it is then."""
+        patch = without_manager(live, REPAIR_MANAGER)
+        return live if patch is None else await self._repair(path, patch)
+
+    async def _repair(self, path: str, patch: Manifest) -> dict[str, Any]:
+        query = {"fieldManager": REPAIR_MANAGER}
+        return await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
 
     def _keep(self, kind: Kind, live: Manifest) -> None:
         self.remember(slim(live, kind))

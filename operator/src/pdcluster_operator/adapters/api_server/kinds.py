@@ -48,6 +48,7 @@ class Kind:
 PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
 POD = Kind("", "v1", "pods", "Pod")
 SECRET = Kind("", "v1", "secrets", "Secret")
+LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 EVENT = Kind("events.k8s.io", "v1", "events", "Event")
 WEBHOOK_CONFIGURATION = Kind(
     "admissionregistration.k8s.io",
@@ -76,7 +77,7 @@ WATCHED = (
     POD,
 )
 BY_NAME: Mapping[str, Kind] = {
-    kind.name: kind for kind in (*WATCHED, SECRET, EVENT, WEBHOOK_CONFIGURATION)
+    kind.name: kind for kind in (*WATCHED, SECRET, LEASE, EVENT, WEBHOOK_CONFIGURATION)
 }
 
 

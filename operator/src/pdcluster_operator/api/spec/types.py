@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from pdcluster_operator.api.spec.bounds import CLASS
 from pdcluster_operator.api.spec.engine_types import (
     EngineOverride,
     EnvVar,
@@ -178,6 +179,15 @@ class Spec:
         ),
         Whole(10, 43_200),
     ] = 1800
+    operator_class: Annotated[
+        str | None,
+        Example("blue"),
+        Doc(
+            "names the operators that work on this cluster: those that were installed with this "
+            "`operator.class`. Without it, operators without a class do."
+        ),
+        CLASS,
+    ] = None
 
     def role(self, role: Role) -> RoleSpec:
         """Return the spec of one role."""

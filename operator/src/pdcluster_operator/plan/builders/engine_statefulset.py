@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pdcluster_operator.api.labels import (
@@ -12,6 +13,7 @@ from pdcluster_operator.api.labels import (
 )
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.metadata import child_metadata
+from pdcluster_operator.plan.lost import choose_indexes
 from pdcluster_operator.plan.rollout.stored import Revision, bound
 
 
@@ -37,10 +39,25 @@ def build_engine_statefulset(
     }
 
 
-def engine_names(cluster: Cluster, role: Role, revision: str) -> tuple[EngineName, ...]:
-    """Return the names of all engines that the spec wants of a role."""
+def engine_names(
+    cluster: Cluster,
+    role: Role,
+    revision: str,
+    live: Iterable[EngineName] = (),
+    lost: Iterable[EngineName] = (),
+) -> tuple[EngineName, ...]:
+    """Return the names of all engines that the spec wants of a role.
+
+    Args:
+        live: engines that exist.
+        lost: engines whose names cannot be used, because their node is gone.
+    """
+
+    def indexes(names: Iterable[EngineName]) -> set[int]:
+        return {name.index for name in names if (name.role, name.revision) == (role, revision)}
+
     replicas = cluster.spec.role(role).replicas
     return tuple(
         EngineName(cluster.namespace, cluster.name, role, revision, index)
-        for index in range(replicas)
+        for index in choose_indexes(replicas, indexes(live), indexes(lost))
     )

@@ -31,6 +31,7 @@ from pdcluster_operator.plan.builders.router_deployment import build_router_depl
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
 from pdcluster_operator.plan.drift import stamped
+from pdcluster_operator.plan.lost import lost_engines
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, what_changed
@@ -82,11 +83,13 @@ def live_engines(observed: Observed) -> tuple[EngineName, ...]:
     return tuple(sorted(name for names in live_by_role(observed).values() for name in names))
 
 
-def desire(observed: Observed, cluster: Cluster, memo: Memo | None = None) -> Desired:
+def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None = None) -> Desired:
     """Return what should exist for an accepted spec."""
     memo = memo or Memo()
     live = live_by_role(observed)
-    pods = {name for name in map(engine_of, observed.pods) if name is not None}
+    lost = lost_engines(observed.pods, now)
+    # The pods of a lost engine may stay for ever. Nothing waits for them.
+    pods = {name for name in map(engine_of, observed.pods) if name is not None} - lost
     seen = {*pods, *(name for names in live.values() for name in names)}
     targets = memo.get(
         "targets",
@@ -100,7 +103,11 @@ def desire(observed: Observed, cluster: Cluster, memo: Memo | None = None) -> De
     kept: set[EngineName] = set()
     for role in Role:
         revision = serving[role]
-        names[role] = () if revision is None else engine_names(cluster, role, revision.name)
+        names[role] = (
+            engine_names(cluster, role, revision.name, live[role], lost)
+            if revision is not None
+            else ()
+        )
         others = {
             name
             for name in seen
