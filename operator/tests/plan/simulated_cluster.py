@@ -21,6 +21,7 @@ from pdcluster_operator.plan.model import (
     RestartPod,
     Step,
     TicketKey,
+    TryOut,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.planner import make_plan
@@ -61,6 +62,7 @@ class SimulatedCluster:
         self.counter = 0
         self.ticket_key: TicketKey | None = None
         self.memo = Memo()
+        self.refused = ""
 
     def observed(self) -> Observed:
         return Observed(
@@ -83,6 +85,8 @@ class SimulatedCluster:
         """Plan, carry out, write the status."""
         plan = self.plan()
         for step in plan.steps:
+            if isinstance(step, TryOut) and self.refused:
+                break  # the executor stops, and says so in the status
             self.perform(step)
         self.cluster["status"] = copy.deepcopy(dict(plan.status))
         self.now += 1
@@ -104,6 +108,9 @@ class SimulatedCluster:
             return
         if isinstance(step, Apply):
             self._apply(copy.deepcopy(dict(step.manifest)))
+            return
+        if isinstance(step, TryOut):
+            self._apply(copy.deepcopy(dict(step.stored)))
             return
         if isinstance(step, RestartPod):
             del self.pods[step.name]

@@ -7,7 +7,7 @@ import random
 import pytest
 from simulated_cluster import START, SimulatedCluster, manifest
 
-from pdcluster_operator.plan.model import Apply, Delete, RestartPod, Step, WriteTicketKey
+from pdcluster_operator.plan.model import Apply, Delete, RestartPod, Step, TryOut, WriteTicketKey
 from pdcluster_operator.plan.planner import BUSY_SECONDS, make_plan
 from pdcluster_operator.plan.stages import stages
 from pdcluster_operator.plan.status.pace import QUIET_SECONDS, wait_before_writing
@@ -24,7 +24,8 @@ def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
     gone = Delete("v1", "Service", "ns", "old", "u", "1", "a test")
     restart = RestartPod("ns", "pod", "u", "1", "a test")
     random.Random(7).shuffle(steps)
-    staged = stages([restart, gone, *steps])
+    trial = TryOut((), {"kind": "ControllerRevision"}, beside=False, why="a test")
+    staged = stages([restart, gone, trial, *steps])
     kinds = [{what(step) for step in stage} for stage in staged]
     assert kinds[0] == {"Secret"}
     assert kinds[1] == {
@@ -35,9 +36,9 @@ def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
         "Service",
         "ServiceAccount",
     }
-    assert kinds[2:] == [{"StatefulSet", "Deployment"}, {"Delete"}, {"RestartPod"}]
+    assert kinds[2:] == [{"StatefulSet", "Deployment"}, {"TryOut"}, {"Delete"}, {"RestartPod"}]
     assert sorted(map(id, (step for stage in staged for step in stage))) == sorted(
-        map(id, [restart, gone, *steps])
+        map(id, [restart, gone, trial, *steps])
     )
 
 

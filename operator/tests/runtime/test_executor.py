@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.plan.model import Apply, Delete, RestartPod, TicketKey, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Apply,
+    Delete,
+    RestartPod,
+    TicketKey,
+    TryOut,
+    WriteTicketKey,
+)
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.executor import SECRET_SECONDS, SIDE_BY_SIDE, Executor
 from pdcluster_operator.runtime.queue import Key
@@ -55,6 +62,9 @@ class Api:
         if manifest["metadata"]["name"] in self.fail:
             raise ApiError("Forbidden", manifest["metadata"]["name"])
         return manifest
+
+    async def try_out(self, step: TryOut) -> None:
+        raise AssertionError("nothing is tried out here")
 
     async def delete(self, step: Delete | RestartPod) -> None:
         self.begun.append(f"delete {step.name}")

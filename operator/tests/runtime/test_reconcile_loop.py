@@ -20,6 +20,7 @@ from pdcluster_operator.plan.model import (
     Event,
     RestartPod,
     TicketKey,
+    TryOut,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
@@ -72,6 +73,9 @@ class RecordingApi:
         assert uid == (live["metadata"]["uid"] if live else ""), "what the store knows"
         self._write(f"apply {manifest['kind']}")
         return self.api.apply(self.mutate(copy.deepcopy(dict(manifest))))
+
+    async def try_out(self, step: TryOut) -> None:
+        self._write("try out")
 
     async def delete(self, step: Delete | RestartPod) -> None:
         kind = step.kind if isinstance(step, Delete) else "Pod"

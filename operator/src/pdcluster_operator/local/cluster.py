@@ -29,7 +29,14 @@ from pdcluster_operator.local.api import LocalApi, Manifest
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet.kubelet import Kubelet
 from pdcluster_operator.local.names import Names
-from pdcluster_operator.plan.model import Delete, Event, RestartPod, TicketKey, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Delete,
+    Event,
+    RestartPod,
+    TicketKey,
+    TryOut,
+    WriteTicketKey,
+)
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.ports import ConnectorSource
 from pdcluster_operator.runtime.queue import Backoff, Key
@@ -171,6 +178,9 @@ class _ApiPort:
 
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         return self._api.apply(dict(manifest))
+
+    async def try_out(self, step: TryOut) -> None:
+        """Refuse nothing: this API has no schemas and no quotas."""
 
     async def delete(self, step: Delete | RestartPod) -> None:
         kind = step.kind if isinstance(step, Delete) else "Pod"

@@ -113,6 +113,24 @@ class WriteTicketKey:
 
 
 @dataclass(frozen=True, slots=True)
+class TryOut:
+    """Dry runs of what a new revision needs. If they pass, the revision is stored.
+
+    Attributes:
+        manifests: an engine's StatefulSet, and a pod of it. Quotas and Pod Security refuse
+            pods and never StatefulSets.
+        stored: the ControllerRevision to apply.
+        beside: the pod is to run beside the old ones. Otherwise it gets the place of an old
+            pod, and a quota that is used up refuses nothing.
+    """
+
+    manifests: tuple[Manifest, ...]
+    stored: Manifest
+    beside: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Delete:
     """Deletion of one object, only if it is still the one that was seen."""
 
@@ -136,7 +154,7 @@ class RestartPod:
     why: str
 
 
-Step = Apply | WriteTicketKey | Delete | RestartPod
+Step = Apply | WriteTicketKey | TryOut | Delete | RestartPod
 
 
 @dataclass(frozen=True, slots=True)

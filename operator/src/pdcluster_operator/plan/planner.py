@@ -102,6 +102,7 @@ def _steps(observed: Observed, desired: Desired, memo: Memo) -> Iterator[Step]:
         name = identity(wanted.manifest)
         if name not in applied:
             yield Apply(wanted.manifest, wanted.why, _uid(live.get(name)))
+    yield from desired.trials
     yield from deletions(observed, desired)
     yield from restarts(observed, desired, applied)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdcluster_operator.plan.model import Apply, Delete, Step, WriteTicketKey
+from pdcluster_operator.plan.model import Apply, Delete, Step, TryOut, WriteTicketKey
 
 WORKLOADS = frozenset({"StatefulSet", "Deployment"})
 """The kinds that make pods. Pods mount, or go by, what the other kinds hold."""
@@ -16,7 +16,8 @@ WORKLOADS = frozenset({"StatefulSet", "Deployment"})
 def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
     """Return the steps in stages; within a stage they keep their order.
 
-    What pods need comes first, then what makes pods, then deletions, then restarts of pods.
+    What pods need comes first, then what makes pods. What is tried out may end all of it before
+    something is deleted, and then pods are restarted.
     """
     staged: dict[int, list[Step]] = {}
     for step in steps:
@@ -29,4 +30,6 @@ def _stage(step: Step) -> int:
         return 0
     if isinstance(step, Apply):
         return 2 if step.manifest["kind"] in WORKLOADS else 1
-    return 3 if isinstance(step, Delete) else 4
+    if isinstance(step, TryOut):
+        return 3
+    return 4 if isinstance(step, Delete) else 5

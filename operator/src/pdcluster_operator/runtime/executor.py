@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from pdcluster_operator.plan.model import Apply, Event, Step, TicketKey, WriteTicketKey
+from pdcluster_operator.plan.model import Apply, Event, Step, TicketKey, TryOut, WriteTicketKey
 from pdcluster_operator.plan.stages import stages
 from pdcluster_operator.runtime.ports import Api
 from pdcluster_operator.runtime.queue import Key
@@ -110,6 +110,9 @@ class Executor:
                 answer = await self._api.apply(step.manifest, step.uid)
                 if (news := self._rewrites.note(key, step.manifest, answer)) is not None:
                     events.append(news)
+            elif isinstance(step, TryOut):
+                await self._api.try_out(step)
+                await self._api.apply(step.stored)
             else:
                 await self._api.delete(step)
         log.info("%s: %s: %s", key, type(step).__name__, step.why)
@@ -123,4 +126,4 @@ class Executor:
 
 
 def _creates(step: Step) -> bool:
-    return isinstance(step, WriteTicketKey) or (isinstance(step, Apply) and not step.uid)
+    return isinstance(step, WriteTicketKey | TryOut) or (isinstance(step, Apply) and not step.uid)

@@ -15,6 +15,7 @@ from pdcluster_operator.plan.model import (
     Event,
     RestartPod,
     TicketKey,
+    TryOut,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
@@ -48,6 +49,10 @@ class Api(Protocol):
             uid: of the live object that is changed. Without it the object is created; one that is
                 there already is looked at before it is changed.
         """
+        ...
+
+    async def try_out(self, step: TryOut) -> None:
+        """Let the server judge without writing. Raises TemplateRefused if it refuses."""
         ...
 
     async def delete(self, step: Delete | RestartPod) -> None:

@@ -17,12 +17,14 @@ from pdcluster_operator.adapters.api_server.kinds import (
     Kind,
     slim,
 )
+from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, ticket_key_name
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.drift import repair, without_manager
-from pdcluster_operator.plan.model import Delete, RestartPod, TicketKey, WriteTicketKey
+from pdcluster_operator.plan.model import Delete, RestartPod, TicketKey, TryOut, WriteTicketKey
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.ownership import controller_uid
+from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
@@ -118,6 +120,24 @@ class KubeApi:
             await self._repair(path, patch)
             return await self._disown(path, await self._apply(path, body))
 
+    async def try_out(self, step: TryOut) -> None:
+        """Ask the API server whether it would take the objects; it writes nothing."""
+        for manifest in step.manifests:
+            kind, metadata = BY_NAME[manifest["kind"]], manifest["metadata"]
+            try:
+                if kind is POD:  # no right to patch pods is needed, and the name is generated
+                    query = {"dryRun": "All", "fieldManager": FIELD_MANAGER}
+                    path = kind.path(metadata["namespace"])
+                    await self._client.call("POST", path, query=query, body=manifest)
+                else:
+                    path = kind.path(metadata["namespace"], metadata["name"])
+                    await self._apply(path, manifest, dry_run=True)
+            except ApiError as error:
+                if (found := refusal(step, kind.name, error.reason, str(error))) is not None:
+                    raise ApiError(StatusReason.TEMPLATE_REFUSED, found) from error
+                if error.reason not in REFUSALS:
+                    raise
+
     async def delete(self, step: Delete | RestartPod) -> None:
         """Delete the very object that was seen. An object that is gone already is no error."""
         kind = BY_NAME[step.kind] if isinstance(step, Delete) else POD
@@ -193,9 +213,11 @@ class KubeApi:
             return None
 
     async def _apply(
-        self, path: str, body: Manifest, *, manager: str = FIELD_MANAGER
+        self, path: str, body: Manifest, *, manager: str = FIELD_MANAGER, dry_run: bool = False
     ) -> dict[str, Any]:
         query = {"fieldManager": manager, "force": "true"}
+        if dry_run:
+            query["dryRun"] = "All"
         return await self._client.call("PATCH", path, query=query, body=body, content=APPLY)
 
     async def _disown(self, path: str, live: dict[str, Any]) -> dict[str, Any]:

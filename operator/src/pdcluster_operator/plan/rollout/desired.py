@@ -33,7 +33,7 @@ from pdcluster_operator.plan.builders.service_account import build_service_accou
 from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.lost import lost_engines
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed
+from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed, TryOut
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, what_changed
 from pdcluster_operator.plan.rollout.history import keep_history
 from pdcluster_operator.plan.rollout.stored import Revision, build_revision, mounted_connector
@@ -43,6 +43,7 @@ from pdcluster_operator.plan.rollout.targets import (
     live_by_role,
     what_targets_depend_on,
 )
+from pdcluster_operator.plan.rollout.try_out import try_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Desired:
         blocked: engines that wait until those of another revision are gone.
         kept: engines of another revision that ``rollout.paused`` keeps.
         stale: whether an engine or a pod of another revision exists.
+        trials: what must succeed before a new revision is stored and replaces anything.
         forgotten: names of the ControllerRevisions that the history has no place for.
         mounted: names of the ConfigMaps whose connectors the other revisions mount.
         changed: the fields of the spec that made engines be replaced, in words.
@@ -76,6 +78,7 @@ class Desired:
     forgotten: frozenset[str] = frozenset()
     mounted: frozenset[str] = frozenset()
     changed: str = ""
+    trials: tuple[TryOut, ...] = ()
 
 
 def live_engines(observed: Observed) -> tuple[EngineName, ...]:
@@ -97,7 +100,9 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         lambda *_: find_targets(observed, cluster, live),
     )
     paused = cluster.spec.rollout.paused
-    serving = {role: _serving(targets, role, live, paused=paused) for role in Role}
+    untried = [] if paused else _untried(targets, live)
+    hold = paused or bool(untried)
+    serving = {role: _serving(targets, role, live, hold=hold) for role in Role}
     names: dict[Role, tuple[EngineName, ...]] = {}
     blocked: set[EngineName] = set()
     kept: set[EngineName] = set()
@@ -113,7 +118,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
             for name in seen
             if name.role is role and (revision is None or name.revision != revision.name)
         }
-        if others and paused:
+        if others and hold:
             remaining = [name for name in sorted(live[role]) if name in others]
             names[role] = (*names[role], *remaining)
             kept.update(remaining)
@@ -139,6 +144,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         history.forgotten,
         history.mounted,
         in_words(list(_changes(targets, seen, spec_of_engines(observed.cluster)))) if stale else "",
+        tuple(_trial(cluster, targets, role) for role in untried),
     )
 
 
@@ -147,14 +153,29 @@ def _serving(
     role: Role,
     live: Mapping[Role, Mapping[EngineName, Manifest]],
     *,
-    paused: bool,
+    hold: bool,
 ) -> Revision | None:
-    """Return the revision to make engines of; None if a pause leaves none that is known."""
+    """Return the revision to make engines of; None if those that are held back are unknown."""
     wanted = targets.wanted[role]
     running = {name.revision for name in live[role]}
-    if not paused or not running or wanted.name in running:
+    if not hold or not running or wanted.name in running:
         return wanted
     return next((one for one in targets.stored if one.role is role and one.name in running), None)
+
+
+def _untried(targets: Targets, live: Mapping[Role, Mapping[EngineName, Manifest]]) -> list[Role]:
+    """Return the roles whose engines would be replaced by a revision that is not stored yet."""
+    return [
+        role
+        for role in Role
+        if targets.wanted[role].number == 0
+        and any(name.revision != targets.wanted[role].name for name in live[role])
+    ]
+
+
+def _trial(cluster: Cluster, targets: Targets, role: Role) -> TryOut:
+    revision = replace(targets.wanted[role], number=targets.number(role))
+    return try_out(cluster, revision, beside=False)
 
 
 def _pairing_key(
