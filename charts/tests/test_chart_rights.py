@@ -26,7 +26,7 @@ WATCHED = {
     "policy/poddisruptionbudgets": APPLY,
     "networking.k8s.io/networkpolicies": APPLY,
     "/secrets": {"get", "create", "patch"},
-    "/pods": READ | {"delete"},
+    "/pods": READ | {"create", "delete"},
     "coordination.k8s.io/leases": {"get", "create", "update"},
     "events.k8s.io/events": {"create", "patch"},
 }

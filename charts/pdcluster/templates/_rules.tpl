@@ -28,10 +28,11 @@
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create, patch]
-# StatefulSets create the pods. The operator deletes a pod to restart its engine.
+# StatefulSets create the pods. The operator deletes a pod to restart its engine. It creates none,
+# but the dry run of a new pod needs the right.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, delete]
+  verbs: [get, list, watch, create, delete]
 # In each namespace with PDClusters, the operator that holds a Lease works on them.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]

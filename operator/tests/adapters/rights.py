@@ -22,7 +22,7 @@ WATCHED_RULES = [
     {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": APPLY},
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": APPLY},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
-    {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "delete"]},
+    {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "create", "delete"]},
     {
         "apiGroups": ["coordination.k8s.io"],
         "resources": ["leases"],

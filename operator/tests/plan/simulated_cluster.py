@@ -12,6 +12,7 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import ROLE_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
     Apply,
     ConnectorBundle,
@@ -20,6 +21,7 @@ from pdcluster_operator.plan.model import (
     RestartPod,
     Step,
     TicketKey,
+    TryOut,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.planner import make_plan
@@ -59,6 +61,8 @@ class SimulatedCluster:
         self.now = START
         self.counter = 0
         self.ticket_key: TicketKey | None = None
+        self.memo = Memo()
+        self.refused = ""
 
     def observed(self) -> Observed:
         return Observed(
@@ -72,12 +76,17 @@ class SimulatedCluster:
         )
 
     def plan(self) -> Plan:
-        return make_plan(self.observed(), self.now)
+        observed = self.observed()
+        plan = make_plan(observed, self.now, self.memo)
+        assert plan == make_plan(observed, self.now), "a memo changes no plan"
+        return plan
 
     def step(self) -> Plan:
         """Plan, carry out, write the status."""
         plan = self.plan()
         for step in plan.steps:
+            if isinstance(step, TryOut) and self.refused:
+                break  # the executor stops, and says so in the status
             self.perform(step)
         self.cluster["status"] = copy.deepcopy(dict(plan.status))
         self.now += 1
@@ -99,6 +108,9 @@ class SimulatedCluster:
             return
         if isinstance(step, Apply):
             self._apply(copy.deepcopy(dict(step.manifest)))
+            return
+        if isinstance(step, TryOut):
+            self._apply(copy.deepcopy(dict(step.stored)))
             return
         if isinstance(step, RestartPod):
             del self.pods[step.name]

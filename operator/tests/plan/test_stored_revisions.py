@@ -36,7 +36,8 @@ def up(**spec: Any) -> SimulatedCluster:
 
 
 def roll(world: SimulatedCluster) -> None:
-    """Let a replacement end: old pods go, new ones run and link."""
+    """Let a replacement end: it is tried out, old pods go, new ones run and link."""
+    world.step()
     world.step()
     world.reap()
     world.step()

@@ -84,6 +84,7 @@ class StatusReason(StrEnum):
     REPLACING = "Replacing"
     COMPLETE = "Complete"
     PAUSED = "Paused"
+    TEMPLATE_REFUSED = "TemplateRefused"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     READY = "Ready"
     REASON_UNREADABLE = "ReasonUnreadable"

@@ -13,6 +13,7 @@ from typing import Any
 
 from pdcluster_operator.api.labels import APPLIED_ANNOTATION
 from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.plan.contents import without_contents
 from pdcluster_operator.plan.merge import KEYED_LISTS
 from pdcluster_operator.plan.model import Manifest
 
@@ -40,7 +41,7 @@ def applied_hash(manifest: Manifest) -> str:
 
 def is_applied(live: Manifest | None, desired: Manifest) -> bool:
     """Whether applying ``desired`` (stamped) would change nothing."""
-    return live is not None and covers(live, desired)
+    return live is not None and covers(without_contents(live), without_contents(desired))
 
 
 def repair(live: Manifest, desired: Manifest) -> dict[str, Any] | None:

@@ -86,10 +86,16 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Server-side apply of one object."""
+    """Server-side apply of one object.
+
+    Attributes:
+        uid: of the live child that is changed; empty if the store knows none, or one that is
+            being deleted.
+    """
 
     manifest: Manifest
     why: str
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,24 @@ class WriteTicketKey:
 
     manifest: Manifest
     rotate: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TryOut:
+    """Dry runs of what a new revision needs. If they pass, the revision is stored.
+
+    Attributes:
+        manifests: an engine's StatefulSet, and a pod of it. Quotas and Pod Security refuse
+            pods and never StatefulSets.
+        stored: the ControllerRevision to apply.
+        beside: the pod is to run beside the old ones. Otherwise it gets the place of an old
+            pod, and a quota that is used up refuses nothing.
+    """
+
+    manifests: tuple[Manifest, ...]
+    stored: Manifest
+    beside: bool
     why: str
 
 
@@ -130,7 +154,7 @@ class RestartPod:
     why: str
 
 
-Step = Apply | WriteTicketKey | Delete | RestartPod
+Step = Apply | WriteTicketKey | TryOut | Delete | RestartPod
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +187,8 @@ class Plan:
     """What to do now.
 
     Attributes:
-        steps: in order; the executor stops at the first that fails.
+        steps: in order; those of one stage (``plan.stages``) may be carried out side by side. The
+            executor begins no stage after one that failed.
         status: the whole ``status`` to write, also when a step failed.
         peers: assignments to send to decode launchers.
         requeue_after: seconds until this cluster should be looked at again; None if an

@@ -30,17 +30,25 @@ from pdcluster_operator.plan.builders.network_policies import (
 from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
+from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.lost import lost_engines
-from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed, TryOut
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, what_changed
 from pdcluster_operator.plan.rollout.history import keep_history
 from pdcluster_operator.plan.rollout.stored import Revision, build_revision, mounted_connector
-from pdcluster_operator.plan.rollout.targets import Targets, find_targets, live_by_role
+from pdcluster_operator.plan.rollout.targets import (
+    Targets,
+    find_targets,
+    live_by_role,
+    what_targets_depend_on,
+)
+from pdcluster_operator.plan.rollout.try_out import try_out
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One child, and why it is wanted."""
+    """One child, stamped with a hash of itself, and why it is wanted."""
 
     manifest: dict[str, Any]
     why: str
@@ -56,6 +64,7 @@ class Desired:
         blocked: engines that wait until those of another revision are gone.
         kept: engines of another revision that ``rollout.paused`` keeps.
         stale: whether an engine or a pod of another revision exists.
+        trials: what must succeed before a new revision is stored and replaces anything.
         forgotten: names of the ControllerRevisions that the history has no place for.
         mounted: names of the ConfigMaps whose connectors the other revisions mount.
         changed: the fields of the spec that made engines be replaced, in words.
@@ -69,6 +78,7 @@ class Desired:
     forgotten: frozenset[str] = frozenset()
     mounted: frozenset[str] = frozenset()
     changed: str = ""
+    trials: tuple[TryOut, ...] = ()
 
 
 def live_engines(observed: Observed) -> tuple[EngineName, ...]:
@@ -76,16 +86,23 @@ def live_engines(observed: Observed) -> tuple[EngineName, ...]:
     return tuple(sorted(name for names in live_by_role(observed).values() for name in names))
 
 
-def desire(observed: Observed, cluster: Cluster, now: float) -> Desired:
+def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None = None) -> Desired:
     """Return what should exist for an accepted spec."""
+    memo = memo or Memo()
     live = live_by_role(observed)
     lost = lost_engines(observed.pods, now)
     # The pods of a lost engine may stay for ever. Nothing waits for them.
     pods = {name for name in map(engine_of, observed.pods) if name is not None} - lost
     seen = {*pods, *(name for names in live.values() for name in names)}
-    targets = find_targets(observed, cluster, live)
+    targets = memo.get(
+        "targets",
+        what_targets_depend_on(observed, cluster, live),
+        lambda *_: find_targets(observed, cluster, live),
+    )
     paused = cluster.spec.rollout.paused
-    serving = {role: _serving(targets, role, live, paused=paused) for role in Role}
+    untried = [] if paused else _untried(targets, live)
+    hold = paused or bool(untried)
+    serving = {role: _serving(targets, role, live, hold=hold) for role in Role}
     names: dict[Role, tuple[EngineName, ...]] = {}
     blocked: set[EngineName] = set()
     kept: set[EngineName] = set()
@@ -101,7 +118,7 @@ def desire(observed: Observed, cluster: Cluster, now: float) -> Desired:
             for name in seen
             if name.role is role and (revision is None or name.revision != revision.name)
         }
-        if others and paused:
+        if others and hold:
             remaining = [name for name in sorted(live[role]) if name in others]
             names[role] = (*names[role], *remaining)
             kept.update(remaining)
@@ -120,13 +137,14 @@ def desire(observed: Observed, cluster: Cluster, now: float) -> Desired:
     )
     return Desired(
         names,
-        tuple(build.children(names, skipped=kept | blocked)),
+        memo.get("children", (build, names, kept | blocked), _stamped),
         frozenset(blocked),
         frozenset(kept),
         stale,
         history.forgotten,
         history.mounted,
         in_words(list(_changes(targets, seen, spec_of_engines(observed.cluster)))) if stale else "",
+        tuple(_trial(cluster, targets, role) for role in untried),
     )
 
 
@@ -135,14 +153,29 @@ def _serving(
     role: Role,
     live: Mapping[Role, Mapping[EngineName, Manifest]],
     *,
-    paused: bool,
+    hold: bool,
 ) -> Revision | None:
-    """Return the revision to make engines of; None if a pause leaves none that is known."""
+    """Return the revision to make engines of; None if those that are held back are unknown."""
     wanted = targets.wanted[role]
     running = {name.revision for name in live[role]}
-    if not paused or not running or wanted.name in running:
+    if not hold or not running or wanted.name in running:
         return wanted
     return next((one for one in targets.stored if one.role is role and one.name in running), None)
+
+
+def _untried(targets: Targets, live: Mapping[Role, Mapping[EngineName, Manifest]]) -> list[Role]:
+    """Return the roles whose engines would be replaced by a revision that is not stored yet."""
+    return [
+        role
+        for role in Role
+        if targets.wanted[role].number == 0
+        and any(name.revision != targets.wanted[role].name for name in live[role])
+    ]
+
+
+def _trial(cluster: Cluster, targets: Targets, role: Role) -> TryOut:
+    revision = replace(targets.wanted[role], number=targets.number(role))
+    return try_out(cluster, revision, beside=False)
 
 
 def _pairing_key(
@@ -166,6 +199,15 @@ def _changes(
         if old is not None and old.name != wanted.name:
             rekeyed = old.pairing_key != wanted.pairing_key
             yield from what_changed(old.spec, spec, role, rekeyed=rekeyed)
+
+
+def _stamped(
+    build: _Build,
+    names: Mapping[Role, tuple[EngineName, ...]],
+    skipped: AbstractSet[EngineName],
+) -> tuple[Wanted, ...]:
+    wanted = build.children(names, skipped)
+    return tuple(Wanted(stamped(child.manifest), child.why) for child in wanted)
 
 
 @dataclass(frozen=True, slots=True)
