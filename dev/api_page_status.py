@@ -40,6 +40,7 @@ EXAMPLE: Mapping[str, Any] = {
     "prefill": "1/1",
     "decode": "0/1",
     "links": "0/1",
+    "progressingSince": "2026-11-22T11:58:00Z",
     "conditions": [
         {
             "type": "Ready",

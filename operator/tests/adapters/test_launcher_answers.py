@@ -54,6 +54,25 @@ def test_a_redirect_is_a_failure_and_is_not_followed(status: int) -> None:
     assert all(f"answers {status}" in message for message in said)
 
 
+@pytest.mark.parametrize("depth", [2_000, 1_000_000])
+def test_json_that_is_nested_too_deep_is_a_failure(depth: int) -> None:
+    """Python's parser raises RecursionError, which is no ValueError."""
+
+    async def deep(_: web.Request) -> web.Response:
+        return web.Response(text='{"engine":' * depth + "1" + "}" * depth)
+
+    async def run() -> None:
+        launcher = web.Application()
+        launcher.router.add_route("*", "/{path:.*}", deep)
+        async with TestServer(launcher) as pod, EnginesHttp() as engines:
+            url = str(pod.make_url("")).rstrip("/")
+            for call in (engines.ready(url), engines.links(url)):
+                with pytest.raises(LauncherError, match=r"nested too deep|longer than"):
+                    await call
+
+    asyncio.run(run())
+
+
 def test_an_endless_answer_is_cut_off() -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
@@ -68,5 +87,49 @@ def test_an_endless_answer_is_cut_off() -> None:
         async with TestServer(launcher) as pod, EnginesHttp() as engines:
             with pytest.raises(LauncherError, match="longer than"):
                 await engines.links(str(pod.make_url("")).rstrip("/"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "expected"),
+    [
+        (200, '{"revision": "ab12"}', "ab12"),
+        (404, '{"error": "Not Found"}', None),  # a launcher of an older version
+        (403, '{"error": "for the operator"}', None),
+        (200, "[]", None),
+        (200, '{"revision": 7}', None),
+        (200, '{"revision": "' + "a" * 65 + '"}', None),
+    ],
+)
+def test_who_cannot_tell_of_news_is_polled(status: int, text: str, expected: str | None) -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.query["seen"])
+        return web.Response(status=status, text=text)
+
+    async def run() -> str | None:
+        launcher = web.Application()
+        launcher.router.add_get("/v1/changes", answer)
+        async with TestServer(launcher) as pod, EnginesHttp() as engines:
+            return await engines.changed(str(pod.make_url("")).rstrip("/"), "a&wait=9")
+
+    assert asyncio.run(run()) == expected
+    assert asked == ["a&wait=9"]
+
+
+def test_a_question_for_news_that_breaks_off_is_a_failure() -> None:
+    async def broken(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    async def run() -> None:
+        launcher = web.Application()
+        launcher.router.add_get("/v1/changes", broken)
+        async with TestServer(launcher) as pod, EnginesHttp() as engines:
+            with pytest.raises(LauncherError):
+                await engines.changed(str(pod.make_url("")).rstrip("/"), "")
 
     asyncio.run(run())

@@ -12,7 +12,9 @@ from pdcluster_operator.plan.name_conflicts import (
 
 
 def service(*owners: str, **metadata: Any) -> dict[str, Any]:
-    references = [{"kind": "PDCluster", "uid": uid} for uid in owners]
+    references = [
+        {"kind": "PDCluster", "uid": uid, "controller": uid == owners[-1]} for uid in owners
+    ]
     return {
         "kind": "Service",
         "metadata": {"name": "tiny", "ownerReferences": references, **metadata},
@@ -28,7 +30,8 @@ def test_a_free_name_and_our_own_object_are_applied() -> None:
 def test_an_object_of_another_owner_or_of_nobody_is_left_alone() -> None:
     nobodys = service()
     del nobodys["metadata"]["ownerReferences"]
-    for live in (service("theirs"), service(), nobodys):
+    users = service("ours", "theirs")  # it goes with the cluster, and is controlled by nobody of us
+    for live in (service("theirs"), service(), nobodys, users):
         refusal = why_not_applied(service("ours"), live)
         assert refusal is not None
         assert refusal.reason == NAME_CONFLICT

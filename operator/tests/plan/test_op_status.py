@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from simulated_cluster import START, SimulatedCluster, manifest
 from valid_specs import manifests
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.findings import Rule
-from pdcluster_operator.plan.reports import CanaryReport, EngineReport, LinkState
+from pdcluster_operator.api.schema.status_schema import status_schema
+from pdcluster_operator.plan.reports import (
+    CanaryReport,
+    EngineReport,
+    LinkState,
+    parse_engine_report,
+    parse_links_report,
+)
+from pdcluster_operator.plan.status.failed_step import with_failure
+
+STATUS = jsonschema.Draft202012Validator(status_schema())
 
 
 @pytest.fixture
@@ -42,7 +54,7 @@ def test_from_nothing_to_ready(world):
     is_(world, "PrefillReady", "False", "PodsMissing", "0 of 1")
     is_(world, "KVLinksEstablished", "Unknown", "WaitingForEngines")
     is_(world, "KVPathVerified", "Unknown", "WaitingForEngines")
-    is_(world, "TransportHealthy", "True", "NoThreshold")
+    is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured", "not every link")
     is_(world, "Available", "False", "RouterUnavailable")
     is_(world, "Ready", "False", "PodsMissing")
     is_(world, "Progressing", "True", "PodsMissing")
@@ -61,6 +73,7 @@ def test_from_nothing_to_ready(world):
     world.route()
     world.step()
     is_(world, "KVLinksEstablished", "True", "LinksEstablished", "1 of 1")
+    is_(world, "TransportHealthy", "True", "NoThreshold")
     is_(world, "KVPathVerified", "Unknown", "CanaryPending")
     is_(world, "Available", "False", "NoVerifiedPair")
     is_(world, "Ready", "Unknown", "CanaryPending")
@@ -198,7 +211,7 @@ def test_what_the_launcher_says_while_not_ready(world, state, reason):
 def test_a_pod_that_is_being_deleted_drains(world):
     world.bring_up()
     pod = world.pods[world.leaders("decode")[0].pod()]
-    pod["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    pod["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
     world.step()
     is_(world, "DecodeReady", "False", "Draining")
 
@@ -373,11 +386,166 @@ def test_a_router_that_is_gone(world):
     is_(world, "Ready", "False", "RouterUnavailable")
 
 
-def test_scaled_to_zero():
-    world = SimulatedCluster(manifest(decode={"replicas": 0}))
+def test_a_router_whose_new_pods_do_not_start_while_the_old_serve(world):
+    world.bring_up()
+    world.edit(router={"image": "registry.example/no/such:1"})
     world.step()
-    is_(world, "DecodeReady", "False", "ScaledToZero")
+    (deployment,) = (child for (kind, _), child in world.children.items() if kind == "Deployment")
+    deployment["metadata"]["generation"] = 2
+    deployment["status"] = {"observedGeneration": 1, "availableReplicas": 1, "updatedReplicas": 1}
+    world.step()
+    is_(world, "Available", "True", "Serving")
+    is_(world, "Ready", "False", "RouterReplacing", "has changed")
+    deployment["status"] |= {"observedGeneration": 2, "updatedReplicas": 1, "replicas": 2}
+    world.pods["llama-router-new"] = {
+        "metadata": {
+            "name": "llama-router-new",
+            "labels": deployment["spec"]["template"]["metadata"]["labels"],
+        },
+        "status": {
+            "containerStatuses": [
+                {"name": "router", "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+            ]
+        },
+    }
+    world.step()
+    is_(world, "Ready", "False", "RouterReplacing", "llama-router-new: ImagePullBackOff")
+    is_(world, "Progressing", "True", "RouterReplacing")
+    del world.pods["llama-router-new"]
+    deployment["status"]["replicas"] = 1
+    world.step()
+    is_(world, "Ready", "True", "Ready")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_zero_replicas_are_a_state_and_no_failure(role):
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    world.edit(**{role: {"replicas": 0}})
+    events = [*world.step().events]
+    is_(world, "Progressing", "True", "Replacing")
+    world.reap()
+    plan = world.step()
+    events += plan.events
+    plan = world.settle()
+    is_(world, "PrefillReady", "True", "ScaledToZero" if role == "prefill" else "EnginesReady")
+    is_(world, "DecodeReady", "True", "ScaledToZero" if role == "decode" else "EnginesReady")
     is_(world, "KVLinksEstablished", "Unknown", "NoPairs")
+    is_(world, "KVPathVerified", "Unknown", "NoPairs")
+    is_(world, "Available", "False", "ScaledToZero", role)
+    is_(world, "Ready", "False", "ScaledToZero", role)
+    is_(world, "Progressing", "False", "Complete")
+    assert plan.requeue_after is None, "nothing is on its way"
+    assert {event.type for event in events if event.reason == "ScaledToZero"} == {"Normal"}
+    assert "progressingSince" not in world.cluster["status"]
+    world.now += 10 * 86_400
+    assert not world.step().events
+
+
+def test_a_role_that_cannot_start_beside_one_of_zero_has_a_deadline():
+    world = SimulatedCluster(
+        manifest(decode={"replicas": 0}, rollout={"progressDeadlineSeconds": 60})
+    )
+    world.step()
+    is_(world, "Progressing", "True", "PodsMissing")
+    world.now += 61
+    world.step()
+    is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
+
+
+def test_replicas_counts_the_decode_engines_that_exist():
+    world = SimulatedCluster(manifest(decode={"replicas": 3}, rollout={"paused": True}))
+    world.step()
+    assert world.cluster["status"]["replicas"] == 0, "nothing existed when this was observed"
+    world.step()
+    assert world.cluster["status"]["replicas"] == 3
+    engine = next(child for (kind, name), child in world.children.items()
+                  if kind == "StatefulSet" and "-decode-" in name)  # fmt: skip
+    engine["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    world.step()
+    assert world.cluster["status"]["replicas"] == 2
+
+
+@pytest.mark.parametrize("reason", ["x" * 257, "two words", "Ends:", "ümlaut", "<script>"])
+def test_a_reason_that_the_crd_does_not_take_is_replaced(world, reason):
+    """One such reason would make the API server refuse every later write of the status."""
+    world.bring_up()
+    world.link(state=LinkState.FAILED, reason=reason, message="why")
+    world.step()
+    is_(world, "KVLinksEstablished", "False", "ReasonUnreadable", "why")
+    is_(world, "Ready", "False", "ReasonUnreadable", "why")
+    [failed] = world.cluster["status"]["failedLinks"]
+    assert failed["reason"] == "ReasonUnreadable"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    text=st.text(max_size=3000) | st.sampled_from(["e" * 513, "R" * 300]),
+    ready=st.booleans(),
+    state=st.sampled_from(["FAILED", "PENDING", "ESTABLISHED"]),
+)
+def test_whatever_launchers_say_the_crd_takes_the_status(text, ready, state):
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    for name, report in world.engines.items():
+        document = {"engine": name, "engine_id": f"{name}/{text}", "message": text, "state": text,
+                    "ready": ready, "role": text}  # fmt: skip
+        told = parse_engine_report(document)
+        assert told is not None
+        world.engines[name] = replace(told, role=report.role)
+    for decode in list(world.links):
+        link = {"prefill": world.leaders("prefill")[0].logical, "state": LinkState[state].value,
+                "reason": text, "message": text,
+                "canary": {"state": LinkState.FAILED.value, "message": text}}  # fmt: skip
+        told = parse_links_report({"engine": decode, "engine_id": text, "links": [link]})
+        assert told is not None
+        world.links[decode] = told
+    world.step()
+    STATUS.validate(world.cluster["status"])
+
+
+@pytest.mark.parametrize("change", ["paused", "unaccepted"])
+def test_engines_are_judged_by_the_pods_that_they_have(change):
+    """A change of ``nodes`` that does not reach the engines does not make them lack pods."""
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 4, "nodes": 2}}))
+    world.bring_up()
+    is_(world, "PrefillReady", "True", "EnginesReady")
+    if change == "paused":
+        world.edit(prefill={"parallelism": {"tensor": 4, "nodes": 4}}, rollout={"paused": True})
+    else:
+        world.edit(prefill={"parallelism": {"tensor": 4, "nodes": 3}})
+    world.step()
+    is_(world, "PrefillReady", "True", "EnginesReady")
+    world.pods.pop(world.leaders("prefill")[0].pod(1))
+    world.step()
+    is_(world, "PrefillReady", "False", "PodsMissing", "1 of 2")
+
+
+def test_a_transport_is_not_healthy_without_evidence(world):
+    world.bring_up()
+    is_(world, "TransportHealthy", "True", "NoThreshold")
+    world.link(state=LinkState.FAILED, reason="TransferStalled", message="no byte came")
+    world.step()
+    is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
+    world.links.clear()
+    world.step()
+    is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
+
+
+def test_a_step_that_fails_for_a_moment_does_not_begin_the_deadline_anew():
+    world = SimulatedCluster(manifest(rollout={"progressDeadlineSeconds": 60}))
+    world.step()
+    for _ in range(5):
+        world.now += 8
+        status = with_failure(world.plan().status, world.cluster, "InternalError", "x", world.now)
+        world.cluster["status"] = status
+        is_(world, "Progressing", "False", "InternalError")
+        world.now += 8
+        world.step()
+    is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
+    world.edit(engine={"env": [{"name": "A", "value": "b"}]})
+    world.step()
+    is_(world, "Progressing", "True", "Replacing")
 
 
 def test_a_refused_new_cluster_makes_nothing():

@@ -17,7 +17,8 @@ from aiohttp import web
 
 logger = logging.getLogger(__name__)
 
-# Each rank of each decode engine keeps one or two: 64 engines of 8 ranks need about 1,100.
+# 64 decode engines of 8 ranks shake hands over 512 connections at once. Afterwards each of these
+# engines keeps two or three: for its first rank's questions and for its leases.
 MAX_CONNECTIONS = 8192
 TLS_SECONDS = 5.0  # for a client's TLS handshake
 PAUSE_SECONDS = 0.1  # after an accept that failed: no file descriptor is left, or the like

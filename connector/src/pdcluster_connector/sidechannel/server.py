@@ -183,6 +183,7 @@ class SideChannelServer:
             self._guard.ended(request.protocol)
 
     async def _healthz(self, _: web.Request) -> web.Response:
+        self.counts["health_questions"] += 1
         reply = messages.HealthReply(self._engine_id, self._role, len(self._shards))
         return web.Response(body=messages.encode_health(reply), content_type="application/json")
 

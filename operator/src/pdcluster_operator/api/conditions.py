@@ -6,6 +6,7 @@ itself, because then every write of the status would cause the next one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +14,9 @@ from enum import StrEnum
 from typing import Any
 
 LONGEST_MESSAGE = 2048
+LONGEST_REASON = 256
+"""As the CRD and Kubernetes' own conditions have it."""
+_REASON = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
 
 
 class ConditionType(StrEnum):
@@ -76,11 +80,15 @@ class StatusReason(StrEnum):
     SERVING = "Serving"
     NO_VERIFIED_PAIR = "NoVerifiedPair"
     ROUTER_UNAVAILABLE = "RouterUnavailable"
+    ROUTER_REPLACING = "RouterReplacing"
     REPLACING = "Replacing"
     COMPLETE = "Complete"
     PAUSED = "Paused"
+    TEMPLATE_REFUSED = "TemplateRefused"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     READY = "Ready"
+    REASON_UNREADABLE = "ReasonUnreadable"
+    REWRITTEN = "Rewritten"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +136,25 @@ def set_conditions(
             {
                 "type": kind.value,
                 "status": verdict.status.value,
-                "reason": str(verdict.reason),
+                "reason": readable_reason(verdict.reason),
                 "message": verdict.message[:LONGEST_MESSAGE],
                 "observedGeneration": generation,
                 "lastTransitionTime": kept or timestamp(now),
             }
         )
     return written
+
+
+def readable_reason(reason: str) -> str:
+    """Return a reason that the CRD takes: ReasonUnreadable in place of one that is none.
+
+    Launchers, webhooks and API servers choose reasons, too. One that is too long would make the
+    API server refuse every later write of the status.
+    """
+    text = str(reason)
+    if len(text) <= LONGEST_REASON and _REASON.fullmatch(text):
+        return text
+    return StatusReason.REASON_UNREADABLE.value
 
 
 def timestamp(now: float) -> str:

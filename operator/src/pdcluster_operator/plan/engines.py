@@ -14,6 +14,8 @@ from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import ENGINE_LABEL, EngineName
 from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.half_scheduled import released
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.pods import (
     Trouble,
@@ -61,35 +63,79 @@ class EngineView:
 
 
 def observe_engines(
-    observed: Observed, names: Iterable[EngineName], parallelism: Mapping[Role, Parallelism]
+    observed: Observed,
+    names: Iterable[EngineName],
+    parallelism: Mapping[Role, Parallelism],
+    memo: Memo,
 ) -> tuple[EngineView, ...]:
-    """Return a view of each engine; ``parallelism`` is that of each role's engines."""
+    """Return a view of each engine.
+
+    Args:
+        parallelism: of each role's engines, as the spec has it. An engine that exists is judged by
+            the number of pods that its StatefulSet has: a change of the spec may be paused.
+    """
     pods: dict[str, list[Manifest]] = {}
     for pod in observed.pods:
         engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
         if engine:
             pods.setdefault(engine, []).append(pod)
     known = known_ids(observed.cluster)
+    sizes = _sizes(observed.children)
+    without_pods = {
+        _name(child): words
+        for child in observed.children
+        if child.get("kind") == "StatefulSet" and (words := released(child)[1])
+    }
     views = []
     for name in names:
-        own = sorted(pods.get(name.stateful_set, ()), key=_name)
-        addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
-        report = observed.engines.get(name.logical)
-        asked = parallelism[name.role]
-        ready, why = _judge(name, asked.nodes, own, report)
-        views.append(
-            EngineView(
-                name,
-                ready,
-                why.reason,
-                why.message,
-                (report.engine_id if report else "") or known.get(name.stateful_set, ""),
-                addresses.get(name.pod(), ""),
-                (report.data_parallel_size if report else None) or asked.data,
-                tuple(addresses.get(name.pod(node), "") for node in range(1, asked.nodes)),
-            )
+        inputs = (
+            name,
+            pods.get(name.stateful_set, []),
+            observed.engines.get(name.logical),
+            parallelism[name.role],
+            known.get(name.stateful_set, ""),
+            sizes.get(name.stateful_set, parallelism[name.role].nodes),
+            without_pods.get(name.stateful_set, ""),
         )
+        views.append(memo.get(("engine", name), inputs, _view))
     return tuple(views)
+
+
+def _view(
+    name: EngineName,
+    pods: Sequence[Manifest],
+    report: EngineReport | None,
+    asked: Parallelism,
+    known_id: str,
+    nodes: int,
+    released_because: str,
+) -> EngineView:
+    own = sorted(pods, key=_name)
+    addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
+    ready, why = _judge(name, nodes, own, report)
+    if released_because:
+        ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, released_because)
+    return EngineView(
+        name,
+        ready,
+        why.reason,
+        why.message,
+        (report.engine_id if report else "") or known_id,
+        addresses.get(name.pod(), ""),
+        (report.data_parallel_size if report else None) or asked.data,
+        tuple(addresses.get(name.pod(node), "") for node in range(1, nodes)),
+    )
+
+
+def _sizes(children: Iterable[Manifest]) -> dict[str, int]:
+    """Return how many pods each StatefulSet has, by name."""
+    return {
+        _name(child): size
+        for child in children
+        if child.get("kind") == "StatefulSet"
+        and isinstance(size := (child.get("spec") or {}).get("replicas"), int)
+        and size >= 1
+    }
 
 
 def _judge(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.ownership import controller_uid
 
 NAME_CONFLICT = "NameConflict"
 STILL_BEING_DELETED = "StillBeingDeleted"
@@ -32,7 +33,7 @@ def why_not_applied(desired: Manifest, live: Manifest | None) -> Refusal | None:
     if live is None:
         return None
     kind, name = str(desired["kind"]), str(desired["metadata"]["name"])
-    if not owner_uids(desired) <= owner_uids(live):
+    if controller_uid(desired) != controller_uid(live):
         return name_conflict(kind, name)
     if is_being_deleted(live):
         return Refusal(STILL_BEING_DELETED, f"{kind} {name} is still being deleted")
@@ -46,8 +47,3 @@ def name_conflict(kind: str, name: str) -> Refusal:
         f"{kind} {name} exists and belongs to something else: "
         "rename it, or name the PDCluster otherwise",
     )
-
-
-def owner_uids(manifest: Manifest) -> set[str]:
-    """Return the UIDs of an object's owners."""
-    return {owner["uid"] for owner in manifest["metadata"].get("ownerReferences") or ()}

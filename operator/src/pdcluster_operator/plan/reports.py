@@ -13,6 +13,8 @@ from typing import Any
 
 MAX_LINKS = 4096
 MAX_TEXT = 1024
+MAX_ID = 512
+"""As the status holds an engine's id. A longer one counts as not given."""
 LARGEST_NUMBER = 1e18
 LARGEST_SIZE = 1024
 LEAST_PROMPTS = 20
@@ -123,7 +125,7 @@ def parse_engine_report(document: object) -> EngineReport | None:
     return EngineReport(
         ready=document.get("ready") is True,
         engine=_text(document, "engine"),
-        engine_id=_text(document, "engine_id"),
+        engine_id=_id(document, "engine_id"),
         role=_text(document, "role"),
         state=_text(document, "state") or "Starting",
         message=_text(document, "message"),
@@ -141,7 +143,7 @@ def parse_links_report(document: object) -> LinksReport | None:
     links = [_link(entry) for entry in document["links"][:MAX_LINKS] if isinstance(entry, Mapping)]
     return LinksReport(
         engine=_text(document, "engine"),
-        engine_id=_text(document, "engine_id"),
+        engine_id=_id(document, "engine_id"),
         links=tuple(link for link in links if link.prefill),
         prompts=_prompts(document["prompts"]) if "prompts" in document else None,
     )
@@ -169,7 +171,7 @@ def _link(entry: Mapping[str, Any]) -> LinkReport:
     canary = entry.get("canary")
     return LinkReport(
         prefill=_text(entry, "prefill"),
-        prefill_engine_id=_text(entry, "prefill_engine_id"),
+        prefill_engine_id=_id(entry, "prefill_engine_id"),
         state=_state(entry),
         reason=_text(entry, "reason"),
         message=_text(entry, "message"),
@@ -191,6 +193,11 @@ def _state(entry: Mapping[str, Any]) -> LinkState:
 def _text(entry: Mapping[str, Any], key: str) -> str:
     value = entry.get(key)
     return value[:MAX_TEXT] if isinstance(value, str) else ""
+
+
+def _id(entry: Mapping[str, Any], key: str) -> str:
+    value = entry.get(key)
+    return value if isinstance(value, str) and len(value) <= MAX_ID else ""
 
 
 def _size(entry: Mapping[str, Any], key: str) -> int | None:

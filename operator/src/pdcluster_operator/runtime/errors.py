@@ -9,19 +9,23 @@ class ApiError(Exception):
     Attributes:
         reason: CamelCase, as it stands in a condition.
         terminal: trying the same call again cannot help.
+        passing: the next try begins from the newer object; users need not know.
     """
 
-    def __init__(self, reason: str, message: str, *, terminal: bool = False) -> None:
+    def __init__(
+        self, reason: str, message: str, *, terminal: bool = False, passing: bool = False
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.terminal = terminal
+        self.passing = passing
 
 
 class Conflict(ApiError):  # noqa: N818 - the API server's own name for it
     """The object changed since it was read: a UID or resourceVersion precondition failed."""
 
     def __init__(self, message: str) -> None:
-        super().__init__("Conflict", message)
+        super().__init__("Conflict", message, passing=True)
 
 
 class Invalid(ApiError):  # noqa: N818 - the API server's own name for it

@@ -4,31 +4,37 @@ A watch misses a deletion if its connection was broken for longer than the API s
 So :meth:`Store.replace` swaps all objects of one kind for the result of a LIST; an object that
 the list lacks is gone.
 
-Who owns an object is decided by the owner's UID. Labels only say which queue key an event
-belongs to.
+Who owns an object is decided by the UID of its controller. Labels only say which queue key an
+event belongs to. What is read for one cluster comes from indexes, so that an event costs as much
+as its own cluster is large.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL
-from pdcluster_operator.plan.name_conflicts import owner_uids
+from pdcluster_operator.plan.ownership import controller_uid, own_pods
 from pdcluster_operator.runtime.queue import Key
 
 Manifest = dict[str, Any]
 Identity = tuple[str, str, str]
 """Kind, namespace, name."""
+Owner = tuple[str, str]
+"""Namespace and UID of a controller. An owner is always in the namespace of what it owns."""
 
 CLUSTER_KIND = "PDCluster"
+Place = TypeVar("Place")
 
 
 class Store:
     """Objects by (kind, namespace, name). Not thread-safe."""
 
     def __init__(self) -> None:
-        self._objects: dict[Identity, Manifest] = {}
+        self._objects: dict[str, dict[Identity, Manifest]] = {}
+        self._children: dict[Owner, dict[Identity, Manifest]] = {}
+        self._pods: dict[Key, dict[Identity, Manifest]] = {}  # by label
         self._touched: dict[str, set[Identity]] = {}
 
     def put(self, manifest: Manifest) -> Key | None:
@@ -39,16 +45,17 @@ class Store:
         """
         identity = _identity(manifest)
         self._touch(identity)
-        if not _older(manifest, self._objects.get(identity)):
-            self._objects[identity] = manifest
+        if not _older(manifest, self._held(identity)):
+            self._set(identity, manifest)
         return key_of(manifest)
 
     def drop(self, manifest: Manifest) -> Key | None:
         """Forget an object; return the key of the cluster that it concerned."""
-        self._touch(_identity(manifest))
-        held = self._objects.get(_identity(manifest))
+        identity = _identity(manifest)
+        self._touch(identity)
+        held = self._held(identity)
         if held is not None and _uid(held) in (_uid(manifest), ""):
-            del self._objects[_identity(manifest)]
+            self._remove(identity)
         return key_of(manifest)
 
     def begin(self, kind: str) -> None:
@@ -59,57 +66,65 @@ class Store:
         """Swap all objects of ``kind`` for a LIST's result; return the keys that changed."""
         newer = self._touched.pop(kind, set())
         listed = {_identity(manifest): manifest for manifest in manifests}
-        fresh = {identity: listed[identity] for identity in listed.keys() - newer}
-        stale = {
-            identity: manifest
-            for identity, manifest in self._objects.items()
-            if identity[0] == kind and identity not in newer
-        }
-        touched = [stale[identity] for identity in stale.keys() - fresh.keys()]
-        touched += [
-            manifest
-            for identity, manifest in fresh.items()
-            if _version(stale.get(identity)) != _version(manifest)
+        held = self._objects.get(kind, {})
+        gone = [identity for identity in held.keys() - listed.keys() if identity not in newer]
+        changed = [
+            identity
+            for identity in listed.keys() - newer
+            if identity not in held or _version(held[identity]) != _version(listed[identity])
         ]
-        for identity in stale:
-            del self._objects[identity]
-        self._objects.update(fresh)
+        touched = [held[identity] for identity in gone]
+        touched += [listed[identity] for identity in changed]
+        for identity in gone:
+            self._remove(identity)
+        for identity in changed:
+            self._set(identity, listed[identity])
         return {key for manifest in touched if (key := key_of(manifest)) is not None}
-
-    def _touch(self, identity: Identity) -> None:
-        if (touched := self._touched.get(identity[0])) is not None:
-            touched.add(identity)
 
     def keys(self) -> list[Key]:
         """Every cluster that is known."""
-        return [
-            Key(namespace, name) for kind, namespace, name in self._objects if kind == CLUSTER_KIND
-        ]
+        known = self._objects.get(CLUSTER_KIND, {})
+        return [Key(namespace, name) for _, namespace, name in known]
 
     def cluster(self, key: Key) -> Manifest | None:
         """Return the PDCluster itself."""
-        return self._objects.get((CLUSTER_KIND, key.namespace, key.name))
+        return self._held((CLUSTER_KIND, key.namespace, key.name))
 
     def children(self, key: Key) -> tuple[Manifest, ...]:
         """Objects whose controller is this very cluster (by UID), pods aside."""
         cluster = self.cluster(key)
         if cluster is None:
             return ()
-        return tuple(
-            manifest
-            for manifest in self._objects.values()
-            if manifest["kind"] != "Pod" and _uid(cluster) in owner_uids(manifest)
-        )
+        return tuple(self._children.get((key.namespace, _uid(cluster)), {}).values())
 
     def pods(self, key: Key) -> tuple[Manifest, ...]:
-        """Return the pods with the cluster's label. No pod is deleted because of its label."""
-        return tuple(
-            manifest
-            for (kind, namespace, _), manifest in self._objects.items()
-            if kind == "Pod"
-            and namespace == key.namespace
-            and _labels(manifest).get(CLUSTER_LABEL) == key.name
-        )
+        """Return the pods that the cluster's workloads made."""
+        return tuple(own_pods(self._pods.get(key, {}).values(), self.children(key)))
+
+    def _touch(self, identity: Identity) -> None:
+        if (touched := self._touched.get(identity[0])) is not None:
+            touched.add(identity)
+
+    def _held(self, identity: Identity) -> Manifest | None:
+        return self._objects.get(identity[0], {}).get(identity)
+
+    def _set(self, identity: Identity, manifest: Manifest) -> None:
+        old = self._held(identity)
+        if old is not None and _places(old) != _places(manifest):
+            self._remove(identity)
+        self._objects.setdefault(identity[0], {})[identity] = manifest
+        owner, cluster = _places(manifest)
+        if owner is not None:
+            self._children.setdefault(owner, {})[identity] = manifest
+        if cluster is not None:
+            self._pods.setdefault(cluster, {})[identity] = manifest
+
+    def _remove(self, identity: Identity) -> None:
+        owner, cluster = _places(self._objects[identity[0]].pop(identity))
+        if owner is not None:
+            _take(self._children, owner, identity)
+        if cluster is not None:
+            _take(self._pods, cluster, identity)
 
 
 def key_of(manifest: Mapping[str, Any]) -> Key | None:
@@ -121,8 +136,28 @@ def key_of(manifest: Mapping[str, Any]) -> Key | None:
     for owner in metadata.get("ownerReferences") or ():
         if owner.get("kind") == CLUSTER_KIND:
             return Key(namespace, owner["name"])
-    name = _labels(manifest).get(CLUSTER_LABEL)
-    return Key(namespace, name) if name else None
+    return _labelled(manifest)
+
+
+def _places(manifest: Mapping[str, Any]) -> tuple[Owner | None, Key | None]:
+    """Return under what an object stands in the indexes: its owner, or a pod's cluster."""
+    if manifest["kind"] == "Pod":
+        return None, _labelled(manifest)
+    uid = controller_uid(manifest)
+    return ((manifest["metadata"].get("namespace", ""), uid) if uid else None), None
+
+
+def _take(index: dict[Place, dict[Identity, Manifest]], place: Place, identity: Identity) -> None:
+    if (held := index.get(place)) is not None:
+        held.pop(identity, None)
+        if not held:
+            del index[place]
+
+
+def _labelled(manifest: Mapping[str, Any]) -> Key | None:
+    metadata = manifest["metadata"]
+    name = (metadata.get("labels") or {}).get(CLUSTER_LABEL)
+    return Key(metadata.get("namespace", ""), name) if name else None
 
 
 def _identity(manifest: Mapping[str, Any]) -> Identity:
@@ -134,8 +169,9 @@ def _uid(manifest: Mapping[str, Any]) -> str:
     return str(manifest["metadata"].get("uid", ""))
 
 
-def _version(manifest: Mapping[str, Any] | None) -> str | None:
-    return None if manifest is None else manifest["metadata"].get("resourceVersion")
+def _version(manifest: Mapping[str, Any]) -> str | None:
+    version: str | None = manifest["metadata"].get("resourceVersion")
+    return version
 
 
 def _older(manifest: Manifest, held: Manifest | None) -> bool:
@@ -144,8 +180,3 @@ def _older(manifest: Manifest, held: Manifest | None) -> bool:
         return False
     new, old = _version(manifest) or "", _version(held) or ""
     return new.isdecimal() and old.isdecimal() and int(new) < int(old)
-
-
-def _labels(manifest: Mapping[str, Any]) -> Mapping[str, str]:
-    labels: Mapping[str, str] = manifest["metadata"].get("labels") or {}
-    return labels

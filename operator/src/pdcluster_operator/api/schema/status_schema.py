@@ -27,7 +27,7 @@ def status_schema() -> dict[str, Any]:
                 "type": "integer",
                 "format": "int32",
                 "minimum": 0,
-                "description": "replicas is the number of decode engines.",
+                "description": "replicas is the number of decode engines that exist.",
             },
             "prefill": _text(
                 "prefill counts the prefill engines: those ready and those wanted, as in 1/2.",
@@ -39,6 +39,10 @@ def status_schema() -> dict[str, Any]:
             ),
             "links": _text(
                 "links counts the links: those established and those wanted, as in 1/4.", 32
+            ),
+            "progressingSince": _time(
+                "progressingSince is when the change that is on its way began. "
+                "rollout.progressDeadlineSeconds counts from then."
             ),
             "conditions": _conditions(),
             "engines": _engines(),

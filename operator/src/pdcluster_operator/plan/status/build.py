@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.conditions import (
     ConditionType,
     Status,
+    StatusReason,
     Verdict,
     find_condition,
+    readable_reason,
     set_conditions,
     timestamp,
 )
 from pdcluster_operator.api.findings import Findings, Rule
-from pdcluster_operator.api.labels import cluster_selector
+from pdcluster_operator.api.labels import ROLE_LABEL, cluster_selector
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.router_service import endpoint
+from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.links import PairState, PairView
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Event, Observed
 from pdcluster_operator.plan.reports import LinksReport
 from pdcluster_operator.plan.status.engine_conditions import accepted, role_ready, with_warnings
@@ -30,7 +35,13 @@ from pdcluster_operator.plan.status.link_conditions import (
     transport_healthy,
 )
 from pdcluster_operator.plan.status.local_prefill import local_prefill
-from pdcluster_operator.plan.status.progress import ChangeView, available, progressing, summary
+from pdcluster_operator.plan.status.progress import (
+    ChangeView,
+    available,
+    progressing,
+    progressing_since,
+    summary,
+)
 
 MAX_FAILED_LINKS = 16
 MAX_ENGINES = 64
@@ -53,15 +64,16 @@ class View:
 
 
 def build_status(
-    observed: Observed, cluster: Cluster, findings: Findings, view: View, now: float
+    observed: Observed, cluster: Cluster, findings: Findings, view: View, now: float, memo: Memo
 ) -> dict[str, Any]:
     """Return the whole status. It is equal to the last one if nothing has changed."""
     before = observed.cluster.get("status") or {}
-    verdicts = _verdicts(before, cluster, findings, view, now)
+    since = progressing_since(before, cluster.generation, now)
+    verdicts = _verdicts(before, cluster, findings, view, since, now, memo)
     conditions = set_conditions(before, verdicts.items(), cluster.generation, now)
     prefill, decode = (view.engines[role] for role in Role)
-    established = sum(pair.state is PairState.ESTABLISHED for pair in view.pairs)
-    return {
+    established, troubled = memo.get("counted", (view.pairs,), _counted)
+    status: dict[str, Any] = {
         "observedGeneration": cluster.generation,
         "conditions": conditions,
         "model": cluster.served_name,
@@ -70,26 +82,54 @@ def build_status(
         "links": f"{established}/{len(view.pairs)}",
         "endpoint": endpoint(cluster) if findings.ok else str(before.get("endpoint") or ""),
         "selector": cluster_selector(cluster.name),
-        "replicas": len(decode),
+        "replicas": _existing(observed, Role.DECODE),
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
-        "failedLinks": _failed_links(before, view.pairs, now),
+        "failedLinks": _failed_links(before, troubled, now),
     }
+    if _on_its_way(verdicts[ConditionType.PROGRESSING]):
+        status["progressingSince"] = timestamp(since)
+    return status
+
+
+def _on_its_way(progressing: Verdict) -> bool:
+    exceeded = progressing.reason == StatusReason.PROGRESS_DEADLINE_EXCEEDED
+    return progressing.status is Status.TRUE or exceeded
+
+
+def _existing(observed: Observed, role: Role) -> int:
+    """Return how many engines of a role exist and are not being deleted."""
+    return sum(
+        child.get("kind") == "StatefulSet"
+        and (child["metadata"].get("labels") or {}).get(ROLE_LABEL) == role.value
+        and not is_being_deleted(child)
+        for child in observed.children
+    )
 
 
 def _verdicts(
-    before: Mapping[str, Any], cluster: Cluster, findings: Findings, view: View, now: float
+    before: Mapping[str, Any],
+    cluster: Cluster,
+    findings: Findings,
+    view: View,
+    since: float,
+    now: float,
+    memo: Memo,
 ) -> dict[ConditionType, Verdict]:
     prefill, decode = (view.engines[role] for role in Role)
+
+    def of_links(
+        kind: ConditionType, judge: Callable[[Sequence[PairView], Mapping[str, Any]], Verdict]
+    ) -> Verdict:
+        return memo.get(kind, (view.pairs, find_condition(before, kind)), judge)
+
     verdicts = {
         ConditionType.ACCEPTED: with_warnings(accepted(findings), findings),
         ConditionType.PREFILL_READY: role_ready(prefill, findings),
         ConditionType.DECODE_READY: role_ready(decode, findings),
-        ConditionType.KV_LINKS_ESTABLISHED: links_established(
-            view.pairs, find_condition(before, ConditionType.KV_LINKS_ESTABLISHED)
+        ConditionType.KV_LINKS_ESTABLISHED: of_links(
+            ConditionType.KV_LINKS_ESTABLISHED, links_established
         ),
-        ConditionType.KV_PATH_VERIFIED: path_verified(
-            view.pairs, find_condition(before, ConditionType.KV_PATH_VERIFIED)
-        ),
+        ConditionType.KV_PATH_VERIFIED: of_links(ConditionType.KV_PATH_VERIFIED, path_verified),
         ConditionType.TRANSPORT_HEALTHY: local_prefill(
             decode,
             view.links,
@@ -100,9 +140,7 @@ def _verdicts(
         ConditionType.AVAILABLE: available(view.pairs, view.change),
     }
     ready = summary(verdicts, view.change)
-    verdicts[ConditionType.PROGRESSING] = progressing(
-        ready, view.change, findings, find_condition(before, ConditionType.PROGRESSING), now
-    )
+    verdicts[ConditionType.PROGRESSING] = progressing(ready, view.change, findings, since, now)
     verdicts[ConditionType.READY] = ready
     return verdicts
 
@@ -117,11 +155,19 @@ def transitions(before: object, after: Mapping[str, Any]) -> tuple[Event, ...]:
         if old == status or (old is None and kind != ConditionType.ACCEPTED):
             continue
         bad = status == Status.FALSE and kind != ConditionType.PROGRESSING
+        bad &= condition["reason"] != StatusReason.SCALED_TO_ZERO
         text = f"{kind} is {status}: {condition['message']}"[:LONGEST_EVENT]
         events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
         if old is None and not bad:
             events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
     return tuple(events)
+
+
+def _counted(pairs: Sequence[PairView]) -> tuple[int, tuple[PairView, ...]]:
+    """Return how many links are established, and the first links with trouble."""
+    established = sum(pair.state is PairState.ESTABLISHED for pair in pairs)
+    troubled = (pair for pair in pairs if pair.state is PairState.FAILED or pair.canary_failed)
+    return established, tuple(islice(troubled, MAX_FAILED_LINKS))
 
 
 def _count(engines: Sequence[EngineView]) -> str:
@@ -149,11 +195,9 @@ def _failed_links(
     written = []
     for pair in pairs:
         if pair.state is PairState.FAILED:
-            reason, message = pair.reason or "Unknown", pair.message
-        elif pair.canary_failed:
-            reason, message = Reason.CANARY_FAILED.value, pair.canary.message
+            reason, message = readable_reason(pair.reason or "Unknown"), pair.message
         else:
-            continue
+            reason, message = Reason.CANARY_FAILED.value, pair.canary.message
         prefill, decode = pair.prefill.name.stateful_set, pair.decode.name.stateful_set
         known = old.get((prefill, decode, reason), {})
         written.append(
@@ -165,4 +209,4 @@ def _failed_links(
                 "lastTransitionTime": known.get("lastTransitionTime") or timestamp(now),
             }
         )
-    return written[:MAX_FAILED_LINKS]
+    return written

@@ -43,7 +43,7 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
     if not engines and not findings.ok:
         return no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
     if not engines:
-        return no(StatusReason.SCALED_TO_ZERO, "no engine is wanted")
+        return yes(StatusReason.SCALED_TO_ZERO, "no engine is wanted")
     ready = sum(engine.ready is True for engine in engines)
     count = f"{ready} of {counted(len(engines), 'engine')} ready"
     failing = [engine for engine in engines if engine.ready is False]

@@ -22,7 +22,7 @@ RDMA_LEAST_MBPS = 1000
 def links_established(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict:
     """Whether every pair's shards shook hands and read each other's memory."""
     if not pairs:
-        return _open(StatusReason.NO_PAIRS, "there is no pair of engines", before)
+        return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
     failed = [pair for pair in pairs if pair.state is PairState.FAILED]
     if failed:
         first = failed[0]
@@ -38,7 +38,7 @@ def links_established(pairs: Sequence[PairView], before: Mapping[str, Any]) -> V
 def path_verified(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict:
     """Whether a canary's KV was counted on every link."""
     if not pairs:
-        return _open(StatusReason.NO_PAIRS, "there is no pair of engines", before)
+        return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
     failed = [pair for pair in pairs if pair.canary_failed]
     if failed:
         detail = f": {failed[0].canary.message}" if failed[0].canary.message else ""
@@ -65,6 +65,9 @@ def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
     if least is None and transfer.rdma is not None:
         least = RDMA_LEAST_MBPS
     if least is None:
+        # That a link is established is the evidence: its probe was read and checked.
+        if not pairs or any(pair.state is not PairState.ESTABLISHED for pair in pairs):
+            return unknown(StatusReason.BANDWIDTH_UNMEASURED, "not every link is established")
         return yes(StatusReason.NO_THRESHOLD, "no bandwidth is asked for")
     measured = [
         pair for pair in pairs if pair.state is PairState.ESTABLISHED and pair.bytes_per_second > 0

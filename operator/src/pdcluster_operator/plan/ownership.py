@@ -1,0 +1,59 @@
+"""Who owns an object: its controller, by UID. Labels can be copied, UIDs cannot.
+
+A pod belongs to a cluster through a workload: a StatefulSet of an engine, or the ReplicaSet of a
+router's Deployment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.plan.model import Manifest
+
+
+def controller_of(manifest: Manifest) -> Mapping[str, Any]:
+    """Return the owner reference of an object's controller; empty if it has none."""
+    references = manifest["metadata"].get("ownerReferences") or ()
+    return next((one for one in references if one.get("controller") is True), {})
+
+
+def controller_uid(manifest: Manifest) -> str:
+    """Return the UID of an object's controller; empty if it has none."""
+    return str(controller_of(manifest).get("uid") or "")
+
+
+def own_pods(pods: Iterable[Manifest], children: Iterable[Manifest]) -> Iterator[Manifest]:
+    """Yield the pods that the cluster's workloads made.
+
+    Args:
+        pods: pods with the cluster's label.
+        children: the live objects that the cluster controls.
+
+    The pods of a StatefulSet outlive it for a while, and they count: their engine still runs. Its
+    UID is unknown then. Only Kubernetes' garbage collector is left to care for such a pod, so a
+    stranger's pod of this kind does not stay.
+    """
+    workloads = {
+        (str(child["kind"]), str(child["metadata"]["name"])): str(child["metadata"].get("uid", ""))
+        for child in children
+        if child["kind"] in ("StatefulSet", "Deployment")
+    }
+    for pod in pods:
+        if _made_by(pod, workloads):
+            yield pod
+
+
+def _made_by(pod: Manifest, workloads: Mapping[tuple[str, str], str]) -> bool:
+    controller = controller_of(pod)
+    kind, name = str(controller.get("kind")), str(controller.get("name"))
+    if kind == "ReplicaSet":  # not watched: it has its Deployment's name and a hash
+        return ("Deployment", name.rpartition("-")[0]) in workloads
+    uid = str(controller.get("uid") or "")
+    if kind == "Deployment":  # local mode has no ReplicaSets
+        return bool(uid) and workloads.get((kind, name)) == uid
+    engine = engine_of(pod)
+    if kind != "StatefulSet" or not uid or engine is None or name != engine.stateful_set:
+        return False
+    return workloads.get((kind, name), uid) == uid

@@ -1,0 +1,122 @@
+"""Whose objects are a cluster's: those of its controller's UID, whatever their labels say."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from pdcluster_operator.plan import ownership
+from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.store import Store
+
+KEY = Key("ns", "tiny")
+ENGINE = "tiny-prefill-bcdfg-0"
+LABELS = {
+    "pdcluster.dev/cluster": "tiny",
+    "pdcluster.dev/role": "prefill",
+    "pdcluster.dev/revision": "bcdfg",
+    "pdcluster.dev/engine": ENGINE,
+}
+
+
+def thing(kind: str, name: str, uid: str, *owner: str, controller: bool = True) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": name, "namespace": "ns", "uid": uid}
+    if kind != "PDCluster":
+        metadata["labels"] = dict(LABELS)
+    if owner:
+        reference = dict(zip(("kind", "name", "uid"), owner, strict=True))
+        metadata["ownerReferences"] = [{**reference, "controller": controller}]
+    return {"kind": kind, "metadata": {**metadata, "resourceVersion": "7"}}
+
+
+CLUSTER = thing("PDCluster", "tiny", "c")
+OF_CLUSTER = ("PDCluster", "tiny", "c")
+STATEFUL_SET = thing("StatefulSet", ENGINE, "s", *OF_CLUSTER)
+DEPLOYMENT = thing("Deployment", "tiny-router-k", "d", *OF_CLUSTER)
+POD = thing("Pod", f"{ENGINE}-0", "p", "StatefulSet", ENGINE, "s")
+
+
+def filled(*manifests: dict[str, Any]) -> Store:
+    store = Store()
+    for manifest in (CLUSTER, STATEFUL_SET, DEPLOYMENT, *manifests):
+        assert store.put(copy.deepcopy(manifest)) == KEY
+    return store
+
+
+def names(store: Store) -> list[str]:
+    return [pod["metadata"]["name"] for pod in store.pods(KEY)]
+
+
+def test_what_a_user_made_dependent_on_the_cluster_is_no_child() -> None:
+    mine = thing("ConfigMap", "my-notes", "m", *OF_CLUSTER, controller=False)
+    assert {child["metadata"]["uid"] for child in filled(mine).children(KEY)} == {"s", "d"}
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        thing("Pod", "debug", "x"),
+        thing("Pod", "debug", "x", "Job", "debug", "j"),
+        thing("Pod", "debug", "x", "StatefulSet", "somebody-elses", "y"),
+        thing("Pod", "debug", "x", "StatefulSet", ENGINE, "another"),
+        thing("Pod", "debug", "x", "StatefulSet", ENGINE, "s", controller=False),
+        thing("Pod", "debug", "x", "ReplicaSet", "web-5d4f", "r"),
+        thing("Pod", "debug", "x", "Deployment", "tiny-router-k", "another"),
+    ],
+)
+def test_a_label_makes_no_pod_the_clusters(stranger: dict[str, Any]) -> None:
+    assert names(filled(POD, stranger)) == [f"{ENGINE}-0"]
+
+
+def test_pods_of_engines_and_of_routers_count() -> None:
+    router = thing("Pod", "router", "r", "ReplicaSet", "tiny-router-k-5d4f", "rs")
+    local = thing("Pod", "router-local", "l", "Deployment", "tiny-router-k", "d")
+    assert names(filled(POD, router, local)) == [f"{ENGINE}-0", "router", "router-local"]
+
+
+def test_a_pod_that_outlives_its_statefulset_counts_until_it_is_gone() -> None:
+    store = filled(POD)
+    store.drop(STATEFUL_SET)
+    assert names(store) == [f"{ENGINE}-0"]
+    store.drop(POD)
+    assert names(store) == []
+
+
+def test_an_object_that_changes_its_owner_moves() -> None:
+    store = filled()
+    store.put(thing("StatefulSet", ENGINE, "s", "PDCluster", "other", "o"))
+    assert [child["metadata"]["uid"] for child in store.children(KEY)] == ["d"]
+    store.replace("Deployment", [thing("Deployment", "tiny-router-k", "d2", *OF_CLUSTER)])
+    store.replace("Deployment", [])
+    assert store.children(KEY) == ()
+
+
+def test_reading_one_cluster_costs_no_more_with_many_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at: list[str] = []
+
+    def counting(manifest: Any) -> Any:
+        looked_at.append(manifest["metadata"]["name"])
+        return real(manifest)
+
+    real = ownership.controller_of
+    costs = []
+    for others in (0, 50):
+        store = filled(POD)
+        for number in range(others):
+            for manifest in (CLUSTER, STATEFUL_SET, POD):
+                other = copy.deepcopy(manifest)
+                other["metadata"]["namespace"] = f"ns-{number}"
+                other["metadata"]["uid"] = f"{number}-{manifest['kind']}"
+                store.put(other)
+        looked_at.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(ownership, "controller_of", counting)
+            assert len(store.children(KEY)) == 2
+            assert len(store.pods(KEY)) == 1
+            store.put(POD)
+        costs.append(len(looked_at))
+    assert costs[0] == costs[1] > 0
