@@ -129,6 +129,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 type=st.just("Recreate"),
                 paused=st.booleans(),
                 progressDeadlineSeconds=st.integers(3600, 86_400),
+                scheduleTimeoutSeconds=st.integers(30, 86_400),
                 renew=st.sampled_from(["2026-11-22", "a.b:c"]),
                 revisionHistoryLimit=st.integers(0, 100),
             )

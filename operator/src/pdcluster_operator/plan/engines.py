@@ -14,6 +14,7 @@ from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import ENGINE_LABEL, EngineName
 from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.half_scheduled import released
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.pods import (
@@ -80,6 +81,11 @@ def observe_engines(
             pods.setdefault(engine, []).append(pod)
     known = known_ids(observed.cluster)
     sizes = _sizes(observed.children)
+    without_pods = {
+        _name(child): words
+        for child in observed.children
+        if child.get("kind") == "StatefulSet" and (words := released(child)[1])
+    }
     views = []
     for name in names:
         inputs = (
@@ -89,6 +95,7 @@ def observe_engines(
             parallelism[name.role],
             known.get(name.stateful_set, ""),
             sizes.get(name.stateful_set, parallelism[name.role].nodes),
+            without_pods.get(name.stateful_set, ""),
         )
         views.append(memo.get(("engine", name), inputs, _view))
     return tuple(views)
@@ -101,10 +108,13 @@ def _view(
     asked: Parallelism,
     known_id: str,
     nodes: int,
+    released_because: str,
 ) -> EngineView:
     own = sorted(pods, key=_name)
     addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
     ready, why = _judge(name, nodes, own, report)
+    if released_because:
+        ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, released_because)
     return EngineView(
         name,
         ready,

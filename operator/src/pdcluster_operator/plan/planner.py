@@ -7,7 +7,7 @@ object that already is as wanted is not applied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
@@ -15,14 +15,22 @@ from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
+from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.engines import observe_engines
+from pdcluster_operator.plan.half_scheduled import with_releases
 from pdcluster_operator.plan.links import observe_pairs
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.restarts import restarts
 from pdcluster_operator.plan.rewrites import is_settled
-from pdcluster_operator.plan.rollout.desired import Desired, desire, identity, live_engines
+from pdcluster_operator.plan.rollout.desired import (
+    Desired,
+    Wanted,
+    desire,
+    identity,
+    live_engines,
+)
 from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.status.build import View, build_status, transitions
 from pdcluster_operator.plan.status.progress import ChangeView
@@ -50,7 +58,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     steps: tuple[Step, ...] = ()
     if findings.ok:
         key = ticket_key_step(observed, cluster)
-        steps = (*((key,) if key else ()), *_steps(observed, desired, memo))
+        steps = (*((key,) if key else ()), *_steps(observed, cluster, desired, now, memo))
     view = _view(observed, cluster, desired, memo, accepted=findings.ok)
     status = build_status(observed, cluster, findings, view, now, memo)
     peers: tuple[PeerAssignment, ...] = ()
@@ -95,10 +103,13 @@ def _frozen(observed: Observed) -> Desired:
     return Desired(names, (), frozenset(), frozenset(live), stale=False)
 
 
-def _steps(observed: Observed, desired: Desired, memo: Memo) -> Iterator[Step]:
+def _steps(
+    observed: Observed, cluster: Cluster, desired: Desired, now: float, memo: Memo
+) -> Iterator[Step]:
     live = {identity(child): child for child in observed.children}
-    applied = _applied(observed, live, desired, memo)
-    for wanted in desired.children:
+    children = _children(observed, cluster, desired, now)
+    applied = _applied(observed, live, children, memo)
+    for wanted in children:
         name = identity(wanted.manifest)
         if name not in applied:
             yield Apply(wanted.manifest, wanted.why, _uid(live.get(name)))
@@ -107,15 +118,31 @@ def _steps(observed: Observed, desired: Desired, memo: Memo) -> Iterator[Step]:
     yield from restarts(observed, desired, applied)
 
 
+def _children(
+    observed: Observed, cluster: Cluster, desired: Desired, now: float
+) -> tuple[Wanted, ...]:
+    """Return the children as they should be now: some engines may have to be without pods."""
+    engines = [one.manifest for one in desired.children if one.manifest["kind"] == "StatefulSet"]
+    timeout = cluster.spec.rollout.schedule_timeout_seconds
+    released = {
+        identity(engine): stamped(engine)
+        for engine in with_releases(observed, engines, timeout, now).values()
+    }
+    return tuple(
+        Wanted(released.get(identity(one.manifest), one.manifest), one.why)
+        for one in desired.children
+    )
+
+
 def _applied(
     observed: Observed,
     live: Mapping[tuple[str, str], Manifest],
-    desired: Desired,
+    children: Iterable[Wanted],
     memo: Memo,
 ) -> AbstractSet[tuple[str, str]]:
     """Return the identities of the children that an apply would not change."""
     found = set()
-    for wanted in desired.children:
+    for wanted in children:
         name = identity(wanted.manifest)
         inputs = live.get(name), wanted.manifest, observed.rewrites.get(name)
         if memo.get(("settled", *name), inputs, is_settled):
