@@ -20,6 +20,7 @@ class Kind:
         group: API group; empty for the core group.
         selector: label selector of the objects that concern us; empty for all of them.
         namespaced: whether its objects live in namespaces.
+        page: how many objects of a LIST are asked for at once: a page is in memory as a whole.
     """
 
     group: str
@@ -28,6 +29,7 @@ class Kind:
     name: str
     selector: str = CLUSTER_LABEL
     namespaced: bool = True
+    page: int = 500
 
     @property
     def api_version(self) -> str:
@@ -46,6 +48,7 @@ class Kind:
         return "/".join(parts)
 
 
+SMALLEST_PAGE = 50
 PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
 POD = Kind("", "v1", "pods", "Pod")
 SECRET = Kind("", "v1", "secrets", "Secret")
@@ -71,7 +74,7 @@ WATCHED = (
         selector=f"{CLUSTER_LABEL},app.kubernetes.io/component={REVISION_COMPONENT}",
     ),
     Kind("", "v1", "services", "Service"),
-    Kind("", "v1", "configmaps", "ConfigMap"),
+    Kind("", "v1", "configmaps", "ConfigMap", page=SMALLEST_PAGE),  # some hundred kB each
     Kind("", "v1", "serviceaccounts", "ServiceAccount"),
     Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
     Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
