@@ -171,8 +171,31 @@ def test_a_pause_stops_a_rollout_where_it_is() -> None:
         world.link()
         world.step()
         world.route()
-    assert engines(world) >= half
+    assert engines(world) == half
     assert_served(world)
     world.edit(rollout={"type": "Surge"})
     go_on(world)
     assert len(engines(world)) == 3
+
+
+def test_a_pause_moves_no_service_and_mixes_no_keys() -> None:
+    world = up("Surge")
+    key = selector(world)
+    world.edit(**KEY)
+    for _ in range(2):
+        world.step()
+    world.edit(rollout={"type": "Surge", "paused": True})
+    for _ in range(5):
+        world.run_pods()
+        world.speak()
+        world.link()
+        world.route()
+        world.step()
+    assert selector(world) == key
+    for found, known in routers(world).items():
+        words = [word for word in known.split() if word.startswith("http://")]
+        pods = [word.removeprefix("http://").partition(".")[0] for word in words]
+        assert {world.pods[pod]["metadata"]["labels"][PAIRING_LABEL] for pod in pods} == {found}
+    world.edit(rollout={"type": "Surge"})
+    go_on(world)
+    assert selector(world) != key

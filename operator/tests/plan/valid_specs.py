@@ -130,6 +130,7 @@ def manifests(draw: st.DrawFn) -> dict:
                 maxSurge=st.integers(1, 64),
                 paused=st.booleans(),
                 progressDeadlineSeconds=st.integers(3600, 86_400),
+                scheduleTimeoutSeconds=st.integers(30, 86_400),
                 renew=st.sampled_from(["2026-11-22", "a.b:c"]),
                 revisionHistoryLimit=st.integers(0, 100),
             )

@@ -83,6 +83,15 @@ class Rollout:
         Doc("is how long a change may take before Progressing turns False, in seconds."),
         Whole(10, 86_400),
     ] = 3600
+    schedule_timeout_seconds: Annotated[
+        int,
+        Example(900),
+        Doc(
+            "is how long an engine of several pods may hold nodes while other pods of it fit "
+            "nowhere, in seconds. Then it is released: its pods go, and it is tried again later."
+        ),
+        Whole(30, 86_400),
+    ] = 600
     renew: Annotated[
         str | None,
         Example("2026-11-22"),

@@ -9,7 +9,7 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.model import Manifest
 
 # None of these is a part of an engine.
-ELSEWHERE = ("rollout", "monitoring", "verification")
+ELSEWHERE = ("rollout", "monitoring", "verification", "operatorClass")
 ONLY_FIELD_OF_THE_ROUTER = "apiKeySecretRef"
 MOST_SHOWN = 3
 

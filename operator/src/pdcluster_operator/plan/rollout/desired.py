@@ -31,21 +31,28 @@ from pdcluster_operator.plan.builders.network_policies import (
 from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
+from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.lost import lost_engines
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed, TryOut
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, what_changed
 from pdcluster_operator.plan.rollout.fleet import engine_keys, observe_fleet
 from pdcluster_operator.plan.rollout.history import keep_history
-from pdcluster_operator.plan.rollout.moves import next_moves
+from pdcluster_operator.plan.rollout.moves import frozen, next_moves
 from pdcluster_operator.plan.rollout.routing import Routing, route
 from pdcluster_operator.plan.rollout.stored import Revision, build_revision, mounted_connector
-from pdcluster_operator.plan.rollout.targets import Targets, find_targets, live_by_role
+from pdcluster_operator.plan.rollout.targets import (
+    Targets,
+    find_targets,
+    live_by_role,
+    what_targets_depend_on,
+)
 from pdcluster_operator.plan.rollout.try_out import try_out
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One child, and why it is wanted."""
+    """One child, stamped with a hash of itself, and why it is wanted."""
 
     manifest: dict[str, Any]
     why: str
@@ -87,14 +94,19 @@ def live_engines(observed: Observed) -> tuple[EngineName, ...]:
     return tuple(sorted(name for names in live_by_role(observed).values() for name in names))
 
 
-def desire(observed: Observed, cluster: Cluster, now: float) -> Desired:
+def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None = None) -> Desired:
     """Return what should exist for an accepted spec."""
+    memo = memo or Memo()
     live = live_by_role(observed)
     lost = lost_engines(observed.pods, now)
     # The pods of a lost engine may stay for ever. Nothing waits for them.
     pods = {name for name in map(engine_of, observed.pods) if name is not None} - lost
     seen = {*pods, *(name for names in live.values() for name in names)}
-    targets = find_targets(observed, cluster, live)
+    targets = memo.get(
+        "targets",
+        what_targets_depend_on(observed, cluster, live),
+        lambda *_: find_targets(observed, cluster, live),
+    )
     paused = cluster.spec.rollout.paused
     untried = [] if paused else _untried(targets, live)
     hold = paused or bool(untried)
@@ -110,16 +122,17 @@ def desire(observed: Observed, cluster: Cluster, now: float) -> Desired:
     stuck = ""
     key = _pairing_key(serving, live)
     routing = Routing(key, {key: {role: (*names[role], *_of(kept, role)) for role in Role}})
-    if others and not hold:
-        target = {role: one for role, one in serving.items() if one is not None}
+    target = {role: one for role, one in serving.items() if one is not None}
+    if others and len(target) == len(Role):
         fleet = observe_fleet(observed, cluster, live, names, target, seen)
-        moves = next_moves(fleet, cluster.spec.rollout.type)
+        moves = frozen(fleet) if hold else next_moves(fleet, cluster.spec.rollout.type)
         blocked = {name for found in names.values() for name in found} - moves.made
         kept -= moves.removed
         stuck = moves.stuck
-        routing = Routing(key, {key: names})
         if cluster.spec.rollout.type is not RolloutType.RECREATE:
-            routing = route(observed, fleet, moves, key)
+            routing = route(observed, fleet, moves, key, hold=hold)
+        elif not hold:
+            routing = Routing(key, {key: names})
     names = {role: (*names[role], *_of(kept, role)) for role in Role}
     waiting = any(serving[role] is not targets.wanted[role] for role in Role)
     stale = any(name not in names[name.role] for name in seen) or bool(kept) or waiting
@@ -134,7 +147,7 @@ def desire(observed: Observed, cluster: Cluster, now: float) -> Desired:
     )
     return Desired(
         names,
-        tuple(build.children(names, skipped=kept | blocked)),
+        memo.get("children", (build, names, kept | blocked), _stamped),
         frozenset(blocked),
         frozenset(kept),
         stale,
@@ -207,6 +220,15 @@ def _changes(
         if old is not None and old.name != wanted.name:
             rekeyed = old.pairing_key != wanted.pairing_key
             yield from what_changed(old.spec, spec, role, rekeyed=rekeyed)
+
+
+def _stamped(
+    build: _Build,
+    names: Mapping[Role, tuple[EngineName, ...]],
+    skipped: AbstractSet[EngineName],
+) -> tuple[Wanted, ...]:
+    wanted = build.children(names, skipped)
+    return tuple(Wanted(stamped(child.manifest), child.why) for child in wanted)
 
 
 @dataclass(frozen=True, slots=True)

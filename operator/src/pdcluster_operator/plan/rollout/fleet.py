@@ -10,6 +10,7 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.engines import EngineView, observe_engines
 from pdcluster_operator.plan.links import observe_pairs
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.rollout.moves import Fleet, Pair, RoleFleet
 from pdcluster_operator.plan.rollout.stored import Revision
@@ -40,7 +41,9 @@ def observe_fleet(
         role: _side(observed, live[role], wanted[role], revisions[role], seen) for role in Role
     }
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
-    views = {role: observe_engines(observed, roles[role].live, parallelism) for role in Role}
+    views = {
+        role: observe_engines(observed, roles[role].live, parallelism, Memo()) for role in Role
+    }
     return Fleet(
         roles=roles,
         keys=keys,
@@ -105,6 +108,6 @@ def _verified(
     views: Mapping[Role, tuple[EngineView, ...]],
     keys: Mapping[EngineName, str],
 ) -> frozenset[Pair]:
-    pairs = observe_pairs(views[Role.PREFILL], views[Role.DECODE], observed.links)
+    pairs = observe_pairs(views[Role.PREFILL], views[Role.DECODE], observed.links, Memo())
     names = ((pair.prefill.name, pair.decode.name) for pair in pairs if pair.verified)
     return frozenset(pair for pair in names if keys[pair[0]] == keys[pair[1]])

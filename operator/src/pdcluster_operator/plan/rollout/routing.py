@@ -31,16 +31,18 @@ class Routing:
     members: Mapping[str, Members]
 
 
-def route(observed: Observed, fleet: Fleet, moves: Moves, target: str) -> Routing:
+def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: bool) -> Routing:
     """Return the routing while engines are replaced.
 
     Args:
         target: pairing key of the wanted engines.
+        hold: the Service stays where it is.
     """
     served = fleet.served_key or target
     members = {key: _members(fleet, moves, key) for key in dict.fromkeys((served, target))}
     members = {key: found for key, found in members.items() if all(found.values())}
-    if served != target and (served not in members or routers_run(observed, target)):
+    movable = served not in members or routers_run(observed, target)
+    if served != target and movable and not hold:
         served = target if target in members else served
     return Routing(
         served, {key: found for key, found in members.items() if key in (served, target)}
