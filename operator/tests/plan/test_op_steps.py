@@ -253,6 +253,9 @@ def test_a_pod_of_an_older_template_is_restarted_once_its_set_is_reconciled():
     engine["status"] = {"observedGeneration": 2, "updateRevision": "old"}
     assert world.plan().steps == ()
     engine["status"]["updateRevision"] = "new"
+    pod["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    assert not any(isinstance(step, RestartPod) for step in world.plan().steps)
+    del pod["metadata"]["deletionTimestamp"]
     del pod["metadata"]["labels"]["controller-revision-hash"]  # not said yet
     assert world.plan().steps == ()
 
