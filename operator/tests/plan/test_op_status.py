@@ -730,3 +730,12 @@ def test_no_spec_tells_enough_to_leave_the_handshake_nothing(cluster):
     world = SimulatedCluster(cluster)
     world.step()
     is_(world, "Accepted", "True", "PartiallyChecked", "layers")
+
+
+def test_of_long_last_words_the_end_is_shown(world):
+    world.bring_up()
+    words = "first line\n" + "x" * 600 + "\nthe cause"
+    container(world, "prefill", {"terminated": {"exitCode": 1, "message": words}})
+    world.step()
+    is_(world, "PrefillReady", "False", "EngineFailed", "the cause (exit code 1)")
+    assert "first line" not in world.condition("PrefillReady")["message"]
