@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import random
 import re
@@ -428,3 +429,8 @@ def test_one_changed_token_changes_the_digest(tokens: list[int], data: st.DataOb
     changed = [*tokens]
     changed[at] += 1
     assert prompt_digest(changed) != prompt_digest(tokens)
+
+
+def test_a_signature_serves_tickets_alone() -> None:
+    """Whoever has the key for another purpose, and signs with it, has signed no ticket."""
+    assert not KEYS.verify(b"body", hmac.digest(bytes.fromhex("5a" * 32), b"body", "sha256"))

@@ -138,6 +138,7 @@ def test_merging_nothing_and_merging_twice(base, overlay):
         ({"env": [{"name": "A"}]}, {"env": [{"name": "B"}]}, False),
         (None, {"a": 1}, False),
         ({"a": None}, {"a": {"b": 1}}, False),
+        ({"limits": {}}, {"limits": {"cpu": "1"}}, False),
     ],
 )
 def test_what_a_live_object_covers(live, desired, same):

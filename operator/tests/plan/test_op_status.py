@@ -362,6 +362,41 @@ def test_a_slow_link_is_probably_tcp(transfer):
     world.link(bytes_per_second=0.0)
     world.step()
     is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
+    world.link(bytes_per_second=999e6, state=LinkState.FAILED)  # measured before it failed
+    world.step()
+    is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
+
+
+def test_the_bandwidth_that_is_asked_for_counts_also_with_rdma():
+    transfer = {"device": "CPU", "rdma": {"resource": "rdma/ib"}, "minBandwidthMBps": 10}
+    world = SimulatedCluster(manifest(transfer=transfer))
+    world.bring_up()
+    world.link(bytes_per_second=50e6)
+    world.step()
+    is_(world, "TransportHealthy", "True", "BandwidthSufficient", "10 MB/s")
+
+
+def test_of_several_engines_the_one_that_waiting_does_not_cure_is_named():
+    world = SimulatedCluster(manifest(decode={"replicas": 2}))
+    world.bring_up()
+    first, second = world.leaders("decode")
+    for engine, state in (
+        (first, {"waiting": {"reason": "ContainerCreating"}}),
+        (second, {"waiting": {"reason": "ImagePullBackOff"}}),
+    ):
+        world.pods[engine.pod()]["status"] |= {
+            "containerStatuses": [{"name": "engine", "state": state}],
+            "conditions": [{"type": "Ready", "status": "False"}],
+        }
+    world.step()
+    is_(world, "DecodeReady", "False", "ImageUnavailable", second.stateful_set)
+
+
+def test_a_link_that_failed_with_the_former_incarnation_has_failed(world):
+    world.bring_up()
+    world.link(prefill_engine_id="former/1", state=LinkState.FAILED, reason="PeerRestarted")
+    world.step()
+    is_(world, "KVLinksEstablished", "False", "PeerRestarted")
 
 
 def test_prompts_that_decode_computes_itself(world):
@@ -695,3 +730,12 @@ def test_no_spec_tells_enough_to_leave_the_handshake_nothing(cluster):
     world = SimulatedCluster(cluster)
     world.step()
     is_(world, "Accepted", "True", "PartiallyChecked", "layers")
+
+
+def test_of_long_last_words_the_end_is_shown(world):
+    world.bring_up()
+    words = "first line\n" + "x" * 600 + "\nthe cause"
+    container(world, "prefill", {"terminated": {"exitCode": 1, "message": words}})
+    world.step()
+    is_(world, "PrefillReady", "False", "EngineFailed", "the cause (exit code 1)")
+    assert "first line" not in world.condition("PrefillReady")["message"]

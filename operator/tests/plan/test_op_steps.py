@@ -10,6 +10,7 @@ from dataclasses import replace
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.protocol.link_documents import PeersDocument, decode_peers
+from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.model import Apply, Delete, RestartPod, WriteTicketKey
 
 
@@ -253,6 +254,9 @@ def test_a_pod_of_an_older_template_is_restarted_once_its_set_is_reconciled():
     engine["status"] = {"observedGeneration": 2, "updateRevision": "old"}
     assert world.plan().steps == ()
     engine["status"]["updateRevision"] = "new"
+    pod["metadata"]["deletionTimestamp"] = timestamp(world.now)
+    assert world.plan().steps == ()
+    del pod["metadata"]["deletionTimestamp"]
     del pod["metadata"]["labels"]["controller-revision-hash"]  # not said yet
     assert world.plan().steps == ()
 
