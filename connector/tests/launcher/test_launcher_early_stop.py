@@ -14,7 +14,7 @@ from launched import CONFIG, HERE
 
 from loopback import free_port
 
-MOMENTS = 20
+MOMENTS = 10
 # Runs what the zip file holds with a finder that sees each import: it writes the modules' names
 # down, or sends SIGTERM at the Nth of them.
 SCRIPT = """\
