@@ -340,3 +340,12 @@ async def test_a_launcher_that_dies_while_it_is_asked_for_news_is_polled_at_once
     launchers.ids["http://p"] = "p/2"
     await until(lambda: monitor.engines(KEY))
     await monitor.stop()
+
+
+async def test_a_launcher_that_cannot_tell_is_polled_and_not_asked_for_news_again() -> None:
+    launchers = Launchers()
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [P])
+    await until(lambda: launchers.polls >= 5)
+    assert launchers.waits == 1
+    await monitor.stop()

@@ -128,6 +128,7 @@ class _Watch:
         self._misses = 0
         self._told: tuple[str, Mapping[str, Any]] | None = None
         self._revision = ""
+        self._cannot_tell_until = 0.0  # a launcher of a version that cannot say when it has news
         self._assigned = asyncio.Event()
         self.task = asyncio.create_task(self._run(), name=f"links-{target.engine}")
 
@@ -160,8 +161,8 @@ class _Watch:
                 await self._wait_for_news()
 
     def _is_settled(self) -> bool:
-        """Whether the launcher answers, and was told what it should know."""
-        if self.report is None or self._misses:
+        """Whether the launcher answers, was told what it should know, and can tell of news."""
+        if self.report is None or self._misses or time.monotonic() < self._cannot_tell_until:
             return False
         return self.peers is None or self._told == (self.report.engine_id, self.peers.body)
 
@@ -190,6 +191,8 @@ class _Watch:
             log.debug("%s: %s", self.target.engine, error)
         else:
             self._revision = told or ""
+            if told is None:
+                self._cannot_tell_until = time.monotonic() + CHECK_SECONDS
 
     def _missed(self) -> None:
         self._misses += 1

@@ -120,7 +120,11 @@ class Canary:
     interval_seconds: Annotated[
         int,
         Example(60),
-        Doc("is how often a request proves each link again, in seconds."),
+        Doc(
+            "is how often a request proves each link again, in seconds. With very many links it "
+            "is less often: all links of a PDCluster together get at most four such requests a "
+            "second."
+        ),
         Whole(5, 86_400),
     ] = 300
 
