@@ -17,6 +17,7 @@ import aiohttp
 
 from pdcluster_connector.launcher import canary
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
+from pdcluster_connector.launcher.drain import Calm, Work
 from pdcluster_connector.launcher.engine_api import ApiError, ApiUnreachableError, EngineApi
 from pdcluster_connector.launcher.engine_process import EngineProcess
 from pdcluster_connector.launcher.http import LauncherServer
@@ -234,18 +235,18 @@ class Supervisor:
             self._draining = self._spawn(self._drain(float("inf"), forever=True))
 
     async def _drain(self, deadline: float, *, forever: bool = False) -> None:
-        """Wait until nothing is left to do; twice, since a router may be a moment behind."""
+        """Wait until nothing is left to do, and nothing more comes: routers are a moment behind."""
         self._readiness.draining("draining")
-        idle = 0
-        while time.monotonic() < deadline and (forever or idle < 2):
+        calm, ends = Calm(time.monotonic()), False
+        while time.monotonic() < deadline and (forever or not ends):
+            left: Work | None = None
             try:
                 left = await self._api.work()
             except (ApiError, ApiUnreachableError, TimeoutError) as error:
                 self._readiness.draining(f"the engine's work is not known: {error}")
-                idle = 0
             else:
-                idle = idle + 1 if left.done else 0
                 self._readiness.draining(str(left))
+            ends = calm.seen(left, time.monotonic())
             await asyncio.sleep(_DRAIN_POLL)
 
     # What runs beside the engine.
