@@ -10,7 +10,9 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import ROLE_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
     Apply,
     ConnectorBundle,
@@ -19,6 +21,7 @@ from pdcluster_operator.plan.model import (
     RestartPod,
     Step,
     TicketKey,
+    TryOut,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.planner import make_plan
@@ -31,6 +34,7 @@ from pdcluster_operator.plan.reports import (
     parse_links_report,
 )
 
+GRACE = 30  # seconds that a pod has to end
 START = 1_800_000_000.0
 CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
 
@@ -57,6 +61,8 @@ class SimulatedCluster:
         self.now = START
         self.counter = 0
         self.ticket_key: TicketKey | None = None
+        self.memo = Memo()
+        self.refused = ""
 
     def observed(self) -> Observed:
         return Observed(
@@ -70,12 +76,17 @@ class SimulatedCluster:
         )
 
     def plan(self) -> Plan:
-        return make_plan(self.observed(), self.now)
+        observed = self.observed()
+        plan = make_plan(observed, self.now, self.memo)
+        assert plan == make_plan(observed, self.now), "a memo changes no plan"
+        return plan
 
     def step(self) -> Plan:
         """Plan, carry out, write the status."""
         plan = self.plan()
         for step in plan.steps:
+            if isinstance(step, TryOut) and self.refused:
+                break  # the executor stops, and says so in the status
             self.perform(step)
         self.cluster["status"] = copy.deepcopy(dict(plan.status))
         self.now += 1
@@ -98,6 +109,9 @@ class SimulatedCluster:
         if isinstance(step, Apply):
             self._apply(copy.deepcopy(dict(step.manifest)))
             return
+        if isinstance(step, TryOut):
+            self._apply(copy.deepcopy(dict(step.stored)))
+            return
         if isinstance(step, RestartPod):
             del self.pods[step.name]
             return
@@ -106,12 +120,15 @@ class SimulatedCluster:
         assert child["metadata"]["resourceVersion"] == step.resource_version
         if step.kind == "StatefulSet":
             for name in [n for n, pod in self.pods.items() if engine_of(pod) == engine_of(child)]:
-                self.pods[name]["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+                ends = timestamp(self.now + GRACE)
+                self.pods[name]["metadata"].setdefault("deletionTimestamp", ends)
 
     def _apply(self, wanted: dict[str, Any]) -> None:
         self.counter += 1
         key = (wanted["kind"], wanted["metadata"]["name"])
         old = self.children.get(key, {"metadata": {"uid": f"uid-{self.counter}"}})
+        # As the API server does it.
+        assert wanted.get("data") == old.get("data", wanted.get("data")), f"{key} is immutable"
         wanted["metadata"]["uid"] = old["metadata"]["uid"]
         wanted["metadata"]["resourceVersion"] = str(self.counter)
         # What an API server adds of its own.

@@ -204,7 +204,9 @@ def test_replicas_and_router_do_not_restart_engines(cluster):
     key = cluster["spec"].get("router", {}).get("apiKeySecretRef")
     changed["spec"]["router"] = {"replicas": 2, **({"apiKeySecretRef": key} if key else {})}
     changed["spec"]["verification"] = {"canary": {"intervalSeconds": 7}}
-    changed["spec"]["rollout"] = {"progressDeadlineSeconds": 77}
+    renew = cluster["spec"].get("rollout", {}).get("renew")
+    rollout = {"renew": renew} if renew else {}
+    changed["spec"]["rollout"] = {"progressDeadlineSeconds": 77, **rollout}
     assert before <= revisions(changed)
 
 

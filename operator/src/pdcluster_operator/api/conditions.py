@@ -84,9 +84,12 @@ class StatusReason(StrEnum):
     REPLACING = "Replacing"
     COMPLETE = "Complete"
     PAUSED = "Paused"
+    TEMPLATE_REFUSED = "TemplateRefused"
+    INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     READY = "Ready"
     REASON_UNREADABLE = "ReasonUnreadable"
+    REWRITTEN = "Rewritten"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,14 @@ from pdcluster_operator.local.api import LocalApi, Manifest
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet.kubelet import Kubelet
 from pdcluster_operator.local.names import Names
-from pdcluster_operator.plan.model import Delete, Event, RestartPod, TicketKey, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Delete,
+    Event,
+    RestartPod,
+    TicketKey,
+    TryOut,
+    WriteTicketKey,
+)
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.ports import ConnectorSource
 from pdcluster_operator.runtime.queue import Backoff, Key
@@ -169,8 +176,11 @@ class _ApiPort:
         live = self._api.get("Secret", metadata["namespace"], metadata["name"])
         self._api.apply(with_a_new_key(step, live))
 
-    async def apply(self, manifest: Mapping[str, Any]) -> None:
-        self._api.apply(dict(manifest))
+    async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
+        return self._api.apply(dict(manifest))
+
+    async def try_out(self, step: TryOut) -> None:
+        """Refuse nothing: this API has no schemas and no quotas."""
 
     async def delete(self, step: Delete | RestartPod) -> None:
         kind = step.kind if isinstance(step, Delete) else "Pod"
@@ -178,7 +188,9 @@ class _ApiPort:
             kind, step.namespace, step.name, uid=step.uid, resource_version=step.resource_version
         )
 
-    async def write_status(self, key: Key, uid: str, status: Mapping[str, Any]) -> None:
+    async def write_status(
+        self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
+    ) -> None:
         self._api.set_status(KIND, key.namespace, key.name, dict(status), uid)
 
 
