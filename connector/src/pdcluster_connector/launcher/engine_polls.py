@@ -7,6 +7,7 @@ import contextlib
 import time
 from typing import Final
 
+from pdcluster_connector.launcher.drain import Calm, Work
 from pdcluster_connector.launcher.engine_api import ApiError, ApiUnreachableError, EngineApi
 from pdcluster_connector.launcher.prompt_window import PromptWindow, count_prompts
 from pdcluster_connector.launcher.readiness import Readiness
@@ -49,23 +50,21 @@ async def keep_counting(api: EngineApi, readiness: Readiness, window: PromptWind
 async def wait_until_idle(
     api: EngineApi, readiness: Readiness, deadline: float, *, forever: bool = False
 ) -> None:
-    """Wait until nothing is left to do, and say in ``readiness`` what is left.
-
-    The engine has to say it twice, since a router may be a moment behind.
+    """Wait until nothing is left to do, and nothing more comes; say in ``readiness`` what is left.
 
     Args:
         deadline: when to stop waiting, in seconds of the monotonic clock.
         forever: go on when nothing is left: the engine stays drained.
     """
     readiness.draining("draining")
-    idle = 0
-    while time.monotonic() < deadline and (forever or idle < 2):
+    calm, ends = Calm(time.monotonic()), False
+    while time.monotonic() < deadline and (forever or not ends):
+        left: Work | None = None
         try:
             left = await api.work()
         except _NO_ANSWER as error:
             readiness.draining(f"the engine's work is not known: {error}")
-            idle = 0
         else:
-            idle = idle + 1 if left.done else 0
             readiness.draining(str(left))
+        ends = calm.seen(left, time.monotonic())
         await asyncio.sleep(_DRAIN_POLL)
