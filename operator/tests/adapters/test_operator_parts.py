@@ -69,8 +69,24 @@ def test_the_share_of_a_cluster_that_is_gone_is_gone():
 def test_what_is_kept_of_an_object_has_its_kind_and_no_bookkeeping():
     listed = {"metadata": {"name": "a", "managedFields": [1]}, "spec": {}, "status": {}}
     kept = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "status": {}}
-    assert slim(listed, BY_NAME["Pod"]) == kept, "a pod's spec is the largest part, and not read"
+    assert slim(listed, BY_NAME["Pod"]) == kept, "an empty spec is not kept"
     assert slim(listed, BY_NAME["Service"])["spec"] == {}
+
+
+def test_of_a_pods_spec_is_kept_what_plans_read_of_it():
+    limits = {"memory": "1Gi", "nvidia.com/gpu": 2}
+    engine = {"name": "engine", "args": ["long"] * 99, "resources": {"limits": limits}}
+    spec = {
+        "nodeName": "node-1",
+        "containers": [engine, {"name": "beside"}],
+        "volumes": [{"name": "shm", "emptyDir": {}}],
+        "tolerations": [{}],
+    }
+    kept = slim({"metadata": {"name": "a"}, "spec": spec}, BY_NAME["Pod"])
+    assert kept["spec"] == {
+        "nodeName": "node-1",
+        "containers": [{"resources": {"limits": limits}}],
+    }
 
 
 def test_of_an_immutable_configmap_only_hashes_are_kept():

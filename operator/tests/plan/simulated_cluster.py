@@ -10,6 +10,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+from pdcluster_operator.adapters.api_server.kinds import POD, slim
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import ROLE_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
 from pdcluster_operator.plan.memo import Memo
@@ -68,7 +69,8 @@ class SimulatedCluster:
         return Observed(
             copy.deepcopy(self.cluster),
             tuple(copy.deepcopy(list(self.children.values()))),
-            tuple(copy.deepcopy(list(self.pods.values()))),
+            # As the store keeps them.
+            tuple(slim(pod, POD) for pod in copy.deepcopy(list(self.pods.values()))),
             dict(self.engines),
             dict(self.links),
             self.connector,
@@ -164,6 +166,7 @@ class SimulatedCluster:
                             "resourceVersion": str(self.counter),
                             "labels": labels,
                         },
+                        "spec": copy.deepcopy(child["spec"]["template"]["spec"]),
                         "status": {"phase": "Pending"},
                     }
 

@@ -27,10 +27,10 @@ def schedule(world: SimulatedCluster, *, room: bool = False) -> None:
     """Do the scheduler's work: each leading pod has a node, followers only if there is room."""
     world.make_pods()
     for name, pod in world.pods.items():
-        if pod.get("spec"):
+        if pod["spec"].get("nodeName"):
             continue
         if room or name.endswith("-0"):
-            pod["spec"] = {"nodeName": "node"}
+            pod["spec"]["nodeName"] = "node"
             pod["status"] = {"phase": "Pending"}
         elif not pod["status"].get("conditions"):
             waiting = {"type": "PodScheduled", "status": "False", "message": WORDS,
@@ -87,7 +87,7 @@ def test_of_two_that_hold_each_others_nodes_one_gives_way() -> None:
     step(world, TIMEOUT / 2)
     assert sizes(world) == [2, 0]
     for pod in world.pods.values():
-        pod["spec"] = {"nodeName": "node"}
+        pod["spec"]["nodeName"] = "node"
         pod["status"] = {"phase": "Pending"}
     step(world, TIMEOUT)
     assert sizes(world)[0] == 2
@@ -96,7 +96,7 @@ def test_of_two_that_hold_each_others_nodes_one_gives_way() -> None:
 def test_an_engine_that_fits_nowhere_holds_nothing_and_is_left_waiting() -> None:
     world = world_of(1)
     for pod in world.pods.values():
-        pod.pop("spec", None)
+        pod["spec"].pop("nodeName", None)
     step(world, 10 * TIMEOUT)
     assert sizes(world) == [2]
 

@@ -1,7 +1,8 @@
-"""Hashes in place of what immutable ConfigMaps hold.
+"""What is kept of large objects: all that plans read, and no more.
 
 Each cluster has a ConfigMap with the connector, of some hundred kB. The operator compares its
 content and never reads it, so it keeps the hash: a thousand clusters would need a gigabyte.
+A pod's spec is the largest part of a pod.
 """
 
 from __future__ import annotations
@@ -31,6 +32,16 @@ def without_contents(manifest: Manifest) -> Manifest:
         if manifest.get(part)
     }
     return {**manifest, **hashed}
+
+
+def pod_spec_that_is_read(spec: Manifest) -> dict[str, Any]:
+    """Return a pod's node and the limits of its containers, which say how many GPUs it holds."""
+    limits = ((one.get("resources") or {}).get("limits") for one in spec.get("containers") or ())
+    kept = {
+        "nodeName": spec.get("nodeName"),
+        "containers": [{"resources": {"limits": one}} for one in limits if one],
+    }
+    return {name: value for name, value in kept.items() if value}
 
 
 def _hashed(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, GROUP, PLURAL, VERSION
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
-from pdcluster_operator.plan.contents import without_contents
+from pdcluster_operator.plan.contents import pod_spec_that_is_read, without_contents
 from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
 
 
@@ -88,11 +88,13 @@ BY_NAME: Mapping[str, Kind] = {
 def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     """Return an object as the store keeps it: always with its kind, and without what nobody reads.
 
-    That is bookkeeping, and of a pod the whole spec: what its template was is in its workload.
+    That is bookkeeping, and of a pod most of its spec: what its template was is in its workload.
     """
     metadata = {key: value for key, value in manifest["metadata"].items() if key != "managedFields"}
     named = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
     kept = {**manifest, **named}
     if kind is POD:
         kept.pop("spec", None)
+        if spec := pod_spec_that_is_read(manifest.get("spec") or {}):
+            kept["spec"] = spec
     return dict(without_contents(kept))
