@@ -146,9 +146,12 @@ def _verdicts(
 
 
 def transitions(before: object, after: Mapping[str, Any]) -> tuple[Event, ...]:
-    """Return one event for each condition whose status flipped."""
+    """Return one event for each condition whose status flipped.
+
+    Ready needs what the other conditions say. When it becomes True, its event is the only one.
+    """
     events = []
-    for condition in after["conditions"]:
+    for condition in _flipped_to_ready(before, after) or after["conditions"]:
         kind, status = condition["type"], condition["status"]
         old = find_condition(before, kind).get("status")
         # A new cluster is not ready yet. That needs no event.
@@ -161,6 +164,12 @@ def transitions(before: object, after: Mapping[str, Any]) -> tuple[Event, ...]:
         if old is None and not bad:
             events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
     return tuple(events)
+
+
+def _flipped_to_ready(before: object, after: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    ready = find_condition(after, ConditionType.READY)
+    flipped = find_condition(before, ConditionType.READY).get("status") != Status.TRUE
+    return (ready,) if flipped and ready.get("status") == Status.TRUE else ()
 
 
 def _counted(pairs: Sequence[PairView]) -> tuple[int, tuple[PairView, ...]]:
