@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import time
 
 import pytest
 from operator_runs import CHILDREN, GROUP, create, events, get
@@ -13,6 +14,7 @@ from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, find_configuration
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, WATCHED
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.drift import is_applied
@@ -32,6 +34,7 @@ from pdcluster_operator.runtime.queue import Key
 
 pytestmark = pytest.mark.cluster
 
+AUTHORITY, _ = EngineAuthority.new(time.time())
 CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
 
 
@@ -44,7 +47,7 @@ async def client(real, namespace):
 
 @pytest.fixture
 def api(client):
-    return KubeApi(client)
+    return KubeApi(client, AUTHORITY)
 
 
 @pytest.fixture
@@ -240,7 +243,7 @@ async def test_refusals_are_told_apart(real, client, live, namespace):
     service = copy.deepcopy(child(live, "Service"))
     service["spec"]["ports"][0]["port"] = 99_999
     with pytest.raises(Invalid) as refused:
-        await KubeApi(client).apply(service)
+        await KubeApi(client, AUTHORITY).apply(service)
     assert refused.value.terminal
     with pytest.raises(NotFound):
         await client.call("GET", BY_NAME["Pod"].path(namespace, "nobody"))

@@ -10,15 +10,22 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from pdcluster_operator.api.labels import ROLE_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
+from pdcluster_operator.api.labels import (
+    CERTIFICATES_ANNOTATION,
+    ROLE_LABEL,
+    ROTATE_TICKET_KEY_ANNOTATION,
+    engine_of,
+)
 from pdcluster_operator.plan.model import (
     Apply,
     ConnectorBundle,
+    HeldCertificates,
     Observed,
     Plan,
     RestartPod,
     Step,
     TicketKey,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.planner import make_plan
@@ -57,6 +64,7 @@ class SimulatedCluster:
         self.now = START
         self.counter = 0
         self.ticket_key: TicketKey | None = None
+        self.certificates = HeldCertificates("authority")
 
     def observed(self) -> Observed:
         return Observed(
@@ -67,6 +75,7 @@ class SimulatedCluster:
             dict(self.links),
             self.connector,
             self.ticket_key,
+            self.certificates,
         )
 
     def plan(self) -> Plan:
@@ -94,6 +103,12 @@ class SimulatedCluster:
             assert step.rotate == (self.ticket_key is not None)
             rotation = step.manifest["metadata"]["annotations"][ROTATE_TICKET_KEY_ANNOTATION]
             self.ticket_key = TicketKey(rotation)
+            return
+        if isinstance(step, WriteCertificates):
+            issue = step.manifest["metadata"]["annotations"][CERTIFICATES_ANNOTATION]
+            held = replace(self.certificates, issue=issue, engines=frozenset(step.engines))
+            assert held != self.certificates, "nothing to write"
+            self.certificates = held
             return
         if isinstance(step, Apply):
             self._apply(copy.deepcopy(dict(step.manifest)))
@@ -147,6 +162,7 @@ class SimulatedCluster:
                             "resourceVersion": str(self.counter),
                             "labels": labels,
                         },
+                        "spec": {"volumes": child["spec"]["template"]["spec"]["volumes"]},
                         "status": {"phase": "Pending"},
                     }
 

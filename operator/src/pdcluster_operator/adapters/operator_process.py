@@ -23,7 +23,9 @@ from pdcluster_operator.adapters.connector_bundle import BuiltConnector
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
+from pdcluster_operator.adapters.tls.authority_secret import find_authority
 from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.reconcile import Place
 
@@ -35,10 +37,12 @@ class OperatorOptions:
     """The command line of ``pdcluster-operator run``.
 
     Attributes:
+        authority: namespace and name of the Secret with the CA of all engines.
         namespaces: to watch; all if empty.
         webhook: where the webhook's certificate is stored; None if the operator makes none.
     """
 
+    authority: tuple[str, str]
     namespaces: tuple[str, ...] = ()
     host_path_models: bool = False
     webhook: WebhookPlace | None = None
@@ -76,10 +80,17 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         client = KubeClient(await find_configuration(), metrics.called)
         await stack.enter_async_context(client)
         connector = await asyncio.to_thread(BuiltConnector)
-        api = KubeApi(client)
+        authority: list[EngineAuthority] = []
+
+        async def find() -> None:
+            authority.append(await find_authority(client, options.authority))
+
+        if not await _unless_stopped(find(), stop):
+            return
+        api = KubeApi(client, authority[0])
         loop = ControlLoop(
             api=api,
-            launchers=await stack.enter_async_context(EnginesHttp()),
+            launchers=await stack.enter_async_context(EnginesHttp(authority[0])),
             events=KubeEvents(client),
             connector=connector,
             clock=_WallClock(),

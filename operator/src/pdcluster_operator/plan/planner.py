@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.plan.builders.certificates import has_certificates
+from pdcluster_operator.plan.certificates import certificates_step
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
 from pdcluster_operator.plan.drift import is_applied, stamped
 from pdcluster_operator.plan.engines import observe_engines
@@ -43,10 +45,12 @@ def make_plan(observed: Observed, now: float) -> Plan:
         observed.cluster, host_paths=observed.host_path_models, one_node=observed.one_node
     )
     desired = desire(observed, cluster) if findings.ok else _frozen(observed)
-    steps: tuple[Step, ...] = ()
+    names = (name for role in Role for name in desired.names[role])
+    certificates = certificates_step(observed, cluster, names, now)
+    steps: tuple[Step, ...] = () if certificates is None else (certificates,)
     if findings.ok:
         key = ticket_key_step(observed, cluster)
-        steps = (*((key,) if key else ()), *_steps(observed, desired))
+        steps = (*((key,) if key else ()), *steps, *_steps(observed, desired))
     view = _view(observed, cluster, desired, accepted=findings.ok)
     status = build_status(observed, cluster, findings, view, now)
     peers: tuple[PeerAssignment, ...] = ()
@@ -60,7 +64,7 @@ def make_plan(observed: Observed, now: float) -> Plan:
         status=status,
         peers=peers,
         requeue_after=None if settled or not findings.ok else BUSY_SECONDS,
-        events=transitions(before, status),
+        events=transitions(before, status, secured=has_certificates(cluster)),
     )
 
 

@@ -13,7 +13,14 @@ from typing import Any
 
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.model import Apply, Observed, Plan, Step, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Apply,
+    Observed,
+    Plan,
+    Step,
+    WriteCertificates,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.failed_step import with_failure
@@ -134,6 +141,7 @@ class Reconciler:
             connector=self._connector.bundle(),
             # Secrets are neither listed nor watched: nobody is given that right.
             ticket_key=await self._api.read_ticket_key(key, cluster["metadata"]["uid"]),
+            certificates=await self._api.read_certificates(key, cluster["metadata"]["uid"]),
             operator_namespace=self._place.namespace,
             host_path_models=self._place.host_path_models,
             one_node=self._place.one_node,
@@ -143,7 +151,7 @@ class Reconciler:
         """Perform the steps in order; return False if the cluster is no longer the one observed."""
         checked = False
         for step in steps:
-            if isinstance(step, Apply | WriteTicketKey):
+            if isinstance(step, Apply | WriteTicketKey | WriteCertificates):
                 # The store may still hold a cluster that is gone. Its children would be created
                 # again, and nobody would delete them.
                 if not checked and await self._api.read_uid(key) != cluster["metadata"]["uid"]:
@@ -152,6 +160,8 @@ class Reconciler:
                 checked = True
             if isinstance(step, WriteTicketKey):
                 await self._api.write_ticket_key(step)
+            elif isinstance(step, WriteCertificates):
+                await self._api.write_certificates(step)
             elif isinstance(step, Apply):
                 await self._api.apply(step.manifest)
             else:

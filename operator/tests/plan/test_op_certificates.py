@@ -1,0 +1,154 @@
+"""The engines' certificates, as the planner sees them: when they are made, and who mounts them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from simulated_cluster import SimulatedCluster
+from simulated_cluster import manifest as cluster
+
+from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.plan.certificates import CLOCKS_DIFFER, PERIOD_SECONDS
+from pdcluster_operator.plan.launchers import launchers_to_poll
+from pdcluster_operator.plan.model import Apply, HeldCertificates, WriteCertificates
+
+
+def secured(**spec: Any) -> SimulatedCluster:
+    return SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Enabled"}, **spec))
+
+
+def steps(world: SimulatedCluster) -> list[WriteCertificates]:
+    return [step for step in world.plan().steps if isinstance(step, WriteCertificates)]
+
+
+def engines(world: SimulatedCluster) -> list[dict[str, Any]]:
+    return [child for child in world.children.values() if child["kind"] == "StatefulSet"]
+
+
+def transfer_config(engine: dict[str, Any]) -> dict[str, Any]:
+    args = engine["spec"]["template"]["spec"]["containers"][0]["args"]
+    return json.loads(args[args.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+
+
+def test_the_secret_comes_before_the_engines_and_once() -> None:
+    world = secured(prefill={"replicas": 2})
+    kinds = [
+        step.manifest["kind"]
+        for step in world.plan().steps
+        if isinstance(step, Apply | WriteCertificates)
+    ]
+    assert kinds.index("Secret") < kinds.index("StatefulSet")
+    [step] = steps(world)
+    assert len(step.engines) == 3
+    assert not {"data", "stringData"} & step.manifest.keys()
+    [owner] = step.manifest["metadata"]["ownerReferences"]
+    assert owner["uid"] == world.cluster["metadata"]["uid"]
+    world.settle()
+    assert world.plan().steps == ()
+
+
+def test_each_engine_mounts_its_own_certificate_and_routers_mount_none() -> None:
+    world = secured(prefill={"replicas": 2})
+    [step] = steps(world)
+    world.settle()
+    mounted = {}
+    for engine in engines(world):
+        pod = engine["spec"]["template"]["spec"]
+        [volume] = [one for one in pod["volumes"] if one["name"] == "certificate"]
+        container = pod["containers"][0]
+        [mount] = [m for m in container["volumeMounts"] if m["name"] == "certificate"]
+        assert mount["readOnly"]
+        assert "subPath" not in mount, "the kubelet updates no subPath"
+        files = {item["path"]: item["key"] for item in volume["secret"]["items"]}
+        option = transfer_config(engine)["tls"]
+        assert option == {
+            name: f"{mount['mountPath']}/{file}"
+            for name, file in (("ca", "ca.crt"), ("certificate", "tls.crt"), ("key", "tls.key"))
+        }
+        assert files.keys() == {"ca.crt", "tls.crt", "tls.key"}
+        entry = files["tls.crt"].removesuffix(".crt")
+        assert files["tls.key"] == f"{entry}.key"
+        name = engine_of(engine)
+        assert name is not None
+        mounted[entry] = name.logical
+        for probe in ("startupProbe", "readinessProbe"):
+            assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+        assert "allow_insecure" not in transfer_config(engine)
+    assert mounted == step.engines
+    for child in world.children.values():
+        if child["kind"] == "Deployment":
+            assert "certificate" not in json.dumps(child)
+
+
+def test_launchers_are_asked_as_their_pods_were_made_not_as_the_spec_is_now() -> None:
+    world = secured()
+    world.step()
+    world.run_pods()
+    assert {target.url[:6] for target in launchers_to_poll(world.pods.values())} == {"https:"}
+    plain = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Disabled"}))
+    plain.step()
+    plain.run_pods()
+    assert {target.url[:5] for target in launchers_to_poll(plain.pods.values())} == {"http:"}
+
+
+def test_a_new_period_makes_them_again_and_restarts_nothing() -> None:
+    world = secured()
+    world.bring_up()
+    templates = [engine["spec"]["template"] for engine in engines(world)]
+    held = world.certificates.engines
+    world.now += PERIOD_SECONDS
+    [step] = world.plan().steps
+    assert isinstance(step, WriteCertificates)
+    assert step.engines.keys() == held
+    assert step.start <= world.now - CLOCKS_DIFFER
+    assert step.end >= world.now + 2 * PERIOD_SECONDS, "an operator may be away for a while"
+    world.settle()
+    assert [engine["spec"]["template"] for engine in engines(world)] == templates
+
+
+def test_another_authority_and_a_deleted_secret_make_them_again() -> None:
+    world = secured()
+    world.settle()
+    issue = world.certificates.issue
+    for found in (
+        HeldCertificates("another", issue, world.certificates.engines),
+        HeldCertificates("authority"),
+        HeldCertificates("authority", "", world.certificates.engines),
+    ):
+        world.certificates = found
+        assert [type(step) for step in world.plan().steps] == [WriteCertificates]
+
+
+def test_engines_that_come_and_go_change_the_secret() -> None:
+    world = secured()
+    world.bring_up()
+    world.edit(decode={"replicas": 2})
+    [more] = steps(world)
+    assert len(more.engines) == 3
+    world.settle()
+    world.run_pods()
+    world.edit(decode={"replicas": 1})
+    world.step()
+    assert len(world.certificates.engines) == 3, "the pod that leaves still has it"
+    world.reap()
+    [fewer] = steps(world)
+    assert len(fewer.engines) == 2
+
+
+def test_a_spec_that_is_refused_renews_the_certificates_of_the_engines_that_run() -> None:
+    world = secured()
+    world.bring_up()
+    world.edit(prefill={"parallelism": {"tensor": 3, "nodes": 2}})
+    assert world.step().steps == ()
+    world.now += PERIOD_SECONDS
+    assert [type(step) for step in world.plan().steps] == [WriteCertificates]
+
+
+def test_without_tls_there_is_no_secret_and_the_side_channel_says_so() -> None:
+    world = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Disabled"}))
+    world.settle()
+    assert world.certificates.issue is None
+    for engine in engines(world):
+        assert transfer_config(engine)["allow_insecure"] is True
+        assert "tls" not in transfer_config(engine)
