@@ -145,6 +145,17 @@ def test_a_spec_that_is_refused_renews_the_certificates_of_the_engines_that_run(
     assert [type(step) for step in world.plan().steps] == [WriteCertificates]
 
 
+def test_engines_with_and_without_tls_never_pair() -> None:
+    keys = set()
+    for tls in ("Enabled", "Disabled"):
+        world = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": tls}))
+        world.settle()
+        keys |= {
+            engine["metadata"]["labels"]["pdcluster.dev/pairing-key"] for engine in engines(world)
+        }
+    assert len(keys) == 2
+
+
 def test_without_tls_there_is_no_secret_and_the_side_channel_says_so() -> None:
     world = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Disabled"}))
     world.settle()

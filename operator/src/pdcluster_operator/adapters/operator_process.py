@@ -37,13 +37,14 @@ class OperatorOptions:
     """The command line of ``pdcluster-operator run``.
 
     Attributes:
-        authority: namespace and name of the Secret with the CA of all engines.
         namespaces: to watch; all if empty.
+        authority: namespace and name of the Secret with the CA of all engines; with None, the
+            CA lives as long as the process.
         webhook: where the webhook's certificate is stored; None if the operator makes none.
     """
 
-    authority: tuple[str, str]
     namespaces: tuple[str, ...] = ()
+    authority: tuple[str, str] | None = None
     host_path_models: bool = False
     webhook: WebhookPlace | None = None
     host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
@@ -83,7 +84,11 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         authority: list[EngineAuthority] = []
 
         async def find() -> None:
-            authority.append(await find_authority(client, options.authority))
+            if options.authority is None:
+                log.warning("no --authority-secret: a restart makes all certificates again")
+                authority.append(EngineAuthority.new(time.time())[0])
+            else:
+                authority.append(await find_authority(client, options.authority))
 
         if not await _unless_stopped(find(), stop):
             return

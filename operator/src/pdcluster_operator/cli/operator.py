@@ -35,9 +35,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--authority-secret",
         type=_pair,
-        required=True,
         metavar="NAMESPACE/NAME",
-        help="Secret with the CA of all engines' certificates; its key is made at the first start",
+        help="Secret with the CA of all engines' certificates; its key is made at the first start "
+        "(default: a CA for as long as the process runs)",
     )
     run.add_argument(
         "--webhook-configuration",

@@ -39,7 +39,10 @@ def role_revision(template: Mapping[str, Any]) -> str:
 
 def pairing_key(cluster: Cluster) -> str:
     """Return the key of all engines of a spec; engines pair when their keys are equal."""
-    document: dict[str, Any] = {"model": _source(cluster)}
+    document: dict[str, Any] = {
+        "model": _source(cluster),
+        "tls": cluster.spec.transfer.tls.value,
+    }
     for role in Role:
         engine = resolve_engine(cluster, role)
         shape = engine_shape(cluster, engine)

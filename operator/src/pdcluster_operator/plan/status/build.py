@@ -46,8 +46,8 @@ MAX_ENGINES = 64
 LONGEST_DETAIL = 512
 LONGEST_EVENT = 1024
 INSECURE = (
-    "the KV side channel between pods has no TLS in this version: keep the pod network trusted, "
-    "or limit it with a NetworkPolicy"
+    "the engines speak without TLS (spec.transfer.tls is Disabled): whoever reaches their ports "
+    "can read where their KV lies. Keep the pod network trusted, or set it to Enabled"
 )
 
 
