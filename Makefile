@@ -53,6 +53,11 @@ soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of
 fast: ## the tests that take seconds
 	$(PURELY) -q
 
+repeat: RUNS ?= 20
+repeat: COPIES ?= 4
+repeat: ## the tests of `make fast` RUNS times, COPIES at a time, to find tests that fail now and then
+	$(PY) dev/repeat.py --runs $(RUNS) --copies $(COPIES) -- -m "$(PURE)" $(TESTS)
+
 cluster-programs: ## build what a cluster needs with Go, and the images, once into the cache
 	$(PY) -m cluster build
 	$(PY) -m images build
@@ -88,5 +93,5 @@ generate: ## write crds/, docs/{api,layouts,reasons,rules}.md again from the cod
 lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
-.PHONY: help env model demo check test e2e local-e2e cluster-e2e soak fast charts cluster-programs \
+.PHONY: help env model demo check test e2e local-e2e cluster-e2e soak fast repeat charts cluster-programs \
 	image router-image cluster-demo cluster-up cluster-down newest-vllm format generate lock

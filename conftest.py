@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Callable
@@ -28,6 +29,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     marks = set(re.findall(r"pytest\.mark\.(\w+)", found[1])) if found else set()
     ours = [line.partition(":")[0] for line in config.getini("markers")]
     return True if marks and not _may_be_selected(config.option.markexpr, marks, ours) else None
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection walk through what was imported and collected again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _may_be_selected(expression: str, marks: set[str], ours: list[str]) -> bool:

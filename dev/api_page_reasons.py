@@ -70,9 +70,21 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.SERVING: ("A verified pair of engines serves clients.", ""),
     R.NO_VERIFIED_PAIR: ("No pair of engines is verified.", "The condition KVPathVerified."),
     R.ROUTER_UNAVAILABLE: ("No router pod is ready.", "The router's pods."),
+    R.ROUTER_REPLACING: (
+        "A router serves, but not every router pod is new and ready.",
+        "The message, and the router's pods.",
+    ),
     R.REPLACING: ("Engines of an older revision still exist.", WAIT),
     R.COMPLETE: ("Nothing is left to do.", ""),
     R.PAUSED: ("A change waits, because `rollout.paused` is set.", "`spec.rollout.paused`."),
+    R.INSUFFICIENT_CAPACITY: (
+        "Replace finds no engine that can make room for a new one. The old engines serve on.",
+        "`spec.rollout.type`, and the replicas of both roles.",
+    ),
+    R.TEMPLATE_REFUSED: (
+        "The API server refuses the pods of a new revision. The old engines serve on.",
+        "The message has the API server's words: a field, a quota, or Pod Security.",
+    ),
     R.PROGRESS_DEADLINE_EXCEEDED: (
         "The cluster was not Ready in time.",
         "Ready says what it waits for; `spec.rollout.progressDeadlineSeconds` is the time.",
@@ -80,6 +92,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.REASON_UNREADABLE: (
         "A launcher or the API server gave a reason that is no word, or a very long one.",
         "The message, and the logs of the engine that it names.",
+    ),
+    R.REWRITTEN: (
+        "An event: something else, such as a mutating webhook, changes what is applied.",
+        "The event names the fields. Exclude the object from the webhook if engines do not run.",
     ),
     R.READY: ("What the spec wants is there and verified.", ""),
 }
@@ -118,6 +134,10 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
         "Send each ticket to one decode engine.",
     ),
     Kv.TICKET_INVALID: ("The ticket does not fit the prompt or the engine.", "The router."),
+    Kv.UNSIGNED: (
+        "The ticket has no signature, and decode has a ticket key.",
+        "The Secret `NAME-ticket-key` in the pods of prefill; who sent the request.",
+    ),
     Kv.FORGED: (
         "The ticket was changed on its way, or signed with a key that decode does not have.",
         "Who sent the request; the Secret `NAME-ticket-key` in the pods of both roles.",

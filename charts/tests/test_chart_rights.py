@@ -19,13 +19,15 @@ WATCHED = {
     "pdcluster.dev/pdclusters/finalizers": {"update"},
     "apps/statefulsets": APPLY,
     "apps/deployments": APPLY,
+    "apps/controllerrevisions": APPLY,
     "/services": APPLY,
     "/configmaps": APPLY,
     "/serviceaccounts": APPLY,
     "policy/poddisruptionbudgets": APPLY,
     "networking.k8s.io/networkpolicies": APPLY,
     "/secrets": {"get", "create", "patch"},
-    "/pods": READ | {"delete"},
+    "/pods": READ | {"create", "delete"},
+    "coordination.k8s.io/leases": {"get", "create", "update"},
     "events.k8s.io/events": {"create", "patch"},
 }
 DISCOVERY = {"/namespaces": READ, "apiextensions.k8s.io/customresourcedefinitions": READ}

@@ -184,6 +184,15 @@ class ClusterRun:
         url = f"{service}/proxy/v1/completions"
         return ask("127.0.0.1", self.proxy.port, "POST", url, body)
 
+    def knocker(self) -> Callable[[], Reply]:
+        """Return what opens one new connection to the router, and asks whether it is ready."""
+        if self.cluster.ours:
+            host, port, path = self.service_address(), HTTP_PORT, "/readiness"
+        else:
+            service = f"/api/v1/namespaces/{self.namespace}/services/{self.name}-router:{HTTP_PORT}"
+            host, port, path = "127.0.0.1", self.proxy.port, f"{service}/proxy/readiness"
+        return lambda: ask(host, port, "GET", path, seconds=30)
+
     def service_address(self) -> str:
         """The router's Service; this machine routes to our own cluster's Services."""
         path = f"/api/v1/namespaces/{self.namespace}/services/{self.name}-router"

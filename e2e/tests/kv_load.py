@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any, Protocol, Self
 
@@ -72,3 +74,48 @@ class Load:
             except (OSError, HTTPException) as error:
                 self.broken.append(f"request {number}: {error!r}")
                 self._stop.wait(0.2)
+
+
+class Knocks:
+    """A new connection every few milliseconds, until the block ends.
+
+    A connection that hangs delays no other. ``failed`` holds what went wrong, with the second at
+    which the connection was opened; ``longest`` is the longest answer in seconds.
+    """
+
+    def __init__(self, knock: Callable[[], Reply], every: float = 0.05) -> None:
+        self._knock, self._every = knock, every
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._open)
+        self._lock = threading.Lock()
+        self.opened = 0
+        self.longest = 0.0
+        self.failed: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _open(self) -> None:
+        with ThreadPoolExecutor(200) as pool:
+            while not self._stop.wait(self._every):
+                pool.submit(self._once)
+
+    def _once(self) -> None:
+        began = time.monotonic()
+        try:
+            reply = self._knock()
+            wrong = "" if reply.status == 200 else f"{reply.status} {reply.text[:200]}"
+        except (OSError, HTTPException) as error:
+            wrong = repr(error)
+        took = time.monotonic() - began
+        with self._lock:
+            self.opened += 1
+            self.longest = max(self.longest, took)
+            if wrong:
+                self.failed.append(f"{began - self._began:.1f} s: {wrong}")

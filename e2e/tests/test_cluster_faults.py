@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cluster_run import ClusterRun, broken_under_load
-from kv_load import moved, text
+from kv_load import Knocks, Load, moved, text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -32,14 +32,30 @@ def test_an_engines_pod_that_is_deleted_comes_back_and_kv_moves_again(
     moved(tiny, text(60, seed + 400))
 
 
-def test_the_routers_pod_comes_back(tiny: ClusterRun) -> None:
+def test_a_routers_pod_that_is_deleted_loses_no_request(tiny: ClusterRun) -> None:
+    """The only router: it serves while it is being deleted, until another one is ready."""
     tiny.wait_ready()
     engines = [tiny.restarts(role) for role in ("prefill", "decode")]
-    tiny.kubectl("delete", "pod", tiny.pod("router"), "--wait=false")
-    tiny.wait_not_ready(10)
-    assert tiny.condition("Ready")["reason"] == "RouterUnavailable"
-    assert tiny.condition("KVPathVerified")["status"] == "True"
-    took = tiny.wait_ready(120)
-    print(f"Ready again after {took:.0f} s")
+    knock = tiny.knocker()
+    with Knocks(knock) as knocks, Load(tiny, lambda number: text(60, 4000 + number)) as load:
+        tiny.wait("request that is answered", lambda: load.answered, 30)
+        old = tiny.pod("router")
+        tiny.kubectl("delete", "pod", old, "--wait=false")
+        tiny.wait_not_ready(10)
+        assert tiny.condition("Ready")["reason"] == "RouterUnavailable"
+        assert tiny.condition("KVPathVerified")["status"] == "True"
+        took = tiny.wait_ready(120)
+        gone = tiny.wait(
+            "end of the old pod",
+            lambda: all(pod["metadata"]["name"] != old for pod in tiny.pods("router")),
+            120,
+        )
+    print(
+        f"Ready again after {took:.0f} s, the old pod gone {gone:.0f} s later; {knocks.opened} "
+        f"connections, the longest answer {knocks.longest:.1f} s; {len(load.replies)} requests"
+    )
+    assert knocks.failed == []
+    assert load.broken == []
+    assert [reply.text for reply in load.replies if reply.status != 200] == []
     assert [tiny.restarts(role) for role in ("prefill", "decode")] == engines
     moved(tiny, text(60, 3000))

@@ -12,7 +12,7 @@
   verbs: [update]
 # The operator writes children by server-side apply, a patch that may also create.
 - apiGroups: [apps]
-  resources: [statefulsets, deployments]
+  resources: [statefulsets, deployments, controllerrevisions]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [services, configmaps, serviceaccounts]
@@ -28,10 +28,15 @@
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create, patch]
-# StatefulSets create the pods. The operator deletes a pod to restart its engine.
+# StatefulSets create the pods. The operator deletes a pod to restart its engine. It creates none,
+# but the dry run of a new pod needs the right.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, delete]
+  verbs: [get, list, watch, create, delete]
+# In each namespace with PDClusters, the operator that holds a Lease works on them.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [get, create, update]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]

@@ -26,7 +26,7 @@ from pdcluster_connector.launcher.checks import (
     port_problems,
     shm_problems,
 )
-from pdcluster_connector.launcher.drain import Work, work
+from pdcluster_connector.launcher.drain import Calm, Work, work
 from pdcluster_connector.launcher.memory import GIB, available_bytes, oom_kills
 
 
@@ -356,6 +356,24 @@ def test_this_environment_is_supported():
 # Drain.
 
 
+@pytest.mark.parametrize(
+    ("seen", "calm"),
+    [
+        # Work at each half second. Nothing to do from the start: it serves on for a moment.
+        ([Work(0, 0, 5)] * 8, [False] * 6 + [True] * 2),
+        # Requests that come and go between two looks are work, too.
+        ([Work(0, 0, number) for number in range(20)], [False] * 20),
+        ([Work(0, 0, 1)] * 4 + [Work(1, 0, 1)] + [Work(0, 0, 2)] * 6, [False] * 9 + [True] * 2),
+        ([Work(0, 0, 1)] * 4 + [Work(0, 1, 1)] + [Work(0, 0, 1)] * 5, [False] * 8 + [True] * 2),
+        # What is not known is no calm.
+        ([None] * 20, [False] * 20),
+    ],
+)
+def test_a_drain_ends_when_nothing_is_left_and_nothing_comes(seen, calm):
+    moment = Calm(100.0)
+    assert [moment.seen(work, 100.0 + 0.5 * n) for n, work in enumerate(seen)] == calm
+
+
 def test_work_is_summed_over_data_parallel_ranks():
     metrics = """# HELP vllm:num_requests_running Number
 vllm:num_requests_running{engine="0",model_name="m"} 2.0
@@ -365,8 +383,10 @@ vllm:num_requests_waiting_by_reason{engine="0"} 9.0
 pdcluster_kv_leases_held{engine="0"} 3.0
 pdcluster_kv_leases_held{engine="1"} 1.0
 pdcluster_kv_leases_held_total 7
+vllm:request_success_total{engine="0",finished_reason="stop"} 5.0
+vllm:request_success_total{engine="1",finished_reason="length"} 6.0
 """
-    assert work(metrics) == Work(6, 4)
+    assert work(metrics) == Work(6, 4, 11)
     assert work("") == Work(0, 0)
     assert work("vllm:num_requests_running{} NaNo\n\0").done
     assert str(Work(6, 4)) == "waiting for 6 requests and 4 leases"

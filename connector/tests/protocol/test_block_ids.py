@@ -82,3 +82,10 @@ def test_they_do_not_change() -> None:
     assert ids != [1, 2]
     assert ids != "123"
     assert hash(ids) == hash((1, 2, 3))
+
+
+def test_a_run_that_is_longer_than_is_left_is_refused() -> None:
+    run = BlockIds(range(1, 101)).packed()
+    assert len(BlockIds.unpacked(run, 100)) == 100
+    with pytest.raises(ValueError, match="100 block ids, more than 99"):
+        BlockIds.unpacked(run, 99)

@@ -12,13 +12,17 @@ from pdcluster_connector.protocol.lease import CLEARED, LeaseTable, Standing
 
 ids = st.sampled_from(["a", "b", "c", "d"])
 tokens = st.integers(1, 3)
-holders = st.sampled_from(["d1", "d2"])
+holders = st.sampled_from(["d/1", "d/2", "e/1_dp0", "e/1_dp1"])
 spans = st.floats(0.0, 10.0)
 SLOTS = 3  # fewer than there are ids
 
 
+def engine_of(holder: str) -> str:
+    return holder.partition("_dp")[0]
+
+
 class LeaseMachine(RuleBasedStateMachine):
-    """The model: request -> [token, deadline or None, slot or None, holder].
+    """The model: request -> [token, deadline or None, slot or None, engine, its readers].
 
     ``written`` is the table of words of a rank that has carried out all orders.
     """
@@ -34,7 +38,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def arm(self, key: str, token: int) -> None:
         kept = self.model.get(key)
         expected = kept is None or kept[1] is None
-        taken = {slot for _, _, slot, _ in self.model.values() if slot is not None}
+        taken = {slot for _, _, slot, *_ in self.model.values() if slot is not None}
         assert self.table.arm(key, token) is expected
         if not expected:
             return
@@ -46,7 +50,7 @@ class LeaseMachine(RuleBasedStateMachine):
         else:
             assert slot not in taken
             assert slot is not None
-        self.model[key] = [token, None, slot, ""]
+        self.model[key] = [token, None, slot, "", set()]
 
     @rule(key=ids, span=spans)
     def grant(self, key: str, span: float) -> None:
@@ -62,18 +66,22 @@ class LeaseMachine(RuleBasedStateMachine):
         expected = Standing.HELD
         if kept is None or kept[0] != token or kept[1] is None:
             expected = Standing.GONE
-        elif kept[3] not in ("", holder):
+        elif kept[3] not in ("", engine_of(holder)):
             expected = Standing.CLAIMED
         assert self.table.renew(key, token, holder, self.now + span) is expected
         if expected is Standing.HELD:
-            kept[1], kept[3] = max(kept[1], self.now + span), holder
+            kept[1], kept[3] = max(kept[1], self.now + span), engine_of(holder)
+            kept[4].add(holder)
 
     @rule(key=ids, token=tokens, holder=holders)
     def release(self, key: str, token: int, holder: str) -> None:
         kept = self.model.get(key)
-        expected = kept is not None and kept[0] == token and kept[3] in ("", holder)
-        assert self.table.release(key, token, holder) is expected
-        if expected:
+        ours = kept is not None and kept[0] == token and kept[3] in ("", engine_of(holder))
+        ends = ours and kept[4] <= {holder}
+        assert self.table.release(key, token, holder) is ends, "no reader loses its blocks"
+        if ours:
+            kept[4].discard(holder)
+        if ends:
             del self.model[key]
 
     @rule(key=ids)
@@ -84,7 +92,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(span=st.floats(0.0, 6.0))
     def pass_time(self, span: float) -> None:
         self.now += span
-        due = {k for k, (_, end, _, _) in self.model.items() if end is not None and end <= self.now}
+        due = {k for k, (_, end, *_) in self.model.items() if end is not None and end <= self.now}
         expired = self.table.expire(self.now)
         assert sorted(expired) == sorted(due)
         for key in due:
@@ -94,13 +102,13 @@ class LeaseMachine(RuleBasedStateMachine):
     def carry_out(self) -> None:
         """After a step's orders, the words are those of the leases that stand, and no others."""
         self.written |= self.table.take_words()
-        words = {slot: token for token, _, slot, _ in self.model.values() if slot is not None}
+        words = {slot: token for token, _, slot, *_ in self.model.values() if slot is not None}
         assert self.written == dict.fromkeys(range(SLOTS), CLEARED) | words
         assert self.table.take_words() == {}
 
     @invariant()
     def counts(self) -> None:
-        held = sum(1 for _, end, _, _ in self.model.values() if end is not None)
+        held = sum(1 for _, end, *_ in self.model.values() if end is not None)
         assert self.table.held == held
         assert self.table.armed == len(self.model) - held
         for key in ("a", "b", "c", "d"):
@@ -122,6 +130,24 @@ def test_renewals_do_not_grow_the_heap() -> None:
         assert len(table._heap) == 1
     assert table.expire(1e9) == ["r"]
     assert table.held == 0
+
+
+def test_a_rank_reads_on_when_another_of_its_engine_has_released() -> None:
+    """``n=2`` on an engine of two data-parallel ranks: both come with the one ticket."""
+    table = LeaseTable()
+    table.arm("r", 1)
+    table.grant("r", 10.0)
+    assert table.renew("r", 1, "d/1_dp0", 20.0) is Standing.HELD
+    assert table.renew("r", 1, "d/1_dp1", 20.0) is Standing.HELD
+    for stranger in ("d/2_dp1", "e/1_dp1", "d/1x"):
+        assert table.renew("r", 1, stranger, 20.0) is Standing.CLAIMED
+        assert not table.release("r", 1, stranger)
+    assert not table.release("r", 1, "d/1_dp0")
+    assert not table.release("r", 1, "d/1_dp0"), "sent again"
+    assert not table.release("r", 1, "d/1_dp2"), "a rank that computed the prompt itself"
+    assert table.renew("r", 1, "d/1_dp1", 30.0) is Standing.HELD
+    assert table.release("r", 1, "d/1_dp1")
+    assert table.renew("r", 1, "d/1_dp2", 30.0) is Standing.GONE
 
 
 def test_a_renewal_never_shortens_a_lease() -> None:

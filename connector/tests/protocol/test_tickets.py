@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import random
 import re
@@ -161,12 +162,15 @@ def test_each_bit_of_the_ticket_is_signed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made_with", "remedy"),
-    [(None, "not signed.*same ticket_key_file"), (OTHERS, "was changed on its way, or.*another")],
+    ("made_with", "why", "remedy"),
+    [
+        (None, Reason.UNSIGNED, "not signed.*same ticket_key_file"),
+        (OTHERS, Reason.FORGED, "was changed on its way, or.*another"),
+    ],
 )
-def test_a_ticket_of_a_stranger_is_forged(made_with: object, remedy: str) -> None:
+def test_a_ticket_of_a_stranger_is_not_read(made_with: object, why: Reason, remedy: str) -> None:
     found = decode(encode(TICKET, made_with), KEYS)  # type: ignore[arg-type]
-    assert reason(found) is Reason.FORGED
+    assert reason(found) is why
     assert isinstance(found, Rejected)
     assert re.search(remedy, found.message)
 
@@ -425,3 +429,8 @@ def test_one_changed_token_changes_the_digest(tokens: list[int], data: st.DataOb
     changed = [*tokens]
     changed[at] += 1
     assert prompt_digest(changed) != prompt_digest(tokens)
+
+
+def test_a_signature_serves_tickets_alone() -> None:
+    """Whoever has the key for another purpose, and signs with it, has signed no ticket."""
+    assert not KEYS.verify(b"body", hmac.digest(bytes.fromhex("5a" * 32), b"body", "sha256"))

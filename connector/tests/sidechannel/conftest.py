@@ -40,11 +40,11 @@ def serve() -> Iterator[Callable[..., SideChannelServer]]:
 
 @pytest.fixture
 def books() -> Iterator[Callable[..., PeerBook]]:
-    """Make started peer books of a decode engine."""
+    """Make started peer books of a decode engine's ranks."""
     made: list[PeerBook] = []
 
-    def make(**change: object) -> PeerBook:
-        book = PeerBook(DECODE, replace(SHAPE, **change), (0, 0))
+    def make(rank: tuple[int, int] = (0, 0), **change: object) -> PeerBook:
+        book = PeerBook(DECODE, replace(SHAPE, **change), rank)
         book.start()
         made.append(book)
         return book

@@ -19,8 +19,13 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import peers as peers_module
-from pdcluster_connector.sidechannel.peers import HEALTH_SECONDS, POLL_SECONDS, PeerBook
-from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.peers import (
+    HEALTH_SECONDS,
+    POLL_SECONDS,
+    RARE_POLL_SECONDS,
+    PeerBook,
+)
+from pdcluster_connector.sidechannel.server import IDLE_SECONDS, SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
 Books = Callable[..., PeerBook]
@@ -225,3 +230,38 @@ def test_a_reset_connection_alone_is_no_death(books: Books) -> None:
             waiting.wait()
             peer.close()
         assert gone == []
+
+
+@pytest.mark.parametrize("tensor", [1, 4], ids=["tp1", "tp4"])
+def test_a_prefill_engine_is_asked_once_a_second_by_a_decode_engine_of_any_size(
+    serve: Serve,
+    books: Books,
+    tensor: int,
+    record_property: Callable[[str, object], None],
+) -> None:
+    server = serve()
+    ranks = [books(rank=(0, tensor_rank)) for tensor_rank in range(tensor)]
+    for book in ranks:
+        assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
+    start = time.monotonic()
+    until(lambda: server.counts["health_questions"] >= 4)
+    rate = server.counts["health_questions"] / (time.monotonic() - start)
+    record_property(f"health_questions_a_second_tp{tensor}", round(rate, 2))
+    assert rate <= 1.1 / POLL_SECONDS, "each rank asks"
+    assert POLL_SECONDS + sum(HEALTH_SECONDS) < min(RARE_POLL_SECONDS), "else the test sees nothing"
+    assert min(RARE_POLL_SECONDS) > IDLE_SECONDS, "a connection would be kept for each rank"
+
+
+def test_another_rank_hears_that_a_peer_is_gone(serve: Serve, books: Books) -> None:
+    server, book = serve(), books(rank=(0, 1))
+    gone, heard = watch(book), []
+    book.listen(lambda *news: heard.append(news))
+    why = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "the first rank got no answer")
+    book.hear(PREFILL, why)  # a peer that it does not know
+    assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
+    book.hear(PREFILL, why)
+    until(lambda: heard)
+    book.hear(PREFILL, why)
+    assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
+    assert server.counts["handshakes"] == 2, "what is known of a dead peer is used no more"
+    assert gone == heard == [(PREFILL, why)]

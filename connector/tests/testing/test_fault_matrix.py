@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fault_world import LEASE_SECONDS, World
 
-from pdcluster_connector.protocol.receive import State
+from pdcluster_connector.protocol.receive_events import State
 from pdcluster_connector.testing.engines import FREED
 from pdcluster_connector.testing.judge import Judge, Verdict
 

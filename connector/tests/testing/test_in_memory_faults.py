@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.testing.engines import DecodeEngine, PrefillEngine, Size
 from pdcluster_connector.testing.judge import Judge, Verdict
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
@@ -122,6 +123,14 @@ def test_a_corrupted_read_of_no_kv_fails_the_receive(
     failure = pair.decode.fetches[request_id].failure
     assert failure is not None
     assert failure.reason is reason
+
+
+def test_a_transfer_that_the_transport_broke_leaves_no_handle(pair: Pair) -> None:
+    pair.of_kv(Behaviour(poll_error=NixlErrorKind.TRANSPORT))
+    request_id = pair.send(1)
+    pair.ended(request_id)
+    assert not pair.decode.fetches[request_id].believed
+    pair.run(lambda: pair.fabric.open_handles() == 0)
 
 
 def test_a_cut_holds_up_and_mending_brings_everything(pair: Pair) -> None:

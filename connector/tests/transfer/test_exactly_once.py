@@ -20,7 +20,7 @@ from transfer_rig import Decode, FakePeers, Prefill
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive import State
+from pdcluster_connector.protocol.receive_events import State
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.receiver import ReceiverOptions
 

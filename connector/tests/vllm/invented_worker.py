@@ -29,6 +29,8 @@ class InventedWorker:
         self.words: dict[int, int] = {}
         self.renewed: dict[str, float] = {}
         self.lost: dict[str, Failure] = {}
+        self.found_gone: dict[str, Failure] = {}
+        self.told_gone: dict[str, Failure] = {}
         self.loads = self.stores = 0  # of an offloading connector
 
     def step(self, raw: bytes) -> KVConnectorOutput:
@@ -43,14 +45,16 @@ class InventedWorker:
         self.sent += orders.sent
         for request_id, why in orders.unreceivable.items():
             self.ready[request_id] = Receipt(0, 0.0, "BackendError", why)
+        self.told_gone |= orders.gone
         ready, self.ready = self.ready, {}
+        gone, self.found_gone = self.found_gone, {}
         for request_id in ready:
             self.parked.pop(request_id, None)
         return KVConnectorOutput(
             finished_sending=set(orders.sent),
             finished_recving=set(ready),
             failed_recving={r for r, receipt in ready.items() if receipt.reason},
-            kv_connector_worker_meta=StepReport(ready) if ready else None,
+            kv_connector_worker_meta=StepReport(ready, gone) if ready or gone else None,
         )
 
     def step_both(self, raw: bytes) -> KVConnectorOutput:

@@ -18,6 +18,7 @@ from contract import BLOCK, ContractEngine, closing_engines, prompt
 from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.prompt_digest import prompt_digest
 from pdcluster_connector.protocol.ticket import Ticket, encode, ticket_of
 from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
@@ -257,7 +258,12 @@ def test_a_failed_receive_follows_the_policy(engines: Any, policy: str, bad_rank
     assert [worker.abandoned for worker in decode.workers] == [[], []]
 
 
-PROVEN_FALSE = (Reason.TICKET_INVALID, Reason.FORGED, Reason.AUDIENCE_MISMATCH)
+PROVEN_FALSE = (
+    Reason.TICKET_INVALID,
+    Reason.UNSIGNED,
+    Reason.FORGED,
+    Reason.AUDIENCE_MISMATCH,
+)
 
 
 def messages_to_prefill(
@@ -281,7 +287,7 @@ def messages_to_prefill(
         ("ticket", Reason.TICKET_INVALID),
         ("signature", Reason.FORGED),
         ("blocks", Reason.FORGED),
-        ("no signature", Reason.FORGED),
+        ("no signature", Reason.UNSIGNED),
         ("audience", Reason.AUDIENCE_MISMATCH),
         ("no ticket", Reason.TICKET_INVALID),
         ("no params", "NoTicket"),
@@ -493,6 +499,19 @@ def test_one_ticket_for_several_requests(pair: Any) -> None:
     decode.run(lambda: "late" in decode.finished)
     assert decode.params["late"]["kv_path"]["reason"] == "TicketSpent"
     assert decode.total("decodes_without_transfer") == {"PromptMismatch": 1, "TicketSpent": 1}
+
+
+def test_all_ranks_are_told_of_a_peer_that_the_first_one_finds_gone(pair: Any) -> None:
+    _, decode = pair
+    gone = {"ns.c.prefill.r.0/1": Failure(Reason.PEER_RESTARTED, "another one listens there now")}
+    decode.workers[0].found_gone = dict(gone)
+    decode.step()
+    decode.step()
+    assert [worker.told_gone for worker in decode.workers] == [gone, gone]
+    for worker in decode.workers:
+        worker.told_gone = {}
+    decode.step()
+    assert not any(worker.told_gone for worker in decode.workers), "told twice"
 
 
 def test_an_unclaimed_lease_expires_and_is_counted(engines: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from contract import ContractEngine, closing_engines, prompt
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from loopback import free_port
 
@@ -84,3 +87,69 @@ def test_one_decode_renews_the_leases_of_both_ranks(engines: Any) -> None:
             engine.step()
         time.sleep(0.01)
     assert [held(prefill) for prefill in ranks] == [1, 1]
+
+
+def choices(request_id: str, n: int) -> list[str]:
+    """The ids of the requests that vLLM makes of one with ``n`` > 1."""
+    parent = ParentRequest(
+        SimpleNamespace(  # type: ignore[arg-type]
+            request_id=request_id, external_req_id=request_id, params=SamplingParams(n=n)
+        )
+    )
+    return [parent.get_child_info(index)[0] for index in range(n)]
+
+
+def test_choices_of_one_request_read_on_all_ranks_of_a_decode_engine(engines: Any) -> None:
+    prefill = engines("producer")
+    ranks = ranks_of(engines, "consumer")
+    ticket = prefill.prefill("p0", prompt(40))
+    ids = choices("d0", 4)
+    for number, request_id in enumerate(ids):
+        ranks[number % 2].add(request_id, prompt(40), ticket)
+    for number, rank in enumerate(ranks):
+        rank.run(lambda rank=rank, number=number: rank.parked() == set(ids[number::2]))
+    for number, rank in enumerate(ranks):
+        assert held(prefill) == 1, "released while another rank reads"
+        for request_id in ids[number::2]:
+            rank.land(request_id)
+        rank.run(lambda rank=rank, number=number: set(ids[number::2]) <= set(rank.finished))
+        for _ in range(30):
+            prefill.step()
+            time.sleep(0.005)
+    assert held(prefill) == 0
+    paths = [rank.params[i]["kv_path"] for rank in ranks for i in ids if i in rank.params]
+    assert [path["outcome"] for path in paths] == ["transferred"] * 4
+
+
+def test_a_choice_that_comes_after_the_others_have_read_is_computed_and_does_not_fail(
+    engines: Any,
+) -> None:
+    """The engines' policy is ``fail``: a receive that cannot succeed would end the request."""
+    prefill = engines("producer")
+    first, second = ranks_of(engines, "consumer")
+    ticket = prefill.prefill("p0", prompt(40))
+    ids = choices("d0", 2)
+    first.add(ids[0], prompt(40), ticket)
+    first.run(lambda: first.parked() == {ids[0]})
+    first.land(ids[0])
+    first.run(lambda: ids[0] in first.finished)
+    prefill.run(lambda: not prefill.scheduler.requests)
+    second.add(ids[1], prompt(40), ticket)
+    second.run(lambda: ids[1] in second.finished)
+    path = second.params[ids[1]]["kv_path"]
+    assert (path["outcome"], path["reason"]) == ("local", "LeaseLost")
+    assert "error" not in second.finished[ids[1]].lower()
+
+
+def test_another_request_waits_for_no_claim(engines: Any, monkeypatch: Any) -> None:
+    """Its claim travels beside the data."""
+    prefill = engines("producer")
+    decode = ranks_of(engines, "consumer")[0]
+    ticket = prefill.prefill("p0", prompt(40))
+    monkeypatch.setattr(decode.connector._scheduler._lease_client, "renew", lambda *_: None)
+    (choice, _) = choices("d1", 2)
+    decode.add("d0", prompt(40), ticket)
+    decode.add(choice, prompt(40), ticket)
+    for _ in range(5):
+        decode.step()
+    assert decode.parked() == {"d0"}

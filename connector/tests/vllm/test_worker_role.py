@@ -24,6 +24,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.config import ConfigError
 from pdcluster_connector.vllm.connector import PDClusterConnector
+from pdcluster_connector.vllm.peer_news import NEWS_SECONDS, PeerNews
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders, StepReport
 from ticket_key import KEY_FILE
 
@@ -276,3 +277,46 @@ def test_news_of_leases_reach_the_receiver_before_the_forward_pass(
     (until, failures) = told
     assert now + 5 <= until["d1"] <= time.monotonic() + 5
     assert failures == lost
+
+
+class Book:
+    """A peer book that is told things."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, Failure]] = []
+        self.tell: Any = None
+
+    def listen(self, on_gone: Any) -> None:
+        self.tell = on_gone
+
+    def hear(self, engine_id: str, failure: Failure) -> None:
+        self.heard.append((engine_id, failure))
+
+
+def test_what_the_first_rank_finds_gone_reaches_the_others_with_the_next_orders(
+    connector: PDClusterConnector,
+) -> None:
+    book, restarted = Book(), Failure(Reason.PEER_RESTARTED, "another one listens there now")
+    assert connector._worker is not None
+    connector._worker._peer_news = PeerNews((0, 0), book)  # type: ignore[arg-type]
+    book.tell("e/2", restarted)
+    book.tell("e/3", Failure(Reason.BACKEND_ERROR, "a transfer of this rank's own"))
+    _, report = step(connector, StepOrders())
+    assert report == StepReport({}, {"e/2": restarted})
+    both = StepReport({"r": Receipt(1, 1.0)}).aggregate(report)
+    assert both == StepReport({"r": Receipt(1, 1.0)}, {"e/2": restarted})
+    assert step(connector, StepOrders(gone=both.gone))[1] is None, "told once"
+    assert not book.heard, "the first rank knows; the peer may be back by now"
+
+    connector._worker._peer_news = PeerNews((0, 1), book)  # type: ignore[arg-type]
+    step(connector, StepOrders(gone=both.gone))
+    assert book.heard == [("e/2", restarted)]
+
+
+def test_old_news_of_a_peer_are_not_told() -> None:
+    """An engine without requests made no step meanwhile, and the peer may be back."""
+    book, now = Book(), 100.0
+    news = PeerNews((0, 0), book, clock=lambda: now)  # type: ignore[arg-type]
+    book.tell("e/2", Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer"))
+    now += NEWS_SECONDS + 1
+    assert news.take() == {}

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from real_api import RealApi, die_with_us
@@ -19,6 +20,7 @@ from loopback import free_ports
 GROUP = "/apis/pdcluster.dev/v1alpha1"
 CHILDREN = {
     "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
+    "ControllerRevision": "/apis/apps/v1/namespaces/{}/controllerrevisions",
     "Deployment": "/apis/apps/v1/namespaces/{}/deployments",
     "Service": "/api/v1/namespaces/{}/services",
     "ConfigMap": "/api/v1/namespaces/{}/configmaps",
@@ -49,8 +51,14 @@ class Operator:
             **os.environ,
             "KUBECONFIG": str(real.folder / "operator.kubeconfig"),
             "PYTHONPATH": os.pathsep.join(path),
+            # As in a pod, whose container starts again under the same name.
+            "POD_NAME": f"operator-{self.health}",
         }
         self.process: subprocess.Popen[bytes] | None = None
+
+    def bring(self, sources: Path) -> None:
+        """Let the next start find its modules in this folder first, as after an upgrade."""
+        self._environment["PYTHONPATH"] = f"{sources}{os.pathsep}{self._environment['PYTHONPATH']}"
 
     def start(self, *, ready: bool = True) -> Operator:
         with self.log.open("ab") as log:

@@ -24,13 +24,17 @@ from cluster.places import Places
 from loopback import free_ports
 
 TOKEN = "the-token-of-the-tests"
-CONTROLLERS = "garbagecollector,statefulset,deployment,replicaset,disruption,namespace"
+CONTROLLERS = (
+    "garbagecollector,statefulset,deployment,replicaset,disruption,namespace,"
+    "horizontalpodautoscaling"
+)
 AUDIT = {
     "apiVersion": "audit.k8s.io/v1",
     "kind": "Policy",
     "omitStages": ["RequestReceived"],
     "rules": [
         {"level": "None", "verbs": ["get", "list", "watch"]},
+        {"level": "None", "resources": [{"group": "coordination.k8s.io"}]},
         {"level": "Request", "users": ["operator"]},
         {"level": "None"},
     ],
@@ -54,7 +58,24 @@ class RealApi:
             f'{TOKEN},admin,admin,"system:masters"\noperator-token,operator,operator,""\n'
         )
         (self.folder / "audit.json").write_text(json.dumps(AUDIT))
+        self.start_etcd()
+        self.start_api_server()
+        self.kubeconfig("admin", TOKEN)
+        self.kubeconfig("operator", "operator-token")
         self._run(
+            "kube-controller-manager",
+            f"--kubeconfig={self.folder / 'admin.kubeconfig'}",
+            f"--controllers={CONTROLLERS}",
+            f"--service-account-private-key-file={keys / 'service-account.key'}",
+            "--leader-elect=false",
+            "--horizontal-pod-autoscaler-sync-period=2s",
+            "--secure-port=0",
+            "--kube-api-qps=500",
+            "--kube-api-burst=1000",
+        )
+
+    def start_etcd(self) -> None:
+        self._store = self._run(
             "etcd",
             f"--data-dir={self.folder / 'etcd'}",
             f"--listen-client-urls=http://127.0.0.1:{self._etcd}",
@@ -65,19 +86,11 @@ class RealApi:
             "--unsafe-no-fsync",
             "--log-level=error",
         )
-        self.start_api_server()
-        self.kubeconfig("admin", TOKEN)
-        self.kubeconfig("operator", "operator-token")
-        self._run(
-            "kube-controller-manager",
-            f"--kubeconfig={self.folder / 'admin.kubeconfig'}",
-            f"--controllers={CONTROLLERS}",
-            f"--service-account-private-key-file={keys / 'service-account.key'}",
-            "--leader-elect=false",
-            "--secure-port=0",
-            "--kube-api-qps=500",
-            "--kube-api-burst=1000",
-        )
+
+    def kill_etcd(self) -> None:
+        self._store.kill()
+        self._store.wait()
+        self._processes.remove(self._store)
 
     def start_api_server(self) -> None:
         keys = self.folder / "keys"

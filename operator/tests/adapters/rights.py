@@ -9,7 +9,11 @@ WATCHED_RULES = [
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters"], "verbs": READ},
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/status"], "verbs": ["patch"]},
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/finalizers"], "verbs": ["update"]},
-    {"apiGroups": ["apps"], "resources": ["statefulsets", "deployments"], "verbs": APPLY},
+    {
+        "apiGroups": ["apps"],
+        "resources": ["statefulsets", "deployments", "controllerrevisions"],
+        "verbs": APPLY,
+    },
     {
         "apiGroups": [""],
         "resources": ["services", "configmaps", "serviceaccounts"],
@@ -18,7 +22,12 @@ WATCHED_RULES = [
     {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": APPLY},
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": APPLY},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
-    {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "delete"]},
+    {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "create", "delete"]},
+    {
+        "apiGroups": ["coordination.k8s.io"],
+        "resources": ["leases"],
+        "verbs": ["get", "create", "update"],
+    },
     {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
 ]
 CERTIFICATE_RULES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import time
+from dataclasses import replace
 
 import pytest
 from operator_runs import CHILDREN, GROUP, create, events, get
@@ -39,9 +40,19 @@ CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
 
 
 @pytest.fixture
-async def client(real, namespace):
+def calls() -> list[str]:
+    """Methods and answers of the client's calls."""
+    return []
+
+
+@pytest.fixture
+async def client(real, namespace, calls):
     configuration = await find_configuration(str(real.folder / "operator.kubeconfig"))
-    async with KubeClient(configuration) as client:
+
+    def seen(method, path, status, seconds):
+        calls.append(f"{method} {status}")
+
+    async with KubeClient(configuration, seen) as client:
         yield client
 
 
@@ -78,6 +89,37 @@ async def test_every_child_is_accepted_and_a_second_look_finds_nothing_to_do(rea
         assert is_applied(kept, step.manifest), step.why
 
 
+async def test_what_is_known_is_written_without_a_look(real, api, live, calls):
+    kept = {}
+    api.remember = lambda one: kept.update({(one["kind"], one["metadata"]["name"]): one})
+    for step in applies(live):
+        await api.apply(step.manifest)
+    assert set(calls) == {"PATCH 201"}, "a child that is not there is created at once"
+    calls.clear()
+    for step in applies(live):
+        metadata = step.manifest["metadata"]
+        await api.apply(
+            step.manifest, kept[step.manifest["kind"], metadata["name"]]["metadata"]["uid"]
+        )
+    assert set(calls) == {"PATCH 200"}
+    calls.clear()
+    await api.apply(child(live, "Service"))
+    assert calls == ["PATCH 409", "GET 200", "PATCH 200"], "the store had not seen our own child"
+
+
+async def test_a_child_that_was_made_anew_is_looked_at(real, api, live, namespace, calls):
+    wanted = child(live, "Service")
+    await api.apply(wanted, "the-uid-of-one-that-is-gone")
+    assert calls == ["PATCH 409", "GET 404", "PATCH 201"]
+    path = f"{CHILDREN['Service'].format(namespace)}/{wanted['metadata']['name']}"
+    real.call("DELETE", path)
+    theirs = copy.deepcopy(dict(wanted))
+    theirs["metadata"]["ownerReferences"][0]["controller"] = False
+    assert real.call("POST", CHILDREN["Service"].format(namespace), theirs)[0] == 201
+    with pytest.raises(ApiError, match="belongs to something else"):
+        await api.apply(wanted, "the-uid-of-one-that-is-gone")
+
+
 async def test_an_apply_that_changes_nothing_writes_nothing(real, api, live):
     def written(step):
         """Versions of objects that no controller writes to, and when we last wrote to others."""
@@ -91,6 +133,30 @@ async def test_an_apply_that_changes_nothing_writes_nothing(real, api, live):
         before = written(step)
         await api.apply(step.manifest)
         assert written(step) == before, step.why
+
+
+async def test_a_repair_leaves_no_second_owner_of_a_field(real, api, live):
+    """The repair's patch would own each field, too: a field that is not wanted any more stayed."""
+    wanted = copy.deepcopy(dict(child(live, "Service")))
+    wanted["spec"]["sessionAffinity"] = "ClientIP"
+    await api.apply(wanted)
+    metadata = wanted["metadata"]
+    path = f"{CHILDREN['Service'].format(metadata['namespace'])}/{metadata['name']}"
+    _, held = read(real, wanted)
+    held["spec"]["ports"][0]["port"] = 9
+    assert real.call("PUT", path, held)[0] == 200
+    answer = await api.apply(wanted)
+    assert is_applied({**answer, "kind": "Service"}, wanted)
+    managers = {one["manager"] for one in read(real, wanted)[1]["metadata"]["managedFields"]}
+    assert "pdcluster-operator-repair" not in managers
+    assert "pdcluster-operator" in managers
+    del wanted["spec"]["sessionAffinity"]
+    await api.apply(wanted)
+    kept = read(real, wanted)[1]["spec"]
+    assert kept["sessionAffinity"] == "None"
+    assert [port["port"] for port in kept["ports"]] == [
+        port["port"] for port in wanted["spec"]["ports"]
+    ]
 
 
 async def test_objects_of_others_are_not_taken(real, api, live, namespace):
@@ -188,6 +254,20 @@ async def test_status_is_written_by_a_manager_of_its_own(real, api, live, namesp
     assert "conditions" not in get(real, namespace)["status"], "what is left out goes away"
 
 
+async def test_a_status_is_written_without_a_look_while_the_cluster_is_as_seen(
+    real, api, live, namespace, calls
+):
+    key, metadata = Key(namespace, "tiny"), live["metadata"]
+    await api.write_status(key, metadata["uid"], status("one"), metadata["resourceVersion"])
+    assert calls == ["PATCH 200"]
+    calls.clear()
+    await api.write_status(key, metadata["uid"], status("two"), metadata["resourceVersion"])
+    assert calls == ["PATCH 409", "GET 200", "PATCH 200"]
+    assert get(real, namespace)["status"] == status("two")
+    await api.write_status(key, "another", status("three"), metadata["resourceVersion"])
+    assert get(real, namespace)["status"] == status("two")
+
+
 async def test_the_status_of_a_cluster_that_was_made_anew_stays(real, api, live, namespace):
     await api.write_status(Key(namespace, "tiny"), "another", {"model": "one"})
     assert "status" not in get(real, namespace)
@@ -207,11 +287,10 @@ async def test_the_live_uid_is_none_once_deletion_began(real, api, live, namespa
     real.call("PATCH", path, {"metadata": {"finalizers": None}}, "application/merge-patch+json")
 
 
-async def test_lists_hold_every_page_and_only_what_is_ours(real, api, live, namespace, monkeypatch):
-    monkeypatch.setattr("pdcluster_operator.adapters.api_server.children.PAGE", "2")
+async def test_lists_hold_every_page_and_only_what_is_ours(real, api, live, namespace):
     for number in range(4):
         create(real, namespace, pdcluster(f"more-{number}"))
-    assert len(await api.list(PDCLUSTER, (namespace,))) == 5
+    assert len(await api.list(replace(PDCLUSTER, page=2), (namespace,))) == 5
     other = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "other"}}
     other["spec"] = {"ports": [{"port": 80}]}
     assert real.call("POST", CHILDREN["Service"].format(namespace), other)[0] == 201

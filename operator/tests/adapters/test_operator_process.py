@@ -25,6 +25,7 @@ pytestmark = pytest.mark.cluster
 
 KINDS = {
     "ConfigMap": 1,
+    "ControllerRevision": 4,  # ours of each role, and one that each StatefulSet has
     "Deployment": 1,
     "NetworkPolicy": 2,
     "Pod": 3,
@@ -131,6 +132,7 @@ def test_a_changed_spec_replaces_and_removes(real, operator, namespace):
     before = set(owned(real, namespace, "StatefulSet"))
     assert edit(real, namespace, {"decode": {"replicas": 2}, "router": {"replicas": 0}})[0] == 200
     wanted = {**KINDS, "StatefulSet": 3, "Pod": 3, "Service": 3, "NetworkPolicy": 1}
+    wanted["ControllerRevision"] = 5  # one more StatefulSet has one of its own
     del wanted["Deployment"]
     settled(real, operator, namespace, wanted)
     assert before < set(owned(real, namespace, "StatefulSet")), "the others stay"

@@ -151,7 +151,7 @@ def test_names_that_cannot_be_used(name, said):
         ("spec.transfer.backends", [], "OutOfRange"),
         ("spec.transfer.backends", ["TCP"], "NotAllowed"),
         ("spec.rollout.paused", "yes", "WrongType"),
-        ("spec.rollout.type", "Surge", "NotAllowed"),
+        ("spec.rollout.type", "Rolling", "NotAllowed"),
         ("spec.router", [], "WrongType"),
         ("spec", None, "WrongType"),
         ("spec.model", {}, "Required"),

@@ -146,17 +146,21 @@ def test_the_routers_template_is_judged_by_the_routers_container():
 
 
 def test_a_grace_period_shorter_than_a_drain_is_warned_of():
-    def warned(seconds, lease):
+    def warned(seconds, lease, timeout=100, part="prefill"):
         template = {"spec": {"terminationGracePeriodSeconds": seconds}}
-        found = findings(template, transfer={"leaseSeconds": lease})
+        longest = {"transfer": {"leaseSeconds": lease}, "requestTimeoutSeconds": timeout}
+        found = findings(template, part, **longest)
         assert found.ok
         return [w.message for w in found.warnings if w.rule == "GraceTooShort"]
 
-    assert warned(89, 60) == ["an engine may need 90 seconds to drain and stop"]
-    assert warned(90, 60) == []
-    assert warned(90, 61)
-    assert warned(59, 5), "receives may be in quarantine for 30 seconds, however short the lease"
-    assert warned(60, 5) == []
+    assert warned(189, 60) == ["the engine may need 190 seconds to finish its requests and stop"]
+    assert warned(190, 60) == []
+    assert warned(190, 61)
+    assert warned(159, 5), "receives may be in quarantine for 30 seconds, however short the lease"
+    assert warned(160, 5) == []
+    assert warned(160, 5, timeout=101)
+    assert warned(129, 60, part="router")
+    assert warned(130, 60, part="router") == []
 
 
 def test_all_mistakes_at_once_and_not_without_end():

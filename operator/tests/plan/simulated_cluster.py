@@ -10,12 +10,15 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+from pdcluster_operator.adapters.api_server.kinds import POD, slim
+from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import (
     CERTIFICATES_ANNOTATION,
     ROLE_LABEL,
     ROTATE_TICKET_KEY_ANNOTATION,
     engine_of,
 )
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
     Apply,
     ConnectorBundle,
@@ -25,6 +28,7 @@ from pdcluster_operator.plan.model import (
     RestartPod,
     Step,
     TicketKey,
+    TryOut,
     WriteCertificates,
     WriteTicketKey,
 )
@@ -38,6 +42,7 @@ from pdcluster_operator.plan.reports import (
     parse_links_report,
 )
 
+GRACE = 30  # seconds that a pod has to end
 START = 1_800_000_000.0
 CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
 
@@ -65,12 +70,15 @@ class SimulatedCluster:
         self.counter = 0
         self.ticket_key: TicketKey | None = None
         self.certificates = HeldCertificates("authority")
+        self.memo = Memo()
+        self.refused = ""
 
     def observed(self) -> Observed:
         return Observed(
             copy.deepcopy(self.cluster),
             tuple(copy.deepcopy(list(self.children.values()))),
-            tuple(copy.deepcopy(list(self.pods.values()))),
+            # As the store keeps them.
+            tuple(slim(pod, POD) for pod in copy.deepcopy(list(self.pods.values()))),
             dict(self.engines),
             dict(self.links),
             self.connector,
@@ -79,12 +87,17 @@ class SimulatedCluster:
         )
 
     def plan(self) -> Plan:
-        return make_plan(self.observed(), self.now)
+        observed = self.observed()
+        plan = make_plan(observed, self.now, self.memo)
+        assert plan == make_plan(observed, self.now), "a memo changes no plan"
+        return plan
 
     def step(self) -> Plan:
         """Plan, carry out, write the status."""
         plan = self.plan()
         for step in plan.steps:
+            if isinstance(step, TryOut) and self.refused:
+                break  # the executor stops, and says so in the status
             self.perform(step)
         self.cluster["status"] = copy.deepcopy(dict(plan.status))
         self.now += 1
@@ -113,6 +126,9 @@ class SimulatedCluster:
         if isinstance(step, Apply):
             self._apply(copy.deepcopy(dict(step.manifest)))
             return
+        if isinstance(step, TryOut):
+            self._apply(copy.deepcopy(dict(step.stored)))
+            return
         if isinstance(step, RestartPod):
             del self.pods[step.name]
             return
@@ -121,12 +137,15 @@ class SimulatedCluster:
         assert child["metadata"]["resourceVersion"] == step.resource_version
         if step.kind == "StatefulSet":
             for name in [n for n, pod in self.pods.items() if engine_of(pod) == engine_of(child)]:
-                self.pods[name]["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+                ends = timestamp(self.now + GRACE)
+                self.pods[name]["metadata"].setdefault("deletionTimestamp", ends)
 
     def _apply(self, wanted: dict[str, Any]) -> None:
         self.counter += 1
         key = (wanted["kind"], wanted["metadata"]["name"])
         old = self.children.get(key, {"metadata": {"uid": f"uid-{self.counter}"}})
+        # As the API server does it.
+        assert wanted.get("data") == old.get("data", wanted.get("data")), f"{key} is immutable"
         wanted["metadata"]["uid"] = old["metadata"]["uid"]
         wanted["metadata"]["resourceVersion"] = str(self.counter)
         # What an API server adds of its own.
@@ -162,7 +181,7 @@ class SimulatedCluster:
                             "resourceVersion": str(self.counter),
                             "labels": labels,
                         },
-                        "spec": {"volumes": child["spec"]["template"]["spec"]["volumes"]},
+                        "spec": copy.deepcopy(child["spec"]["template"]["spec"]),
                         "status": {"phase": "Pending"},
                     }
 
@@ -227,7 +246,8 @@ class SimulatedCluster:
         """Let the router's Deployment have a ready pod."""
         for (kind, _), child in self.children.items():
             if kind == "Deployment":
-                child["status"] = {"availableReplicas": 1}
+                wanted = child["spec"]["replicas"]
+                child["status"] = {"availableReplicas": wanted, "updatedReplicas": wanted}
 
     def bring_up(self) -> Plan:
         """From nothing to Ready."""

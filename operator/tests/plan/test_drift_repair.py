@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcluster_operator.plan.drift import repair
+from pdcluster_operator.plan.drift import repair, without_manager
 
 LIVE = {
     "metadata": {"name": "tiny", "resourceVersion": "7"},
@@ -20,3 +20,13 @@ def test_the_whole_spec_is_merged_into_the_version_that_was_seen() -> None:
 
 def test_an_object_without_a_spec_has_no_repair() -> None:
     assert repair(LIVE, {"metadata": {"name": "tiny"}, "data": {"a": "1"}}) is None
+
+
+def test_a_field_manager_is_taken_off_an_object() -> None:
+    entries = [{"manager": "ours"}, {"manager": "ours-repair"}, {"manager": "kubectl"}]
+    live = {"metadata": {"resourceVersion": "7", "managedFields": entries}}
+    assert without_manager(live, "ours-repair") == {
+        "metadata": {"resourceVersion": "7", "managedFields": [entries[0], entries[2]]}
+    }
+    assert without_manager(live, "another") is None
+    assert without_manager({"metadata": {"resourceVersion": "7"}}, "ours") is None

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
@@ -55,8 +55,16 @@ def test_it_turns_back_when_the_window_is_clean():
     assert seen(world, 0, 0) == "True", "nothing is computed any more"
 
 
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=30), st.integers(0, 99))
-def test_each_flip_crosses_the_whole_distance(shares: list[int], most: int):
+def limits_and_shares(most: int) -> st.SearchStrategy[tuple[int, list[int]]]:
+    """Half of the shares lie beside the two limits, where the state may change."""
+    beside = st.sampled_from([most // 2, most // 2 + 1, most, most + 1])
+    return st.tuples(st.just(most), st.lists(beside | st.integers(0, 100), min_size=5, max_size=20))
+
+
+@settings(max_examples=20)  # each share costs a whole plan
+@given(st.integers(0, 99).flatmap(limits_and_shares))
+def test_each_flip_crosses_the_whole_distance(drawn: tuple[int, list[int]]):
+    most, shares = drawn
     world = running(most)
     state = "True"
     for share in shares:
@@ -149,6 +157,17 @@ def test_each_cause_has_a_remedy_and_no_number_that_changes(cause: str):
     assert f"because of {cause}: " in message
     stateless = message.replace(world.leaders("decode")[0].stateful_set, "")
     assert re.findall(r"\d+", stateless) == ["7"]
+
+
+def test_a_condition_tells_a_missing_signature_from_a_wrong_one():
+    """The first is a prefill engine without the key, the second may be somebody's attempt."""
+    messages = {}
+    for cause in (Reason.UNSIGNED, Reason.FORGED):
+        world = running()
+        assert seen(world, 100, 50, cause) == "False"
+        messages[cause] = world.condition("TransportHealthy")["message"]
+    assert "prefill does not sign its tickets" in messages[Reason.UNSIGNED]
+    assert "changed, or signed with a key that decode does not have" in messages[Reason.FORGED]
 
 
 def test_a_cause_that_is_no_name_is_not_shown():

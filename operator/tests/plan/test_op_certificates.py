@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from simulated_cluster import SimulatedCluster
 from simulated_cluster import manifest as cluster
 
@@ -24,6 +25,23 @@ def steps(world: SimulatedCluster) -> list[WriteCertificates]:
 
 def engines(world: SimulatedCluster) -> list[dict[str, Any]]:
     return [child for child in world.children.values() if child["kind"] == "StatefulSet"]
+
+
+def revisions(world: SimulatedCluster) -> set[str]:
+    names = (engine_of(engine) for engine in engines(world))
+    return {name.revision for name in names if name is not None}
+
+
+def certificate_of(pod: dict[str, Any]) -> str | None:
+    """Return the name of the certificate that a pod mounts; None if it mounts none."""
+    items = [
+        item
+        for volume in pod["spec"]["volumes"]
+        if volume["name"] == "certificate"
+        for item in volume["secret"]["items"]
+    ]
+    files = {item["path"]: item["key"] for item in items}
+    return files["tls.crt"].removesuffix(".crt") if files else None
 
 
 def transfer_config(engine: dict[str, Any]) -> dict[str, Any]:
@@ -85,11 +103,19 @@ def test_launchers_are_asked_as_their_pods_were_made_not_as_the_spec_is_now() ->
     world = secured()
     world.step()
     world.run_pods()
-    assert {target.url[:6] for target in launchers_to_poll(world.pods.values())} == {"https:"}
-    plain = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Disabled"}))
+    kept = world.observed().pods
+    assert {target.url[:6] for target in launchers_to_poll(kept)} == {"https:"}
+    mine = {"name": "certificate", "secret": {"secretName": "of-my-own"}}
+    plain = SimulatedCluster(
+        cluster(
+            transfer={"device": "CPU", "tls": "Disabled"},
+            prefill={"podTemplate": {"spec": {"volumes": [mine]}}},
+        )
+    )
     plain.step()
     plain.run_pods()
     assert {target.url[:5] for target in launchers_to_poll(plain.pods.values())} == {"http:"}
+    assert steps(plain) == []
 
 
 def test_a_new_period_makes_them_again_and_restarts_nothing() -> None:
@@ -97,7 +123,10 @@ def test_a_new_period_makes_them_again_and_restarts_nothing() -> None:
     world.bring_up()
     templates = [engine["spec"]["template"] for engine in engines(world)]
     held = world.certificates.engines
-    world.now += PERIOD_SECONDS
+    plan = world.plan()
+    assert plan.requeue_after is not None, "no event tells a cluster at rest of a new period"
+    assert 0 < plan.requeue_after <= PERIOD_SECONDS
+    world.now += plan.requeue_after
     [step] = world.plan().steps
     assert isinstance(step, WriteCertificates)
     assert step.engines.keys() == held
@@ -136,12 +165,46 @@ def test_engines_that_come_and_go_change_the_secret() -> None:
     assert len(fewer.engines) == 2
 
 
+@pytest.mark.parametrize("how", ["Recreate", "Surge", "Replace"])
+@pytest.mark.parametrize("tls", [("Enabled", "Enabled"), ("Enabled", "Disabled")])
+def test_while_engines_are_replaced_each_one_has_its_certificate(
+    how: str, tls: tuple[str, str]
+) -> None:
+    """Also those of the old revision, in a new period, and where the new ones have none."""
+    before, after = ({"device": "CPU", "tls": one} for one in tls)
+    sides = {role: {"replicas": 2} for role in ("prefill", "decode")}
+    world = SimulatedCluster(cluster(transfer=before, rollout={"type": how}, **sides))
+    world.bring_up()
+    world.edit(transfer=after, engine={"blockSize": 32})
+    seen: set[str] = set()
+    for _ in range(60):
+        world.now += PERIOD_SECONDS / 7
+        world.step()
+        seen |= revisions(world)
+        templates = [engine["spec"]["template"] for engine in engines(world)]
+        mounted = [certificate_of(pod) for pod in (*templates, *world.pods.values())]
+        assert set(filter(None, mounted)) <= world.certificates.engines
+        if any(map(certificate_of, world.pods.values())):
+            begun = (world.now - 1) // PERIOD_SECONDS * PERIOD_SECONDS
+            assert world.certificates.issue == f"authority.{begun:.0f}"
+        world.reap()
+        world.run_pods()
+        world.speak()
+        world.link()
+        world.route()
+    assert len(seen) == 4
+    assert len(revisions(world)) == 2
+    assert world.condition("Ready")["status"] == "True"
+
+
 def test_a_spec_that_is_refused_renews_the_certificates_of_the_engines_that_run() -> None:
     world = secured()
     world.bring_up()
     world.edit(prefill={"parallelism": {"tensor": 3, "nodes": 2}})
     assert world.step().steps == ()
-    world.now += PERIOD_SECONDS
+    wait = world.plan().requeue_after
+    assert wait is not None
+    world.now += wait
     assert [type(step) for step in world.plan().steps] == [WriteCertificates]
 
 
@@ -160,6 +223,8 @@ def test_without_tls_there_is_no_secret_and_the_side_channel_says_so() -> None:
     world = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Disabled"}))
     world.settle()
     assert world.certificates.issue is None
+    world.bring_up()
+    assert world.plan().requeue_after is None
     for engine in engines(world):
         assert transfer_config(engine)["allow_insecure"] is True
         assert "tls" not in transfer_config(engine)

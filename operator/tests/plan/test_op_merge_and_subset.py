@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster_operator.api.spec.quantity import parse_quantity
-from pdcluster_operator.plan.drift import covers
+from pdcluster_operator.plan.drift import covers, differences
 from pdcluster_operator.plan.merge import merge
 
 BASE = {
@@ -138,10 +138,35 @@ def test_merging_nothing_and_merging_twice(base, overlay):
         ({"env": [{"name": "A"}]}, {"env": [{"name": "B"}]}, False),
         (None, {"a": 1}, False),
         ({"a": None}, {"a": {"b": 1}}, False),
+        ({"limits": {}}, {"limits": {"cpu": "1"}}, False),
     ],
 )
 def test_what_a_live_object_covers(live, desired, same):
     assert covers(live, desired) is same
+
+
+@given(JSON, JSON)
+def test_there_are_differences_exactly_where_something_is_not_covered(live, desired):
+    assert bool(list(differences(live, desired))) is not covers(live, desired)
+
+
+def test_differences_are_named_by_their_path():
+    live = {
+        "metadata": {"labels": {"a": "1"}},
+        "containers": [{"name": "engine", "image": "mirror/x"}, {"name": "mesh"}],
+        "args": ["a", "b"],
+    }
+    desired = {
+        "metadata": {"labels": {"a": "1", "b": "2"}},
+        "containers": [{"name": "engine", "image": "x", "ports": []}],
+        "args": ["a"],
+    }
+    assert list(differences(live, desired)) == [
+        ("metadata.labels.b", None),
+        ("containers[engine].image", "mirror/x"),
+        ("containers[mesh]", {"name": "mesh"}),
+        ("args", ["a", "b"]),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,8 @@ def test_the_launcher_reads_the_same_from_it(cluster):
         grace = next(t for c, t in pod_templates(SimulatedCluster(cluster).plan()) if c == child)
         seconds = grace["spec"]["terminationGracePeriodSeconds"]
         assert seconds > launcher.drain_seconds + launcher.stop_seconds
-        assert launcher.drain_seconds >= parsed.spec.transfer.lease_seconds
+        longest = parsed.spec.request_timeout_seconds + parsed.spec.transfer.lease_seconds
+        assert launcher.drain_seconds >= longest
 
 
 @settings(max_examples=EXAMPLES)
@@ -203,7 +204,9 @@ def test_replicas_and_router_do_not_restart_engines(cluster):
     key = cluster["spec"].get("router", {}).get("apiKeySecretRef")
     changed["spec"]["router"] = {"replicas": 2, **({"apiKeySecretRef": key} if key else {})}
     changed["spec"]["verification"] = {"canary": {"intervalSeconds": 7}}
-    changed["spec"]["rollout"] = {"progressDeadlineSeconds": 77}
+    renew = cluster["spec"].get("rollout", {}).get("renew")
+    rollout = {"renew": renew} if renew else {}
+    changed["spec"]["rollout"] = {"progressDeadlineSeconds": 77, **rollout}
     assert before <= revisions(changed)
 
 

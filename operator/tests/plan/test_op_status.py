@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import jsonschema
@@ -211,7 +212,7 @@ def test_what_the_launcher_says_while_not_ready(world, state, reason):
 def test_a_pod_that_is_being_deleted_drains(world):
     world.bring_up()
     pod = world.pods[world.leaders("decode")[0].pod()]
-    pod["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    pod["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
     world.step()
     is_(world, "DecodeReady", "False", "Draining")
 
@@ -241,6 +242,18 @@ def test_a_follower_that_is_not_ready_keeps_its_engine_from_being_ready():
     del world.pods[name]
     world.step()
     is_(world, "PrefillReady", "False", "PodsMissing", "1 of 2")
+
+
+def test_an_engine_whose_first_pod_is_missing_lacks_a_pod_however_many_others_it_has():
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 2, "nodes": 2}}))
+    world.bring_up()
+    engine = world.leaders("prefill")[0]
+    stray = copy.deepcopy(world.pods[engine.pod(1)])
+    stray["metadata"]["name"] = engine.pod(2)  # left over from more nodes
+    world.pods[engine.pod(2)] = stray
+    del world.pods[engine.pod(0)]
+    world.step()
+    is_(world, "PrefillReady", "False", "PodsMissing")
 
 
 def test_a_failed_link_names_the_pair_and_both_values(world):
@@ -349,6 +362,41 @@ def test_a_slow_link_is_probably_tcp(transfer):
     world.link(bytes_per_second=0.0)
     world.step()
     is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
+    world.link(bytes_per_second=999e6, state=LinkState.FAILED)  # measured before it failed
+    world.step()
+    is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
+
+
+def test_the_bandwidth_that_is_asked_for_counts_also_with_rdma():
+    transfer = {"device": "CPU", "rdma": {"resource": "rdma/ib"}, "minBandwidthMBps": 10}
+    world = SimulatedCluster(manifest(transfer=transfer))
+    world.bring_up()
+    world.link(bytes_per_second=50e6)
+    world.step()
+    is_(world, "TransportHealthy", "True", "BandwidthSufficient", "10 MB/s")
+
+
+def test_of_several_engines_the_one_that_waiting_does_not_cure_is_named():
+    world = SimulatedCluster(manifest(decode={"replicas": 2}))
+    world.bring_up()
+    first, second = world.leaders("decode")
+    for engine, state in (
+        (first, {"waiting": {"reason": "ContainerCreating"}}),
+        (second, {"waiting": {"reason": "ImagePullBackOff"}}),
+    ):
+        world.pods[engine.pod()]["status"] |= {
+            "containerStatuses": [{"name": "engine", "state": state}],
+            "conditions": [{"type": "Ready", "status": "False"}],
+        }
+    world.step()
+    is_(world, "DecodeReady", "False", "ImageUnavailable", second.stateful_set)
+
+
+def test_a_link_that_failed_with_the_former_incarnation_has_failed(world):
+    world.bring_up()
+    world.link(prefill_engine_id="former/1", state=LinkState.FAILED, reason="PeerRestarted")
+    world.step()
+    is_(world, "KVLinksEstablished", "False", "PeerRestarted")
 
 
 def test_prompts_that_decode_computes_itself(world):
@@ -384,6 +432,40 @@ def test_a_router_that_is_gone(world):
     is_(world, "KVPathVerified", "True", "CanaryPassed")
     is_(world, "Available", "False", "RouterUnavailable")
     is_(world, "Ready", "False", "RouterUnavailable")
+    container(world, "decode", {"waiting": {"reason": "CrashLoopBackOff", "message": "died"}})
+    world.step()
+    assert world.condition("Available")["message"] == "no router pod is ready"
+
+
+def test_a_router_whose_new_pods_do_not_start_while_the_old_serve(world):
+    world.bring_up()
+    world.edit(router={"image": "registry.example/no/such:1"})
+    world.step()
+    (deployment,) = (child for (kind, _), child in world.children.items() if kind == "Deployment")
+    deployment["metadata"]["generation"] = 2
+    deployment["status"] = {"observedGeneration": 1, "availableReplicas": 1, "updatedReplicas": 1}
+    world.step()
+    is_(world, "Available", "True", "Serving")
+    is_(world, "Ready", "False", "RouterReplacing", "has changed")
+    deployment["status"] |= {"observedGeneration": 2, "updatedReplicas": 1, "replicas": 2}
+    world.pods["llama-router-new"] = {
+        "metadata": {
+            "name": "llama-router-new",
+            "labels": deployment["spec"]["template"]["metadata"]["labels"],
+        },
+        "status": {
+            "containerStatuses": [
+                {"name": "router", "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+            ]
+        },
+    }
+    world.step()
+    is_(world, "Ready", "False", "RouterReplacing", "llama-router-new: ImagePullBackOff")
+    is_(world, "Progressing", "True", "RouterReplacing")
+    del world.pods["llama-router-new"]
+    deployment["status"]["replicas"] = 1
+    world.step()
+    is_(world, "Ready", "True", "Ready")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -651,3 +733,12 @@ def test_no_spec_tells_enough_to_leave_the_handshake_nothing(cluster):
     world = SimulatedCluster(cluster)
     world.step()
     is_(world, "Accepted", "True", "PartiallyChecked", "layers")
+
+
+def test_of_long_last_words_the_end_is_shown(world):
+    world.bring_up()
+    words = "first line\n" + "x" * 600 + "\nthe cause"
+    container(world, "prefill", {"terminated": {"exitCode": 1, "message": words}})
+    world.step()
+    is_(world, "PrefillReady", "False", "EngineFailed", "the cause (exit code 1)")
+    assert "first line" not in world.condition("PrefillReady")["message"]

@@ -122,12 +122,18 @@ def manifests(draw: st.DrawFn) -> dict:
                 env=ENV,
             )
         ),
+        requestTimeoutSeconds=draw(st.integers(10, 43_200)),
         monitoring=draw(optional(scrapeFrom=PEERS)),
+        **draw(optional(operatorClass=st.just("blue"))),
         rollout=draw(
             optional(
-                type=st.just("Recreate"),
+                type=st.sampled_from(["Recreate", "Surge", "Replace"]),
+                maxSurge=st.integers(1, 64),
                 paused=st.booleans(),
                 progressDeadlineSeconds=st.integers(3600, 86_400),
+                scheduleTimeoutSeconds=st.integers(30, 86_400),
+                renew=st.sampled_from(["2026-11-22", "a.b:c"]),
+                revisionHistoryLimit=st.integers(0, 100),
             )
         ),
         verification=draw(

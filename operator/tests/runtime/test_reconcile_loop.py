@@ -6,7 +6,7 @@ import asyncio
 import base64
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from pdcluster_operator.plan.model import (
     HeldCertificates,
     RestartPod,
     TicketKey,
+    TryOut,
     WriteCertificates,
     WriteTicketKey,
 )
@@ -60,6 +61,7 @@ class RecordingApi:
         self.writes: list[str] = []
         self.fail: dict[str, ApiError] = {}
         self.uid: str | None = None
+        self.mutate: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
 
     async def read_uid(self, key: Key) -> str | None:
         live = self.api.get("PDCluster", *key)
@@ -85,9 +87,15 @@ class RecordingApi:
         self._write("write certificates")
         self.api.apply(with_certificates(step, self.authority))
 
-    async def apply(self, manifest: Mapping[str, Any]) -> None:
+    async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
+        metadata = manifest["metadata"]
+        live = self.api.get(manifest["kind"], metadata["namespace"], metadata["name"])
+        assert uid == (live["metadata"]["uid"] if live else ""), "what the store knows"
         self._write(f"apply {manifest['kind']}")
-        self.api.apply(dict(manifest))
+        return self.api.apply(self.mutate(copy.deepcopy(dict(manifest))))
+
+    async def try_out(self, step: TryOut) -> None:
+        self._write("try out")
 
     async def delete(self, step: Delete | RestartPod) -> None:
         kind = step.kind if isinstance(step, Delete) else "Pod"
@@ -96,7 +104,10 @@ class RecordingApi:
             kind, step.namespace, step.name, uid=step.uid, resource_version=step.resource_version
         )
 
-    async def write_status(self, key: Key, uid: str, status: Mapping[str, Any]) -> None:
+    async def write_status(
+        self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
+    ) -> None:
+        assert version
         self._write("status")
         self.api.set_status("PDCluster", *key, dict(status), uid)
 
@@ -132,6 +143,9 @@ class Serving:
     async def links(self, target: Target) -> LinksReport:
         url = target.url
         return LinksReport(self.engines[url], f"{url}/1")
+
+    async def changed(self, target: Target, seen: str) -> str | None:
+        return None
 
     async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
         assert body
@@ -296,8 +310,8 @@ async def test_a_failed_step_stops_the_rest_and_stands_in_the_status() -> None:
     world.port.fail["apply StatefulSet"] = ApiError("Forbidden", "statefulsets is forbidden")
     with pytest.raises(ApiError, match="forbidden"):
         await world.reconcile()
-    assert world.port.writes[-2:] == ["apply StatefulSet", "status"]
-    assert world.port.writes.count("apply StatefulSet") == 1
+    assert world.port.writes[-1] == "status"
+    assert world.port.writes.count("apply StatefulSet") == 2, "they do not need each other"
     progressing = world.condition("Progressing")
     assert (progressing["status"], progressing["reason"]) == ("False", "Forbidden")
     assert "statefulsets is forbidden" in progressing["message"]
@@ -321,6 +335,47 @@ async def test_a_conflict_is_tried_again_and_is_no_news() -> None:
     world.port.fail.clear()
     await world.reconcile()
     assert world.condition("Progressing") == before
+
+
+def with_a_sidecar(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a mutating webhook makes of each StatefulSet."""
+    if manifest["kind"] == "StatefulSet":
+        pod = manifest["spec"]["template"]["spec"]
+        pod["containers"] = [{"name": "mesh", "image": "mesh:1"}, *pod["containers"]]
+    return manifest
+
+
+async def test_what_a_webhook_rewrites_is_applied_once_told_once_and_left_so() -> None:
+    world = World()
+    world.port.mutate = with_a_sidecar
+    await world.reconcile()
+    assert world.port.writes.count("apply StatefulSet") == 2
+    told = [event for event in world.events.events if event.reason == "Rewritten"]
+    assert len(told) == 2
+    assert all("spec.template.spec.containers[mesh]" in event.message for event in told)
+    for _ in range(3):
+        await world.reconcile()
+        assert "apply StatefulSet" not in world.port.writes
+    assert [event for event in world.events.events if event.reason == "Rewritten"] == told
+    # Another change of the same object is still put right, and is no news.
+    engines = [child for child in world.store.children(KEY) if child["kind"] == "StatefulSet"]
+    name = engines[0]["metadata"]["name"]
+    changed = world.api.get("StatefulSet", "ns", name)
+    changed["spec"]["replicas"] = 7
+    world.api.apply(changed)
+    await world.reconcile()
+    assert world.port.writes.count("apply StatefulSet") == 1
+    assert world.api.get("StatefulSet", "ns", name)["spec"]["replicas"] == 1
+    await world.reconcile()
+    assert "apply StatefulSet" not in world.port.writes
+    assert [event for event in world.events.events if event.reason == "Rewritten"] == told
+    # Once the webhook is gone, a new process sets the object right.
+    world.port.mutate = lambda manifest: manifest
+    world.start(world.events)
+    await world.reconcile()
+    assert world.port.writes.count("apply StatefulSet") == 2
+    live = world.api.get("StatefulSet", "ns", name)
+    assert [one["name"] for one in live["spec"]["template"]["spec"]["containers"]] == ["engine"]
 
 
 async def test_a_status_that_cannot_be_written_is_an_error_for_the_queue() -> None:

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     LEASE_LOST = "LeaseLost"
     LEASE_CLAIMED = "LeaseClaimed"
     TICKET_INVALID = "TicketInvalid"
+    UNSIGNED = "Unsigned"
     FORGED = "Forged"
     AUDIENCE_MISMATCH = "AudienceMismatch"
     COVERAGE_INCOMPLETE = "CoverageIncomplete"

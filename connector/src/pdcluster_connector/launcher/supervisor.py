@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
@@ -17,7 +16,8 @@ import aiohttp
 
 from pdcluster_connector.launcher import canary
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
-from pdcluster_connector.launcher.engine_api import ApiError, ApiUnreachableError, EngineApi
+from pdcluster_connector.launcher.engine_api import EngineApi
+from pdcluster_connector.launcher.engine_polls import keep_counting, wait_until_idle, watch_health
 from pdcluster_connector.launcher.engine_process import EngineProcess
 from pdcluster_connector.launcher.http import LauncherServer
 from pdcluster_connector.launcher.identity import Identity, mint_incarnation
@@ -26,7 +26,7 @@ from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.memory import oom_kills
 from pdcluster_connector.launcher.metrics_page import MetricsPage
 from pdcluster_connector.launcher.options import Options
-from pdcluster_connector.launcher.prompt_window import PromptWindow, count_prompts
+from pdcluster_connector.launcher.prompt_window import PromptWindow
 from pdcluster_connector.launcher.readiness import Readiness, reachable
 from pdcluster_connector.launcher.rendezvous import Followers, Leader, Rendezvous
 from pdcluster_connector.launcher.terminal import say
@@ -37,11 +37,7 @@ from pdcluster_connector.sidechannel.tls import Tls
 
 # The block size that vLLM chooses on CPU. On GPUs it is smaller, and a canary moves more blocks.
 _USUAL_BLOCK: Final = 128
-_LOADING_POLL: Final = 0.25
-_SERVING_POLL: Final = 1.0
-_DRAIN_POLL: Final = 0.5
-_PROMPTS_POLL: Final = 10.0
-_PATIENCE: Final = 3
+_FOLLOWERS_POLL: Final = 1.0
 
 
 class Supervisor:
@@ -134,13 +130,13 @@ class Supervisor:
     async def _live(self, session: aiohttp.ClientSession) -> int:
         if self._command.is_leader:
             self._start_engine(self._command, self._own_control(), self._token)
-            self._spawn(self._watch_health())
+            self._spawn(watch_health(self._api, self._readiness))
             if self._command.nodes > 1:
                 self._spawn(self._watch_followers())
             if self._options.role == "decode":
                 self._spawn(self._send_canaries(session))
             if self._prompts is not None:
-                self._spawn(self._count_prompts(self._prompts))
+                self._spawn(keep_counting(self._api, self._readiness, self._prompts))
         else:
             await self._follow(session)
         return await self._engine.wait()
@@ -187,7 +183,7 @@ class Supervisor:
                 await self._drain(time.monotonic() + self._options.drain_seconds)
                 if not self._stops:  # else the engine is being stopped, and need not be killed
                     self._lose(f"node {rank} of this engine was told to stop")
-            await asyncio.sleep(_SERVING_POLL)
+            await asyncio.sleep(_FOLLOWERS_POLL)
 
     def _lose(self, why: str) -> None:
         if not self._stops:
@@ -234,36 +230,9 @@ class Supervisor:
             self._draining = self._spawn(self._drain(float("inf"), forever=True))
 
     async def _drain(self, deadline: float, *, forever: bool = False) -> None:
-        """Wait until nothing is left to do; twice, since a router may be a moment behind."""
-        self._readiness.draining("draining")
-        idle = 0
-        while time.monotonic() < deadline and (forever or idle < 2):
-            try:
-                left = await self._api.work()
-            except (ApiError, ApiUnreachableError, TimeoutError) as error:
-                self._readiness.draining(f"the engine's work is not known: {error}")
-                idle = 0
-            else:
-                idle = idle + 1 if left.done else 0
-                self._readiness.draining(str(left))
-            await asyncio.sleep(_DRAIN_POLL)
+        await wait_until_idle(self._api, self._readiness, deadline, forever=forever)
 
     # What runs beside the engine.
-
-    async def _watch_health(self) -> None:
-        failures = 0
-        while True:
-            try:
-                await self._api.health()
-            except (ApiError, ApiUnreachableError, TimeoutError) as error:
-                failures += 1
-                if failures >= _PATIENCE:
-                    self._readiness.unhealthy(str(error) or "/health did not answer in time")
-            else:
-                failures = 0
-                self._readiness.healthy()
-            loading = self._readiness.loading
-            await asyncio.sleep(_LOADING_POLL if loading else _SERVING_POLL)
 
     async def _send_canaries(self, session: aiohttp.ClientSession) -> None:
         size = canary.vocabulary(canary.model_config(self._command.model))
@@ -280,15 +249,6 @@ class Supervisor:
             names_key=key_of(self._token),
             api_key=self._key,
         )
-
-    async def _count_prompts(self, window: PromptWindow) -> None:
-        while True:
-            if not self._readiness.loading:
-                # An engine that does not answer is the health check's matter.
-                with contextlib.suppress(ApiError, ApiUnreachableError, TimeoutError):
-                    metrics = (await self._api.metrics()).decode(errors="replace")
-                    window.add(count_prompts(metrics), time.monotonic())
-            await asyncio.sleep(_LOADING_POLL if self._readiness.loading else _PROMPTS_POLL)
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)

@@ -1,10 +1,11 @@
 """Leases that prefill holds on blocks until decode has read them.
 
 A lease is *armed* when its request is scheduled (the token is minted then) and *granted*
-when the request finishes: from then on it has a deadline. The first decode engine that renews
-it has *claimed* it, and it is nobody else's then. It ends by release, by expiry, or by being
-dropped (the request was aborted). The table owns no clock and no thread; its owner passes
-times in and acts on what comes out.
+when the request finishes: from then on it has a deadline. The first decode engine that renews it
+has *claimed* it, and it is nobody else's then. The data-parallel ranks of that engine may all read
+under it, since vLLM spreads one request with ``n=4`` over them. A lease ends when the last of its
+readers has released it, by expiry, or by being dropped (the request was aborted). The table owns no
+clock and no thread; its owner passes times in and acts on what comes out.
 
 Each lease has a *slot*: the place of its token in every rank's table of lease words. The slot of
 a lease that has ended is written with 0, or with the token of the next lease that gets it.
@@ -13,9 +14,11 @@ a lease that has ended is written with 0, or with the token of the next lease th
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
+
+from pdcluster_connector.protocol.engine_id import parse_engine_id
 
 SLOTS: Final = 16_384  # lease words of a rank: 128 KiB
 CLEARED: Final = 0  # the word of a slot without a lease; never a token
@@ -35,7 +38,11 @@ class _Lease:
     slot: int | None
     deadline: float | None = None
     serial: int = 0
-    holder: str = ""
+    engine: str = ""  # the decode engine that has claimed it
+    readers: set[str] = field(default_factory=set)  # its ranks that have not released it
+
+    def is_of(self, holder: str) -> bool:
+        return self.engine in ("", parse_engine_id(holder).engine)
 
 
 class LeaseTable:
@@ -100,24 +107,29 @@ class LeaseTable:
     def renew(self, request_id: str, token: int, holder: str, deadline: float) -> Standing:
         """Move a granted lease's deadline later, never earlier, for the engine that holds it.
 
-        The first ``holder`` that asks is the one.
+        The engine of the first ``holder`` that asks is the one.
         """
         lease = self._leases.get(request_id)
         if lease is None or lease.token != token or lease.deadline is None:
             return Standing.GONE
-        if lease.holder not in ("", holder):
+        if not lease.is_of(holder):
             return Standing.CLAIMED
-        lease.holder = holder
+        lease.engine = parse_engine_id(holder).engine
+        lease.readers.add(holder)
         lease.deadline = max(lease.deadline, deadline)
         return Standing.HELD
 
     def release(self, request_id: str, token: int, holder: str) -> bool:
-        """End a lease, armed or granted.
+        """Note that ``holder`` reads no more; without a reader, end a lease, armed or granted.
 
-        False when it is unknown, the token differs, or another engine has claimed it.
+        False when it goes on: it is unknown, the token differs, another engine has claimed it, or
+        another rank of this engine reads.
         """
         lease = self._leases.get(request_id)
-        if lease is None or lease.token != token or lease.holder not in ("", holder):
+        if lease is None or lease.token != token or not lease.is_of(holder):
+            return False
+        lease.readers.discard(holder)
+        if lease.readers:
             return False
         self._remove(request_id)
         return True

@@ -23,123 +23,25 @@ it what happened and carries out the actions that come back. Three promises rest
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
 from math import inf
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-
-
-class State(StrEnum):
-    """Where a receive stands."""
-
-    NEW = "new"
-    HANDSHAKE = "handshake"
-    POSTED = "posted"
-    FENCE = "fence"
-    DONE = "done"
-    QUARANTINE = "quarantine"
-    FAILED = "failed"
-
-
-class Action(Enum):
-    """What the executor has to do next."""
-
-    CONNECT = "find the peer and prepare its descriptor lists"
-    POST = "post the transfers, each between an Opened and, at the end, one Posted"
-    FENCE = "post the reads of the lease words, in the same way"
-    DESTROY_AGENT = "destroy the reading agent: nothing else stops what is still under way"
-    REPORT = "tell the engine: DONE or FAILED, with failure"
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The engine handed the request over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """The peer is known and its descriptor lists are prepared."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Transfer ``transfer`` is about to be posted.
-
-    It may be posted only if it is in :attr:`Receive.open` afterwards: the lease may have
-    ended in this very moment.
-    """
-
-    transfer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """No further transfer will be opened."""
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """Transfer ``transfer`` was seen done: all its bytes are there; a lease word is right."""
-
-    transfer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """Transfer ``transfer`` can write no more and is of no use.
-
-    It met a transport error, was never posted, or brought a wrong lease word.
-    """
-
-    transfer: int
-    failure: Failure
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
-    """Prefill has renewed the lease for this engine: it stands until ``until``."""
-
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Something else went wrong: handshake, plan, a peer that is gone, an exception."""
-
-    failure: Failure
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """The engine gave the request up (abort)."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentDestroyed:
-    """The agent that ran this request's transfers is gone, and its DMA with it."""
-
-    failure: Failure
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed."""
-
-
-Event = (
-    Started
-    | Connected
-    | Opened
-    | Posted
-    | Landed
-    | Broken
-    | Acknowledged
-    | Failed
-    | Abandoned
-    | AgentDestroyed
-    | Tick
+from pdcluster_connector.protocol.receive_events import (
+    Abandoned,
+    Acknowledged,
+    Action,
+    AgentDestroyed,
+    Broken,
+    Connected,
+    Event,
+    Failed,
+    Landed,
+    Opened,
+    Posted,
+    Started,
+    State,
 )
 
 MAX_BEGINNINGS = 3

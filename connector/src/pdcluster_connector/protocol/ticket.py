@@ -184,7 +184,7 @@ def _verified(text: str, keys: TicketKeys | None) -> bytes | Rejected:
             "give the prefill and the decode engine the same connector",
         )
     if keys is not None and not keys.verify(envelope.body, envelope.signature):
-        return Rejected(Reason.FORGED, _why_forged(envelope))
+        return _stranger(envelope)
     return envelope.body
 
 
@@ -198,15 +198,17 @@ def _envelope(text: str) -> _Envelope | Malformed:
     return bounded(raw, MAX_TICKET_BYTES, _ENVELOPE.decode)
 
 
-def _why_forged(envelope: _Envelope) -> str:
+def _stranger(envelope: _Envelope) -> Rejected:
     if not envelope.signature:
-        return (
+        return Rejected(
+            Reason.UNSIGNED,
             "the ticket is not signed, and this engine has a ticket key; start the prefill engine "
-            "with the same ticket_key_file"
+            "with the same ticket_key_file",
         )
-    return (
+    return Rejected(
+        Reason.FORGED,
         "none of this engine's ticket keys made the ticket's signature: the ticket was changed on "
-        "its way, or the prefill engine has another ticket_key_file"
+        "its way, or the prefill engine has another ticket_key_file",
     )
 
 

@@ -2,6 +2,10 @@
 
 One thread runs an asyncio loop. Requests for the same engine share its attempts. Attempts for
 different engines run at the same time, so a dead engine delays no other.
+
+The first rank of an engine asks its peers every second whether they live. The other ranks hear of
+it through the scheduler (vllm.step_messages) and ask rarely. So the questions that a prefill engine
+gets grow with the number of decode engines, not with the number of their ranks.
 """
 
 from __future__ import annotations
@@ -41,11 +45,17 @@ FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 REFUSAL_SECONDS = 5.0  # how long a refusal is answered from memory
 POLL_SECONDS = 1.0
+FIRST_RANK = (0, 0)
+# Of the other ranks. No connection is kept between two questions: servers close it after 15 s.
+RARE_POLL_SECONDS = (16.0, 24.0)
+# What a question to a peer can find. Other failures are of one rank's own transfers.
+CONCERNS_ALL_RANKS = frozenset(
+    {Reason.SIDE_CHANNEL_UNREACHABLE, Reason.PEER_RESTARTED, Reason.AUTHENTICATION_FAILED}
+)
 # A peer is gone after two questions without an answer, three seconds in all. One is not enough: it
 # also times out if this loop itself was held up.
 HEALTH_SECONDS = (2.0, 1.0)
 MAX_PEERS = 4096
-NO_ATTEMPT = TryAgain("no attempt was made")
 CLOSING = "this engine is shutting down"
 
 
@@ -64,7 +74,7 @@ class _Peer:
     waiters: list[_Waiter] = field(default_factory=list)
     answer: EngineMetadata | Failure | None = None
     answer_until: float = 0.0  # loop time; a refusal's only
-    last_error: TryAgain = NO_ATTEMPT
+    last_error: TryAgain | None = None
     task: asyncio.Task[None] | None = None
 
 
@@ -82,6 +92,7 @@ class PeerBook(PeerSource):
         self.on_gone: OnGone | None = None
         self._me = Introduction(engine_id, shape, rank)
         self._tls = tls
+        self._asks_often = rank == FIRST_RANK
         self._thread = LoopThread("pdcluster-peers")
         self._peers: dict[str, _Peer] = {}
         self._listeners: list[OnGone] = []
@@ -108,6 +119,10 @@ class PeerBook(PeerSource):
     def forget(self, engine_id: str, failure: Failure) -> None:
         """See :meth:`PeerSource.forget`. Those that wait for the engine are told."""
         self._thread.call(self._forget, engine_id, failure)
+
+    def hear(self, engine_id: str, failure: Failure) -> None:
+        """Take in that another rank of this engine found a peer gone. Thread-safe."""
+        self._thread.call(self._hear, engine_id, failure)
 
     def listen(self, on_gone: OnGone) -> None:
         """Also call ``on_gone`` when a connected peer is gone or was forgotten."""
@@ -171,7 +186,8 @@ class PeerBook(PeerSource):
     async def _watch(self, peer: _Peer) -> Failure:
         """Return why the peer is gone, once it is."""
         while True:
-            await asyncio.sleep(POLL_SECONDS)
+            rarely = random.uniform(*RARE_POLL_SECONDS)  # noqa: S311
+            await asyncio.sleep(POLL_SECONDS if self._asks_often else rarely)
             reply = await self._health(peer, HEALTH_SECONDS[0])
             if isinstance(reply, TryAgain):  # the second time over a fresh connection
                 reply = await self._health(peer, HEALTH_SECONDS[1])
@@ -196,6 +212,14 @@ class PeerBook(PeerSource):
             _guarded(self.on_gone, peer.engine_id, failure)
         self._tell_listeners(peer, failure)
 
+    def _hear(self, engine_id: str, failure: Failure) -> None:
+        peer = self._peers.get(engine_id)
+        if peer is None or not isinstance(peer.answer, EngineMetadata):
+            return
+        if peer.task is not None:
+            peer.task.cancel()
+        self._gone(peer, failure)
+
     def _tell_listeners(self, peer: _Peer, failure: Failure) -> None:
         for listener in self._listeners:
             _guarded(listener, peer.engine_id, failure)
@@ -203,8 +227,9 @@ class PeerBook(PeerSource):
     def _too_late(self, peer: _Peer, waiter: _Waiter) -> None:
         if waiter in peer.waiters:
             peer.waiters.remove(waiter)
-            message = f"no handshake before the deadline; last: {peer.last_error.message}"
-            _tell(waiter, Failure(peer.last_error.reason, message))
+            last = peer.last_error or TryAgain(f"{peer.host}:{peer.port} has not answered yet")
+            message = f"no handshake before the deadline; last: {last.message}"
+            _tell(waiter, Failure(last.reason, message))
             if not peer.waiters and peer.task is not None:
                 peer.task.cancel()
                 self._peers.pop(peer.engine_id, None)

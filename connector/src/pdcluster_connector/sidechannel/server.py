@@ -9,8 +9,6 @@ says of itself has to fit it. Without TLS, the server binds to loopback only unl
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import logging
 import socket
 from collections import Counter
@@ -33,6 +31,7 @@ from pdcluster_connector.protocol.peer_name import engine_in, names_in, why_not_
 from pdcluster_connector.protocol.refusal import refusal_of
 from pdcluster_connector.sidechannel.http_guard import ConnectionGuard, connection_limit
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
+from pdcluster_connector.sidechannel.listener import SideChannelError, listen, require_loopback
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.tls import Tls
 
@@ -42,14 +41,6 @@ IDLE_SECONDS = 15.0  # peers that keep a connection ask every second
 BODY_SECONDS = 5.0
 MSGPACK = "application/msgpack"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class SideChannelError(Exception):
-    """The side channel cannot be opened; the message names the port and the remedy."""
-
-
-class SideChannelRefusedError(SideChannelError):
-    """The address is not loopback, and nothing protects the side channel."""
 
 
 class SideChannelServer:
@@ -110,14 +101,9 @@ class SideChannelServer:
                 ``allow_insecure`` is off.
             SideChannelError: the port is taken or the address is not this machine's.
         """
-        if self._tls is None and not self._allow_insecure and not _is_loopback(self.host):
-            raise SideChannelRefusedError(
-                f"side channel on {self.host}:{self.port} refused: without TLS it listens on"
-                " loopback only, since whoever reaches it can read KV memory; set"
-                " tls, or side_channel_host to 127.0.0.1, or allow_insecure: true in a network"
-                " that you trust"
-            )
-        listener = _listen(self.host, self.port)
+        if self._tls is None and not self._allow_insecure:
+            require_loopback(self.host, self.port)
+        listener = listen(self.host, self.port)
         self.port = listener.getsockname()[1]
         self.set_shards(self._shards)
         self._thread = LoopThread("pdcluster-side-channel")
@@ -178,10 +164,11 @@ class SideChannelServer:
     async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
         if self._guard is not None:
-            self._guard.close_all()
+            await self._guard.close_all()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -196,6 +183,7 @@ class SideChannelServer:
             self._guard.ended(request.protocol)
 
     async def _healthz(self, _: web.Request) -> web.Response:
+        self.counts["health_questions"] += 1
         reply = messages.HealthReply(self._engine_id, self._role, len(self._shards))
         return web.Response(body=messages.encode_health(reply), content_type="application/json")
 
@@ -284,28 +272,3 @@ async def _body(request: web.Request) -> bytes:
 
 def _msgpack(body: bytes, status: int = 200) -> web.Response:
     return web.Response(status=status, body=body, content_type=MSGPACK)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: only one is loopback everywhere
-        return host == "localhost"
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=256)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            why = "is in use; set side_channel_port to a free port or stop the process that has it"
-        elif error.errno in {errno.EADDRNOTAVAIL, socket.EAI_NONAME}:
-            why = "is no address of this machine; set side_channel_host to one that is"
-        elif error.errno == errno.EACCES:
-            why = "needs privileges; set side_channel_port to a port above 1023"
-        else:
-            why = f"cannot be opened: {error.strerror}"
-        raise SideChannelError(f"side channel port {port} on {host} {why}") from error
-    listener.setblocking(False)
-    return listener

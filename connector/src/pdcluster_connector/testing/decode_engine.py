@@ -17,7 +17,7 @@ from pdcluster_connector.protocol.ticket import (
 )
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
-from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, PeerBook
 from pdcluster_connector.testing.engine_size import FREED, KEYS, Size, digest_of
 from pdcluster_connector.testing.nixl import Fabric
 from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, ReceiverOptions
@@ -95,6 +95,13 @@ class DecodeEngine:
             )
             receiver.start()
             self.receivers[rank] = receiver
+        self._peers[0].listen(self._tell_ranks)
+
+    def _tell_ranks(self, engine_id: str, failure: Failure) -> None:
+        """Tell the other ranks what the first one found, which vLLM's scheduler does otherwise."""
+        if failure.reason in CONCERNS_ALL_RANKS:
+            for peers in self._peers[1:]:
+                peers.hear(engine_id, failure)
 
     def fetch(self, request_id: str, params: Mapping[str, Any], seed: int, tokens: int) -> Fetch:
         """Begin to fetch the KV of a prompt of ``tokens`` tokens, as vLLM's scheduler does.

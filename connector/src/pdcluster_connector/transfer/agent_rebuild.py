@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from pdcluster_connector.nixl_io.interface import AgentSurvivedError, NixlError
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive import AgentDestroyed, Event, Failed, State
+from pdcluster_connector.protocol.receive_events import AgentDestroyed, Event, Failed, State
 from pdcluster_connector.transfer.connections import Connections
 from pdcluster_connector.transfer.reads import Job
 from pdcluster_connector.transfer.transfers import Transfers

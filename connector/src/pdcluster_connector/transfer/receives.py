@@ -22,7 +22,8 @@ from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.protocol.receive import (
+from pdcluster_connector.protocol.receive import Receive
+from pdcluster_connector.protocol.receive_events import (
     Abandoned,
     Acknowledged,
     Action,
@@ -30,7 +31,6 @@ from pdcluster_connector.protocol.receive import (
     Event,
     Failed,
     Posted,
-    Receive,
     Started,
     State,
     Tick,

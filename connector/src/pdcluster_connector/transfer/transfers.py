@@ -18,7 +18,7 @@ from pdcluster_connector.nixl_io.interface import AgentInterface, Handle, NixlEr
 from pdcluster_connector.nixl_io.probe import WORD_BYTES, Scratch
 from pdcluster_connector.nixl_io.reading_agent import Connection, Source
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive import (
+from pdcluster_connector.protocol.receive_events import (
     Broken,
     Event,
     Failed,

@@ -8,6 +8,7 @@ ticket that an engine of ours did not sign: whoever sent it would say where deco
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -15,6 +16,7 @@ from typing import Any, Final
 from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import has_key, without_names
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
@@ -38,6 +40,7 @@ TICKET_TOO_LONG: Final = LocalReason.TICKET_TOO_LONG.value
 PREFIX_HIT: Final = LocalReason.PREFIX_HIT.value
 PREFIX_READING_OFF: Final = LocalReason.PREFIX_READING_OFF.value
 SHORT_PROMPT: Final = LocalReason.SHORT_PROMPT.value
+_CHOICE: Final = re.compile(r"[0-9]+_")  # how vLLM begins the id of a choice of ``n``
 
 
 class DecodeRole:
@@ -68,6 +71,7 @@ class DecodeRole:
         recomputes: bool = False,
     ) -> None:
         self._engine_id = engine_id
+        self._is_data_rank = parse_engine_id(engine_id).data_rank is not None
         self._groups = groups
         self._block = smallest_block(groups)
         self._recomputes = recomputes
@@ -128,8 +132,9 @@ class DecodeRole:
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens that a transfer brings beyond ``computed``, loaded asynchronously).
 
-        None: a very long prompt is still compared with its ticket. vLLM asks again each step until
-        the request is admitted; apart from that comparison, nothing changes here.
+        None: a very long prompt is still compared with its ticket, or the claim of a ticket that
+        another data-parallel rank may use up is not answered. vLLM asks again each step until the
+        request is admitted; apart from that comparison, nothing changes here.
         """
         incoming = self._requests.get(request.request_id)
         if incoming is not None:
@@ -142,12 +147,20 @@ class DecodeRole:
             self._compare(request, incoming, incoming.ticket)
             if incoming.reading is not None:
                 return None, False
-            if incoming.reason:
-                return 0, False
-        if self._tickets.objection(incoming.ticket) is not None:
+        if incoming.reason or self._tickets.objection(incoming.ticket) is not None:
             return 0, False
+        if self._is_shared(request) and not self._tickets.is_claimed(incoming.ticket):
+            return None, False
         count = min(incoming.ticket.tokens, request.num_tokens) - computed
         return (count, True) if count > 0 else (0, False)
+
+    def _is_shared(self, request: Request) -> bool:
+        """Whether other data-parallel ranks of this engine have requests with the same ticket.
+
+        vLLM spreads the choices of a request with ``n`` > 1 over them. A rank may come when the
+        others have read and released. It then computes the prompt; a receive would only fail.
+        """
+        return self._is_data_rank and _CHOICE.match(request.request_id) is not None
 
     def reset(self) -> None:
         """Use none of the waiting tickets: their KV is of before the caches were cleared."""

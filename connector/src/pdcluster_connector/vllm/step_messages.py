@@ -55,6 +55,7 @@ class StepOrders(KVConnectorMetadata):
             is reported: see :mod:`pdcluster_connector.nixl_io.lease_word_table`.
         renewed: seconds that prefill has promised to hold the KV of a parked request.
         lost: parked requests whose lease is not this engine's any more, and why.
+        gone: peers that the first rank found gone, by engine id, and why.
     """
 
     receive: list[ReceiveOrder] = field(default_factory=list)
@@ -64,6 +65,7 @@ class StepOrders(KVConnectorMetadata):
     lease_words: dict[int, int] = field(default_factory=dict)
     renewed: dict[str, float] = field(default_factory=dict)
     lost: dict[str, Failure] = field(default_factory=dict)
+    gone: dict[str, Failure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,13 @@ class Receipt:
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Receipts of the receives that ended in this step, by request id."""
+    """Receipts of the receives that ended in this step, by request id.
+
+    ``gone``: peers that this rank has just found gone, by engine id. Only the first rank says so.
+    """
 
     receipts: dict[str, Receipt]
+    gone: dict[str, Failure] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Sum with another rank's report."""
@@ -100,6 +106,7 @@ class StepReport(KVConnectorWorkerMetadata):
             for request_id, receipt in other.receipts.items():
                 mine = self.receipts.get(request_id)
                 self.receipts[request_id] = receipt if mine is None else mine + receipt
+            self.gone |= other.gone
         return self
 
 

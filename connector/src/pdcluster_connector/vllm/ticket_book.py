@@ -125,6 +125,11 @@ class TicketBook:
             return _LOST[Standing.GONE] if lease is None else lease.lost
         return _EXPIRED if self._clock() >= lease.until else None
 
+    def is_claimed(self, ticket: Ticket) -> bool:
+        """Whether prefill has acknowledged the lease of a ticket in use for this engine."""
+        lease = self._held.get(_key(ticket))
+        return lease is not None and lease.claimed
+
     def park(self, ticket: Ticket, request_id: str) -> tuple[float, bool]:
         """Note a request that waits for the ticket's KV.
 

@@ -37,6 +37,7 @@ from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.fingerprint import digest_of_engine
 from pdcluster_connector.vllm.joined_shape import decode_shape, encode_shape, join_shapes
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
+from pdcluster_connector.vllm.peer_news import PeerNews
 from pdcluster_connector.vllm.registration import Registration, register
 from pdcluster_connector.vllm.step_messages import (
     Receipt,
@@ -74,6 +75,7 @@ class WorkerRole:
         self._device: torch.device | None = None
         self._serving: ServingAgent | None = None
         self._peers: PeerBook | None = None
+        self._peer_news: PeerNews | None = None
         self._receiver: Receiver | None = None
         self._control: ControlAgent | None = None
         self._bound_at = inf
@@ -104,6 +106,7 @@ class WorkerRole:
             return
         tls = tls_of(self._options.tls, self._engine_id)
         self._peers = PeerBook(self._engine_id, registration.shape, self._rank, tls)
+        self._peer_news = PeerNews(self._rank, self._peers)
         self._receiver = Receiver(
             shard=registration.shard,
             memory=registration.memory,
@@ -154,8 +157,10 @@ class WorkerRole:
     # Every step.
 
     def bound(self, orders: StepOrders) -> None:
-        """Before the forward pass: tell the transfer thread what became of leases."""
+        """Before the forward pass: tell the transfer thread what became of leases and peers."""
         self._bound_at = time.monotonic()
+        if self._peer_news is not None:
+            self._peer_news.hear(orders.gone)
         self._tell_of_leases(orders)
 
     def start(self, orders: StepOrders) -> None:
@@ -215,11 +220,12 @@ class WorkerRole:
         )
 
     def report(self) -> StepReport | None:
-        """What became of the receives in :meth:`results`."""
-        if not self._receipts:
+        """What became of the receives in :meth:`results`, and which peers are gone."""
+        gone = {} if self._peer_news is None else self._peer_news.take()
+        if not self._receipts and not gone:
             return None
         receipts, self._receipts = self._receipts, {}
-        return StepReport(receipts)
+        return StepReport(receipts, gone)
 
     def fault(self, method: str) -> None:
         """Count an exception that the guard caught."""

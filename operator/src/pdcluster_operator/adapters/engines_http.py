@@ -7,11 +7,13 @@ which reaches every namespace, send its requests somewhere else.
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import aiohttp
 
@@ -27,7 +29,13 @@ from pdcluster_operator.plan.reports import (
 from pdcluster_operator.runtime.errors import LauncherError
 
 TIMEOUT = aiohttp.ClientTimeout(total=2.0, connect=1.0)
+WAIT_SECONDS = 20
+"""How long a launcher may keep a question for news. One that has died is noticed earlier: the
+kernel asks a silent connection's other end after ``KEEPALIVE``."""
+WAIT_TIMEOUT = aiohttp.ClientTimeout(total=WAIT_SECONDS + 5.0, connect=1.0)
+KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 MAX_ANSWER = 4 << 20
+LONGEST_REVISION = 64
 OWN_SECONDS = 86_400.0
 """How long the operator uses a certificate of its own before it makes another one."""
 CLOCKS_DIFFER = 86_400.0
@@ -48,7 +56,10 @@ class EnginesHttp:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(timeout=TIMEOUT, cookie_jar=aiohttp.DummyCookieJar())
+        # Each launcher holds one connection while it has no news, so their number has no limit.
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+        jar = aiohttp.DummyCookieJar()
+        self._http = aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, cookie_jar=jar)
         return self
 
     async def __aexit__(
@@ -74,6 +85,13 @@ class EnginesHttp:
             raise LauncherError(f"{target.url}/v1/links answers with something else than links")
         return report
 
+    async def changed(self, target: Target, seen: str) -> str | None:
+        """See :class:`..runtime.ports.Launchers`."""
+        path = f"/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS}"
+        document = await self._call("GET", target, path, (200, 403, 404), timeout=WAIT_TIMEOUT)
+        revision = document.get("revision") if isinstance(document, Mapping) else None
+        return revision if isinstance(revision, str) and len(revision) <= LONGEST_REVISION else None
+
     async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
         """See :class:`..runtime.ports.Launchers`."""
         await self._call("PUT", target, "/v1/peers", (200, 204), body)
@@ -85,13 +103,19 @@ class EnginesHttp:
         path: str,
         expected: tuple[int, ...],
         body: Mapping[str, Any] | None = None,
+        timeout: aiohttp.ClientTimeout = TIMEOUT,  # noqa: ASYNC109 - the session's own kind
     ) -> Any:
         if self._http is None:
             raise LauncherError("the client is not open")
         url = f"{target.url}{path}"
         try:
             async with self._http.request(
-                method, url, json=body, allow_redirects=False, **self._tls(target)
+                method,
+                url,
+                json=body,
+                allow_redirects=False,
+                timeout=timeout,
+                **self._tls(target),
             ) as answer:
                 text = await _read(answer.content)
                 if answer.status not in expected:
@@ -117,6 +141,16 @@ class EnginesHttp:
             own = self._authority.sign(OPERATOR_NAME, start, end)
             self._context = (now + OWN_SECONDS, self._authority.client_context(own))
         return {"ssl": self._context[1], "server_hostname": engine_name(target.engine)}
+
+
+def _socket(info: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, number, _, _ = info
+    made = socket.socket(family, kind, number)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE:
+        if (option := getattr(socket, name, None)) is not None:  # not every system has them
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 async def _read(stream: aiohttp.StreamReader) -> bytes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import time
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,9 @@ from pdcluster_operator.adapters.api_server.client import (
     own_namespace,
 )
 from pdcluster_operator.adapters.api_server.events import KubeEvents
+from pdcluster_operator.adapters.api_server.leases import KubeLeases, own_identity
 from pdcluster_operator.adapters.api_server.sweep import Sweeper
+from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.adapters.metrics import Metrics
@@ -26,7 +29,9 @@ from pdcluster_operator.adapters.status_pages import serve_pages
 from pdcluster_operator.adapters.tls.authority_secret import find_authority
 from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.plan.lease import lease_name
 from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
 from pdcluster_operator.runtime.reconcile import Place
 
 log = logging.getLogger(__name__)
@@ -41,6 +46,7 @@ class OperatorOptions:
         authority: namespace and name of the Secret with the CA of all engines; with None, the
             CA lives as long as the process.
         webhook: where the webhook's certificate is stored; None if the operator makes none.
+        operator_class: of the PDClusters to work on; empty for those without one.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -51,6 +57,8 @@ class OperatorOptions:
     health_port: int = 8081
     metrics_port: int = 8080
     sweep_seconds: float = 300.0
+    launcher_poll_seconds: float = 1.0
+    operator_class: str = ""
 
 
 class _WallClock:
@@ -60,11 +68,13 @@ class _WallClock:
 
 async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
     """Run until ``stop``, a signal, or the first part that fails, whose error is raised."""
+    _allow_many_connections()
     metrics = Metrics()
     ready: list[Sweeper] = []
+    watches = WatchHealth()
 
     async def alive() -> str | None:
-        return None
+        return watches.trouble()
 
     async def readiness() -> str | None:
         return None if ready and ready[0].done else "objects are not listed yet"
@@ -93,27 +103,43 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         if not await _unless_stopped(find(), stop):
             return
         api = KubeApi(client, authority[0])
+        leases = NamespaceLeases(
+            KubeLeases(client), lease_name(options.operator_class), own_identity()
+        )
         loop = ControlLoop(
             api=api,
             launchers=await stack.enter_async_context(EnginesHttp(authority[0])),
             events=KubeEvents(client),
             connector=connector,
             clock=_WallClock(),
-            place=Place(own_namespace(), options.host_path_models),
+            poll_seconds=options.launcher_poll_seconds,
+            place=Place(
+                own_namespace(),
+                options.host_path_models,
+                operator_class=options.operator_class,
+            ),
+            leases=leases,
             worked=lambda seconds, failed: metrics.reconciled(seconds, failed=failed),
         )
         api.remember = loop.store.put
+        leases.needed, leases.acquired = loop.works_in, loop.wake
         metrics.measure(
             lambda: loop.queue.depth, lambda: len(loop.store.keys()), loop.local_prefill_shares
         )
-        sweeper = Sweeper(api, loop, options.namespaces, options.sweep_seconds)
+        sweeper = Sweeper(api, loop, watches, options.namespaces, options.sweep_seconds)
         ready.append(sweeper)
         if not await _unless_stopped(sweeper.first(), stop):
             return
+        stack.push_async_callback(leases.stop)  # after the loop has stopped
         stack.push_async_callback(loop.stop)
         loop.start()
+
+        def see(event: str, manifest: dict[str, Any]) -> None:
+            watches.reported(event, manifest)
+            loop.see(event, manifest)
+
         parts: list[Coroutine[Any, Any, None]] = [
-            kopf_app.watch(loop.see, namespaces=options.namespaces, stop=stop),
+            kopf_app.watch(see, namespaces=options.namespaces, stop=stop),
             sweeper.run(),
         ]
         if options.webhook is not None:
@@ -123,6 +149,13 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             parts.append(keeper.run())
         log.info("reconciling %s", ", ".join(options.namespaces) or "every namespace")
         await until_one_ends(parts)
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files: each launcher holds a connection while it has no news."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def until_one_ends(parts: list[Coroutine[Any, Any, None]]) -> None:

@@ -80,12 +80,16 @@ class StatusReason(StrEnum):
     SERVING = "Serving"
     NO_VERIFIED_PAIR = "NoVerifiedPair"
     ROUTER_UNAVAILABLE = "RouterUnavailable"
+    ROUTER_REPLACING = "RouterReplacing"
     REPLACING = "Replacing"
     COMPLETE = "Complete"
     PAUSED = "Paused"
+    TEMPLATE_REFUSED = "TemplateRefused"
+    INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     READY = "Ready"
     REASON_UNREADABLE = "ReasonUnreadable"
+    REWRITTEN = "Rewritten"
 
 
 @dataclass(frozen=True, slots=True)

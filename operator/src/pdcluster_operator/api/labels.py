@@ -33,6 +33,9 @@ PAIRING_LABEL = f"{GROUP}/pairing-key"
 ENGINE_LABEL = f"{GROUP}/engine"
 POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
 APPLIED_ANNOTATION = f"{GROUP}/applied"
+RELEASED_ANNOTATION = f"{GROUP}/released-at"
+"""On an engine's StatefulSet: since when it has no pods, because not all of them fit."""
+RELEASED_BECAUSE_ANNOTATION = f"{GROUP}/released-because"
 ROTATE_TICKET_KEY_ANNOTATION = f"{GROUP}/rotate-ticket-key"
 """On a PDCluster: each new value asks for a new ticket key. On the Secret: the last such value."""
 
@@ -170,6 +173,11 @@ def router_deployment_name(cluster: str, pairing_key: str) -> str:
 def connector_name(cluster: str, digest: str) -> str:
     """Name of the ConfigMap that holds the connector, by its content."""
     return f"{cluster}-connector-{digest[:10]}"
+
+
+def revision_name(cluster: str, role: Role, revision: str) -> str:
+    """Name of the ControllerRevision of one revision of a role."""
+    return f"{cluster}-{role}-{revision}"
 
 
 def ticket_key_name(cluster: str) -> str:

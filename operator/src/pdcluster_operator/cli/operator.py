@@ -58,6 +58,20 @@ def parser() -> argparse.ArgumentParser:
         help="Secret in which the certificate is stored",
     )
     run.add_argument(
+        "--launcher-poll-seconds",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="ask a launcher at most this often; one with no news keeps the question (default 1)",
+    )
+    run.add_argument(
+        "--operator-class",
+        default="",
+        metavar="NAME",
+        help="work only on PDClusters whose spec.operatorClass is NAME (default: on those "
+        "without one)",
+    )
+    run.add_argument(
         "--sweep-seconds",
         type=float,
         default=300.0,
@@ -144,6 +158,8 @@ def _operator(options: argparse.Namespace) -> Work:
         health_port=options.health_port,
         metrics_port=options.metrics_port,
         sweep_seconds=options.sweep_seconds,
+        launcher_poll_seconds=options.launcher_poll_seconds,
+        operator_class=options.operator_class,
     )
     return lambda stop: run_operator(chosen, stop)
 

@@ -41,6 +41,7 @@ from pdcluster_operator.plan.model import (
     HeldCertificates,
     RestartPod,
     TicketKey,
+    TryOut,
     WriteCertificates,
     WriteTicketKey,
 )
@@ -192,8 +193,11 @@ class _ApiPort:
     async def write_certificates(self, step: WriteCertificates) -> None:
         self._api.apply(with_certificates(step, self._authority))
 
-    async def apply(self, manifest: Mapping[str, Any]) -> None:
-        self._api.apply(dict(manifest))
+    async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
+        return self._api.apply(dict(manifest))
+
+    async def try_out(self, step: TryOut) -> None:
+        """Refuse nothing: this API has no schemas and no quotas."""
 
     async def delete(self, step: Delete | RestartPod) -> None:
         kind = step.kind if isinstance(step, Delete) else "Pod"
@@ -201,7 +205,9 @@ class _ApiPort:
             kind, step.namespace, step.name, uid=step.uid, resource_version=step.resource_version
         )
 
-    async def write_status(self, key: Key, uid: str, status: Mapping[str, Any]) -> None:
+    async def write_status(
+        self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
+    ) -> None:
         self._api.set_status(KIND, key.namespace, key.name, dict(status), uid)
 
 

@@ -35,7 +35,7 @@ def certificates_step(
     An engine that leaves keeps its certificate until its last pod is gone. So do engines whose
     spec is not accepted any more, or has TLS no longer.
     """
-    if not (has_certificates(cluster) or any(map(mounts_certificate, observed.pods))):
+    if not _are_needed(observed, cluster):
         return None
     pods = (engine_of(pod) for pod in observed.pods)
     names = {*wanted, *live_engines(observed), *(name for name in pods if name is not None)}
@@ -54,6 +54,17 @@ def certificates_step(
         begin + PERIODS * PERIOD_SECONDS,
         _why(observed, issue),
     )
+
+
+def seconds_to_renewal(observed: Observed, cluster: Cluster, now: float) -> float | None:
+    """Return when the next period begins. A cluster at rest has no event that tells of it."""
+    if not _are_needed(observed, cluster):
+        return None
+    return _period_start(now) + PERIOD_SECONDS - now
+
+
+def _are_needed(observed: Observed, cluster: Cluster) -> bool:
+    return has_certificates(cluster) or any(map(mounts_certificate, observed.pods))
 
 
 def _period_start(now: float) -> float:

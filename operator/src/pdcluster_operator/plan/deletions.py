@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pdcluster_operator.api.labels import EngineName, engine_of
 from pdcluster_operator.plan.model import Delete, Manifest, Observed
 from pdcluster_operator.plan.rollout.desired import Desired, identity, live_engines
+from pdcluster_operator.plan.rollout.stored import REVISION_KIND
 
 MANAGED_KINDS = frozenset(
     {
@@ -17,6 +18,7 @@ MANAGED_KINDS = frozenset(
         "ServiceAccount",
         "NetworkPolicy",
         "PodDisruptionBudget",
+        REVISION_KIND,
     }
 )
 """The kinds that the operator creates. It deletes no object of another kind."""
@@ -36,6 +38,10 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
             continue
         if kind == "Service" and engine in leaving:
             # An engine that is leaving needs its name until its last pod is gone.
+            continue
+        if kind == REVISION_KIND and name not in desired.forgotten:
+            continue
+        if kind == "ConfigMap" and name in desired.mounted:
             continue
         if kind == "ConfigMap" and (leaving or desired.kept):
             # A pod that is leaving may restart once more. It mounts what it was made with.

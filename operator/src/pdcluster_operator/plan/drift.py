@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pdcluster_operator.api.labels import APPLIED_ANNOTATION
 from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.plan.contents import without_contents
 from pdcluster_operator.plan.merge import KEYED_LISTS
 from pdcluster_operator.plan.model import Manifest
 
@@ -32,9 +33,15 @@ def stamped(desired: Manifest) -> dict[str, Any]:
     return {**desired, "metadata": metadata}
 
 
+def applied_hash(manifest: Manifest) -> str:
+    """Return the hash in a stamped manifest; empty if it is not stamped."""
+    annotations = manifest["metadata"].get("annotations") or {}
+    return str(annotations.get(APPLIED_ANNOTATION, ""))
+
+
 def is_applied(live: Manifest | None, desired: Manifest) -> bool:
     """Whether applying ``desired`` (stamped) would change nothing."""
-    return live is not None and covers(live, desired)
+    return live is not None and covers(without_contents(live), without_contents(desired))
 
 
 def repair(live: Manifest, desired: Manifest) -> dict[str, Any] | None:
@@ -50,10 +57,26 @@ def repair(live: Manifest, desired: Manifest) -> dict[str, Any] | None:
     return {"metadata": {"resourceVersion": version}, "spec": desired["spec"]}
 
 
+def without_manager(live: Manifest, manager: str) -> dict[str, Any] | None:
+    """Return a merge patch that takes all fields from a field manager; None if it has none.
+
+    A repair leaves every field to two managers: to the patch's and to the apply's. A field that
+    the next apply omits would stay, because the patch's manager still owns it.
+    """
+    metadata = live["metadata"]
+    entries = metadata.get("managedFields") or []
+    kept = [entry for entry in entries if entry.get("manager") != manager]
+    if len(kept) == len(entries):
+        return None
+    return {"metadata": {"resourceVersion": metadata["resourceVersion"], "managedFields": kept}}
+
+
 def covers(live: Any, desired: Any, key: str = "", *, quantities: bool = False) -> bool:
     """Whether ``live`` holds everything that ``desired`` says."""
+    if live == desired:
+        return True
     if _is_empty(desired):
-        return live is None or live == desired or _is_empty(live)
+        return _is_empty(live)
     quantities = quantities or key in QUANTITY_FIELDS
     if isinstance(desired, Mapping):
         return isinstance(live, Mapping) and all(
@@ -64,7 +87,42 @@ def covers(live: Any, desired: Any, key: str = "", *, quantities: bool = False) 
         return _is_list(live) and _covers_items(live, desired, KEYED_LISTS.get(key))
     if quantities:
         return _same_quantity(live, desired)
-    return bool(live == desired)
+    return False
+
+
+def differences(
+    live: Any, desired: Any, key: str = "", path: str = "", *, quantities: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the live value of each field that is not as ``desired`` says.
+
+    They are as few and as deep as possible; where ``live`` covers ``desired`` there are none.
+    """
+    if covers(live, desired, key, quantities=quantities):
+        return
+    quantities = quantities or key in QUANTITY_FIELDS
+    if isinstance(live, Mapping) and isinstance(desired, Mapping) and not _is_empty(desired):
+        for name, value in desired.items():
+            below = f"{path}.{name}" if path else name
+            yield from differences(live.get(name), value, name, below, quantities=quantities)
+        return
+    field = KEYED_LISTS.get(key)
+    ours, theirs = _by_key(desired, field), _by_key(live, field)
+    if not ours or not theirs:
+        yield path, live
+        return
+    for name, item in ours.items():
+        yield from differences(theirs.get(name), item, "", f"{path}[{name}]")
+    for name in theirs.keys() - ours.keys():
+        yield f"{path}[{name}]", theirs[name]
+
+
+def _by_key(items: Any, field: str | None) -> Mapping[Any, Any]:
+    """Return a list's items by what identifies them; empty if that is not unique."""
+    if field is None or not _is_list(items):
+        return {}
+    named = [item for item in items if isinstance(item, Mapping) and item.get(field) is not None]
+    found = {str(item[field]): item for item in named}
+    return found if len(found) == len(items) else {}
 
 
 def _covers_items(live: Sequence[Any], desired: Sequence[Any], field: str | None) -> bool:
@@ -77,9 +135,8 @@ def _covers_items(live: Sequence[Any], desired: Sequence[Any], field: str | None
 
 
 def _same_quantity(live: Any, desired: Any) -> bool:
-    return live is not None and (
-        live == desired or parse_quantity(str(live)) == parse_quantity(str(desired)) is not None
-    )
+    wanted = parse_quantity(str(desired))
+    return live is not None and parse_quantity(str(live)) == wanted is not None
 
 
 def _is_empty(value: Any) -> bool:

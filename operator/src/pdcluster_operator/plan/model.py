@@ -50,6 +50,23 @@ class HeldCertificates:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewrite:
+    """What became of one object when it was applied.
+
+    Attributes:
+        applied: hash of the manifest that was applied.
+        fields: (path, value as JSON) of each field that the live object holds otherwise.
+    """
+
+    applied: str
+    fields: tuple[tuple[str, str], ...]
+
+
+Rewrites = Mapping[tuple[str, str], Rewrite]
+"""By kind and name of a child."""
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """One cluster as it was seen.
 
@@ -67,6 +84,7 @@ class Observed:
         host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
             the operator decides.
         one_node: whether all pods run on one machine, as in local mode.
+        rewrites: what something else made of children as they were applied, by kind and name.
     """
 
     cluster: Manifest
@@ -80,14 +98,21 @@ class Observed:
     operator_namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
+    rewrites: Rewrites = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Server-side apply of one object."""
+    """Server-side apply of one object.
+
+    Attributes:
+        uid: of the live child that is changed; empty if the store knows none, or one that is
+            being deleted.
+    """
 
     manifest: Manifest
     why: str
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +148,24 @@ class WriteCertificates:
 
 
 @dataclass(frozen=True, slots=True)
+class TryOut:
+    """Dry runs of what a new revision needs. If they pass, the revision is stored.
+
+    Attributes:
+        manifests: an engine's StatefulSet, and a pod of it. Quotas and Pod Security refuse
+            pods and never StatefulSets.
+        stored: the ControllerRevision to apply.
+        beside: the pod is to run beside the old ones. Otherwise it gets the place of an old
+            pod, and a quota that is used up refuses nothing.
+    """
+
+    manifests: tuple[Manifest, ...]
+    stored: Manifest
+    beside: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Delete:
     """Deletion of one object, only if it is still the one that was seen."""
 
@@ -146,7 +189,7 @@ class RestartPod:
     why: str
 
 
-Step = Apply | WriteTicketKey | WriteCertificates | Delete | RestartPod
+Step = Apply | WriteTicketKey | WriteCertificates | TryOut | Delete | RestartPod
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +220,8 @@ class Plan:
     """What to do now.
 
     Attributes:
-        steps: in order; the executor stops at the first that fails.
+        steps: in order; those of one stage (``plan.stages``) may be carried out side by side. The
+            executor begins no stage after one that failed.
         status: the whole ``status`` to write, also when a step failed.
         peers: assignments to send to decode launchers.
         requeue_after: seconds until this cluster should be looked at again; None if an

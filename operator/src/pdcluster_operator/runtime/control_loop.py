@@ -10,7 +10,9 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Protocol
 
+from pdcluster_operator.plan.operator_class import belongs_to
 from pdcluster_operator.plan.reports import local_share
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink, Launchers
@@ -23,6 +25,14 @@ RESYNC_SECONDS = 300.0
 
 Worked = Callable[[float, bool], None]
 """Called after every reconcile with its seconds, and with whether it failed."""
+
+
+class Holder(Protocol):
+    """Says in which namespaces this process may work."""
+
+    def holds(self, namespace: str) -> bool:
+        """Whether it may work there now."""
+        ...
 
 
 class ControlLoop:
@@ -40,9 +50,11 @@ class ControlLoop:
         backoff: Backoff | None = None,
         place: Place | None = None,
         worked: Worked | None = None,
+        leases: Holder | None = None,
     ) -> None:
-        place = place or Place()
+        self._place = place = place or Place()
         self._worked = worked
+        self._leases = leases
         self.store = Store()
         self.queue = KeyedQueue(self._work, backoff=backoff)
         self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
@@ -54,6 +66,7 @@ class ControlLoop:
             connector=connector,
             clock=clock,
             place=place,
+            may_write=self._holds,
         )
         self._resync: asyncio.Task[None] | None = None
 
@@ -91,7 +104,29 @@ class ControlLoop:
         await self.queue.stop()
         await self.monitor.stop()
 
+    def works_in(self, namespace: str) -> bool:
+        """Whether a namespace has PDClusters of this operator's class."""
+        keys = self.store.keys()
+        return any(key.namespace == namespace and self._is_ours(key) for key in keys)
+
+    def wake(self, namespace: str) -> None:
+        """Queue every cluster of a namespace."""
+        keys = self.store.keys()
+        for key in keys:
+            if key.namespace == namespace:
+                self.queue.add(key)
+
+    def _is_ours(self, key: Key) -> bool:
+        cluster = self.store.cluster(key)
+        return cluster is not None and belongs_to(cluster, self._place.operator_class)
+
+    def _holds(self, key: Key) -> bool:
+        return self._leases is None or self._leases.holds(key.namespace)
+
     async def _work(self, key: Key) -> float | None:
+        if self.store.cluster(key) is not None and not (self._is_ours(key) and self._holds(key)):
+            self.monitor.forget(key)  # another operator's, or nobody's yet
+            return None
         started, failed = time.monotonic(), True
         try:
             again_after = await self._reconciler.reconcile(key)

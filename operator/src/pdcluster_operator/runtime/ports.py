@@ -17,6 +17,7 @@ from pdcluster_operator.plan.model import (
     HeldCertificates,
     RestartPod,
     TicketKey,
+    TryOut,
     WriteCertificates,
     WriteTicketKey,
 )
@@ -55,21 +56,35 @@ class Api(Protocol):
         """Sign the certificates and write them."""
         ...
 
-    async def apply(self, manifest: Manifest) -> None:
-        """Server-side apply with our field manager."""
+    async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:
+        """Server-side apply with our field manager; return the object as it is then.
+
+        Args:
+            uid: of the live object that is changed. Without it the object is created; one that is
+                there already is looked at before it is changed.
+        """
+        ...
+
+    async def try_out(self, step: TryOut) -> None:
+        """Let the server judge without writing. Raises TemplateRefused if it refuses."""
         ...
 
     async def delete(self, step: Delete | RestartPod) -> None:
         """Delete with UID and resourceVersion preconditions; an absent object is no error."""
         ...
 
-    async def write_status(self, key: Key, uid: str, status: Manifest) -> None:
-        """Replace the cluster's status, if it is still the object with this UID."""
+    async def write_status(self, key: Key, uid: str, status: Manifest, version: str = "") -> None:
+        """Replace the cluster's status, if it is still the object with this UID.
+
+        Args:
+            version: resourceVersion of the cluster as it was seen. While it is the latest, the
+                cluster need not be read.
+        """
         ...
 
 
 class Launchers(Protocol):
-    """The launchers' HTTP. Every call ends within its adapter's short timeout.
+    """The launchers' HTTP. Every call but ``changed`` ends within its adapter's short timeout.
 
     If the target's URL is HTTPS, the launcher has to show the certificate of the target's engine.
     """
@@ -80,6 +95,14 @@ class Launchers(Protocol):
 
     async def links(self, target: Target) -> LinksReport:
         """``GET /v1/links`` of a decode engine. Raises :class:`LauncherError`."""
+        ...
+
+    async def changed(self, target: Target, seen: str) -> str | None:
+        """``GET /v1/changes``: wait until the launcher's revision is another than ``seen``.
+
+        Return the revision, the same one if nothing changed for a while, or None if the launcher is
+        of a version that cannot tell. Raises :class:`LauncherError`.
+        """
         ...
 
     async def put_peers(self, target: Target, body: Manifest) -> None:

@@ -6,7 +6,6 @@ It applies with server-side apply, and deletes only the object that was seen.
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from pdcluster_operator.adapters.tls.engine_certificates import (
     held_certificates,
     with_certificates,
 )
+from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import (
     FIELD_MANAGER,
     STATUS_FIELD_MANAGER,
@@ -31,23 +31,26 @@ from pdcluster_operator.api.labels import (
     ticket_key_name,
 )
 from pdcluster_operator.plan.deletions import is_being_deleted
-from pdcluster_operator.plan.drift import repair
+from pdcluster_operator.plan.drift import repair, without_manager
 from pdcluster_operator.plan.model import (
     Delete,
     HeldCertificates,
     RestartPod,
     TicketKey,
+    TryOut,
     WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.ownership import controller_uid
-from pdcluster_operator.runtime.errors import ApiError, Invalid
+from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
+from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 Manifest = Mapping[str, Any]
-PAGE = "500"
+NO_OBJECT = "1"
+"""A resourceVersion that no object has: the one of an empty etcd. An apply with it only creates."""
 REPAIR_MANAGER = f"{FIELD_MANAGER}-repair"
 
 
@@ -115,31 +118,59 @@ class KubeApi:
         query = {"fieldManager": FIELD_MANAGER}
         await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
-    async def apply(self, manifest: Manifest) -> None:
+    async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:
         """Apply a child, unless ``plan.name_conflicts`` has a reason against it.
 
-        The request carries the UID of the live object. If somebody deletes that object and
-        creates another one in between, the API server answers with a conflict.
+        The request carries what was seen: the live object's UID, or that there is none. If the
+        API server has it otherwise, it answers with a conflict, and only then we look.
         """
         kind = BY_NAME[manifest["kind"]]
+        metadata = manifest["metadata"]
+        seen = {"uid": uid} if uid else {"resourceVersion": NO_OBJECT}
+        path = kind.path(metadata["namespace"], metadata["name"])
+        try:
+            answer = await self._apply(path, {**manifest, "metadata": {**metadata, **seen}})
+        except (Conflict, Invalid):
+            answer = await self._apply_to_live(kind, path, manifest)
+        if without_manager(answer, REPAIR_MANAGER) is not None:  # a repair that was cut off
+            answer = await self._apply_to_live(kind, path, manifest)
+        self._keep(kind, answer)
+        return answer
+
+    async def _apply_to_live(self, kind: Kind, path: str, manifest: Manifest) -> dict[str, Any]:
         metadata = manifest["metadata"]
         live = await self._read(kind, metadata["namespace"], metadata["name"])
         if (refusal := why_not_applied(manifest, live)) is not None:
             raise ApiError(refusal.reason, refusal.message)
-        body = copy.deepcopy(dict(manifest))
-        if live is not None:
-            body["metadata"]["uid"] = live["metadata"]["uid"]
-        path = kind.path(metadata["namespace"], metadata["name"])
+        if live is None:
+            return await self._apply(path, manifest)
+        body = {**manifest, "metadata": {**metadata, "uid": live["metadata"]["uid"]}}
+        live = await self._disown(path, live)
         try:
-            answer = await self._apply(path, body)
+            return await self._apply(path, body)
         except Invalid:
-            patch = repair(live, body) if live is not None else None
-            if patch is None:
+            if (patch := repair(live, body)) is None:
                 raise
-            query = {"fieldManager": REPAIR_MANAGER}
-            await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
-            answer = await self._apply(path, body)
-        self._keep(kind, answer)
+            await self._repair(path, patch)
+            return await self._disown(path, await self._apply(path, body))
+
+    async def try_out(self, step: TryOut) -> None:
+        """Ask the API server whether it would take the objects; it writes nothing."""
+        for manifest in step.manifests:
+            kind, metadata = BY_NAME[manifest["kind"]], manifest["metadata"]
+            try:
+                if kind is POD:  # no right to patch pods is needed, and the name is generated
+                    query = {"dryRun": "All", "fieldManager": FIELD_MANAGER}
+                    path = kind.path(metadata["namespace"])
+                    await self._client.call("POST", path, query=query, body=manifest)
+                else:
+                    path = kind.path(metadata["namespace"], metadata["name"])
+                    await self._apply(path, manifest, dry_run=True)
+            except ApiError as error:
+                if (found := refusal(step, kind.name, error.reason, str(error))) is not None:
+                    raise ApiError(StatusReason.TEMPLATE_REFUSED, found) from error
+                if error.reason not in REFUSALS:
+                    raise
 
     async def delete(self, step: Delete | RestartPod) -> None:
         """Delete the very object that was seen. An object that is gone already is no error."""
@@ -157,23 +188,32 @@ class KubeApi:
         except NotFound:
             return
 
-    async def write_status(self, key: Key, uid: str, status: Manifest) -> None:
+    async def write_status(self, key: Key, uid: str, status: Manifest, version: str = "") -> None:
         """Apply the status to the very object that was seen, with a field manager of its own.
 
         The API server ignores the UID in a change of the status, but it checks the
-        resourceVersion. That is why the object is read first. A cluster that is gone, or was
-        created again, is no error: its watch events start another reconcile.
+        resourceVersion. No two objects ever have the same one. A cluster that changed since is read
+        again. One that is gone, or was created again, is no error: its watch events start another
+        reconcile.
         """
+        if version:
+            try:
+                return await self._apply_status(key, status, version)
+            except Conflict:
+                pass
         live = await self._read(PDCLUSTER, key.namespace, key.name)
-        if live is None or live["metadata"]["uid"] != uid:
-            return
+        if live is not None and live["metadata"]["uid"] == uid:
+            await self._apply_status(key, status, live["metadata"]["resourceVersion"])
+        return None
+
+    async def _apply_status(self, key: Key, status: Manifest, version: str) -> None:
         body = {
             "apiVersion": PDCLUSTER.api_version,
             "kind": PDCLUSTER.name,
             "metadata": {
                 "name": key.name,
                 "namespace": key.namespace,
-                "resourceVersion": live["metadata"]["resourceVersion"],
+                "resourceVersion": version,
             },
             "status": dict(status),
         }
@@ -188,7 +228,7 @@ class KubeApi:
         """Return all objects of a kind that concern us; ``None`` is every namespace."""
         found: list[dict[str, Any]] = []
         for namespace in namespaces:
-            query = {"limit": PAGE}
+            query = {"limit": str(kind.page)}
             if kind.selector:
                 query["labelSelector"] = kind.selector
             while True:
@@ -207,10 +247,21 @@ class KubeApi:
             return None
 
     async def _apply(
-        self, path: str, body: Manifest, *, manager: str = FIELD_MANAGER
+        self, path: str, body: Manifest, *, manager: str = FIELD_MANAGER, dry_run: bool = False
     ) -> dict[str, Any]:
         query = {"fieldManager": manager, "force": "true"}
+        if dry_run:
+            query["dryRun"] = "All"
         return await self._client.call("PATCH", path, query=query, body=body, content=APPLY)
+
+    async def _disown(self, path: str, live: dict[str, Any]) -> dict[str, Any]:
+        """Leave the object to the apply's manager alone; return it as it is then."""
+        patch = without_manager(live, REPAIR_MANAGER)
+        return live if patch is None else await self._repair(path, patch)
+
+    async def _repair(self, path: str, patch: Manifest) -> dict[str, Any]:
+        query = {"fieldManager": REPAIR_MANAGER}
+        return await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
 
     def _keep(self, kind: Kind, live: Manifest) -> None:
         if kind is SECRET:  # whose content is not for the store

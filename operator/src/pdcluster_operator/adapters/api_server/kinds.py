@@ -8,6 +8,8 @@ from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, GROUP, PLURAL, VERSION
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
+from pdcluster_operator.plan.contents import pod_spec_that_is_read, without_contents
+from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class Kind:
         group: API group; empty for the core group.
         selector: label selector of the objects that concern us; empty for all of them.
         namespaced: whether its objects live in namespaces.
+        page: how many objects of a LIST are asked for at once: a page is in memory as a whole.
     """
 
     group: str
@@ -26,6 +29,7 @@ class Kind:
     name: str
     selector: str = CLUSTER_LABEL
     namespaced: bool = True
+    page: int = 500
 
     @property
     def api_version(self) -> str:
@@ -44,9 +48,11 @@ class Kind:
         return "/".join(parts)
 
 
+SMALLEST_PAGE = 50
 PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
 POD = Kind("", "v1", "pods", "Pod")
 SECRET = Kind("", "v1", "secrets", "Secret")
+LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 EVENT = Kind("events.k8s.io", "v1", "events", "Event")
 WEBHOOK_CONFIGURATION = Kind(
     "admissionregistration.k8s.io",
@@ -59,19 +65,34 @@ WATCHED = (
     PDCLUSTER,
     Kind("apps", "v1", "statefulsets", "StatefulSet"),
     Kind("apps", "v1", "deployments", "Deployment"),
+    # A StatefulSet has revisions of its own, with the labels of its pods.
+    Kind(
+        "apps",
+        "v1",
+        "controllerrevisions",
+        REVISION_KIND,
+        selector=f"{CLUSTER_LABEL},app.kubernetes.io/component={REVISION_COMPONENT}",
+    ),
     Kind("", "v1", "services", "Service"),
-    Kind("", "v1", "configmaps", "ConfigMap"),
+    Kind("", "v1", "configmaps", "ConfigMap", page=SMALLEST_PAGE),  # some hundred kB each
     Kind("", "v1", "serviceaccounts", "ServiceAccount"),
     Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
     Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
     POD,
 )
 BY_NAME: Mapping[str, Kind] = {
-    kind.name: kind for kind in (*WATCHED, SECRET, EVENT, WEBHOOK_CONFIGURATION)
+    kind.name: kind for kind in (*WATCHED, SECRET, LEASE, EVENT, WEBHOOK_CONFIGURATION)
 }
 
 
 def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-    """Return an object as the store keeps it: without bookkeeping, and always with its kind."""
+    """Return an object as the store keeps it: always with its kind, and without what nobody reads.
+
+    That is bookkeeping, and of a pod most of its spec: what its template was is in its workload.
+    """
     metadata = {key: value for key, value in manifest["metadata"].items() if key != "managedFields"}
-    return {**manifest, "apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
+    named = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
+    kept = {**manifest, **named}
+    if kind is POD:
+        kept["spec"] = pod_spec_that_is_read(manifest.get("spec") or {})
+    return dict(without_contents(kept))

@@ -17,7 +17,13 @@ from typing import Any
 
 import kopf
 
-from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, Kind, slim
+from pdcluster_operator.adapters.api_server.kinds import (
+    PDCLUSTER,
+    SMALLEST_PAGE,
+    WATCHED,
+    Kind,
+    slim,
+)
 from pdcluster_operator.adapters.tls.live_certificate import keep_loaded
 from pdcluster_operator.api.labels import GROUP
 from pdcluster_operator.api.rules.admission import Review
@@ -30,25 +36,21 @@ Judge = Callable[[Mapping[str, Any] | None, Mapping[str, Any] | None, str], Revi
 
 IDENTITY: Any = "pdcluster-operator"
 REFUSED = 422
+CHUNK = SMALLEST_PAGE
+"""Objects in a page of the first LIST. kopf has one number for all kinds."""
 LEAVE_SECONDS = 0.5
 NEVER = 10 * 365 * 86_400.0  # seconds; an event loop sleeps no infinity
 WEBHOOK_ID = "validate"
 """The last part of the URL that the API server calls."""
 
 
-async def watch(
-    see: See,
-    *,
-    namespaces: Collection[str],
-    stop: asyncio.Event,
-    seen: Callable[[], None] | None = None,
-) -> None:
+async def watch(see: See, *, namespaces: Collection[str], stop: asyncio.Event) -> None:
     """Watch every kind until ``stop`` or a signal, in all namespaces if none is given."""
     registry = kopf.OperatorRegistry()
     _login(registry)
     settings = _settings()
     for kind in WATCHED:
-        _watch_kind(registry, kind, see, seen or (lambda: None))
+        _watch_kind(registry, kind, see)
         if kind.selector:
             settings.watching.label_selectors[kind.group, kind.version, kind.plural] = kind.selector
     await _run(registry, settings, namespaces, stop)
@@ -101,12 +103,9 @@ async def serve_webhook(
         following.cancel()
 
 
-def _watch_kind(
-    registry: kopf.OperatorRegistry, kind: Kind, see: See, seen: Callable[[], None]
-) -> None:
+def _watch_kind(registry: kopf.OperatorRegistry, kind: Kind, see: See) -> None:
     @kopf.on.event(kind.group, kind.version, kind.plural, id=kind.plural, registry=registry)
     async def event(event: Mapping[str, Any], **_: Any) -> None:
-        seen()
         see(str(event["type"] or "MODIFIED"), slim(event["object"], kind))
 
 
@@ -138,6 +137,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.peering.standalone = True
     settings.networking.request_timeout = 30.0
     settings.networking.connect_timeout = 5.0
+    settings.watching.chunk_size = CHUNK
     settings.watching.server_timeout = 600  # the server reads no fraction
     settings.queueing.idle_timeout = 1.0
     # The kinds and the namespaces are known at the start, so kopf need not look for new ones.

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import NotFound
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED
+from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import ApiError
 
@@ -22,10 +23,16 @@ class Sweeper:
     """Lists every watched kind into the control loop's store."""
 
     def __init__(
-        self, api: KubeApi, loop: ControlLoop, namespaces: Collection[str], period: float
+        self,
+        api: KubeApi,
+        loop: ControlLoop,
+        health: WatchHealth,
+        namespaces: Collection[str],
+        period: float,
     ) -> None:
         self._api = api
         self._loop = loop
+        self._health = health
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._period = period
         self.done = False
@@ -56,4 +63,7 @@ class Sweeper:
     async def _sweep(self) -> None:
         for kind in WATCHED:
             self._loop.store.begin(kind.name)
-            self._loop.sweep(kind.name, await self._api.list(kind, self._namespaces))
+            began = self._health.now()
+            listed = await self._api.list(kind, self._namespaces)
+            self._health.listed(kind.name, listed, began)
+            self._loop.sweep(kind.name, listed)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pdcluster_operator.api.findings import FieldError, Rule, quoted, shown
 from pdcluster_operator.api.rules.pod_fields import TYPES
-from pdcluster_operator.api.spec.drain import grace_period
+from pdcluster_operator.api.spec.drain import grace_period, router_grace_period
 from pdcluster_operator.api.spec.places import CONTAINER_FIELDS, POD_FIELDS
 from pdcluster_operator.api.spec.pod_templates import containers, pod_spec, pod_templates
 from pdcluster_operator.api.spec.quantity import why_no_amount
@@ -49,18 +49,18 @@ def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
 
 
 def pod_template_warnings(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield a grace period in which an engine cannot drain."""
-    needed = grace_period(cluster)
+    """Yield a grace period in which an engine cannot drain, or a router its requests."""
     for path, template, ours in pod_templates(cluster):
+        needed = grace_period(cluster) if ours == "engine" else router_grace_period(cluster)
         seconds = _grace(template)
-        if ours == "engine" and seconds is not None and 0 < seconds < needed:
+        if seconds is not None and 0 < seconds < needed:
             yield FieldError(
                 f"{path}.spec.terminationGracePeriodSeconds",
                 str(seconds),
                 Rule.GRACE_TOO_SHORT,
-                f"an engine may need {needed} seconds to drain and stop",
-                "Leave it out, or shorten transfer.leaseSeconds.",
-                ("spec.transfer.leaseSeconds",),
+                f"the {ours} may need {needed} seconds to finish its requests and stop",
+                "Leave it out, or shorten requestTimeoutSeconds.",
+                ("spec.requestTimeoutSeconds",),
             )
 
 

@@ -8,6 +8,11 @@ DNS_SUBDOMAIN = r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
 REPOSITORY = r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?$"
 
 NAME = Text(253, pattern=DNS_SUBDOMAIN, says="a lower-case Kubernetes object name")
+CLASS = Text(
+    32,
+    pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+    says="lower-case letters, digits and hyphens",
+)
 # A path's parts: anything but "..", which would lead out of the folder. One slash a step keeps
 # the pattern linear.
 _PART = r"(\.|[^./][^/]*|\.[^./][^/]*|\.\.[^/]+)"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from pdcluster_operator.api.spec.bounds import CLASS
 from pdcluster_operator.api.spec.engine_types import (
     EngineOverride,
     EnvVar,
@@ -30,7 +31,7 @@ from pdcluster_operator.api.spec.enums import (
     Switch,
     Visibility,
 )
-from pdcluster_operator.api.spec.fields import Doc, Example, Items, Whole
+from pdcluster_operator.api.spec.fields import Doc, Example, Items, Text, Whole
 from pdcluster_operator.api.spec.model_types import (
     ClaimSource,
     HostPathSource,
@@ -60,9 +61,19 @@ class Rollout:
 
     type: Annotated[
         RolloutType,
-        Example("Recreate"),
-        Doc("is how engines are replaced when their revision changes."),
+        Example("Surge"),
+        Doc(
+            "is how engines are replaced when their revision changes. Surge starts new engines "
+            "first and needs spare GPUs. Replace needs none: an engine of each role leaves before "
+            "the next new one starts, and the others serve. Recreate stops all old engines first."
+        ),
     ] = RolloutType.RECREATE
+    max_surge: Annotated[
+        int,
+        Example(2),
+        Doc("is how many engines of each role Surge may run beside the replicas of that role."),
+        Whole(1, 64),
+    ] = 1
     paused: Annotated[
         bool, Example(True), Doc("keeps engines as they are when the spec changes.")
     ] = False
@@ -72,6 +83,34 @@ class Rollout:
         Doc("is how long a change may take before Progressing turns False, in seconds."),
         Whole(10, 86_400),
     ] = 3600
+    schedule_timeout_seconds: Annotated[
+        int,
+        Example(900),
+        Doc(
+            "is how long an engine of several pods may hold nodes while other pods of it fit "
+            "nowhere, in seconds. Then it is released: its pods go, and it is tried again later."
+        ),
+        Whole(30, 86_400),
+    ] = 600
+    renew: Annotated[
+        str | None,
+        Example("2026-11-22"),
+        Doc(
+            "asks for new engines with the operator's own connector and its newest pod template, "
+            "although nothing else changed. Each new value asks once. An operator that is "
+            "upgraded replaces no engine by itself."
+        ),
+        Text(64, pattern=r"^[A-Za-z0-9][-A-Za-z0-9._:]*$", says="a word such as a date"),
+    ] = None
+    revision_history_limit: Annotated[
+        int,
+        Example(3),
+        Doc(
+            "is how many revisions of a role are kept beside those that have engines. "
+            "A rollout can be undone to any of them."
+        ),
+        Whole(0, 100),
+    ] = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +120,11 @@ class Canary:
     interval_seconds: Annotated[
         int,
         Example(60),
-        Doc("is how often a request proves each link again, in seconds."),
+        Doc(
+            "is how often a request proves each link again, in seconds. With very many links it "
+            "is less often: all links of a PDCluster together get at most four such requests a "
+            "second."
+        ),
         Whole(5, 86_400),
     ] = 300
 
@@ -150,6 +193,24 @@ class Spec:
     monitoring: Annotated[Monitoring, Doc("is who watches the cluster.")] = field(
         default_factory=Monitoring
     )
+    request_timeout_seconds: Annotated[
+        int,
+        Example(600),
+        Doc(
+            "is how long a request may take. The router ends a request that takes longer. A pod "
+            "that is told to end waits this long at most for the requests that it serves."
+        ),
+        Whole(10, 43_200),
+    ] = 1800
+    operator_class: Annotated[
+        str | None,
+        Example("blue"),
+        Doc(
+            "names the operators that work on this cluster: those that were installed with this "
+            "`operator.class`. Without it, operators without a class do."
+        ),
+        CLASS,
+    ] = None
 
     def role(self, role: Role) -> RoleSpec:
         """Return the spec of one role."""

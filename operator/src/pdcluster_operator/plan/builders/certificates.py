@@ -10,6 +10,7 @@ from typing import Any
 
 from pdcluster_operator.api.labels import (
     CERTIFICATES_ANNOTATION,
+    CLUSTER_LABEL,
     EngineName,
     certificates_name,
     cluster_labels,
@@ -55,6 +56,16 @@ def certificate_volume(cluster: Cluster, name: EngineName) -> dict[str, Any]:
     return {"name": CERTIFICATE_VOLUME, "secret": secret}
 
 
+def renamed_volume(volume: Manifest, old: EngineName, new: EngineName) -> Manifest:
+    """Return a volume of a pod of ``old`` as the pods of ``new`` have it."""
+    secret = volume.get("secret") or {}
+    if secret.get("secretName") != certificates_name(old.cluster) or "items" not in secret:
+        return volume
+    keys = {f"{entry_of(old)}.{kind}": f"{entry_of(new)}.{kind}" for kind in ("crt", "key")}
+    items = [{**item, "key": keys.get(item["key"], item["key"])} for item in secret["items"]]
+    return {**volume, "secret": {**secret, "items": items}}
+
+
 def certificate_mount() -> dict[str, Any]:
     """Return where a container sees it. Without a subPath, so that the kubelet updates it."""
     return {"name": CERTIFICATE_VOLUME, "mountPath": CERTIFICATE_FOLDER, "readOnly": True}
@@ -68,5 +79,7 @@ def tls_option() -> dict[str, str]:
 
 def mounts_certificate(pod: Manifest) -> bool:
     """Whether a pod was made with a certificate, so that its launcher speaks HTTPS."""
+    labels = pod["metadata"].get("labels") or {}
+    name = certificates_name(str(labels.get(CLUSTER_LABEL, "")))
     volumes = (pod.get("spec") or {}).get("volumes") or ()
-    return any(volume.get("name") == CERTIFICATE_VOLUME for volume in volumes)
+    return any((volume.get("secret") or {}).get("secretName") == name for volume in volumes)

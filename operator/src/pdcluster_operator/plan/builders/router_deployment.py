@@ -16,6 +16,7 @@ from pdcluster_operator.api.labels import (
     router_deployment_name,
     service_account_name,
 )
+from pdcluster_operator.api.spec.drain import ROUTER_LINGER_SECONDS, router_grace_period
 from pdcluster_operator.api.spec.enums import RouterPolicy
 from pdcluster_operator.api.spec.pod_templates import ROUTER_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster
@@ -74,7 +75,7 @@ def build_router_deployment(
             # vllm-router sets up no signal handler while it waits for engines, and the kernel
             # drops a SIGTERM that process 1 does not handle: here the pause process is process 1.
             "shareProcessNamespace": True,
-            "terminationGracePeriodSeconds": 30,
+            "terminationGracePeriodSeconds": router_grace_period(cluster),
             "containers": [_container(cluster, prefill, decode)],
         },
     }
@@ -88,6 +89,11 @@ def build_router_deployment(
         "metadata": child_metadata(cluster, name, labels),
         "spec": {
             "replicas": router.replicas,
+            # An old router goes when a new one is ready, not before.
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+            },
             "selector": {"matchLabels": router_selector(cluster, pairing_key)},
             "template": merged,
         },
@@ -123,6 +129,7 @@ def _container(
         "--worker-startup-timeout-secs", str(WORKER_STARTUP_SECONDS),
         "--worker-startup-check-interval", "1",
         "--health-check-interval-secs", "5",
+        "--request-timeout-secs", str(cluster.spec.request_timeout_seconds),
         "--prometheus-host", "0.0.0.0",  # noqa: S104 (a pod's own network)
         "--prometheus-port", str(ROUTER_METRICS_PORT),
     ]  # fmt: skip
@@ -142,6 +149,8 @@ def _container(
             "timeoutSeconds": 2,
             "failureThreshold": 3,
         },
+        # Every image can do this: the kubelet waits, and no program of the image runs.
+        "lifecycle": {"preStop": {"sleep": {"seconds": ROUTER_LINGER_SECONDS}}},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},

@@ -1,7 +1,7 @@
 """Two notions of revision, never mixed.
 
-``role_revision`` names what forces a role's pods to restart; ``pairing_key`` names what
-decides whether KV can be exchanged. The key is part of the pod template, so a change of it
+A role's revision is what forces its pods to restart: see :mod:`.targets`. ``pairing_key`` names
+what decides whether KV can be exchanged. The key is part of the pod template, so a change of it
 changes both roles' revisions, and a change of one role's environment only that role's.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.api.labels import REVISION_LENGTH
@@ -30,11 +29,6 @@ def short_hash(document: Any, length: int = REVISION_LENGTH) -> str:
         number, rest = divmod(number, len(ALPHABET))
         letters.append(ALPHABET[rest])
     return "".join(letters)
-
-
-def role_revision(template: Mapping[str, Any]) -> str:
-    """Return the revision of a pod template that was rendered without an identity."""
-    return short_hash(template)
 
 
 def pairing_key(cluster: Cluster) -> str:

@@ -49,6 +49,10 @@ REMEDIES: Mapping[str, str] = {
         "two decode engines get the same ticket; whoever repeats a request must send it through "
         "prefill again"
     ),
+    Reason.UNSIGNED: (
+        "prefill does not sign its tickets, but decode has a ticket key; start both roles with the "
+        "same key, and see whether the router passes kv_transfer_params on unchanged"
+    ),
     Reason.FORGED: (
         "the ticket was changed, or signed with a key that decode does not have; see whether the "
         "router passes kv_transfer_params on unchanged, and whether both roles have the same key"

@@ -39,6 +39,9 @@ class ChangeView:
         paused: ``rollout.paused`` keeps engines of another revision.
         router_available: None if no router is wanted.
         router_trouble: why a router pod does not run; empty if none has trouble.
+        stuck: why engines cannot be replaced; empty if they can.
+        changed: which fields of the spec made engines be replaced; empty if that is not known.
+        router_behind: what the routers' Deployment still has to do; empty if nothing.
         scaled_to_zero: the role of which no engine is wanted; empty if there is none.
         started: when the newest wanted engine was created, in seconds; None if none was.
         deadline: ``rollout.progressDeadlineSeconds``.
@@ -50,6 +53,9 @@ class ChangeView:
     started: float | None
     deadline: int
     router_trouble: str = ""
+    changed: str = ""
+    stuck: str = ""
+    router_behind: str = ""
     scaled_to_zero: str = ""
 
 
@@ -97,9 +103,17 @@ def _first(verdicts: Mapping[ConditionType, Verdict], status: Status) -> Verdict
 
 def _replaced(change: ChangeView) -> Verdict | None:
     if not change.replacing:
-        return None
+        behind = change.router_behind
+        return no(StatusReason.ROUTER_REPLACING, behind) if behind else None
     reason = StatusReason.PAUSED if change.paused else StatusReason.REPLACING
-    return no(reason, "engines of another revision exist")
+    cause = f": {change.changed}" if change.changed else ""
+    return no(reason, f"engines of another revision exist{cause}")
+
+
+def _held(change: ChangeView) -> Verdict | None:
+    if change.paused:
+        return no(StatusReason.PAUSED, "rollout.paused is set")
+    return no(StatusReason.INSUFFICIENT_CAPACITY, change.stuck) if change.stuck else None
 
 
 def progressing(
@@ -114,15 +128,18 @@ def progressing(
         return no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
     if ready.status is Status.TRUE or ready.reason == StatusReason.SCALED_TO_ZERO:
         return no(StatusReason.COMPLETE, "nothing is left to do")
-    if change.paused:
-        return no(StatusReason.PAUSED, "rollout.paused is set")
+    if (held := _held(change)) is not None:
+        return held
     # An engine that is newer than the beginning has the whole time.
     if now - max(since, change.started or 0.0) > change.deadline:
         return no(
             StatusReason.PROGRESS_DEADLINE_EXCEEDED,
             f"not Ready within {change.deadline} s: {ready.reason}",
         )
-    return yes(StatusReason.REPLACING if change.replacing else ready.reason, ready.message)
+    if not change.replacing:
+        return yes(ready.reason, ready.message)
+    parts = (change.changed, ready.message if ready.reason != StatusReason.REPLACING else "")
+    return yes(StatusReason.REPLACING, "; ".join(filter(None, parts)) or ready.message)
 
 
 def progressing_since(before: Mapping[str, Any], generation: int, now: float) -> float:

@@ -1,0 +1,38 @@
+"""A lease that ends in the moment in which a lease word's read would be posted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from pdcluster_connector.nixl_io.probe import WORD_BYTES, WORD_SLOTS, Scratch
+from pdcluster_connector.protocol.receive import Receive
+from pdcluster_connector.protocol.receive_events import Connected, Posted, Started, State
+from pdcluster_connector.transfer.reads import Job, Read
+from pdcluster_connector.transfer.transfers import Transfers
+
+
+def test_the_slot_and_the_connection_are_given_back() -> None:
+    machine = Receive("r", deadline=10.0, drain_seconds=5.0)
+    for event in (Started(), Connected(), Posted()):
+        machine.on(event, 1.0)
+    assert machine.state is State.FENCE
+    scratch, one = Scratch(), np.zeros(1, np.int32)
+    connection: Any = SimpleNamespace(broken=None, transfers=1, sources=[])  # counted when planned
+    job = Job(0, request=SimpleNamespace(request_id="r"), machine=machine)  # type: ignore[arg-type]
+    job.connection = connection
+    job.reads.append(Read(0, one, one, scratch.take(WORD_BYTES)))
+    transfers = Transfers(
+        scratch,
+        tell=lambda job, event: job.machine.on(event, 10.0) and None,
+        broken=lambda *_: None,
+        settle=lambda _: None,
+        clock=lambda: 10.0,
+    )
+    transfers.add(job)
+    transfers.post_some()
+    assert machine.state is State.FAILED
+    assert connection.transfers == 0
+    assert len(scratch._free[WORD_BYTES]) == WORD_SLOTS

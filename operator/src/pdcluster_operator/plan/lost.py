@@ -1,0 +1,49 @@
+"""Engines that are lost with their node: a pod of theirs is being deleted and never goes.
+
+The kubelet of a node that is gone confirms no deletion, so the pod stays Terminating until
+somebody removes the node. Its StatefulSet makes no other pod of that name. So the engine is
+replaced under another index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+from pdcluster_operator.api.conditions import seconds
+from pdcluster_operator.api.labels import EngineName, engine_of
+from pdcluster_operator.plan.model import Manifest
+
+LOST_SECONDS = 60.0
+"""How long after the end of its grace period a pod may still be there."""
+
+
+def lost_engines(pods: Iterable[Manifest], now: float) -> frozenset[EngineName]:
+    """Return the engines with a pod that should have gone.
+
+    ``deletionTimestamp`` is the moment at which the pod's grace period ends.
+    """
+    found = set()
+    for pod in pods:
+        ends = seconds(pod["metadata"].get("deletionTimestamp"))
+        engine = engine_of(pod)
+        if engine is not None and ends is not None and now > ends + LOST_SECONDS:
+            found.add(engine)
+    return frozenset(found)
+
+
+def choose_indexes(
+    replicas: int, live: Iterable[int], lost: AbstractSet[int] = frozenset()
+) -> Sequence[int]:
+    """Return the indexes of the engines to have, in order.
+
+    Engines that exist stay: an index that was free for a while is not asked for again while
+    another one has its place. Of too many, those with the highest indexes go.
+    """
+    kept = sorted(index for index in set(live) if index not in lost)[:replicas]
+    free = (index for index in range(replicas + len(lost) + len(kept)))
+    while len(kept) < replicas:
+        index = next(free)
+        if index not in kept and index not in lost:
+            kept.append(index)
+    return sorted(kept)

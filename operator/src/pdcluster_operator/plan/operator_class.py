@@ -1,0 +1,15 @@
+"""Which operators work on a PDCluster: those of its class."""
+
+from __future__ import annotations
+
+from pdcluster_operator.plan.model import Manifest
+
+
+def belongs_to(cluster: Manifest, operator_class: str | None) -> bool:
+    """Whether operators of a class work on a cluster.
+
+    Args:
+        operator_class: empty for operators without a class; None for one that works on all.
+    """
+    asked = (cluster.get("spec") or {}).get("operatorClass") or ""
+    return operator_class is None or bool(asked == operator_class)

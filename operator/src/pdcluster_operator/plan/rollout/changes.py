@@ -1,0 +1,75 @@
+"""What a user wrote of the engines, and which fields of it differ between two specs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.model import Manifest
+
+# None of these is a part of an engine.
+ELSEWHERE = ("rollout", "monitoring", "verification", "operatorClass")
+ONLY_FIELD_OF_THE_ROUTER = "apiKeySecretRef"
+MOST_SHOWN = 3
+
+
+def spec_of_engines(cluster: Manifest) -> dict[str, Any]:
+    """Return the spec as the user wrote it, without what is no part of an engine."""
+    given = cluster.get("spec")
+    spec = {
+        name: value
+        for name, value in (given.items() if isinstance(given, Mapping) else ())
+        if name not in ELSEWHERE
+    }
+    for role in Role:
+        _keep(spec, role.value, lambda name: name != "replicas")
+    _keep(spec, "router", lambda name: name == ONLY_FIELD_OF_THE_ROUTER)
+    return spec
+
+
+def changed_fields(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """Yield the path of each field that is not the same in both: ``decode.engine.env[0].value``."""
+    before = {} if before is None and isinstance(after, Mapping) else before
+    after = {} if after is None and isinstance(before, Mapping) else after
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in sorted(before.keys() | after.keys()):
+            inner = f"{path}.{name}" if path else str(name)
+            yield from changed_fields(before.get(name), after.get(name), inner)
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for number, (old, new) in enumerate(zip(before, after, strict=True)):
+            yield from changed_fields(old, new, f"{path}[{number}]")
+    elif before != after:
+        yield path
+
+
+def what_changed(before: Manifest, after: Manifest, role: Role, *, rekeyed: bool) -> list[str]:
+    """Return the fields that can have made another revision of ``role`` necessary.
+
+    Args:
+        rekeyed: the pairing key is another one, so the other role's fields count as well.
+    """
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    return [
+        path
+        for path in changed_fields(before, after)
+        if rekeyed or not path.startswith(f"{other.value}.")
+    ]
+
+
+def in_words(paths: list[str]) -> str:
+    """Return a few of the paths and how many there are beside them; empty if there are none."""
+    unique = sorted(set(paths))
+    if not unique:
+        return ""
+    more = len(unique) - MOST_SHOWN
+    tail = f" and {more} more" if more > 0 else ""
+    return f"{', '.join(unique[:MOST_SHOWN])}{tail} changed"
+
+
+def _keep(spec: dict[str, Any], part: str, wanted: Any) -> None:
+    """Keep only the wanted fields of one part of the spec; leave out a part that has none."""
+    given = spec.pop(part, None)
+    kept = {n: v for n, v in given.items() if wanted(n)} if isinstance(given, Mapping) else {}
+    if kept:
+        spec[part] = kept

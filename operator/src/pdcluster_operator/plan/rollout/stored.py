@@ -1,0 +1,155 @@
+"""A revision of one role, as the API server stores it: a ControllerRevision.
+
+It holds the pod template as it was rendered, and the spec that it was rendered from. It is
+never rendered again, so another builder or another connector changes no engine that exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster_operator.api.labels import (
+    PAIRING_LABEL,
+    REVISION_LABEL,
+    ROLE_LABEL,
+    EngineName,
+    cluster_labels,
+    connector_name,
+    engine_labels,
+    revision_name,
+)
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.certificates import renamed_volume
+from pdcluster_operator.plan.builders.metadata import child_metadata
+from pdcluster_operator.plan.model import Manifest, Observed
+
+REVISION_KIND = "ControllerRevision"
+REVISION_COMPONENT = "revision"
+Template = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """What engines of one role are made from.
+
+    Attributes:
+        name: the hash in the names of its engines.
+        pairing_key: engines of both roles pair when their keys are equal.
+        connector: digest of the operator's connector when it was rendered, or its beginning.
+            The pods mount it, unless the image holds a connector.
+        nodes: pods of an engine.
+        template: the pod template, for an engine that has no name yet; see :func:`bound`.
+        spec: what the user wrote, without replicas and rollout.
+        renew: ``rollout.renew`` when it was rendered.
+        number: 1 for the first one that was stored; 0 for one that is not stored.
+    """
+
+    role: Role
+    name: str
+    pairing_key: str
+    connector: str
+    nodes: int
+    template: Template
+    spec: Mapping[str, Any]
+    renew: str = ""
+    number: int = 0
+
+
+def stored_revisions(observed: Observed) -> tuple[Revision, ...]:
+    """Return the revisions that are stored, the newest first."""
+    found = (_read(child) for child in observed.children if child.get("kind") == REVISION_KIND)
+    known = [revision for revision in found if revision is not None]
+    return tuple(sorted(known, key=lambda one: (-one.number, one.role, one.name)))
+
+
+def build_revision(cluster: Cluster, revision: Revision) -> dict[str, Any]:
+    """Return the ControllerRevision. Kubernetes refuses every later change of its data."""
+    labels = cluster_labels(cluster.name, REVISION_COMPONENT) | {
+        ROLE_LABEL: revision.role.value,
+        REVISION_LABEL: revision.name,
+        PAIRING_LABEL: revision.pairing_key,
+    }
+    name = revision_name(cluster.name, revision.role, revision.name)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": REVISION_KIND,
+        "metadata": child_metadata(cluster, name, labels),
+        "revision": revision.number,
+        "data": {
+            "connector": revision.connector,
+            "nodes": revision.nodes,
+            "renew": revision.renew,
+            "spec": dict(revision.spec),
+            "template": dict(revision.template),
+        },
+    }
+
+
+def nameless(namespace: str, cluster: str, role: Role) -> EngineName:
+    """Return the name that stands in a stored template where an engine's own name will be."""
+    return EngineName(namespace, cluster, role, "", 0)
+
+
+def bound(revision: Revision, name: EngineName) -> dict[str, Any]:
+    """Return the pod template of one engine."""
+    nobody = nameless(name.namespace, name.cluster, name.role)
+    return renamed(revision.template, nobody, name, revision.pairing_key)
+
+
+def renamed(
+    template: Template, old: EngineName, new: EngineName, pairing_key: str
+) -> dict[str, Any]:
+    """Return a pod template of the engine ``old`` as the engine ``new`` has it.
+
+    An engine's name stands in the labels, as whole words on the command line, and in the volume of
+    its certificate.
+    """
+    words = {old.logical: new.logical, old.host(): new.host()}
+    containers = [
+        {**container, "args": [words.get(word, word) for word in container["args"]]}
+        if container.get("name") == ENGINE_CONTAINER and container.get("args")
+        else container
+        for container in template["spec"]["containers"]
+    ]
+    volumes = [renamed_volume(one, old, new) for one in template["spec"].get("volumes") or ()]
+    metadata = template["metadata"]
+    labels = {**metadata["labels"], **engine_labels(new, pairing_key)}
+    return {
+        **template,
+        "metadata": {**metadata, "labels": labels},
+        "spec": {**template["spec"], "containers": containers, "volumes": volumes},
+    }
+
+
+def mounted_connector(cluster: str, template: Template) -> str:
+    """Return the digest of the connector that a pod mounts, or its beginning; empty if none."""
+    beginning = connector_name(cluster, "")
+    for volume in template["spec"].get("volumes") or ():
+        name = str((volume.get("configMap") or {}).get("name", ""))
+        if name.startswith(beginning):
+            return name.removeprefix(beginning)
+    return ""
+
+
+def _read(child: Manifest) -> Revision | None:
+    """Return the revision that a ControllerRevision holds; None if it is not one of ours."""
+    labels, data = child["metadata"].get("labels") or {}, child.get("data")
+    if not isinstance(data, Mapping) or not isinstance(data.get("template"), Mapping):
+        return None
+    if labels.get(ROLE_LABEL) not in list(Role) or not labels.get(REVISION_LABEL):
+        return None
+    return Revision(
+        role=Role(labels[ROLE_LABEL]),
+        name=str(labels[REVISION_LABEL]),
+        pairing_key=str(labels.get(PAIRING_LABEL, "")),
+        connector=str(data.get("connector") or ""),
+        nodes=int(data.get("nodes") or 1),
+        template=data["template"],
+        spec=data.get("spec") or {},
+        renew=str(data.get("renew") or ""),
+        number=int(child.get("revision") or 0),
+    )

@@ -1,0 +1,144 @@
+"""Holds a Lease in each namespace that has PDClusters of ours, and says whether it is held.
+
+``plan.lease`` has the rules. Without the Lease of its namespace, no PDCluster is worked on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from pdcluster_operator.plan.lease import (
+    ACT_SECONDS,
+    RENEW_SECONDS,
+    holding_of,
+    lease_manifest,
+    may_hold,
+)
+from pdcluster_operator.runtime.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+Manifest = Mapping[str, Any]
+RETRY_SECONDS = 2.0
+
+
+class LeaseApi(Protocol):
+    """Leases on the API server. Failures are :class:`ApiError`."""
+
+    async def read_lease(self, namespace: str, name: str) -> Manifest | None:
+        """Return the Lease; None if there is none."""
+        ...
+
+    async def write_lease(self, manifest: Manifest) -> None:
+        """Create the Lease, or replace the version that was read. Else it is a Conflict."""
+        ...
+
+
+class NamespaceLeases:
+    """The Leases of one process. Used from one event loop.
+
+    Args:
+        me: who holds them; differs between processes that may run at the same time.
+
+    Attributes:
+        needed: whether a namespace has PDClusters of ours.
+        acquired: called with a namespace when its Lease becomes ours.
+    """
+
+    def __init__(
+        self,
+        api: LeaseApi,
+        name: str,
+        me: str,
+        *,
+        renew: float = RENEW_SECONDS,
+        retry: float = RETRY_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api, self._name, self._me = api, name, me
+        self.needed: Callable[[str], bool] = lambda _: True
+        self.acquired: Callable[[str], object] = lambda _: None
+        self._renew, self._retry, self._clock = renew, retry, clock
+        self._claims: dict[str, _Claim] = {}
+
+    def holds(self, namespace: str) -> bool:
+        """Whether the Lease of a namespace is ours now. The first question begins to ask for it."""
+        claim = self._claims.get(namespace)
+        if claim is None:
+            claim = self._claims[namespace] = _Claim(namespace)
+            claim.task = asyncio.create_task(self._keep(claim), name=f"lease-{namespace}")
+        return self._clock() < claim.until
+
+    async def stop(self) -> None:
+        """Give all Leases back, so that the next process need not wait."""
+        claims = list(self._claims.values())
+        for claim in claims:
+            if claim.task is not None:
+                claim.task.cancel()
+        await asyncio.gather(*(claim.task for claim in claims if claim.task is not None),
+                             return_exceptions=True)  # fmt: skip
+        await asyncio.gather(*(self._give_back(claim) for claim in claims))
+        self._claims.clear()
+
+    async def _keep(self, claim: _Claim) -> None:
+        while self.needed(claim.namespace):
+            try:
+                await self._try(claim)
+            except ApiError as error:
+                log.warning("the Lease of namespace %s: %s", claim.namespace, error)
+            held = self._clock() < claim.until
+            await asyncio.sleep(self._renew if held else self._retry)
+        await self._give_back(claim)
+        del self._claims[claim.namespace]
+
+    async def _try(self, claim: _Claim) -> None:
+        began, had = self._clock(), self._clock() < claim.until
+        live = await self._api.read_lease(claim.namespace, self._name)
+        version = None if live is None else str(live["metadata"]["resourceVersion"])
+        if version != claim.version:
+            claim.version, claim.seen = version, began
+        held = holding_of(live)
+        if not may_hold(held, self._me, began - claim.seen):
+            claim.until = 0.0
+            if claim.other != held.holder:
+                claim.other = held.holder
+                log.warning(
+                    "namespace %s: its PDClusters are left to the operator %s, which holds the "
+                    "Lease %s. If both shall work there, give one of them an operator class",
+                    claim.namespace, held.holder, self._name,
+                )  # fmt: skip
+            return
+        await self._write(claim, live, self._me)
+        claim.until, claim.other = began + ACT_SECONDS, ""
+        if not had:
+            log.info("namespace %s: its PDClusters are ours now", claim.namespace)
+            self.acquired(claim.namespace)
+
+    async def _give_back(self, claim: _Claim) -> None:
+        claim.until = 0.0
+        try:
+            live = await self._api.read_lease(claim.namespace, self._name)
+            if live is not None and holding_of(live).holder == self._me:
+                await self._write(claim, live, "")
+        except ApiError as error:
+            log.warning("the Lease of namespace %s is not given back: %s", claim.namespace, error)
+
+    async def _write(self, claim: _Claim, live: Manifest | None, holder: str) -> None:
+        lease = lease_manifest(live, claim.namespace, self._name, holder, time.time())
+        await self._api.write_lease(lease)
+
+
+class _Claim:
+    """What is known of one namespace's Lease."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self.until = 0.0  # until when we may act
+        self.version: str | None = None  # of the Lease as it was read last
+        self.seen = 0.0  # when that version was first read
+        self.other = ""  # the holder that was named in the log
+        self.task: asyncio.Task[None] | None = None

@@ -1,0 +1,173 @@
+"""An upgraded operator on a real API server replaces nothing; the next change brings all."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from operator_runs import CHILDREN, cluster, condition, create, edit, until
+
+pytestmark = pytest.mark.cluster
+
+CONNECTOR = Path(__file__).parents[3] / "connector" / "src" / "pdcluster_connector"
+
+
+def items(real, namespace, kind):
+    query = "?labelSelector=pdcluster.dev/cluster"
+    found = real.call("GET", CHILDREN[kind].format(namespace) + query)[1]["items"]
+    return {one["metadata"]["name"]: one for one in found}
+
+
+def revisions(real, namespace):
+    own = "pdcluster.dev/cluster,app.kubernetes.io/component=revision"
+    path = CHILDREN["ControllerRevision"].format(namespace)
+    found = real.call("GET", f"{path}?labelSelector={own}")[1]["items"]
+    return {one["metadata"]["name"]: one for one in found}
+
+
+def uids(real, namespace, kind, role=""):
+    found = items(real, namespace, kind)
+    return {one["metadata"]["uid"] for name, one in found.items() if role in name}
+
+
+def settled(real, operator, namespace):
+    """Wait until two engines and the router have their pods, and no engine is replaced.
+
+    No kubelet makes a router ready here, so an old router stays beside a new one.
+    """
+
+    def quiet():
+        return (
+            len(items(real, namespace, "StatefulSet")) == 2
+            and len(items(real, namespace, "Pod")) >= 3
+            and condition(real, namespace, "Ready").get("reason") == "ContainerCreating"
+            and "changed" not in condition(real, namespace, "Progressing")["message"]
+        )
+
+    until(quiet, 60, lambda: (list(items(real, namespace, "StatefulSet")), operator.said()))
+
+
+def with_another_connector(folder: Path) -> Path:
+    shutil.copytree(
+        CONNECTOR,
+        folder / CONNECTOR.name,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    with (folder / CONNECTOR.name / "__init__.py").open("a") as module:
+        module.write("\n# A later version.\n")
+    return folder
+
+
+def variable(value):
+    return {"decode": {"engine": {"env": [{"name": "A", "value": value}]}}}
+
+
+def test_an_upgrade_writes_nothing_and_the_next_change_brings_the_new_connector(
+    real, operator, namespace, tmp_path
+):
+    operator.start()
+    create(real, namespace, cluster(**variable("1")))
+    settled(real, operator, namespace)
+    pods, engines = uids(real, namespace, "Pod"), uids(real, namespace, "StatefulSet")
+    stored = revisions(real, namespace)
+    assert len(stored) == 2
+    connectors = set(items(real, namespace, "ConfigMap"))
+    assert len(connectors) == 1
+    operator.stop()
+
+    operator.bring(with_another_connector(tmp_path))
+    before = len(real.writes())
+    operator.start()
+    until(
+        lambda: operator.metric('pdcluster_reconciles_total{outcome="done"}') >= 3,
+        30,
+        operator.said,
+    )
+    assert [write["requestURI"] for write in real.writes(before)] == []
+    assert uids(real, namespace, "Pod") == pods
+
+    prefill = uids(real, namespace, "StatefulSet", "-prefill-")
+    edit(real, namespace, variable("2"))
+    until(lambda: len(revisions(real, namespace)) == 3, 30, operator.said)
+    settled(real, operator, namespace)
+    assert uids(real, namespace, "StatefulSet", "-prefill-") == prefill
+    assert len(uids(real, namespace, "StatefulSet") - engines) == 1
+    assert len(set(items(real, namespace, "ConfigMap")) - connectors) == 1
+
+    # Back again: the stored revision is used once more, and is the newest now.
+    edit(real, namespace, variable("1"))
+    until(
+        lambda: {one["revision"] for one in revisions(real, namespace).values()} == {1, 2, 3},
+        30,
+        operator.said,
+    )
+    settled(real, operator, namespace)
+    assert len(revisions(real, namespace)) == 3
+    (decode,) = (n for n in items(real, namespace, "StatefulSet") if "-decode-" in n)
+    assert decode.rpartition("-")[0] in stored
+    assert operator.metric('pdcluster_reconciles_total{outcome="failed"}') == 0
+
+
+def enforce(real, namespace, level):
+    label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": level}}}
+    path = f"/api/v1/namespaces/{namespace}"
+    assert real.call("PATCH", path, label, "application/merge-patch+json")[0] == 200
+
+
+def test_a_template_that_the_server_refuses_replaces_nothing(real, operator, namespace):
+    operator.start()
+    create(real, namespace, cluster(**variable("1")))
+    settled(real, operator, namespace)
+    engines, pods = uids(real, namespace, "StatefulSet"), uids(real, namespace, "Pod")
+
+    def refused(words):
+        said = condition(real, namespace, "Progressing")
+        return said["reason"] == "TemplateRefused" and words in said["message"]
+
+    bogus = {"spec": {"tolerations": [{"key": "a", "operator": "Bogus"}]}}
+    edit(real, namespace, {"decode": {"podTemplate": bogus}})
+    until(lambda: refused("Bogus"), 30, operator.said)
+    edit(real, namespace, {"decode": {"podTemplate": None}})
+    settled(real, operator, namespace)
+
+    # Pod Security refuses pods and no StatefulSets.
+    enforce(real, namespace, "restricted")
+    edit(real, namespace, variable("2"))
+    until(lambda: refused("violates PodSecurity"), 30, operator.said)
+    assert condition(real, namespace, "Progressing")["status"] == "False"
+    assert condition(real, namespace, "Progressing")["reason"] == "TemplateRefused"
+    assert len(revisions(real, namespace)) == 2
+    assert uids(real, namespace, "StatefulSet") == engines
+    assert uids(real, namespace, "Pod") == pods
+    # It is tried again by itself, and goes on as soon as it is taken.
+    enforce(real, namespace, "privileged")
+    until(lambda: uids(real, namespace, "StatefulSet") != engines, 60, operator.said)
+
+
+def test_engines_of_an_operator_that_stored_no_revisions_are_adopted(
+    real, operator, namespace, tmp_path
+):
+    operator.start()
+    create(real, namespace, cluster())
+    settled(real, operator, namespace)
+    engines, pods = uids(real, namespace, "StatefulSet"), uids(real, namespace, "Pod")
+    operator.stop()
+    for name in revisions(real, namespace):
+        path = CHILDREN["ControllerRevision"].format(namespace)
+        assert real.call("DELETE", f"{path}/{name}")[0] == 200
+    operator.bring(with_another_connector(tmp_path))
+    operator.start()
+    until(lambda: len(revisions(real, namespace)) == 2, 30, operator.said)
+    settled(real, operator, namespace)
+    before = len(real.writes())
+    time.sleep(5)
+    assert [write["requestURI"] for write in real.writes(before)] == []
+    assert uids(real, namespace, "StatefulSet") == engines
+    assert uids(real, namespace, "Pod") == pods
+    made_from = {
+        (one["status"]["currentRevision"], one["status"]["updateRevision"])
+        for one in items(real, namespace, "StatefulSet").values()
+    }
+    assert all(current == update for current, update in made_from)

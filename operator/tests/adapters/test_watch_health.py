@@ -1,0 +1,97 @@
+"""A watch that does not report what a list has is dead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdcluster_operator.adapters.api_server.watch_health import LATE_SECONDS, WatchHealth
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pod(name: str, version: int, uid: str = "u") -> dict[str, Any]:
+    metadata = {"namespace": "ns", "name": name, "uid": uid, "resourceVersion": str(version)}
+    return {"kind": "Pod", "metadata": metadata}
+
+
+def watches() -> tuple[WatchHealth, Clock]:
+    clock = Clock()
+    return WatchHealth(clock), clock
+
+
+def test_a_watch_that_reports_nothing_is_dead_after_a_while() -> None:
+    health, clock = watches()
+    health.listed("Pod", [pod("a", 5)], health.now())
+    assert health.trouble() is None
+    clock.now += LATE_SECONDS + 1
+    assert "the watch of Pod is dead: ns/a" in (health.trouble() or "")
+    health.reported("MODIFIED", pod("a", 6))
+    assert health.trouble() is None
+
+
+def test_a_watch_that_stops_in_the_middle_is_noticed_by_the_next_list() -> None:
+    health, clock = watches()
+    health.reported("MODIFIED", pod("a", 5))
+    health.listed("Pod", [pod("a", 5)], health.now())
+    clock.now += 1000
+    assert health.trouble() is None, "nothing happened, so nothing is owed"
+    health.listed("Pod", [pod("a", 9)], health.now())
+    clock.now += LATE_SECONDS + 1
+    assert health.trouble()
+
+
+def test_later_lists_do_not_begin_the_time_anew() -> None:
+    health, clock = watches()
+    for version in range(5, 15):
+        health.listed("Pod", [pod("a", version)], health.now())
+        clock.now += LATE_SECONDS / 5
+    assert health.trouble()
+
+
+def test_an_older_version_or_an_object_of_another_uid_is_no_report() -> None:
+    health, clock = watches()
+    health.listed("Pod", [pod("a", 5), pod("b", 5, "new")], health.now())
+    health.reported("MODIFIED", pod("a", 4))
+    health.reported("MODIFIED", pod("b", 9, "old"))
+    clock.now += LATE_SECONDS + 1
+    assert health.trouble()
+    health.reported("MODIFIED", pod("a", 5))
+    assert health.trouble()
+    health.reported("ADDED", pod("b", 5, "new"))
+    assert health.trouble() is None
+
+
+def test_what_is_gone_is_not_owed() -> None:
+    health, clock = watches()
+    health.listed("Pod", [pod("a", 5), pod("b", 5)], health.now())
+    health.reported("DELETED", pod("a", 6))
+    health.listed("Pod", [], health.now())
+    clock.now += LATE_SECONDS + 1
+    assert health.trouble() is None
+
+
+def test_an_object_that_is_reported_while_a_list_is_on_its_way_is_not_owed_later() -> None:
+    health, clock = watches()
+    began = health.now()
+    clock.now += 1
+    health.reported("ADDED", pod("new", 8))
+    health.listed("Pod", [], began)
+    clock.now += 300
+    health.listed("Pod", [pod("new", 8)], health.now())
+    clock.now += LATE_SECONDS + 1
+    assert health.trouble() is None
+
+
+def test_an_object_made_anew_under_its_name_is_owed_again() -> None:
+    health, clock = watches()
+    health.reported("ADDED", pod("a", 5))
+    clock.now += 1
+    health.listed("Pod", [], health.now())
+    health.listed("Pod", [pod("a", 5)], health.now())
+    clock.now += LATE_SECONDS + 1
+    assert health.trouble()

@@ -1,0 +1,38 @@
+"""All links of a cluster share a number of canaries, and each link is proved again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.plan.peers import CANARIES_PER_SECOND
+
+
+def interval(replicas: int, ranks: int = 1, **canary: int) -> int:
+    roles = {role: {"replicas": replicas} for role in ("prefill", "decode")}
+    world = SimulatedCluster(manifest(**roles, verification={"canary": canary}))
+    world.settle()
+    world.run_pods()
+    world.speak()
+    for name, report in world.engines.items():
+        world.engines[name] = replace(report, data_parallel_size=ranks)
+    bodies = [assignment.body for assignment in world.plan().peers]
+    assert len(bodies) == replicas
+    assert len(bodies[0]["peers"]) == replicas, "each prefill engine is covered"
+    [seconds] = {body["canary_interval_seconds"] for body in bodies}
+    return int(seconds)
+
+
+def test_few_links_have_the_interval_of_the_spec() -> None:
+    assert interval(2) == 300
+    assert interval(2, intervalSeconds=5) == 5
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(8, 1), (8, 4), (9, 1)])
+def test_very_many_links_share_their_canaries(replicas: int, ranks: int) -> None:
+    seconds = interval(replicas, ranks, intervalSeconds=5)
+    canaries = replicas * replicas * ranks
+    assert canaries / seconds <= CANARIES_PER_SECOND
+    assert canaries / (seconds - 1) > CANARIES_PER_SECOND, "and no less often than that"

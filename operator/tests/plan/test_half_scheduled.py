@@ -1,0 +1,107 @@
+"""An engine of several pods of which only some fit gives its nodes back."""
+
+from __future__ import annotations
+
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.api.labels import RELEASED_ANNOTATION
+
+TIMEOUT = 100
+WORDS = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+
+
+def world_of(engines: int, nodes: int = 2) -> SimulatedCluster:
+    world = SimulatedCluster(
+        manifest(
+            prefill={"replicas": engines, "parallelism": {"tensor": nodes, "nodes": nodes}},
+            rollout={"scheduleTimeoutSeconds": TIMEOUT},
+        )
+    )
+    world.step()
+    schedule(world)
+    return world
+
+
+def schedule(world: SimulatedCluster, *, room: bool = False) -> None:
+    """Do the scheduler's work: each leading pod has a node, followers only if there is room."""
+    world.make_pods()
+    for name, pod in world.pods.items():
+        if pod["spec"].get("nodeName"):
+            continue
+        if room or name.endswith("-0"):
+            pod["spec"]["nodeName"] = "node"
+            pod["status"] = {"phase": "Pending"}
+        elif not pod["status"].get("conditions"):
+            waiting = {"type": "PodScheduled", "status": "False", "message": WORDS,
+                       "lastTransitionTime": timestamp(world.now)}  # fmt: skip
+            pod["status"] = {"phase": "Pending", "conditions": [waiting]}
+
+
+def sizes(world: SimulatedCluster) -> list[int]:
+    return [
+        child["spec"]["replicas"]
+        for (kind, name), child in sorted(world.children.items())
+        if kind == "StatefulSet" and "-prefill-" in name
+    ]
+
+
+def step(world: SimulatedCluster, seconds: float) -> None:
+    """Let time pass, and let the StatefulSets' controller delete the pods that are too many."""
+    world.now += seconds
+    world.step()
+    for (kind, name), child in world.children.items():
+        if kind == "StatefulSet" and child["spec"]["replicas"] == 0:
+            world.pods = {pod: it for pod, it in world.pods.items() if not pod.startswith(name)}
+
+
+def test_a_half_scheduled_engine_is_released_with_the_reason_and_tried_again() -> None:
+    world = world_of(1)
+    step(world, TIMEOUT - 5)
+    assert sizes(world) == [2]
+    step(world, 10)
+    assert sizes(world) == [0]
+    step(world, 5)
+    condition = world.condition("PrefillReady")
+    assert condition["reason"] == "Unschedulable"
+    assert WORDS in condition["message"]
+    assert "released after 100 s" in condition["message"]
+    assert world.plan().steps == (), "it is written once"
+    for _ in range(20):
+        step(world, 10)
+    assert sizes(world) == [2], "after one to two timeouts"
+    [engine] = [c for (kind, name), c in world.children.items()
+                if kind == "StatefulSet" and "-prefill-" in name]  # fmt: skip
+    assert RELEASED_ANNOTATION not in engine["metadata"].get("annotations", {})
+    schedule(world, room=True)
+    world.run_pods()
+    world.speak()
+    world.step()
+    assert world.condition("PrefillReady")["status"] == "True"
+
+
+def test_of_two_that_hold_each_others_nodes_one_gives_way() -> None:
+    world = world_of(2)
+    step(world, TIMEOUT + 5)
+    assert sizes(world) == [2, 0], "one at a time: the other may now get what it held"
+    step(world, TIMEOUT / 2)
+    assert sizes(world) == [2, 0]
+    for pod in world.pods.values():
+        pod["spec"]["nodeName"] = "node"
+        pod["status"] = {"phase": "Pending"}
+    step(world, TIMEOUT)
+    assert sizes(world)[0] == 2
+
+
+def test_an_engine_that_fits_nowhere_holds_nothing_and_is_left_waiting() -> None:
+    world = world_of(1)
+    for pod in world.pods.values():
+        pod["spec"].pop("nodeName", None)
+    step(world, 10 * TIMEOUT)
+    assert sizes(world) == [2]
+
+
+def test_an_engine_of_one_pod_is_never_released() -> None:
+    world = world_of(3, nodes=1)
+    step(world, 10 * TIMEOUT)
+    assert sizes(world) == [1, 1, 1]

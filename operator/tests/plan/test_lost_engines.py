@@ -1,0 +1,101 @@
+"""An engine whose node is gone is replaced under another index."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.plan.lost import LOST_SECONDS, choose_indexes
+
+
+def indexes(world: SimulatedCluster, role: str = "prefill") -> list[int]:
+    return sorted(name.index for name in world.leaders(role))
+
+
+def lose(world: SimulatedCluster, name: str) -> None:
+    """The node of a pod is gone: its pod was evicted, and nobody confirms that it ended."""
+    world.pods[name]["metadata"]["deletionTimestamp"] = timestamp(world.now)
+    world.pods[name]["metadata"]["finalizers"] = ["kept by a test"]
+
+
+def later(world: SimulatedCluster) -> None:
+    world.now += LOST_SECONDS + 1
+
+
+def test_a_pod_that_is_terminating_for_ever_does_not_block_its_role() -> None:
+    world = SimulatedCluster(manifest(prefill={"replicas": 2}))
+    world.bring_up()
+    lost = world.leaders("prefill")[0]
+    lose(world, lost.pod())
+    world.step()
+    assert indexes(world) == [0, 1], "its grace period may not be over"
+    assert world.condition("PrefillReady")["reason"] == "Draining"
+    later(world)
+    world.step()
+    assert indexes(world) == [1, 2]
+    world.run_pods()
+    world.speak()
+    world.step()
+    world.link()
+    world.route()
+    world.settle()
+    assert lost.pod() in world.pods, "the pod is still there"
+    assert world.condition("Ready")["status"] == "True", world.condition("Ready")
+    assert world.plan().steps == ()
+
+
+def test_an_index_that_is_free_again_moves_no_engine() -> None:
+    world = SimulatedCluster(manifest(prefill={"replicas": 2}))
+    world.bring_up()
+    lost = world.leaders("prefill")[0]
+    lose(world, lost.pod())
+    later(world)
+    world.step()
+    del world.pods[lost.pod()]  # somebody removed the node
+    world.settle()
+    assert indexes(world) == [1, 2]
+    world.edit(prefill={"replicas": 3})
+    world.settle()
+    assert indexes(world) == [0, 1, 2]
+
+
+def test_a_lost_engine_of_another_revision_does_not_block_the_new_one() -> None:
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    old = world.leaders("decode")[0]
+    world.edit(decode={"engine": {"maxModelLen": 128}})
+    world.step()  # it is tried out
+    world.step()
+    assert world.leaders("decode") == [], "the old one has to go first"
+    later(world)
+    world.pods[old.pod()]["metadata"]["deletionTimestamp"] = timestamp(world.now - LOST_SECONDS - 1)
+    world.step()
+    [new] = world.leaders("decode")
+    assert new.revision != old.revision
+    assert old.pod() in world.pods
+
+
+def test_one_lost_pod_of_several_takes_its_engine_with_it() -> None:
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 4, "nodes": 2}}))
+    world.bring_up()
+    lost = world.leaders("prefill")[0]
+    lose(world, lost.pod(1))
+    later(world)
+    world.step()
+    assert indexes(world) == [1]
+
+
+@given(
+    replicas=st.integers(0, 6),
+    live=st.sets(st.integers(0, 9), max_size=6),
+    lost=st.sets(st.integers(0, 9), max_size=4),
+)
+def test_the_indexes_are_enough_stable_and_never_lost(replicas, live, lost) -> None:
+    chosen = choose_indexes(replicas, live, lost)
+    assert len(chosen) == len(set(chosen)) == replicas
+    assert not lost & set(chosen)
+    kept = live - lost
+    assert kept & set(chosen) == set(sorted(kept)[:replicas]), "no engine goes without need"
+    assert list(choose_indexes(replicas, chosen, lost)) == list(chosen), "and none comes and goes"

@@ -1,0 +1,286 @@
+"""A stored revision is not rendered again: only what a user changes replaces engines."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from simulated_cluster import SimulatedCluster, manifest
+from valid_specs import manifests
+
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.builders import engine_pod
+from pdcluster_operator.plan.model import ConnectorBundle, Delete
+from pdcluster_operator.plan.rollout import targets
+from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, what_changed
+
+NEWER = ConnectorBundle("d" * 64, b"newer")
+OLD_CONNECTOR, NEW_CONNECTOR = "llama-connector-c0ffee0000", "llama-connector-dddddddddd"
+ONE_VARIABLE = {"engine": {"env": [{"name": "A", "value": "1"}]}}
+
+
+def named(world: SimulatedCluster, kind: str) -> set[str]:
+    return {name for found, name in world.children if found == kind}
+
+
+def of_role(world: SimulatedCluster, kind: str, role: str) -> set[str]:
+    return {name for name in named(world, kind) if f"-{role}-" in name}
+
+
+def up(**spec: Any) -> SimulatedCluster:
+    world = SimulatedCluster(manifest(**spec))
+    world.bring_up()
+    return world
+
+
+def roll(world: SimulatedCluster) -> None:
+    """Let a replacement end: it is tried out, old pods go, new ones run and link."""
+    world.step()
+    world.step()
+    world.reap()
+    world.step()
+    world.run_pods()
+    world.speak()
+    world.link()
+    world.route()
+    world.settle()
+
+
+@pytest.fixture
+def other_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an upgraded operator render another pod."""
+    built = engine_pod.build_engine_pod
+
+    def build(*arguments: Any) -> dict[str, Any]:
+        pod = copy.deepcopy(built(*arguments))
+        pod["spec"]["containers"][0]["args"].insert(0, "--of-a-later-version")
+        return pod
+
+    monkeypatch.setattr(targets, "build_engine_pod", build)
+
+
+def test_another_connector_changes_nothing() -> None:
+    world = up(router={"apiKeySecretRef": {"name": "api"}})
+    world.connector = NEWER
+    assert world.plan().steps == ()
+    assert world.condition("Ready")["reason"] == "Ready"
+
+
+def test_another_way_to_make_pairing_keys_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = up()
+    monkeypatch.setattr(targets, "pairing_key", lambda _: "zzzzz")
+    assert world.plan().steps == ()
+    world.edit(router={"replicas": 2, "apiKeySecretRef": None})
+    engines = named(world, "StatefulSet")
+    world.settle()
+    assert named(world, "StatefulSet") == engines
+
+
+def test_another_builder_changes_nothing(request: pytest.FixtureRequest) -> None:
+    world = up()
+    request.getfixturevalue("other_builder")
+    assert world.plan().steps == ()
+    # Nor does a change that no engine sees, which is judged by rendering.
+    world.edit(router={"replicas": 2, "apiKeySecretRef": None})
+    engines = named(world, "StatefulSet")
+    world.settle()
+    assert named(world, "StatefulSet") == engines
+
+
+def test_the_next_change_brings_the_builder_and_the_connector_for_its_role(
+    request: pytest.FixtureRequest,
+) -> None:
+    world = up()
+    request.getfixturevalue("other_builder")
+    world.connector = NEWER
+    prefill = of_role(world, "StatefulSet", "prefill")
+    world.edit(decode=ONE_VARIABLE)
+    roll(world)
+    assert of_role(world, "StatefulSet", "prefill") == prefill
+    (decode,) = (
+        child
+        for (kind, name), child in world.children.items()
+        if kind == "StatefulSet" and "-decode-" in name
+    )
+    pod = decode["spec"]["template"]["spec"]
+    assert pod["containers"][0]["args"][0] == "--of-a-later-version"
+    mounted = {v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v}
+    assert mounted == {NEW_CONNECTOR}
+    # Prefill mounts the older one still. The two roles pair: the key is the same.
+    assert named(world, "ConfigMap") == {OLD_CONNECTOR, NEW_CONNECTOR}
+    keys = {
+        child["metadata"]["labels"]["pdcluster.dev/pairing-key"]
+        for (kind, _), child in world.children.items()
+        if kind == "StatefulSet"
+    }
+    assert len(keys) == 1
+
+
+def test_roles_still_pair_where_a_later_operator_computes_other_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = up()
+    monkeypatch.setattr(targets, "pairing_key", lambda cluster: "later")
+    world.edit(decode=ONE_VARIABLE)
+    roll(world)
+    keys = {
+        child["metadata"]["labels"]["pdcluster.dev/pairing-key"]
+        for (kind, _), child in world.children.items()
+        if kind == "StatefulSet"
+    }
+    assert len(keys) == 1
+    assert "later" not in keys
+
+
+def test_replicas_make_no_revision() -> None:
+    world = up()
+    before = named(world, "ControllerRevision")
+    assert len(before) == 2
+    world.edit(prefill={"replicas": 3}, decode={"replicas": 2})
+    roll(world)
+    assert named(world, "ControllerRevision") == before
+    assert len(named(world, "StatefulSet")) == 5
+
+
+def test_renew_brings_what_is_new_once_and_taking_it_away_brings_nothing_back() -> None:
+    world = up()
+    old = named(world, "StatefulSet")
+    world.connector = NEWER
+    world.edit(rollout={"renew": "1"})
+    roll(world)
+    new = named(world, "StatefulSet")
+    assert not new & old
+    world.connector = ConnectorBundle("e" * 64, b"newest")
+    assert world.settle().steps == ()
+    world.edit(rollout={})
+    assert world.settle().steps == ()
+    assert named(world, "StatefulSet") == new
+
+
+def test_a_spec_that_goes_back_finds_the_revision_that_it_had() -> None:
+    world = up()
+    first, stored = named(world, "StatefulSet"), named(world, "ControllerRevision")
+    world.edit(engine={"maxModelLen": 512})
+    roll(world)
+    world.connector = NEWER
+    world.edit(engine={})
+    roll(world)
+    assert named(world, "StatefulSet") == first
+    assert named(world, "ControllerRevision") > stored
+    numbers = {name: world.children["ControllerRevision", name]["revision"] for name in stored}
+    assert set(numbers.values()) == {3}
+
+
+def test_a_connector_that_somebody_deleted_makes_its_idle_revision_useless() -> None:
+    world = up()
+    world.connector = NEWER
+    world.edit(engine={"maxModelLen": 512})
+    roll(world)
+    del world.children["ConfigMap", OLD_CONNECTOR]
+    world.edit(engine={})
+    roll(world)
+    assert len(named(world, "ConfigMap")) == 1
+    assert len(named(world, "StatefulSet")) == 2
+
+
+def test_history_is_pruned_and_connectors_go_with_it() -> None:
+    world = up(rollout={"revisionHistoryLimit": 1})
+    for number in range(4):
+        world.connector = ConnectorBundle(f"{number}" * 64, b"another")
+        world.edit(engine={"maxModelLen": 512 + number})
+        roll(world)
+    world.settle()
+    assert len(named(world, "ControllerRevision")) == 4  # of each role: the one that runs, one more
+    assert named(world, "ConfigMap") == {f"llama-connector-{n * 10}" for n in ("2", "3")}
+
+
+def test_engines_of_an_operator_that_stored_nothing_are_adopted() -> None:
+    world = up()
+    for name in named(world, "ControllerRevision"):
+        del world.children["ControllerRevision", name]
+    engines = copy.deepcopy({k: v for k, v in world.children.items() if k[0] == "StatefulSet"})
+    for engine in engines.values():
+        # An API server says all defaults.
+        engine["spec"]["template"]["spec"]["restartPolicy"] = "Always"
+        engine["spec"]["template"]["metadata"]["creationTimestamp"] = None
+    world.children |= copy.deepcopy(engines)
+    world.connector = NEWER
+    plan = world.settle()
+    assert not [step for step in plan.steps if isinstance(step, Delete)]
+    assert named(world, "ControllerRevision") == {
+        name.rpartition("-")[0] for name in named(world, "StatefulSet")
+    }
+    for key, engine in engines.items():
+        now = world.children[key]["spec"]["template"]["spec"]
+        assert now == engine["spec"]["template"]["spec"]
+    # Adopted once, they are like any other.
+    world.edit(decode=ONE_VARIABLE)
+    roll(world)
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_engines_of_a_spec_that_the_older_operator_had_not_seen_are_not_adopted() -> None:
+    world = up()
+    for name in named(world, "ControllerRevision"):
+        del world.children["ControllerRevision", name]
+    old = named(world, "StatefulSet")
+    world.edit(engine={"maxModelLen": 512})
+    roll(world)
+    assert not named(world, "StatefulSet") & old
+
+
+def test_the_status_names_the_field_that_replaces_engines() -> None:
+    world = up(decode=ONE_VARIABLE)
+    world.edit(decode={"engine": {"env": [{"name": "A", "value": "secret"}]}})
+    world.step()
+    for kind in ("Ready", "Progressing"):
+        said = world.condition(kind)["message"]
+        assert "decode.engine.env[0].value changed" in said or "decode" in said
+        assert "secret" not in said
+    assert "decode.engine.env[0].value changed" in world.condition("Progressing")["message"]
+
+
+def test_a_pause_keeps_the_revision_its_router_and_its_address_and_scales() -> None:
+    world = up()
+    router = named(world, "Deployment")
+    before = named(world, "StatefulSet")
+    world.edit(engine={"blockSize": 32}, rollout={"paused": True}, decode={"replicas": 2})
+    roll(world)
+    assert named(world, "Deployment") == router
+    assert named(world, "StatefulSet") > before
+    assert len(of_role(world, "StatefulSet", "decode")) == 2
+    assert world.condition("Ready")["reason"] == "Paused"
+    assert "engine.blockSize changed" in world.condition("Ready")["message"]
+    world.edit(rollout={})
+    roll(world)
+    assert not named(world, "StatefulSet") & before
+
+
+def test_a_pause_does_not_hold_back_what_is_no_change() -> None:
+    world = up(rollout={"paused": True})
+    world.connector = NEWER
+    assert world.plan().steps == ()
+    assert world.condition("Ready")["reason"] == "Ready"
+
+
+@settings(max_examples=60, deadline=None)
+@given(cluster=manifests())
+def test_whatever_the_spec_an_upgrade_is_no_change(cluster: dict[str, Any]) -> None:
+    world = SimulatedCluster(cluster)
+    for _ in range(3):
+        world.step()
+    world.connector = NEWER
+    assert world.plan().steps == ()
+
+
+def test_what_counts_as_a_change_of_an_engine() -> None:
+    before = spec_of_engines(manifest(decode={"replicas": 2}, rollout={"paused": True}))
+    after = spec_of_engines(manifest(decode=ONE_VARIABLE, router={"replicas": 3}))
+    assert "rollout" not in before
+    assert "decode" not in before
+    assert what_changed(before, after, Role.DECODE, rekeyed=False) == ["decode.engine.env"]
+    assert what_changed(before, after, Role.PREFILL, rekeyed=False) == []
+    assert in_words(["b", "a", "d", "c", "a"]) == "a, b, c and 1 more changed"
+    assert in_words([]) == ""

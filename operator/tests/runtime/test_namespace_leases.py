@@ -1,0 +1,186 @@
+"""Only the holder of a namespace's Lease works there."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from pdcluster_operator.plan.lease import (
+    ACT_SECONDS,
+    LEASE_SECONDS,
+    Holding,
+    holding_of,
+    lease_manifest,
+    lease_name,
+    may_hold,
+)
+from pdcluster_operator.runtime.errors import ApiError, Conflict
+from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
+
+
+class Server:
+    """Leases in memory, compared by version as the API server does."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, str], dict[str, Any]] = {}
+        self.down = False
+        self.version = 0
+
+    async def read_lease(self, namespace: str, name: str) -> Mapping[str, Any] | None:
+        self._answer()
+        return copy.deepcopy(self.held.get((namespace, name)))
+
+    async def write_lease(self, manifest: Mapping[str, Any]) -> None:
+        self._answer()
+        await asyncio.sleep(0)  # others run between a read and a write
+        metadata = manifest["metadata"]
+        key = metadata["namespace"], metadata["name"]
+        live = self.held.get(key, {}).get("metadata", {}).get("resourceVersion")
+        if live != metadata.get("resourceVersion"):
+            raise Conflict("another version")
+        self.version += 1
+        written = copy.deepcopy(dict(manifest))
+        written["metadata"]["resourceVersion"] = str(self.version)
+        self.held[key] = written
+
+    def holder(self, namespace: str = "ns") -> str:
+        return holding_of(self.held.get((namespace, "pdcluster-operator"))).holder
+
+    def _answer(self) -> None:
+        if self.down:
+            raise ApiError("ApiServerUnreachable", "no answer")
+
+
+class Process:
+    """One operator, with a clock of its own that stands still until it is moved."""
+
+    def __init__(self, server: Server, me: str) -> None:
+        self.now = 0.0
+        self.clusters = {"ns"}
+        self.woken: list[str] = []
+        self.leases = NamespaceLeases(
+            server,
+            lease_name(""),
+            me,
+            renew=0.005,
+            retry=0.005,
+            clock=lambda: self.now,
+        )
+        self.leases.needed = lambda namespace: namespace in self.clusters
+        self.leases.acquired = self.woken.append
+
+    def holds(self) -> bool:
+        return self.leases.holds("ns")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.002)
+
+
+async def test_one_of_two_works_and_the_other_takes_over_when_it_leaves() -> None:
+    server = Server()
+    one, two = Process(server, "one"), Process(server, "two")
+    await until(one.holds)
+    assert one.woken == ["ns"]
+    two.holds()
+    await asyncio.sleep(0.05)
+    assert not two.holds()
+    await one.leases.stop()
+    assert server.holder() == ""
+    await until(two.holds)
+    assert two.woken == ["ns"]
+    lease = server.held["ns", "pdcluster-operator"]
+    assert lease["spec"]["leaseTransitions"] == 0, "it was given back, and not taken"
+    await two.leases.stop()
+
+
+async def test_two_that_ask_at_once_do_not_both_get_it() -> None:
+    for _ in range(20):
+        server = Server()
+        processes = [Process(server, name) for name in ("one", "two", "three")]
+        await until(lambda held=processes: sum(process.holds() for process in held))
+        for _ in range(20):
+            assert sum(process.holds() for process in processes) == 1
+            await asyncio.sleep(0)
+        for process in processes:
+            await process.leases.stop()
+
+
+async def test_a_holder_that_is_killed_keeps_others_away_for_the_duration_only() -> None:
+    server = Server()
+    server.held["ns", "pdcluster-operator"] = {
+        **lease_manifest(None, "ns", "pdcluster-operator", "dead", 0.0)
+    }
+    server.held["ns", "pdcluster-operator"]["metadata"]["resourceVersion"] = "7"
+    two = Process(server, "two")
+    two.holds()
+    await asyncio.sleep(0.05)
+    two.now += LEASE_SECONDS - 1
+    await asyncio.sleep(0.05)
+    assert not two.holds()
+    two.now += 2
+    await until(two.holds)
+    assert server.held["ns", "pdcluster-operator"]["spec"]["leaseTransitions"] == 1
+    await two.leases.stop()
+
+
+async def test_a_holder_that_cannot_renew_stops_before_another_may_begin() -> None:
+    server = Server()
+    one = Process(server, "one")
+    await until(one.holds)
+    server.down = True
+    one.now += ACT_SECONDS - 1
+    assert one.holds()
+    one.now += 2
+    assert not one.holds()
+    assert ACT_SECONDS < LEASE_SECONDS
+    server.down = False
+    await until(one.holds)
+    assert one.woken == ["ns", "ns"], "what changed meanwhile is looked at"
+    await one.leases.stop()
+
+
+async def test_a_process_that_starts_again_under_its_name_goes_on_at_once() -> None:
+    server = Server()
+    first = Process(server, "pod-a")
+    await until(first.holds)
+    for claim in list(first.leases._claims.values()):  # killed: nothing is given back
+        assert claim.task is not None
+        claim.task.cancel()
+    again = Process(server, "pod-a")
+    await until(again.holds)
+    await again.leases.stop()
+
+
+async def test_a_namespace_without_clusters_is_given_back() -> None:
+    server = Server()
+    one = Process(server, "one")
+    await until(one.holds)
+    one.clusters.clear()
+    await until(lambda: server.holder() == "")
+    await one.leases.stop()
+
+
+@pytest.mark.parametrize(
+    ("held", "unchanged", "may"),
+    [
+        (Holding(), 0.0, True),
+        (Holding("me", 30), 0.0, True),
+        (Holding("other", 30), 29.0, False),
+        (Holding("other", 30), 30.5, True),
+        (Holding("", 1, 4), 0.0, True),
+    ],
+)
+def test_who_may_hold_a_lease(held: Holding, unchanged: float, may: bool) -> None:
+    assert may_hold(held, "me", unchanged) is may
+
+
+def test_the_lease_of_a_class_has_a_name_of_its_own() -> None:
+    assert lease_name("") == "pdcluster-operator"
+    assert lease_name("blue") == "pdcluster-operator-blue"
