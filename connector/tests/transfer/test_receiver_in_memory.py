@@ -98,12 +98,16 @@ def two() -> Iterator[Rig]:
     finish(made)
 
 
+THREADS = "pdcluster-transfer"
+
+
 def finish(rig: Rig) -> None:
     assert rig.decode.receiver.close()
     rig.decode.take()
     assert rig.fabric.open_handles() == 0
     assert not [item for item in rig.fabric.flying if item.agent.startswith("decode")]
-    assert not [t for t in threading.enumerate() if t.name.startswith("pdcluster-transfer")]
+    # On a loaded machine the watchdog's thread ends a moment later.
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith(THREADS)])
     assert rig.decode.fatal == []
 
 
@@ -185,7 +189,7 @@ def test_an_id_under_way_is_not_taken_twice(rig: Rig) -> None:
 def test_a_call_that_does_not_return_ends_the_worker() -> None:
     """Nothing else could notice: deadlines are kept by the thread that hangs."""
     said: list[str] = []
-    rig = Rig(options=ReceiverOptions(fatal=said.append, stall_seconds=0.4))
+    rig = Rig(options=ReceiverOptions(fatal=said.append, stall_seconds=1.0))
     returns = threading.Event()
 
     def behave(transfer: Transfer) -> Behaviour:
@@ -206,15 +210,15 @@ def test_a_call_that_does_not_return_ends_the_worker() -> None:
 
 def test_a_thread_that_waits_or_polls_for_long_is_not_hanging() -> None:
     said: list[str] = []
-    rig = Rig(options=ReceiverOptions(fatal=said.append, stall_seconds=0.2))
+    rig = Rig(options=ReceiverOptions(fatal=said.append, stall_seconds=1.0))
     try:
         rig.of_kv(Behaviour(hang=True))
         rig.send("r")
         eventually(lambda: rig.hanging == 1)
-        time.sleep(0.6)
+        time.sleep(1.5)
         rig.fabric.land()
         rig.decode.wait("r")
-        time.sleep(0.6)
+        time.sleep(1.5)
     finally:
         finish(rig)
     assert said == []
