@@ -24,8 +24,10 @@ from pdcluster_operator.plan.model import (
     ConnectorBundle,
     Delete,
     Event,
+    HeldCertificates,
     Observed,
     TicketKey,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
@@ -236,6 +238,34 @@ async def test_the_ticket_key_is_minted_once_and_rotated(real, api, live, namesp
     assert [owner["uid"] for owner in owners] == [uid]
     with pytest.raises(ApiError, match="Secret tiny-ticket-key exists and belongs to") as caught:
         await api.read_ticket_key(key, "another")
+    assert caught.value.reason == NAME_CONFLICT
+
+
+async def test_certificates_come_and_go_with_their_engines(real, api, live, namespace):
+    key, uid = Key(namespace, "tiny"), live["metadata"]["uid"]
+    path = f"/api/v1/namespaces/{namespace}/secrets/tiny-certificates"
+    seen = []
+    api.remember = seen.append
+    live["spec"]["transfer"] = {**live["spec"].get("transfer", {}), "tls": "Enabled"}
+
+    def steps(held: HeldCertificates) -> list[WriteCertificates]:
+        observed = Observed(live, (), (), {}, {}, CONNECTOR, TicketKey(), held)
+        planned = make_plan(observed, 1_800_000_000.0).steps
+        return [step for step in planned if isinstance(step, WriteCertificates)]
+
+    assert await api.read_certificates(key, uid) == HeldCertificates(AUTHORITY.fingerprint)
+    [wanted] = steps(await api.read_certificates(key, uid))
+    gone = replace(wanted, engines={**wanted.engines, "prefill-bbbbb-7": "ns.tiny.prefill.bbbbb.7"})
+    for written in (gone, wanted, wanted):
+        await api.write_certificates(written)
+        assert (await api.read_certificates(key, uid)).engines == written.engines.keys()
+    assert steps(await api.read_certificates(key, uid)) == []
+    data = real.call("GET", path)[1]["data"]
+    assert data.keys() == {"ca.crt", *(f"{one}.{end}" for one in wanted.engines
+                                       for end in ("crt", "key"))}  # fmt: skip
+    assert seen == [], "keys are not for the store"
+    with pytest.raises(ApiError, match="Secret tiny-certificates exists and belongs to") as caught:
+        await api.read_certificates(key, "another")
     assert caught.value.reason == NAME_CONFLICT
 
 
