@@ -35,6 +35,17 @@ def holders(real: RealApi, namespace: str) -> dict[str, str]:
     return {item["metadata"]["name"]: item["spec"]["holderIdentity"] for item in items}
 
 
+def at_rest(real: RealApi, operator: Operator) -> None:
+    """Wait until nothing was written for three seconds."""
+
+    def quiet() -> bool:
+        before = len(real.writes())
+        time.sleep(3)
+        return real.writes(before) == []
+
+    until(quiet, 60, operator.said)
+
+
 def test_only_one_works_and_the_other_follows_when_it_ends(real, two, namespace):
     first, second = two
     first.start()
@@ -42,6 +53,7 @@ def test_only_one_works_and_the_other_follows_when_it_ends(real, two, namespace)
     until(lambda: len(uids(real, namespace)) == 2, 60, first.said)
     made = uids(real, namespace)
     second.start()
+    at_rest(real, first)
     before = len(real.writes())
     time.sleep(5)
     assert real.writes(before) == []
