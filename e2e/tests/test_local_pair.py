@@ -359,7 +359,12 @@ def test_prompts_that_go_past_the_router_are_named_in_the_conditions(run: LocalR
     assert (ready["reason"], healthy["status"]) == ("LocalPrefill", "False")
     assert "because of NoTicket: " in healthy["message"]
     assert run.condition("Available")["status"] == "True"
-    account = json.loads(run.get("decode", LAUNCHER_PORT, "/v1/links"))["prompts"]
-    assert account["local"] >= 30
-    assert account["cause"] == "NoTicket"
+
+    def account() -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(run.get("decode", LAUNCHER_PORT, "/v1/links"))
+        return dict(answer["prompts"])
+
+    # A share is enough for the condition: the engine's counts are read again each few seconds.
+    run.wait("all prompts in the account", lambda: account()["local"] >= 30, 60)
+    assert account()["cause"] == "NoTicket"
     moved(run, text(60, 600))

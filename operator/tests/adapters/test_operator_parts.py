@@ -68,8 +68,8 @@ def test_the_share_of_a_cluster_that_is_gone_is_gone():
 
 def test_what_is_kept_of_an_object_has_its_kind_and_no_bookkeeping():
     listed = {"metadata": {"name": "a", "managedFields": [1]}, "spec": {}, "status": {}}
-    kept = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {}, "status": {}}
-    assert slim(listed, BY_NAME["Pod"]) == kept
+    kept = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "status": {}}
+    assert slim(listed, BY_NAME["Pod"]) == kept, "an empty spec is not kept"
     assert slim(listed, BY_NAME["Service"])["spec"] == {}
 
 

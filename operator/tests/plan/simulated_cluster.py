@@ -249,6 +249,14 @@ class SimulatedCluster:
                 wanted = child["spec"]["replicas"]
                 child["status"] = {"availableReplicas": wanted, "updatedReplicas": wanted}
 
+    def others_act(self) -> None:
+        """Pods that go are gone, new ones run, links come and routers follow."""
+        self.reap()
+        self.run_pods()
+        self.speak()
+        self.link()
+        self.route()
+
     def bring_up(self) -> Plan:
         """From nothing to Ready."""
         self.step()

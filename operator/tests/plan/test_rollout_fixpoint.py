@@ -39,14 +39,6 @@ def cluster_specs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def others_act(world: SimulatedCluster) -> None:
-    world.reap()
-    world.run_pods()
-    world.speak()
-    world.link()
-    world.route()
-
-
 def content(world: SimulatedCluster) -> dict[str, Any]:
     """Every child by kind and name, but the stored revisions: they remember the past."""
     found: dict[str, Any] = {}
@@ -63,7 +55,7 @@ def killed_while(world: SimulatedCluster, data: st.DataObject) -> None:
     stale = data.draw(st.booleans(), label="stale")
     plan = make_plan(world.observed(), world.now)
     if stale and data.draw(st.booleans(), label="others first"):
-        others_act(world)
+        world.others_act()
     done = data.draw(st.integers(0, len(plan.steps)), label="steps done")
     for step in plan.steps[:done]:
         try:
@@ -85,11 +77,11 @@ def test_the_end_is_what_a_fresh_cluster_of_the_last_spec_is(data: st.DataObject
     for _ in range(data.draw(st.integers(0, 6), label="kills")):
         killed_while(world, data)
         if data.draw(st.booleans(), label="others act"):
-            others_act(world)
+            world.others_act()
     for _ in range(60):
         before = content(world), set(world.pods)
         plan = world.step()
-        others_act(world)
+        world.others_act()
         if not plan.steps and before == (content(world), set(world.pods)):
             break
     said = world.condition("Progressing")

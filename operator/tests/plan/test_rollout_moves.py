@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType
+from pdcluster_operator.plan.rollout.fleet import gpus
 from pdcluster_operator.plan.rollout.moves import Fleet, Moves, RoleFleet, next_moves
 
 SURGE, REPLACE, RECREATE = RolloutType.SURGE, RolloutType.REPLACE, RolloutType.RECREATE
@@ -339,3 +340,22 @@ def test_replace_ends_or_holds_and_always_serves(data) -> None:
     assert world.names() == wanted(world.spec) or moves.stuck
     if min(world.spec.replicas) > 1 and min(len(world.spec.wanted(r)) for r in Role) > 1:
         assert world.names() == wanted(world.spec) or moves.stuck
+
+
+@pytest.mark.parametrize(
+    ("limits", "pieces"),
+    [
+        ({}, 1),
+        ({"memory": "1Gi"}, 1),
+        ({"nvidia.com/gpu": 4, "rdma/ib": 4}, 4),
+        ({"amd.com/gpu": "2"}, 2),
+        ({"nvidia.com/mig-1g.10gb": 3}, 3),
+        ({"gpu.intel.com/i915": 2}, 2),
+        ({"nvidia.com/gpu": "1k"}, 1000),
+        ({"nvidia.com/gpu": "many"}, 1),
+    ],
+)
+def test_what_counts_as_a_gpu_is_what_admission_counts(
+    limits: dict[str, object], pieces: int
+) -> None:
+    assert gpus({"spec": {"containers": [{"resources": {"limits": limits}}]}}) == pieces

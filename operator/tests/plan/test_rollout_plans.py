@@ -47,11 +47,7 @@ def go_on(world: SimulatedCluster, rounds: int = 30) -> None:
         plan = world.step()
         assert world.condition("Available")["status"] == "True", world.condition("Available")
         assert_served(world)
-        world.reap()
-        world.run_pods()
-        world.speak()
-        world.link()
-        world.route()
+        world.others_act()
         if not plan.steps and before == (set(world.children), set(world.pods)):
             return
     raise AssertionError("it does not end")
@@ -115,11 +111,7 @@ def test_replace_rolls_two_engines_of_each_role_without_another_gpu() -> None:
         world.step()
         assert len(engines(world)) <= 4
         assert_served(world)
-        world.reap()
-        world.run_pods()
-        world.speak()
-        world.link()
-        world.route()
+        world.others_act()
     assert not engines(world) & old
     assert len(engines(world)) == 4
     assert world.condition("Ready")["status"] == "True"

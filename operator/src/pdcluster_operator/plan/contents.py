@@ -36,11 +36,11 @@ def without_contents(manifest: Manifest) -> Manifest:
 
 def pod_spec_that_is_read(spec: Manifest) -> dict[str, Any]:
     """Return a pod's node, the limits of its containers (GPUs), and the Secrets that it mounts."""
-    node, volumes = spec.get("nodeName"), spec.get("volumes") or ()
+    volumes = spec.get("volumes") or ()
     secrets = (one["secret"].get("secretName") for one in volumes if one.get("secret"))
     limits = ((one.get("resources") or {}).get("limits") for one in spec.get("containers") or ())
     kept = {
-        "nodeName": node,
+        "nodeName": spec.get("nodeName"),
         "volumes": [{"secret": {"secretName": name}} for name in secrets],
         "containers": [{"resources": {"limits": one}} for one in limits if one],
     }

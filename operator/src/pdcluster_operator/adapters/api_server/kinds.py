@@ -94,5 +94,7 @@ def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     named = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
     kept = {**manifest, **named}
     if kind is POD:
-        kept["spec"] = pod_spec_that_is_read(manifest.get("spec") or {})
+        kept.pop("spec", None)
+        if spec := pod_spec_that_is_read(manifest.get("spec") or {}):
+            kept["spec"] = spec
     return dict(without_contents(kept))

@@ -124,7 +124,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
     routing = Routing(key, {key: {role: (*names[role], *_of(kept, role)) for role in Role}})
     target = {role: one for role, one in serving.items() if one is not None}
     if others and len(target) == len(Role):
-        fleet = observe_fleet(observed, cluster, live, names, target, seen)
+        fleet = observe_fleet(observed, cluster, live, names, target, seen, keys, memo)
         moves = frozen(fleet) if hold else next_moves(fleet, cluster.spec.rollout.type)
         blocked = {name for found in names.values() for name in found} - moves.made
         kept -= moves.removed

@@ -7,6 +7,8 @@ from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.api.spec.resources import is_accelerator
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.engines import EngineView, observe_engines
 from pdcluster_operator.plan.links import observe_pairs
@@ -17,7 +19,6 @@ from pdcluster_operator.plan.rollout.stored import Revision
 from pdcluster_operator.plan.routers import routed_engines, served_key
 
 Live = Mapping[Role, Mapping[EngineName, Manifest]]
-GPU_SUFFIX = "/gpu"
 
 
 def observe_fleet(
@@ -27,6 +28,8 @@ def observe_fleet(
     wanted: Mapping[Role, tuple[EngineName, ...]],
     revisions: Mapping[Role, Revision],
     seen: AbstractSet[EngineName],
+    keys: Mapping[EngineName, str],
+    memo: Memo,
 ) -> Fleet:
     """Return all engines of a cluster, and what clients reach of them.
 
@@ -35,19 +38,18 @@ def observe_fleet(
         wanted: names of the engines that the spec asks for.
         revisions: what wanted engines are made from.
         seen: engines that have a StatefulSet or pods, without those that are lost.
+        keys: pairing key of each engine.
+        memo: of the plan, which looks at the same engines and pairs again for the status.
     """
-    keys = engine_keys(observed, wanted, revisions)
     roles = {
         role: _side(observed, live[role], wanted[role], revisions[role], seen) for role in Role
     }
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
-    views = {
-        role: observe_engines(observed, roles[role].live, parallelism, Memo()) for role in Role
-    }
+    views = {role: observe_engines(observed, roles[role].live, parallelism, memo) for role in Role}
     return Fleet(
         roles=roles,
         keys=keys,
-        verified=_verified(observed, views, keys),
+        verified=_verified(observed, views, keys, memo),
         idle=frozenset(
             view.name for found in views.values() for view in found if view.ready is False
         ),
@@ -99,7 +101,8 @@ def gpus(template: Manifest) -> int:
     asked = 0
     for container in (template.get("spec") or {}).get("containers") or ():
         limits = (container.get("resources") or {}).get("limits") or {}
-        asked += sum(int(n) for k, n in limits.items() if k.endswith(GPU_SUFFIX))
+        found = (parse_quantity(str(n)) for name, n in limits.items() if is_accelerator(name))
+        asked += sum(int(n) for n in found if n is not None)
     return max(1, asked)
 
 
@@ -107,7 +110,8 @@ def _verified(
     observed: Observed,
     views: Mapping[Role, tuple[EngineView, ...]],
     keys: Mapping[EngineName, str],
+    memo: Memo,
 ) -> frozenset[Pair]:
-    pairs = observe_pairs(views[Role.PREFILL], views[Role.DECODE], observed.links, Memo())
+    pairs = observe_pairs(views[Role.PREFILL], views[Role.DECODE], observed.links, memo)
     names = ((pair.prefill.name, pair.decode.name) for pair in pairs if pair.verified)
     return frozenset(pair for pair in names if keys[pair[0]] == keys[pair[1]])
