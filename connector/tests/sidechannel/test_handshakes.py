@@ -203,7 +203,7 @@ def handshake_of_protocol(newest: int, port: int) -> tuple[int, m.EngineMetadata
     """What a decode engine of protocols 1 to ``newest`` is answered."""
     request = m.encode(m.HandshakeRequest((1, newest), "d/1", SHAPE, (0, 0)))
     try:
-        with urlopen(f"http://127.0.0.1:{port}/v1/handshake", request, timeout=5) as response:
+        with urlopen(f"http://127.0.0.1:{port}/v1/handshake", request, timeout=60) as response:
             status, raw = response.status, response.read()
     except HTTPError as error:
         status, raw = error.code, error.read()

@@ -44,7 +44,7 @@ def test_each_rank_has_a_side_channel_and_says_so_in_its_tickets(engines: Any) -
         params = prefill.prefill("p0", prompt(40))
         assert (params["remote_engine_id"], params["remote_port"]) == (prefill.engine_id, port)
         assert prefill.engine_id.endswith(f"_dp{rank}")
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=60) as answer:
             assert json.loads(answer.read())["engine_id"] == prefill.engine_id
 
 
