@@ -107,7 +107,7 @@ def test_more_peers_than_may_be_tried_at_once_are_refused_by_name(
 
 def test_retried_until_the_engine_listens(serve: Serve, books: Books) -> None:
     port = free_port()
-    answer = connect(books(), port, seconds=20.0)
+    answer = connect(books(), port, seconds=200.0)
     time.sleep(1.0)
     assert not answer.values
     serve(port=port)
