@@ -75,7 +75,7 @@ def test_describe_shows_conditions_and_events(tiny: ClusterRun) -> None:
     for condition in ALL:
         assert re.search(rf"Type:\s+{condition}$", shown, re.MULTILINE), condition
     assert [c["type"] for c in tiny.status()["conditions"]] == list(ALL)
-    told = ("Ready is True", rf"Warning +{Rule.INSECURE_SIDE_CHANNEL} .* no TLS")
+    told = ("Ready is True", rf"Warning +{Rule.INSECURE_SIDE_CHANNEL} .* without TLS")
 
     def posted() -> bool:
         events = described(tiny).partition("Events:")[2]
