@@ -140,7 +140,7 @@ class Receive:
             case Landed(transfer):
                 self.open.discard(transfer)
                 self._settle(now, actions)
-            case Acknowledged(until) if self.state is not State.QUARANTINE:
+            case Acknowledged(until):
                 self._acknowledge(until, now, actions)
             case Broken() | Failed() | Abandoned() | AgentDestroyed():
                 self._take_trouble(event, now, actions)

@@ -160,9 +160,8 @@ def decode(text: str, keys: TicketKeys | None, audience: str = "") -> Ticket | R
     ticket = bounded(body, MAX_TICKET_BYTES, _body)
     if isinstance(ticket, Malformed):
         return Rejected(Reason.TICKET_INVALID, ticket.message)
-    for name in ("expires_at", "lease_seconds"):
-        if not math.isfinite(getattr(ticket, name)):
-            return Rejected(Reason.TICKET_INVALID, f"a ticket whose {name} is not a finite number")
+    if not math.isfinite(ticket.expires_at):
+        return Rejected(Reason.TICKET_INVALID, "a ticket whose expires_at is not a finite number")
     if ticket.audience != audience:
         return Rejected(
             Reason.AUDIENCE_MISMATCH,
