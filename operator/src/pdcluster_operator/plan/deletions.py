@@ -54,7 +54,7 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
             name,
             str(metadata.get("uid", "")),
             str(metadata.get("resourceVersion", "")),
-            "the spec does not want it any more",
+            "the spec no longer asks for it",
         )
 
 
