@@ -19,6 +19,7 @@ from pdcluster_operator.plan.model import (
     Delete,
     Event,
     RestartPod,
+    ScalerStatus,
     TicketKey,
     TryOut,
     WriteTicketKey,
@@ -84,6 +85,10 @@ class RecordingApi:
     async def write_status(self, key: Key, uid: str, status: Mapping[str, Any]) -> None:
         self._write("status")
         self.api.set_status("PDCluster", *key, dict(status), uid)
+
+    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+        self._write("scaler status")
+        self.api.set_status("PrefillScaler", *key, dict(scaler.status), scaler.uid)
 
     def _write(self, what: str) -> None:
         self.writes.append(what)

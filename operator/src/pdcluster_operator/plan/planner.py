@@ -8,6 +8,7 @@ object that already is as wanted is not applied.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.rules.validate import check_manifest
@@ -19,6 +20,7 @@ from pdcluster_operator.plan.half_scheduled import with_releases
 from pdcluster_operator.plan.links import observe_pairs
 from pdcluster_operator.plan.model import Apply, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
+from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
 from pdcluster_operator.plan.restarts import restarts
 from pdcluster_operator.plan.rewrites import is_settled
 from pdcluster_operator.plan.rollout.desired import Desired, desire, identity, live_engines
@@ -37,6 +39,7 @@ def make_plan(observed: Observed, now: float) -> Plan:
         observed: the cluster and everything around it, as it was seen.
         now: seconds since the epoch; only transition times and deadlines depend on it.
     """
+    observed = replace(observed, cluster=as_scaled(observed.cluster, observed.scaler))
     before = observed.cluster.get("status") or {}
     if is_being_deleted(observed.cluster):
         # The cluster owns its children, so Kubernetes' garbage collector deletes them.
@@ -63,6 +66,7 @@ def make_plan(observed: Observed, now: float) -> Plan:
         peers=peers,
         requeue_after=None if settled or not findings.ok else BUSY_SECONDS,
         events=transitions(before, status),
+        scaler=scaler_status(observed),
     )
 
 

@@ -14,6 +14,7 @@ from pdcluster_operator.plan.model import (
     Delete,
     Event,
     RestartPod,
+    ScalerStatus,
     TicketKey,
     TryOut,
     WriteTicketKey,
@@ -56,6 +57,10 @@ class Api(Protocol):
 
     async def write_status(self, key: Key, uid: str, status: Manifest) -> None:
         """Replace the cluster's status, if it is still the object with this UID."""
+        ...
+
+    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+        """Replace the status of the PrefillScaler of this name, if it is still the one seen."""
         ...
 
 

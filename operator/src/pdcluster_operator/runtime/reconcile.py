@@ -130,6 +130,8 @@ class Reconciler:
         if failure is not None and not failure.passing:
             status = with_failure(status, cluster, failure.reason, str(failure), now)
         await self._write_status(key, cluster, status)
+        if plan.scaler is not None and self._may_write(key):
+            await self._api.write_scaler_status(key, plan.scaler)
         self._monitor.assign(key, plan.peers)
         await self._events.publish(cluster, events)
         if failure is not None:
@@ -154,6 +156,7 @@ class Reconciler:
             host_path_models=self._place.host_path_models,
             one_node=self._place.one_node,
             rewrites=self._rewrites.of(key),
+            scaler=self._store.scaler(key),
         )
 
     async def _perform(

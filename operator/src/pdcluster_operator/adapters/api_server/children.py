@@ -14,6 +14,7 @@ from pdcluster_operator.adapters.api_server.kinds import (
     BY_NAME,
     PDCLUSTER,
     POD,
+    PREFILL_SCALER,
     SECRET,
     Kind,
     slim,
@@ -22,7 +23,14 @@ from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, ticket_key_name
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.drift import repair, without_manager
-from pdcluster_operator.plan.model import Delete, RestartPod, TicketKey, TryOut, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Delete,
+    RestartPod,
+    ScalerStatus,
+    TicketKey,
+    TryOut,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.ownership import controller_uid
 from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
@@ -151,12 +159,19 @@ class KubeApi:
         resourceVersion. That is why the object is read first. A cluster that is gone, or was
         created again, is no error: its watch events start another reconcile.
         """
-        live = await self._read(PDCLUSTER, key.namespace, key.name)
+        await self._write_status(PDCLUSTER, key, uid, status)
+
+    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+        """Apply the status of a PrefillScaler in the same way."""
+        await self._write_status(PREFILL_SCALER, key, scaler.uid, scaler.status)
+
+    async def _write_status(self, kind: Kind, key: Key, uid: str, status: Manifest) -> None:
+        live = await self._read(kind, key.namespace, key.name)
         if live is None or live["metadata"]["uid"] != uid:
             return
         body = {
-            "apiVersion": PDCLUSTER.api_version,
-            "kind": PDCLUSTER.name,
+            "apiVersion": kind.api_version,
+            "kind": kind.name,
             "metadata": {
                 "name": key.name,
                 "namespace": key.namespace,
@@ -164,12 +179,12 @@ class KubeApi:
             },
             "status": dict(status),
         }
-        path = PDCLUSTER.path(key.namespace, key.name) + "/status"
+        path = kind.path(key.namespace, key.name) + "/status"
         try:
             answer = await self._apply(path, body, manager=STATUS_FIELD_MANAGER)
         except NotFound:
             return
-        self._keep(PDCLUSTER, answer)
+        self._keep(kind, answer)
 
     async def list(self, kind: Kind, namespaces: Iterable[str | None]) -> list[dict[str, Any]]:
         """Return all objects of a kind that concern us; ``None`` is every namespace."""

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.labels import CLUSTER_LABEL, GROUP, PLURAL, VERSION
+from pdcluster_operator.api.labels import (
+    CLUSTER_LABEL,
+    GROUP,
+    PLURAL,
+    SCALER_KIND,
+    SCALER_PLURAL,
+    VERSION,
+)
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
 from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
 
@@ -19,6 +26,7 @@ class Kind:
         group: API group; empty for the core group.
         selector: label selector of the objects that concern us; empty for all of them.
         namespaced: whether its objects live in namespaces.
+        optional: whether the API server may not have the kind.
     """
 
     group: str
@@ -27,6 +35,7 @@ class Kind:
     name: str
     selector: str = CLUSTER_LABEL
     namespaced: bool = True
+    optional: bool = False
 
     @property
     def api_version(self) -> str:
@@ -46,6 +55,7 @@ class Kind:
 
 
 PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
+PREFILL_SCALER = Kind(GROUP, VERSION, SCALER_PLURAL, SCALER_KIND, selector="", optional=True)
 POD = Kind("", "v1", "pods", "Pod")
 SECRET = Kind("", "v1", "secrets", "Secret")
 LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
@@ -59,6 +69,7 @@ WEBHOOK_CONFIGURATION = Kind(
 )
 WATCHED = (
     PDCLUSTER,
+    PREFILL_SCALER,
     Kind("apps", "v1", "statefulsets", "StatefulSet"),
     Kind("apps", "v1", "deployments", "Deployment"),
     # A StatefulSet has revisions of its own, with the labels of its pods.
