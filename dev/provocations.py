@@ -55,10 +55,14 @@ def provoked(test: Test, module: ast.Module) -> set[str]:
 
 def level_of(test: Test, module: ast.Module) -> str:
     """Return what a test runs on; nothing if only `make soak` runs it."""
-    own = [node for node in module.body if ast.unparse(node).startswith("pytestmark")]
+    own = [node for node in module.body if isinstance(node, ast.Assign) and _is_marks(node)]
     marks = [re.findall(r"mark\.(\w+)", ast.unparse(node)) for node in (*own, *test.decorator_list)]
     found = {mark for some in marks for mark in some}
     return "" if "soak" in found else next((on for on in LEVELS[::-1] if on in found), LEVELS[0])
+
+
+def _is_marks(node: ast.Assign) -> bool:
+    return any(isinstance(t, ast.Name) and t.id == "pytestmark" for t in node.targets)
 
 
 def _judged(helper: ast.FunctionDef) -> int | None:

@@ -6,7 +6,6 @@ At the end, the cluster keeps running, so that you can look around.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from cluster import binaries
 from cluster.places import Places
 from cluster.report import ClusterError, say
 from cluster.session import Cluster, connect
+from connecting import connected
 from images.engine_image import engine_image, for_this_machine
 from images.operator_image import operator_image
 from models.tiny import model_path
@@ -84,7 +84,7 @@ class Demo:
         body = {"model": NAME, "prompt": prompt, "max_tokens": 32, "temperature": 0}
         text = json.dumps(body)
         print(f"\n$ curl http://{address}:{port}/v1/completions -d '{text}'", flush=True)
-        connection = http.client.HTTPConnection(address, port, timeout=120)
+        connection = connected(address, port, 120)
         connection.request("POST", "/v1/completions", text, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         said = answer.read().decode(errors="replace")

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from fuzz.targets import TARGETS
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol import ticket
+from pdcluster_connector.protocol.peer_name import engine_name
 from pdcluster_connector.testing.engines import Size
 from ticket_key import KEYS
 
@@ -75,6 +81,12 @@ def seeds(target: str) -> list[bytes]:
             )
         ],
         "key_file": [b"00" * 32 + b"\n" + b"ab" * 40],
+        "certificate_names": [
+            b"ns.c.decode.r.0/1\nlocalhost\nns.c.decode.r.0.engine.pdcluster.dev",
+            b"ns.c.prefill.r.0/1\nns.c.prefill.r.0.engine.pdcluster.dev",
+        ],
+        "tls_option": [b'{"ca":"/a","certificate":"/c","key":"/k","names":"hosts"}'],
+        "tls_file": [_certificate(), _certificate(with_key=True)],
         "engine_status": [
             b'{"engine":"e","ready":true,"state":"Ready","versions":{"vllm":"0.32"}}',
             b'{"engine":"e","links":[{"prefill":"p","state":"Up","bytes_per_second":1}]}',
@@ -87,6 +99,27 @@ def seeds(target: str) -> list[bytes]:
         ],
     }
     return plain[target]
+
+
+def _certificate(*, with_key: bool = False) -> bytes:
+    """The same certificate each time; with its key, a file that every option accepts."""
+    key = Ed25519PrivateKey.from_private_bytes(bytes(32))
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "CA")])
+    names = [x509.DNSName(engine_name("ns.c.decode.r.0/1"))]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(datetime(2026, 1, 1, tzinfo=UTC))
+        .not_valid_after(datetime(2099, 1, 1, tzinfo=UTC))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .sign(key, None)
+    )
+    pem = certificate.public_bytes(Encoding.PEM)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return pem + private if with_key else pem
 
 
 def _ticket() -> ticket.Ticket:

@@ -6,8 +6,10 @@ Where a target has several parsers, the first byte says which of them reads the 
 from __future__ import annotations
 
 import json
+import tempfile
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,9 +24,12 @@ from pdcluster_connector.protocol.block_ids import BlockIds
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.link_documents import decode_peers, decode_report
 from pdcluster_connector.protocol.messages import EngineMetadata, Malformed
+from pdcluster_connector.protocol.peer_name import engine_in, engine_name, names_in, why_not_peer
 from pdcluster_connector.protocol.refusal import refusal_of
 from pdcluster_connector.protocol.ticket_keys import parse_keys
+from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 from pdcluster_connector.protocol.validation import validate_metadata
+from pdcluster_connector.sidechannel.tls import Tls, TlsError
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.vllm.config import ConfigError, parse_options
 from pdcluster_operator.api.spec.parse import parse_cluster
@@ -34,6 +39,7 @@ from ticket_key import KEYS
 Target = Callable[[bytes], object]
 
 _OURS = LabelledCache().shard
+_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def side_channel(raw: bytes) -> None:
@@ -125,6 +131,37 @@ def key_file(raw: bytes) -> None:
     assert keys.verify(raw, keys.sign(raw))
 
 
+def certificate_names(raw: bytes) -> None:
+    """Names in a peer's certificate, a line each. The first line is who the peer claims to be."""
+    claimed, *names = _text(raw).split("\n")
+    held = names_in({"subjectAltName": tuple(("DNS", name) for name in names)})
+    engine_in(held)
+    if why_not_peer("ns.c.prefill.r.0/1", held, claimed, "decode") is None:
+        assert engine_name(claimed) in held
+        assert claimed.lower().startswith("ns.c.decode.")
+
+
+def tls_option(raw: bytes) -> None:
+    """The option ``tls``."""
+    try:
+        files = tls_files(_json(raw))
+    except ValueError:
+        return
+    assert all(str(path) for path in (files.ca, files.certificate, files.key))
+
+
+def tls_file(raw: bytes) -> None:
+    """A file that holds an authority, a certificate, a key, or something else."""
+    with tempfile.NamedTemporaryFile(dir=_MEMORY) as file:
+        file.write(raw)
+        file.flush()
+        path = Path(file.name)
+        try:
+            Tls(TlsFiles(path, path, path, named=len(raw) % 2 == 0), "ns.c.decode.r.0/1")
+        except TlsError:
+            return
+
+
 def engine_status(raw: bytes) -> None:
     """What launchers answer to the operator."""
     document = _json(raw)
@@ -144,6 +181,9 @@ TARGETS: dict[str, Target] = {
     "launcher": launcher,
     "extra_config": extra_config,
     "key_file": key_file,
+    "certificate_names": certificate_names,
+    "tls_option": tls_option,
+    "tls_file": tls_file,
     "engine_status": engine_status,
     "manifest": manifest,
 }

@@ -11,6 +11,7 @@ from typing import Any, Self
 from reply import Reply
 
 from cluster.session import Cluster
+from connecting import connected
 
 
 class Proxy:
@@ -50,7 +51,7 @@ def ask(
     host: str, port: int, method: str, path: str, body: object = None, seconds: float = 120
 ) -> Reply:
     """Send one HTTP request, without a proxy; raises OSError if there is no answer."""
-    connection = http.client.HTTPConnection(host, port, timeout=seconds)
+    connection = connected(host, port, seconds)
     try:
         data = None if body is None else json.dumps(body).encode()
         connection.request(method, path, data, {"Content-Type": "application/json"})

@@ -16,9 +16,17 @@ from pathlib import Path
 import pytest
 from launched import CONFIG, HERE, Launched
 
+from forked_python import Forked, ForkedPython
 from loopback import free_port
 from pdcluster_connector.launcher import bundle
 from ticket_key import KEY_FILE
+
+ENVIRONMENT = {
+    "PYTHONPATH": str(HERE),
+    "PYTHONUNBUFFERED": "1",
+    # aiohttp reads the machine's certificates at every import; nobody needs them.
+    "SSL_CERT_FILE": os.devnull,
+}
 
 
 def inside(cgroup: Path | None) -> tuple[str, ...]:
@@ -66,6 +74,19 @@ def unpacked(pyz: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def forks(unpacked: Path) -> Iterator[ForkedPython]:
+    """Starts launchers that have been imported."""
+    host = ForkedPython(
+        "pdcluster_connector.launcher.main",
+        "pdcluster_connector.launcher.supervisor",
+        path=[unpacked],
+        environment={**os.environ, **ENVIRONMENT},
+    )
+    yield host
+    host.close()
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
@@ -78,12 +99,15 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def launch(unpacked: Path, model: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+def launch(
+    unpacked: Path, forks: ForkedPython, model: Path, tmp_path: Path
+) -> Iterator[Callable[..., Launched]]:
     """Start a launcher: ``launch("serve", "--port 1", ...)``; its processes end with the test.
 
-    ``bundle`` may be the zip file itself instead of what it holds.
+    It is forked from a process that has imported it. With ``bundle``, the zip file, it is a new
+    Python, as in a pod.
     """
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[bytes] | Forked] = []
 
     def start(
         behaviour: str = "serve",
@@ -95,7 +119,7 @@ def launch(unpacked: Path, model: Path, tmp_path: Path) -> Iterator[Callable[...
         host: str = "127.0.0.1",
         port: int = 0,
         cgroup: Path | None = None,
-        bundle: Path = unpacked,
+        bundle: Path | None = None,
         **environment: str,
     ) -> Launched:
         folder = tmp_path / f"launcher-{len(started)}"
@@ -107,28 +131,28 @@ def launch(unpacked: Path, model: Path, tmp_path: Path) -> Iterator[Callable[...
         extra = {"kv_connector_extra_config": own}
         config = json.dumps({**CONFIG, "kv_role": kv_role, **extra})
         arguments = vllm or (str(model), "--host", "127.0.0.1", "--port", str(api))
+        command = [
+            str(bundle or unpacked), "--engine", "default.tiny.prefill.r1.0", "--role", role,
+            "--host", host, "--port", str(port),
+            "--termination-log", str(folder / "termination"), "--runner", runner,
+            *flags, "--", *arguments, "--kv-transfer-config", config,
+        ]  # fmt: skip
+        environment = {**os.environ, **ENVIRONMENT, "STAND_IN": behaviour, **environment}
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-            process = subprocess.Popen(
-                [
-                    *inside(cgroup), sys.executable, str(bundle),
-                    "--engine", "default.tiny.prefill.r1.0", "--role", role,
-                    "--host", host, "--port", str(port),
-                    "--termination-log", str(folder / "termination"), "--runner", runner,
-                    *flags, "--", *arguments, "--kv-transfer-config", config,
-                ],
-                stdout=out if sink is None else sink,
-                stderr=err if sink is None else sink,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": str(HERE),
-                    "STAND_IN": behaviour,
-                    "PYTHONUNBUFFERED": "1",
-                    # aiohttp reads the machine's certificates at every import; nobody needs them.
-                    "SSL_CERT_FILE": os.devnull,
-                    **environment,
-                },
-                start_new_session=True,
-            )  # fmt: skip
+            stdout, stderr = (sink, sink) if sink is not None else (out.fileno(), err.fileno())
+            process: subprocess.Popen[bytes] | Forked
+            if bundle or cgroup:
+                process = subprocess.Popen(
+                    [*inside(cgroup), sys.executable, *command],
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=environment,
+                    start_new_session=True,
+                )
+            else:
+                process = forks.start(
+                    *command, stdout=stdout, stderr=stderr, environment=environment
+                )
         started.append(process)
         return Launched(process, folder, host, port, api)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forked_python import Forked
+
 HERE = Path(__file__).parent
 CONFIG = {
     "kv_connector": "PDClusterConnector",
@@ -51,7 +53,12 @@ class Launched:
     """One launcher and what it printed."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], folder: Path, host: str, port: int, api: int
+        self,
+        process: subprocess.Popen[bytes] | Forked,
+        folder: Path,
+        host: str,
+        port: int,
+        api: int,
     ) -> None:
         self.process = process
         self.folder = folder

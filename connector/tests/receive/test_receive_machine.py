@@ -9,8 +9,7 @@ sequences, of any length, are covered without walking each of them.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -253,6 +252,14 @@ def snapshot(machine: Receive, dma: Dma) -> tuple[object, ...]:
     )
 
 
+def twins(machine: Receive, dma: Dma) -> tuple[Receive, Dma]:
+    """Copies of both that share nothing that can change; copy.deepcopy takes ten times as long."""
+    return (
+        replace(machine, open=set(machine.open), entered=dict(machine.entered)),
+        replace(dma, flying=set(dma.flying), landed=set(dma.landed)),
+    )
+
+
 def test_every_order_of_events() -> None:
     seen: set[tuple[object, ...]] = set()
     states: set[State] = set()
@@ -265,9 +272,9 @@ def test_every_order_of_events() -> None:
             continue
         seen.add(key)
         states.add(machine.state)
-        close(copy.deepcopy(machine), copy.deepcopy(dma))
+        close(*twins(machine, dma))
         for event, now in choices(machine, dma):
-            branch, model = copy.deepcopy(machine), copy.deepcopy(dma)
+            branch, model = twins(machine, dma)
             deliver(branch, model, event, now)
             frontier.append((branch, model))
             steps += 1

@@ -284,6 +284,15 @@ def test_an_answer_that_cannot_be_read(books: Books, body: bytes) -> None:
     assert failure.reason is Reason.PROTOCOL_VERSION_MISMATCH
 
 
+def test_a_peer_that_says_nothing_is_named_at_the_deadline(books: Books) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        failure = connect(books(), port, seconds=0.2).wait()
+    assert isinstance(failure, Failure)
+    assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+    assert failure.message.endswith(f"127.0.0.1:{port} has not answered yet")
+
+
 @pytest.mark.parametrize("host", ["not a host", "host\r\nX: y", "", "..", "[", "a" * 300])
 def test_hosts_that_make_no_address(books: Books, host: str) -> None:
     answer = Answer()

@@ -9,6 +9,7 @@ import json
 import random
 import resource
 import socket
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -228,22 +229,42 @@ def test_accepts_that_fail_are_said_once(
     """Without file descriptors, each accept fails at once: ten lines a second would say so."""
     monkeypatch.setattr("pdcluster_connector.sidechannel.http_guard.PAUSE_SECONDS", 0.01)
     server = serve()
-    assert server._thread is not None
-    loop = server._thread.loop
-    accept, faults = loop.sock_accept, [OSError(errno.EMFILE, "no file descriptor")] * 5
+    accept, faults = socket.socket.accept, [OSError(errno.EMFILE, "no file descriptor")] * 5
 
-    async def accept_late(listener: socket.socket) -> tuple[socket.socket, object]:
-        if faults:
+    def accept_late(listener: socket.socket) -> tuple[socket.socket, object]:
+        if listener is server._listener and faults:
             raise faults.pop()
-        return await accept(listener)
+        return accept(listener)
 
-    monkeypatch.setattr(loop, "sock_accept", accept_late)
-    for _ in range(2):  # the accept that waits already takes the first
-        assert post(server.port, "/v1/handshake", REQUEST)[0] == 200
+    monkeypatch.setattr(socket.socket, "accept", accept_late)
+    assert post(server.port, "/v1/handshake", REQUEST)[0] == 200
     assert not faults
     said = [record.getMessage() for record in caplog.records]
     assert len([text for text in said if "no connection can be accepted" in text]) == 1
     assert said.count("connections can be accepted again") == 1
+
+
+def test_a_server_that_stops_leaves_no_client_waiting() -> None:
+    """Connections that come in at that moment were left open, and their clients without an answer.
+
+    Their process ends then, but a decode engine's first handshake waited for it until its deadline.
+    """
+    request, port = b"GET /healthz HTTP/1.1\r\nHost: p\r\n\r\n", 0
+    for _ in range(10):
+        server = SideChannelServer("127.0.0.1", port, PREFILL, SHAPE)
+        server.start()
+        port = server.port
+        stopping = threading.Timer(0.01, server.stop)
+        stopping.start()
+        clients = []
+        while stopping.is_alive():
+            with contextlib.suppress(OSError):
+                clients.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+                clients[-1].sendall(request)
+        for client in clients:
+            with client, contextlib.suppress(ConnectionError):
+                while client.recv(4096):  # raises TimeoutError if the server left it open
+                    pass
 
 
 def test_the_peers_of_a_large_cluster_all_find_room(

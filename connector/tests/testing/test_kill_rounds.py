@@ -54,20 +54,20 @@ def well(world: World) -> None:
     world.dead.clear()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("rounds", [20, 500])
+@pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 def test_rounds_of_kill_and_restart_leave_nothing_behind(rounds: int) -> None:
-    world = World(lease_seconds=5.0)  # no lease ends here but that of a decode engine that died
+    # No lease ends here but that of a decode engine that died; at the end, the test waits for it.
+    world = World(lease_seconds=3.0)
     try:
         well(world)
-        # A round of each kind first: what is made once and kept is there then.
         kinds = list(itertools.product(VICTIMS, STATES))
-        for victim, state in kinds if rounds > 100 else kinds[2::4]:
+        # What is made once and kept is there after a few rounds. Those of P1 leave no lease behind.
+        for victim, state in kinds if rounds > 100 else kinds[: len(STATES)]:
             one_round(world, victim, state)
         assert world.run(lambda: settled(world)), world.holdings()
         # What watches a dead peer looks once a second, and HTTP keeps idle connections for 15.
-        world.run_for(20.0 if rounds > 100 else 2.0)
+        world.run_for(20.0 if rounds > 100 else 1.5)
         before = world.holdings()
         for _, (victim, state) in zip(range(rounds), itertools.cycle(kinds), strict=False):
             one_round(world, victim, state)

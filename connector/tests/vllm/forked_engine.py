@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cache_hook
+import held_receives
 
 
 def _host(folder: Path) -> None:
@@ -223,6 +224,18 @@ class Commands:
 
     def free_blocks(self) -> int:
         return self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def hold(self, state: str) -> None:
+        held_receives.hold(state)
+
+    def release(self) -> None:
+        held_receives.release()
+
+    def stands(self, count: int, state: str) -> bool:
+        return held_receives.stands(count, state)
+
+    def cut(self, is_cut: bool) -> None:
+        held_receives.cut(is_cut)
 
     def metrics(self) -> dict[str, float]:
         return _metrics()

@@ -68,6 +68,13 @@ READS = {
         "finished_sending", "finished_recving", "failed_recving",
     ),
     (BASE[0], "KVConnectorWorkerMetadata"): ("aggregate",),
+    ("vllm.v1.core.sched.output", "SchedulerOutput"): (
+        "scheduled_new_reqs", "scheduled_cached_reqs",
+    ),
+    ("vllm.v1.core.sched.output", "NewRequestData"): ("req_id", "block_ids"),
+    ("vllm.v1.core.sched.output", "CachedRequestData"): (
+        "req_ids", "resumed_req_ids", "new_block_ids",
+    ),
     (BASE[0], "KVConnectorRole"): ("SCHEDULER", "WORKER"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): ("get_block_ids",),
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): (

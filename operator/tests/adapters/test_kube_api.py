@@ -36,9 +36,19 @@ CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
 
 
 @pytest.fixture
-async def client(real, namespace):
+def calls() -> list[str]:
+    """Methods and answers of the client's calls."""
+    return []
+
+
+@pytest.fixture
+async def client(real, namespace, calls):
     configuration = await find_configuration(str(real.folder / "operator.kubeconfig"))
-    async with KubeClient(configuration) as client:
+
+    def seen(method, path, status, seconds):
+        calls.append(f"{method} {status}")
+
+    async with KubeClient(configuration, seen) as client:
         yield client
 
 
@@ -73,6 +83,37 @@ async def test_every_child_is_accepted_and_a_second_look_finds_nothing_to_do(rea
         _, kept = read(real, step.manifest)
         kept["kind"] = step.manifest["kind"]
         assert is_applied(kept, step.manifest), step.why
+
+
+async def test_what_is_known_is_written_without_a_look(real, api, live, calls):
+    kept = {}
+    api.remember = lambda one: kept.update({(one["kind"], one["metadata"]["name"]): one})
+    for step in applies(live):
+        await api.apply(step.manifest)
+    assert set(calls) == {"PATCH 201"}, "a child that is not there is created at once"
+    calls.clear()
+    for step in applies(live):
+        metadata = step.manifest["metadata"]
+        await api.apply(
+            step.manifest, kept[step.manifest["kind"], metadata["name"]]["metadata"]["uid"]
+        )
+    assert set(calls) == {"PATCH 200"}
+    calls.clear()
+    await api.apply(child(live, "Service"))
+    assert calls == ["PATCH 409", "GET 200", "PATCH 200"], "the store had not seen our own child"
+
+
+async def test_a_child_that_was_made_anew_is_looked_at(real, api, live, namespace, calls):
+    wanted = child(live, "Service")
+    await api.apply(wanted, "the-uid-of-one-that-is-gone")
+    assert calls == ["PATCH 409", "GET 404", "PATCH 201"]
+    path = f"{CHILDREN['Service'].format(namespace)}/{wanted['metadata']['name']}"
+    real.call("DELETE", path)
+    theirs = copy.deepcopy(dict(wanted))
+    theirs["metadata"]["ownerReferences"][0]["controller"] = False
+    assert real.call("POST", CHILDREN["Service"].format(namespace), theirs)[0] == 201
+    with pytest.raises(ApiError, match="belongs to something else"):
+        await api.apply(wanted, "the-uid-of-one-that-is-gone")
 
 
 async def test_an_apply_that_changes_nothing_writes_nothing(real, api, live):
@@ -207,6 +248,20 @@ async def test_status_is_written_by_a_manager_of_its_own(real, api, live, namesp
     assert "finalizers" not in kept["metadata"]
     await api.write_status(key, uid, {"model": "one"})
     assert "conditions" not in get(real, namespace)["status"], "what is left out goes away"
+
+
+async def test_a_status_is_written_without_a_look_while_the_cluster_is_as_seen(
+    real, api, live, namespace, calls
+):
+    key, metadata = Key(namespace, "tiny"), live["metadata"]
+    await api.write_status(key, metadata["uid"], status("one"), metadata["resourceVersion"])
+    assert calls == ["PATCH 200"]
+    calls.clear()
+    await api.write_status(key, metadata["uid"], status("two"), metadata["resourceVersion"])
+    assert calls == ["PATCH 409", "GET 200", "PATCH 200"]
+    assert get(real, namespace)["status"] == status("two")
+    await api.write_status(key, "another", status("three"), metadata["resourceVersion"])
+    assert get(real, namespace)["status"] == status("two")
 
 
 async def test_the_status_of_a_cluster_that_was_made_anew_stays(real, api, live, namespace):

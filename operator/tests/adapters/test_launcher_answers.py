@@ -89,3 +89,47 @@ def test_an_endless_answer_is_cut_off() -> None:
                 await engines.links(str(pod.make_url("")).rstrip("/"))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "expected"),
+    [
+        (200, '{"revision": "ab12"}', "ab12"),
+        (404, '{"error": "Not Found"}', None),  # a launcher of an older version
+        (403, '{"error": "for the operator"}', None),
+        (200, "[]", None),
+        (200, '{"revision": 7}', None),
+        (200, '{"revision": "' + "a" * 65 + '"}', None),
+    ],
+)
+def test_who_cannot_tell_of_news_is_polled(status: int, text: str, expected: str | None) -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.query["seen"])
+        return web.Response(status=status, text=text)
+
+    async def run() -> str | None:
+        launcher = web.Application()
+        launcher.router.add_get("/v1/changes", answer)
+        async with TestServer(launcher) as pod, EnginesHttp() as engines:
+            return await engines.changed(str(pod.make_url("")).rstrip("/"), "a&wait=9")
+
+    assert asyncio.run(run()) == expected
+    assert asked == ["a&wait=9"]
+
+
+def test_a_question_for_news_that_breaks_off_is_a_failure() -> None:
+    async def broken(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    async def run() -> None:
+        launcher = web.Application()
+        launcher.router.add_get("/v1/changes", broken)
+        async with TestServer(launcher) as pod, EnginesHttp() as engines:
+            with pytest.raises(LauncherError):
+                await engines.changed(str(pod.make_url("")).rstrip("/"), "")
+
+    asyncio.run(run())

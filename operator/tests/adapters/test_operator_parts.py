@@ -75,13 +75,18 @@ def test_the_share_of_a_cluster_that_is_gone_is_gone():
 
 
 def test_what_is_kept_of_an_object_has_its_kind_and_no_bookkeeping():
-    listed = {"metadata": {"name": "a", "managedFields": [1]}, "spec": {}}
-    assert slim(listed, BY_NAME["Pod"]) == {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "a"},
-        "spec": {},
-    }
+    listed = {"metadata": {"name": "a", "managedFields": [1]}, "spec": {}, "status": {}}
+    kept = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "status": {}}
+    assert slim(listed, BY_NAME["Pod"]) == kept, "a pod's spec is the largest part, and not read"
+    assert slim(listed, BY_NAME["Service"])["spec"] == {}
+
+
+def test_of_an_immutable_configmap_only_hashes_are_kept():
+    content = {"binaryData": {"connector.pyz": "A" * 400_000}, "immutable": True}
+    kept = slim({"metadata": {"name": "a"}, **content}, BY_NAME["ConfigMap"])
+    assert len(json.dumps(kept)) < 1000
+    users = slim({"metadata": {"name": "a"}, "data": content["binaryData"]}, BY_NAME["ConfigMap"])
+    assert users["data"] == content["binaryData"], "what can change is kept as it is"
 
 
 def test_a_log_line_is_one_json_object():

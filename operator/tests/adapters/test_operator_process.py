@@ -25,7 +25,7 @@ pytestmark = pytest.mark.cluster
 
 KINDS = {
     "ConfigMap": 1,
-    "ControllerRevision": 2,
+    "ControllerRevision": 4,  # ours of each role, and one that each StatefulSet has
     "Deployment": 1,
     "NetworkPolicy": 2,
     "Pod": 3,

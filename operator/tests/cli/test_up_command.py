@@ -19,37 +19,48 @@ from fake_engine import FakeConnector
 from manifests import tiny
 from pods import carrying
 
+from forked_python import Forked, ForkedPython
 from pdcluster_operator.cli import up
 from pdcluster_operator.cli.main import main
 from pdcluster_operator.cli.up_manifest import with_names
 
+FAKE_ENGINES = Path(__file__).parents[1] / "local"
+# aiohttp reads the certificates of the machine at every import; nobody needs them.
+ENVIRONMENT = {"SSL_CERT_FILE": os.devnull}
 SCRIPT = Path(__file__).with_name("up_with_small_engines.py")
 
 
 class Up:
     """One run, in a session of its own, with its output in a file."""
 
-    def __init__(self, folder: Path, *arguments: str, change: Callable[[dict], None] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        change: Callable[[dict], None] | None = None,
+        forks: ForkedPython | None = None,
+    ) -> None:
         self.folder = folder
         manifest = tiny(folder)
         if change is not None:
             change(manifest)
         (folder / "cluster.yaml").write_text(yaml.safe_dump(manifest))
         self.output = folder / "output"
-        environment = {
-            **os.environ,
-            "XDG_CACHE_HOME": str(folder / "cache"),
-            # aiohttp reads the certificates of the machine at every import; nobody needs them.
-            "SSL_CERT_FILE": os.devnull,
-        }
+        environment = {**os.environ, **ENVIRONMENT, "XDG_CACHE_HOME": str(folder / "cache")}
+        command = [str(SCRIPT), str(folder / "cluster.yaml"), *arguments]
+        self.process: subprocess.Popen[bytes] | Forked
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(folder / "cluster.yaml"), *arguments],
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,
-            )
+            if forks is not None:
+                to = output.fileno()
+                self.process = forks.start(*command, stdout=to, stderr=to, environment=environment)
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, *command],
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
 
     def until(self, words: str, seconds: float = 120) -> str:
         deadline = time.monotonic() + seconds
@@ -72,12 +83,29 @@ class Up:
         return self.output.read_text()
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkedPython]:
+    """Starts commands whose modules have been imported."""
+    host = ForkedPython(
+        "fake_engine",
+        "pdcluster_operator.cli.main",
+        "pdcluster_operator.cli.up",
+        path=[FAKE_ENGINES],
+        environment={**os.environ, **ENVIRONMENT},
+    )
+    yield host
+    host.close()
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+def start(tmp_path: Path, forks: ForkedPython) -> Iterator[Callable[..., Up]]:
+    """Start the command; ``cold`` in a new Python, which imports everything first."""
     runs: list[Up] = []
 
-    def make(*arguments: str, change: Callable[[dict], None] | None = None) -> Up:
-        runs.append(Up(tmp_path, *arguments, change=change))
+    def make(
+        *arguments: str, change: Callable[[dict], None] | None = None, cold: bool = False
+    ) -> Up:
+        runs.append(Up(tmp_path, *arguments, change=change, forks=None if cold else forks))
         return runs[-1]
 
     yield make
@@ -200,7 +228,7 @@ def test_a_signal_while_engines_load_ends_everything(
 
 @pytest.mark.parametrize("moment", ["Starting", "Ready: KV", ""])
 def test_kill_minus_9_leaves_nothing(start: Callable[..., Up], moment: str) -> None:
-    run = start()
+    run = start(cold=not moment)
     if moment:
         run.until(moment)
     else:
@@ -212,7 +240,7 @@ def test_kill_minus_9_leaves_nothing(start: Callable[..., Up], moment: str) -> N
 
 def test_ctrl_c_at_any_early_moment_leaves_nothing(start: Callable[..., Up]) -> None:
     for delay in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-        run = start()
+        run = start(cold=True)
         run.until("begins")  # what Python does before is not ours
         time.sleep(delay)
         run.process.send_signal(signal.SIGINT)

@@ -12,6 +12,7 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import ROLE_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
     Apply,
     ConnectorBundle,
@@ -61,6 +62,7 @@ class SimulatedCluster:
         self.counter = 0
         self.ticket_key: TicketKey | None = None
         self.scaler: dict[str, Any] | None = None
+        self.memo = Memo()
         self.refused = ""
 
     def observed(self) -> Observed:
@@ -76,7 +78,10 @@ class SimulatedCluster:
         )
 
     def plan(self) -> Plan:
-        return make_plan(self.observed(), self.now)
+        observed = self.observed()
+        plan = make_plan(observed, self.now, self.memo)
+        assert plan == make_plan(observed, self.now), "a memo changes no plan"
+        return plan
 
     def step(self) -> Plan:
         """Plan, carry out, write the status."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
@@ -55,8 +55,16 @@ def test_it_turns_back_when_the_window_is_clean():
     assert seen(world, 0, 0) == "True", "nothing is computed any more"
 
 
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=30), st.integers(0, 99))
-def test_each_flip_crosses_the_whole_distance(shares: list[int], most: int):
+def limits_and_shares(most: int) -> st.SearchStrategy[tuple[int, list[int]]]:
+    """Half of the shares lie beside the two limits, where the state may change."""
+    beside = st.sampled_from([most // 2, most // 2 + 1, most, most + 1])
+    return st.tuples(st.just(most), st.lists(beside | st.integers(0, 100), min_size=5, max_size=20))
+
+
+@settings(max_examples=20)  # each share costs a whole plan
+@given(st.integers(0, 99).flatmap(limits_and_shares))
+def test_each_flip_crosses_the_whole_distance(drawn: tuple[int, list[int]]):
+    most, shares = drawn
     world = running(most)
     state = "True"
     for share in shares:

@@ -66,7 +66,7 @@ def test_a_lost_engine_of_another_revision_does_not_block_the_new_one() -> None:
     world.bring_up()
     old = world.leaders("decode")[0]
     world.edit(decode={"engine": {"maxModelLen": 128}})
-    world.step()  # the new template is tried out
+    world.step()  # it is tried out
     world.step()
     assert world.leaders("decode") == [], "the old one has to go first"
     later(world)

@@ -35,6 +35,8 @@ class Launchers:
         self.refuse_peers = False
         self.misses = 0  # polls of readiness, of whomever, that fail from now on
         self.polls = 0
+        self.waits = 0
+        self.revision: str | None = None  # of a launcher that can tell when it has news
         self.linked: tuple[LinkReport, ...] = ()
         self.prompts = PromptsReport(0, "", 0, 0)
 
@@ -51,6 +53,16 @@ class Launchers:
 
     async def links(self, url: str) -> LinksReport:
         return LinksReport(self.engines[url], self.ids[url] or "", self.linked, self.prompts)
+
+    async def changed(self, url: str, seen: str) -> str | None:
+        self.waits += 1
+        for _ in range(50):
+            if self.revision != seen:
+                break
+            await asyncio.sleep(0.005)
+            if self.ids[url] is None:
+                raise LauncherError("the connection was closed")
+        return self.revision
 
     async def put_peers(self, url: str, body: Mapping[str, Any]) -> None:
         self.told.append((self.ids[url] or "", body))
@@ -285,4 +297,46 @@ async def test_one_that_hangs_stays_unheard_until_it_is_gone() -> None:
     assert monitor.all_heard(KEY), "an engine that is gone is not waited for"
     monitor.forget(KEY)
     assert monitor.followed_seconds(KEY) == 0
+    await monitor.stop()
+
+
+async def test_a_launcher_without_news_is_not_polled_and_news_come_in() -> None:
+    launchers = Launchers()
+    launchers.revision = "1"
+    monitor, woken = monitor_of(launchers)
+    monitor.follow(KEY, [P])
+    await until(lambda: launchers.waits >= 4)
+    assert launchers.polls <= 2, "the first, and one since the revision is known"
+    launchers.ids["http://p"], launchers.revision = "p/2", "2"
+    await until(lambda: monitor.engines(KEY)[P.engine].engine_id == "p/2")
+    assert len(woken) == 2
+    await monitor.stop()
+
+
+async def test_new_peers_do_not_wait_for_news() -> None:
+    launchers = Launchers()
+    launchers.revision = "1"
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await until(lambda: launchers.waits >= 2)
+    for generation in (1, 2):
+        monitor.assign(KEY, [peers(generation)])
+        await until(lambda generation=generation: len(launchers.told) == generation)
+    monitor.assign(KEY, [peers(2)])
+    waits = launchers.waits
+    await until(lambda: launchers.waits >= waits + 3)
+    assert len(launchers.told) == 2
+    await monitor.stop()
+
+
+async def test_a_launcher_that_dies_while_it_is_asked_for_news_is_polled_at_once() -> None:
+    launchers = Launchers()
+    launchers.revision = "1"
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [P])
+    await until(lambda: launchers.waits >= 2)
+    launchers.ids["http://p"] = None
+    await until(lambda: not monitor.engines(KEY))
+    launchers.ids["http://p"] = "p/2"
+    await until(lambda: monitor.engines(KEY))
     await monitor.stop()

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.prompt_window import PromptWindow
 from pdcluster_connector.launcher.readiness import Readiness
 from pdcluster_connector.launcher.rendezvous import Followers, Rendezvous
+from pdcluster_connector.launcher.revision import revision_of
 from pdcluster_connector.protocol.link_documents import (
     MAX_DOCUMENT_BYTES,
     decode_peers,
@@ -29,6 +31,7 @@ from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in
 from pdcluster_connector.sidechannel.tls import Tls
 
 MAX_WAIT_SECONDS: Final = 30.0
+LOOK_SECONDS: Final = 0.25  # how often somebody who waits for news has it looked for
 
 _Document = TypeVar("_Document")
 _Decode = Callable[[bytes], _Document | Malformed]
@@ -80,6 +83,7 @@ class LauncherServer:
         app.router.add_get("/v1/peers", self._get_peers)
         app.router.add_post("/v1/reports", self._post_reports)
         app.router.add_get("/v1/links", self._get_links)
+        app.router.add_get("/v1/changes", self._get_changes)
         app.router.add_post("/v1/drain", self._post_drain)
         if self._followers is not None:
             app.router.add_get("/v1/rendezvous", self._get_rendezvous)
@@ -157,6 +161,23 @@ class LauncherServer:
         if self._prompts is not None:
             document["prompts"] = self._prompts.document(now)
         return _json(document)
+
+    async def _get_changes(self, request: web.Request) -> web.Response:
+        """Answer as soon as the revision is another than ``seen``, or after ``wait`` seconds."""
+        seen = request.query.get("seen", "")
+        deadline = time.monotonic() + min(_number(request, "wait", 0), MAX_WAIT_SECONDS)
+        while (revision := self._revision()) == seen and not self._stopping:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left, LOOK_SECONDS))
+        return _json({"revision": revision})
+
+    def _revision(self) -> str:
+        now = time.monotonic()
+        prompts = None if self._prompts is None else self._prompts.document(now)
+        return revision_of(self._readiness.document(), self._links.rows(now), prompts)
 
     async def _get_rendezvous(self, request: web.Request) -> web.Response:
         if self._followers is None:

@@ -44,32 +44,48 @@ class ConnectionGuard:
         self._idle_since: dict[web.RequestHandler, float] = {}
         self._busy: set[web.RequestHandler] = set()
         self._greeting: set[web.RequestHandler] = set()  # those in their TLS handshake
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], socket.socket] = {}
 
     async def accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Accept connections for ever, and close at once those over the limit."""
+        """Accept connections until cancelled, and close at once those over the limit."""
         loop = asyncio.get_running_loop()
+        # loop.sock_accept would lose a connection that comes in while it is cancelled.
+        readable = asyncio.Event()
+        loop.add_reader(listener, readable.set)
         failed = False
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                if not failed:
-                    logger.warning("no connection can be accepted: %s", error)
-                failed = True
-                await asyncio.sleep(PAUSE_SECONDS)
-                continue
-            if failed:
-                logger.warning("connections can be accepted again")
-            failed = False
-            if len(self._greeting.union(self._server.connections)) >= self._limit:
-                connection.close()
-                continue
-            handler = self._server()
-            self._greeting.add(handler)
-            task = loop.create_task(self._greet(handler, connection, tls))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        try:
+            while True:
+                await readable.wait()
+                readable.clear()
+                try:
+                    connection, _ = listener.accept()
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    if not failed:
+                        logger.warning("no connection can be accepted: %s", error)
+                    failed = True
+                    loop.remove_reader(listener)
+                    await asyncio.sleep(PAUSE_SECONDS)
+                    loop.add_reader(listener, readable.set)
+                    continue
+                if failed:
+                    logger.warning("connections can be accepted again")
+                failed = False
+                self._take(connection, tls)
+        finally:
+            loop.remove_reader(listener)
+
+    def _take(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+        connection.setblocking(False)
+        if len(self._greeting.union(self._server.connections)) >= self._limit:
+            connection.close()
+            return
+        handler = self._server()
+        self._greeting.add(handler)
+        task = asyncio.get_running_loop().create_task(self._greet(handler, connection, tls))
+        self._tasks[task] = connection
+        task.add_done_callback(self._tasks.pop)
 
     async def _greet(
         self, handler: web.RequestHandler, connection: socket.socket, tls: ssl.SSLContext | None
@@ -95,8 +111,17 @@ class ConnectionGuard:
         self._busy.discard(handler)
         self._idle_since[handler] = asyncio.get_running_loop().time()
 
-    def close_all(self) -> None:
-        """Close every connection now."""
+    async def close_all(self) -> None:
+        """Close every connection, after the end of :meth:`accept`.
+
+        Also those that have just been accepted: their clients would wait for an answer.
+        """
+        greeting = dict(self._tasks)
+        for task in greeting:
+            task.cancel()
+        await asyncio.gather(*greeting, return_exceptions=True)
+        for connection in greeting.values():
+            connection.close()
         for handler in self._server.connections:
             handler.force_close()
 

@@ -56,7 +56,6 @@ CONCERNS_ALL_RANKS = frozenset(
 # also times out if this loop itself was held up.
 HEALTH_SECONDS = (2.0, 1.0)
 MAX_PEERS = 4096
-NO_ATTEMPT = TryAgain("no attempt was made")
 CLOSING = "this engine is shutting down"
 
 
@@ -75,7 +74,7 @@ class _Peer:
     waiters: list[_Waiter] = field(default_factory=list)
     answer: EngineMetadata | Failure | None = None
     answer_until: float = 0.0  # loop time; a refusal's only
-    last_error: TryAgain = NO_ATTEMPT
+    last_error: TryAgain | None = None
     task: asyncio.Task[None] | None = None
 
 
@@ -228,8 +227,9 @@ class PeerBook(PeerSource):
     def _too_late(self, peer: _Peer, waiter: _Waiter) -> None:
         if waiter in peer.waiters:
             peer.waiters.remove(waiter)
-            message = f"no handshake before the deadline; last: {peer.last_error.message}"
-            _tell(waiter, Failure(peer.last_error.reason, message))
+            last = peer.last_error or TryAgain(f"{peer.host}:{peer.port} has not answered yet")
+            message = f"no handshake before the deadline; last: {last.message}"
+            _tell(waiter, Failure(last.reason, message))
             if not peer.waiters and peer.task is not None:
                 peer.task.cancel()
                 self._peers.pop(peer.engine_id, None)

@@ -164,10 +164,11 @@ class SideChannelServer:
     async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
         if self._guard is not None:
-            self._guard.close_all()
+            await self._guard.close_all()
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -7,7 +7,9 @@ bytes that are not the request's own. :class:`Judge` counts what it saw, in one 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 from pdcluster_connector.testing.engines import DecodeEngine, Fetch
 
@@ -15,11 +17,11 @@ from pdcluster_connector.testing.engines import DecodeEngine, Fetch
 class Verdict(StrEnum):
     """What became of a request. The last two are faults."""
 
-    RIGHT = "right"  # its KV was fetched, and every byte is its own
+    RIGHT = "right"  # its KV was fetched, and every byte or token is its own
     FAILED = "failed"  # a named reason, and nothing of it is used
-    RECOMPUTED = "recomputed"  # failed, and computed anew as the policy says: every byte is right
+    RECOMPUTED = "recomputed"  # not fetched, but computed as the policy says: all of it is right
     LOST = "lost with its engine"  # whoever waits for it sees the connection end
-    WRONG = "WRONG"  # bytes were believed that are not its own
+    WRONG = "WRONG"  # bytes were believed, or tokens answered, that are not its own
     HANGING = "HANGING"  # it never ended
 
 
@@ -61,10 +63,42 @@ class Judge:
         else:
             verdict = Verdict.FAILED
         reason = fetch.failure.reason.value if fetch.failure is not None and not lost else ""
-        self.counts[situation, verdict, reason] += 1
+        self.count(situation, verdict, reason)
         if fetch.ended and not lost:
             engine.forget(request_id)
         return verdict
+
+    def judge_answer(
+        self,
+        situation: str,
+        tokens: Sequence[int],
+        history: Sequence[int],
+        path: Mapping[str, Any],
+        *,
+        ended_with_error: bool,
+    ) -> Verdict:
+        """Judge a real engine's answer by the tokens that a single engine gives.
+
+        Args:
+            situation: what the request is counted under.
+            tokens: what the engine answered.
+            history: what a single engine answers to the same prompt.
+            path: the answer's ``kv_path``; empty where it has none.
+            ended_with_error: the client was told that the request failed.
+        """
+        if ended_with_error:
+            verdict = Verdict.WRONG if tokens else Verdict.FAILED
+        elif list(tokens) != list(history):
+            verdict = Verdict.WRONG
+        else:
+            moved = path.get("outcome") == "transferred"
+            verdict = Verdict.RIGHT if moved else Verdict.RECOMPUTED
+        self.count(situation, verdict, str(path.get("reason", "")))
+        return verdict
+
+    def count(self, situation: str, verdict: Verdict, reason: str = "") -> None:
+        """Count a verdict that was reached elsewhere."""
+        self.counts[situation, verdict, reason] += 1
 
     @property
     def faults(self) -> dict[tuple[str, Verdict, str], int]:

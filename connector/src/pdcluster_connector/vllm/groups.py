@@ -44,7 +44,12 @@ class CacheGroup:
         return isinstance(self.spec, MambaSpec)
 
     def holding(self, blocks: Sequence[int], start: int, stop: int) -> GroupBlocks:
-        """Return the blocks of a request that hold the tokens [start, stop).
+        """Return the blocks of a request that hold the tokens [start, stop); see :meth:`ids`."""
+        first = 0 if self.is_state else start // self.block_size
+        return GroupBlocks(tuple(self.ids(blocks, start, stop)), first * self.block_size)
+
+    def ids(self, blocks: Sequence[int], start: int, stop: int) -> Sequence[int]:
+        """Return the ids of the blocks that hold the tokens [start, stop).
 
         For a Mamba group, that is the running state after ``stop`` tokens.
 
@@ -52,9 +57,8 @@ class CacheGroup:
             CoverageError: the request has no state.
         """
         if self.is_state:
-            return GroupBlocks((state_slot(blocks, self.spec.num_speculative_blocks),))
-        first, last = start // self.block_size, -(-stop // self.block_size)
-        return GroupBlocks(tuple(blocks[first:last]), first * self.block_size)
+            return (state_slot(blocks, self.spec.num_speculative_blocks),)
+        return blocks[start // self.block_size : -(-stop // self.block_size)]
 
 
 def cache_groups(config: KVCacheConfig) -> tuple[CacheGroup, ...]:

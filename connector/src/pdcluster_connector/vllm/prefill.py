@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.protocol.block_ids import BlockIds
@@ -21,6 +22,7 @@ from pdcluster_connector.protocol.prompt_digest import PromptDigest
 from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params, passed_on
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
+from pdcluster_connector.vllm.block_lists import BlockLists
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
@@ -55,6 +57,7 @@ class PrefillRole:
         stats: StatsCollector,
         leases: LeaseDesk,
         keys: Callable[[], TicketKeys | None],
+        block_lists: BlockLists,
     ) -> None:
         self._engine_id = engine_id
         self._options = options
@@ -65,6 +68,7 @@ class PrefillRole:
         self._stats = stats
         self._leases = leases
         self._keys = keys
+        self._block_lists = block_lists
         self._owed: set[str] = set()  # finished requests whose blocks vLLM keeps for us
         self._shortened: set[str] = set()
         self._prompts: dict[str, PromptDigest] = {}  # of requests that compute
@@ -94,13 +98,15 @@ class PrefillRole:
         """Arm the lease of a request that starts to compute; again after a preemption."""
         if is_prefill(request):
             self._leases.arm(request.request_id, 1 + secrets.randbelow(2**64 - 1))
+            self._block_lists.begin(request.request_id)
             if request.request_id not in self._prompts:
                 reader = prompt_reader(request, request.num_prompt_tokens)
                 if reader is not None:
                     self._prompts[request.request_id] = reader
 
-    def read_prompts(self) -> None:
-        """Read on in the prompts that compute, so that a long one does not hold up one step."""
+    def read(self, output: SchedulerOutput) -> None:
+        """Read on in what computes, so that a long prompt does not hold up one step."""
+        self._block_lists.read(output)
         left = DIGEST_TOKENS_A_STEP
         for reader in self._prompts.values():
             if left and reader.left:
@@ -110,6 +116,14 @@ class PrefillRole:
         self, request: Request, blocks: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return (keep the blocks, what the client gets): a ticket if there is KV to fetch."""
+        try:
+            return self._hand_over(request, blocks)
+        finally:
+            self._block_lists.forget(request.request_id)
+
+    def _hand_over(
+        self, request: Request, blocks: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         whole = self._leaves_last_token and request_id not in self._shortened
         self._shortened.discard(request_id)
@@ -162,8 +176,12 @@ class PrefillRole:
             request_id=request.request_id,
             token=token,
             blocks=tuple(
-                BlockIds(group.holding(ids, 0, request.num_prompt_tokens).blocks)
-                for group, ids in zip(self._groups, blocks, strict=True)
+                BlockIds(
+                    self._block_lists.ids(
+                        request.request_id, number, group.ids(ids, 0, request.num_prompt_tokens)
+                    )
+                )
+                for number, (group, ids) in enumerate(zip(self._groups, blocks, strict=True))
             ),
             block_size=self._block_size,
             tokens=request.num_prompt_tokens,
@@ -182,6 +200,7 @@ class PrefillRole:
         self._owed.discard(request_id)
         self._shortened.discard(request_id)
         self._prompts.pop(request_id, None)
+        self._block_lists.forget(request_id)
 
     def take(self) -> tuple[list[str], dict[int, int]]:
         """(requests that every rank reports as sent now, lease words to write before), once."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -29,6 +30,7 @@ from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
 from pdcluster_connector.sidechannel.tls import tls_of
+from pdcluster_connector.vllm.block_lists import BlockLists
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.decode import DecodeRole
 from pdcluster_connector.vllm.groups import cache_groups
@@ -88,6 +90,7 @@ class SchedulerRole:
                 self._stats,
                 self._leases,
                 keys,
+                BlockLists(kv_cache_config.select_transfer_block_ids),
             )
         if transfer.is_kv_consumer:
             self._lease_client = LeaseClient(engine_id, self._tls)
@@ -189,12 +192,12 @@ class SchedulerRole:
         """Have every rank report a parked request as failed."""
         self._unreceivable[request_id] = why
 
-    def orders(self) -> StepOrders:
-        """What the workers have to do; each order is given out once."""
+    def orders(self, output: SchedulerOutput) -> StepOrders:
+        """What the workers have to do in the step ``output``; each order is given out once."""
         orders = StepOrders()
         if self.prefill is not None:
             orders.sent, orders.lease_words = self.prefill.take()
-            self.prefill.read_prompts()
+            self.prefill.read(output)
         if self.decode is not None:
             orders.renewed, orders.lost = self.decode.hear()
             orders.receive, orders.abandon = self.decode.take_orders()

@@ -7,9 +7,11 @@ which reaches every namespace, send its requests somewhere else.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import aiohttp
 
@@ -22,7 +24,13 @@ from pdcluster_operator.plan.reports import (
 from pdcluster_operator.runtime.errors import LauncherError
 
 TIMEOUT = aiohttp.ClientTimeout(total=2.0, connect=1.0)
+WAIT_SECONDS = 20
+"""How long a launcher may keep a question for news. One that has died is noticed earlier: the
+kernel asks a silent connection's other end after ``KEEPALIVE``."""
+WAIT_TIMEOUT = aiohttp.ClientTimeout(total=WAIT_SECONDS + 5.0, connect=1.0)
+KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 MAX_ANSWER = 4 << 20
+LONGEST_REVISION = 64
 
 
 class EnginesHttp:
@@ -32,7 +40,10 @@ class EnginesHttp:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(timeout=TIMEOUT, cookie_jar=aiohttp.DummyCookieJar())
+        # Each launcher holds one connection while it has no news, so their number has no limit.
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+        jar = aiohttp.DummyCookieJar()
+        self._http = aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, cookie_jar=jar)
         return self
 
     async def __aexit__(
@@ -58,6 +69,13 @@ class EnginesHttp:
             raise LauncherError(f"{url}/v1/links answers with something else than links")
         return report
 
+    async def changed(self, url: str, seen: str) -> str | None:
+        """See :class:`..runtime.ports.Launchers`."""
+        where = f"{url}/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS}"
+        document = await self._call("GET", where, (200, 403, 404), timeout=WAIT_TIMEOUT)
+        revision = document.get("revision") if isinstance(document, Mapping) else None
+        return revision if isinstance(revision, str) and len(revision) <= LONGEST_REVISION else None
+
     async def put_peers(self, url: str, body: Mapping[str, Any]) -> None:
         """See :class:`..runtime.ports.Launchers`."""
         await self._call("PUT", f"{url}/v1/peers", (200, 204), body)
@@ -68,11 +86,14 @@ class EnginesHttp:
         url: str,
         expected: tuple[int, ...],
         body: Mapping[str, Any] | None = None,
+        timeout: aiohttp.ClientTimeout = TIMEOUT,  # noqa: ASYNC109 - the session's own kind
     ) -> Any:
         if self._http is None:
             raise LauncherError("the client is not open")
         try:
-            async with self._http.request(method, url, json=body, allow_redirects=False) as answer:
+            async with self._http.request(
+                method, url, json=body, allow_redirects=False, timeout=timeout
+            ) as answer:
                 text = await _read(answer.content)
                 if answer.status not in expected:
                     said = text[:200].decode(errors="replace").strip()
@@ -86,6 +107,16 @@ class EnginesHttp:
             ) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise LauncherError(f"{method} {url}: {error}") from error
+
+
+def _socket(info: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, number, _, _ = info
+    made = socket.socket(family, kind, number)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE:
+        if (option := getattr(socket, name, None)) is not None:  # not every system has them
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 async def _read(stream: aiohttp.StreamReader) -> bytes:

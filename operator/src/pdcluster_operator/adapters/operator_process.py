@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import time
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ class OperatorOptions:
     health_port: int = 8081
     metrics_port: int = 8080
     sweep_seconds: float = 300.0
+    launcher_poll_seconds: float = 1.0
     operator_class: str = ""
 
 
@@ -61,6 +63,7 @@ class _WallClock:
 
 async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
     """Run until ``stop``, a signal, or the first part that fails, whose error is raised."""
+    _allow_many_connections()
     metrics = Metrics()
     ready: list[Sweeper] = []
     watches = WatchHealth()
@@ -93,6 +96,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             events=KubeEvents(client),
             connector=connector,
             clock=_WallClock(),
+            poll_seconds=options.launcher_poll_seconds,
             place=Place(
                 own_namespace(),
                 options.host_path_models,
@@ -129,6 +133,13 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             parts.append(keeper.run())
         log.info("reconciling %s", ", ".join(options.namespaces) or "every namespace")
         await until_one_ends(parts)
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files: each launcher holds a connection while it has no news."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def until_one_ends(parts: list[Coroutine[Any, Any, None]]) -> None:

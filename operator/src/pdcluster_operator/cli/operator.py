@@ -51,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
         help="Secret in which the certificate is stored",
     )
     run.add_argument(
+        "--launcher-poll-seconds",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="ask a launcher at most this often; one with no news keeps the question (default 1)",
+    )
+    run.add_argument(
         "--operator-class",
         default="",
         metavar="NAME",
@@ -143,6 +150,7 @@ def _operator(options: argparse.Namespace) -> Work:
         health_port=options.health_port,
         metrics_port=options.metrics_port,
         sweep_seconds=options.sweep_seconds,
+        launcher_poll_seconds=options.launcher_poll_seconds,
         operator_class=options.operator_class,
     )
     return lambda stop: run_operator(chosen, stop)

@@ -178,7 +178,7 @@ class _ApiPort:
         live = self._api.get("Secret", metadata["namespace"], metadata["name"])
         self._api.apply(with_a_new_key(step, live))
 
-    async def apply(self, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         return self._api.apply(dict(manifest))
 
     async def try_out(self, step: TryOut) -> None:
@@ -190,7 +190,9 @@ class _ApiPort:
             kind, step.namespace, step.name, uid=step.uid, resource_version=step.resource_version
         )
 
-    async def write_status(self, key: Key, uid: str, status: Mapping[str, Any]) -> None:
+    async def write_status(
+        self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
+    ) -> None:
         self._api.set_status(KIND, key.namespace, key.name, dict(status), uid)
 
     async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:

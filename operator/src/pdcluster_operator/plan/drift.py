@@ -13,6 +13,7 @@ from typing import Any
 
 from pdcluster_operator.api.labels import APPLIED_ANNOTATION
 from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.plan.contents import without_contents
 from pdcluster_operator.plan.merge import KEYED_LISTS
 from pdcluster_operator.plan.model import Manifest
 
@@ -40,7 +41,7 @@ def applied_hash(manifest: Manifest) -> str:
 
 def is_applied(live: Manifest | None, desired: Manifest) -> bool:
     """Whether applying ``desired`` (stamped) would change nothing."""
-    return live is not None and covers(live, desired)
+    return live is not None and covers(without_contents(live), without_contents(desired))
 
 
 def repair(live: Manifest, desired: Manifest) -> dict[str, Any] | None:
@@ -72,8 +73,10 @@ def without_manager(live: Manifest, manager: str) -> dict[str, Any] | None:
 
 def covers(live: Any, desired: Any, key: str = "", *, quantities: bool = False) -> bool:
     """Whether ``live`` holds everything that ``desired`` says."""
+    if live == desired:
+        return True
     if _is_empty(desired):
-        return live is None or live == desired or _is_empty(live)
+        return _is_empty(live)
     quantities = quantities or key in QUANTITY_FIELDS
     if isinstance(desired, Mapping):
         return isinstance(live, Mapping) and all(
@@ -84,7 +87,7 @@ def covers(live: Any, desired: Any, key: str = "", *, quantities: bool = False) 
         return _is_list(live) and _covers_items(live, desired, KEYED_LISTS.get(key))
     if quantities:
         return _same_quantity(live, desired)
-    return bool(live == desired)
+    return False
 
 
 def differences(
@@ -132,9 +135,8 @@ def _covers_items(live: Sequence[Any], desired: Sequence[Any], field: str | None
 
 
 def _same_quantity(live: Any, desired: Any) -> bool:
-    return live is not None and (
-        live == desired or parse_quantity(str(live)) == parse_quantity(str(desired)) is not None
-    )
+    wanted = parse_quantity(str(desired))
+    return live is not None and parse_quantity(str(live)) == wanted is not None
 
 
 def _is_empty(value: Any) -> bool:

@@ -15,6 +15,7 @@ from pdcluster_operator.api.labels import ENGINE_LABEL, EngineName
 from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.half_scheduled import released
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.pods import (
     Trouble,
@@ -62,7 +63,10 @@ class EngineView:
 
 
 def observe_engines(
-    observed: Observed, names: Iterable[EngineName], parallelism: Mapping[Role, Parallelism]
+    observed: Observed,
+    names: Iterable[EngineName],
+    parallelism: Mapping[Role, Parallelism],
+    memo: Memo,
 ) -> tuple[EngineView, ...]:
     """Return a view of each engine.
 
@@ -84,28 +88,43 @@ def observe_engines(
     }
     views = []
     for name in names:
-        own = sorted(pods.get(name.stateful_set, ()), key=_name)
-        addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
-        report = observed.engines.get(name.logical)
-        asked = parallelism[name.role]
-        nodes = sizes.get(name.stateful_set, asked.nodes)
-        ready, why = _judge(name, nodes, own, report)
-        if name.stateful_set in without_pods:
-            words = without_pods[name.stateful_set]
-            ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, words)
-        views.append(
-            EngineView(
-                name,
-                ready,
-                why.reason,
-                why.message,
-                (report.engine_id if report else "") or known.get(name.stateful_set, ""),
-                addresses.get(name.pod(), ""),
-                (report.data_parallel_size if report else None) or asked.data,
-                tuple(addresses.get(name.pod(node), "") for node in range(1, nodes)),
-            )
+        inputs = (
+            name,
+            pods.get(name.stateful_set, []),
+            observed.engines.get(name.logical),
+            parallelism[name.role],
+            known.get(name.stateful_set, ""),
+            sizes.get(name.stateful_set, parallelism[name.role].nodes),
+            without_pods.get(name.stateful_set, ""),
         )
+        views.append(memo.get(("engine", name), inputs, _view))
     return tuple(views)
+
+
+def _view(
+    name: EngineName,
+    pods: Sequence[Manifest],
+    report: EngineReport | None,
+    asked: Parallelism,
+    known_id: str,
+    nodes: int,
+    released_because: str,
+) -> EngineView:
+    own = sorted(pods, key=_name)
+    addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
+    ready, why = _judge(name, nodes, own, report)
+    if released_because:
+        ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, released_because)
+    return EngineView(
+        name,
+        ready,
+        why.reason,
+        why.message,
+        (report.engine_id if report else "") or known_id,
+        addresses.get(name.pod(), ""),
+        (report.data_parallel_size if report else None) or asked.data,
+        tuple(addresses.get(name.pod(node), "") for node in range(1, nodes)),
+    )
 
 
 def _sizes(children: Iterable[Manifest]) -> dict[str, int]:

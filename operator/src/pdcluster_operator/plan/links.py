@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.plan.engines import EngineView
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.reports import CanaryReport, LinkReport, LinksReport, LinkState
 
 
@@ -56,13 +57,30 @@ class PairView:
 
 
 def observe_pairs(
-    prefill: Sequence[EngineView], decode: Sequence[EngineView], links: Mapping[str, LinksReport]
+    prefill: tuple[EngineView, ...],
+    decode: tuple[EngineView, ...],
+    links: Mapping[str, LinksReport],
+    memo: Memo,
 ) -> tuple[PairView, ...]:
     """Return all pairs of one pairing key, in a stable order."""
-    return tuple(_pair(p, d, links.get(d.name.logical)) for d in decode for p in prefill)
+    rows = (
+        memo.get(("pairs", one.name), (prefill, one, links.get(one.name.logical)), _row)
+        for one in decode
+    )
+    return tuple(pair for row in rows for pair in row)
 
 
-def _pair(prefill: EngineView, decode: EngineView, report: LinksReport | None) -> PairView:
+def _row(
+    prefill: tuple[EngineView, ...], decode: EngineView, report: LinksReport | None
+) -> tuple[PairView, ...]:
+    """Return the pairs of one decode engine."""
+    told = {link.prefill: link for link in reversed(report.links)} if report else {}
+    return tuple(_pair(one, decode, report, told.get(one.name.logical)) for one in prefill)
+
+
+def _pair(
+    prefill: EngineView, decode: EngineView, report: LinksReport | None, link: LinkReport | None
+) -> PairView:
     if decode.ready is False:
         return _waiting(prefill, decode, decode)
     if report is None:
@@ -73,7 +91,6 @@ def _pair(prefill: EngineView, decode: EngineView, report: LinksReport | None) -
             StatusReason.LAUNCHER_UNREACHABLE,
             f"the launcher of {decode.name.stateful_set} does not answer the operator",
         )
-    link = next((link for link in report.links if link.prefill == prefill.name.logical), None)
     if link is not None and link.state is LinkState.FAILED:
         # The decode engine knows why the link failed. The kubelet only knows that a pod died.
         return _seen(prefill, decode, PairState.FAILED, link)

@@ -88,10 +88,16 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Server-side apply of one object."""
+    """Server-side apply of one object.
+
+    Attributes:
+        uid: of the live child that is changed; empty if the store knows none, or one that is
+            being deleted.
+    """
 
     manifest: Manifest
     why: str
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +197,8 @@ class Plan:
     """What to do now.
 
     Attributes:
-        steps: in order; the executor stops at the first that fails.
+        steps: in order; those of one stage (``plan.stages``) may be carried out side by side. The
+            executor begins no stage after one that failed.
         status: the whole ``status`` to write, also when a step failed.
         peers: assignments to send to decode launchers.
         requeue_after: seconds until this cluster should be looked at again; None if an

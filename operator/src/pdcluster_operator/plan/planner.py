@@ -7,10 +7,12 @@ object that already is as wanted is not applied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
+from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
@@ -18,56 +20,84 @@ from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.engines import observe_engines
 from pdcluster_operator.plan.half_scheduled import with_releases
 from pdcluster_operator.plan.links import observe_pairs
-from pdcluster_operator.plan.model import Apply, Observed, PeerAssignment, Plan, Step
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
 from pdcluster_operator.plan.restarts import restarts
 from pdcluster_operator.plan.rewrites import is_settled
-from pdcluster_operator.plan.rollout.desired import Desired, desire, identity, live_engines
+from pdcluster_operator.plan.rollout.desired import (
+    Desired,
+    Wanted,
+    desire,
+    identity,
+    live_engines,
+)
 from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.status.build import View, build_status, transitions
 from pdcluster_operator.plan.status.progress import ChangeView
 from pdcluster_operator.plan.ticket_key import ticket_key_step
 
-BUSY_SECONDS = 2.0
+BUSY_SECONDS = 10.0
+"""How often a cluster on its way to Ready is looked at without an event, to be sure."""
 
 
-def make_plan(observed: Observed, now: float) -> Plan:
+def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     """Return what to do about one cluster now.
 
     Args:
         observed: the cluster and everything around it, as it was seen.
         now: seconds since the epoch; only transition times and deadlines depend on it.
+        memo: of the last plans for this cluster. The plan is the same without it, only slower.
     """
     observed = replace(observed, cluster=as_scaled(observed.cluster, observed.scaler))
+    memo = memo or Memo()
     before = observed.cluster.get("status") or {}
     if is_being_deleted(observed.cluster):
         # The cluster owns its children, so Kubernetes' garbage collector deletes them.
         return Plan(steps=(), status=before)
-    cluster, findings = check_manifest(
-        observed.cluster, host_paths=observed.host_path_models, one_node=observed.one_node
-    )
-    desired = desire(observed, cluster, now) if findings.ok else _frozen(observed)
+    cluster, findings = _checked(observed, memo)
+    desired = desire(observed, cluster, now, memo) if findings.ok else _frozen(observed)
     steps: tuple[Step, ...] = ()
     if findings.ok:
         key = ticket_key_step(observed, cluster)
-        steps = (*((key,) if key else ()), *_steps(observed, cluster, desired, now))
-    view = _view(observed, cluster, desired, accepted=findings.ok)
-    status = build_status(observed, cluster, findings, view, now)
+        steps = (*((key,) if key else ()), *_steps(observed, cluster, desired, now, memo))
+    view = _view(observed, cluster, desired, memo, accepted=findings.ok)
+    status = build_status(observed, cluster, findings, view, now, memo)
     peers: tuple[PeerAssignment, ...] = ()
     if findings.ok:
         prefill, decode = (view.engines[role] for role in Role)
         peers = assign_peers(cluster, prefill, decode, observed.links)
     progress = find_condition(status, ConditionType.PROGRESSING)
     settled = progress.get("reason") == StatusReason.COMPLETE
+    memo.forget_unused()
     return Plan(
         steps=steps,
         status=status,
         peers=peers,
-        requeue_after=None if settled or not findings.ok else BUSY_SECONDS,
+        requeue_after=None if settled or not findings.ok else _next_look(status, view, now),
         events=transitions(before, status),
         scaler=scaler_status(observed),
     )
+
+
+def _next_look(status: Manifest, view: View, now: float) -> float:
+    """Return in how many seconds to look again: at the deadline, or earlier to be sure."""
+    began = max(seconds(status.get("progressingSince")) or now, view.change.started or 0.0)
+    left = began + view.change.deadline - now
+    return min(left + 1.0, BUSY_SECONDS) if left >= 0 else BUSY_SECONDS
+
+
+def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
+    live = observed.cluster
+    names = ("name", "namespace", "uid", "generation")
+    known = {key: value for key, value in live.items() if key != "status"}
+    known["metadata"] = {name: live["metadata"].get(name) for name in names}
+    return memo.get("checked", (known, observed.host_path_models, observed.one_node), _check)
+
+
+def _check(live: Manifest, host_paths: bool, one_node: bool) -> tuple[Cluster, Findings]:
+    return check_manifest(live, host_paths=host_paths, one_node=one_node)
 
 
 def _frozen(observed: Observed) -> Desired:
@@ -77,27 +107,67 @@ def _frozen(observed: Observed) -> Desired:
     return Desired(names, (), frozenset(), frozenset(live), stale=False)
 
 
-def _steps(observed: Observed, cluster: Cluster, desired: Desired, now: float) -> Iterator[Step]:
+def _steps(
+    observed: Observed, cluster: Cluster, desired: Desired, now: float, memo: Memo
+) -> Iterator[Step]:
     live = {identity(child): child for child in observed.children}
-    engines = [one.manifest for one in desired.children if one.manifest["kind"] == "StatefulSet"]
-    timeout = cluster.spec.rollout.schedule_timeout_seconds
-    without_pods = with_releases(observed, engines, timeout, now)
-    for wanted in desired.children:
-        name = wanted.manifest["metadata"]["name"]
-        is_engine = wanted.manifest["kind"] == "StatefulSet"
-        manifest = stamped((is_engine and without_pods.get(name)) or wanted.manifest)
-        child = identity(manifest)
-        if not is_settled(live.get(child), manifest, observed.rewrites.get(child)):
-            yield Apply(manifest, wanted.why)
+    children = _children(observed, cluster, desired, now)
+    applied = _applied(observed, live, children, memo)
+    for wanted in children:
+        name = identity(wanted.manifest)
+        if name not in applied:
+            yield Apply(wanted.manifest, wanted.why, _uid(live.get(name)))
     yield from desired.trials
     yield from deletions(observed, desired)
-    yield from restarts(observed, desired)
+    yield from restarts(observed, desired, applied)
 
 
-def _view(observed: Observed, cluster: Cluster, desired: Desired, *, accepted: bool) -> View:
+def _children(
+    observed: Observed, cluster: Cluster, desired: Desired, now: float
+) -> tuple[Wanted, ...]:
+    """Return the children as they should be now: some engines may have to be without pods."""
+    engines = [one.manifest for one in desired.children if one.manifest["kind"] == "StatefulSet"]
+    timeout = cluster.spec.rollout.schedule_timeout_seconds
+    released = {
+        identity(engine): stamped(engine)
+        for engine in with_releases(observed, engines, timeout, now).values()
+    }
+    return tuple(
+        Wanted(released.get(identity(one.manifest), one.manifest), one.why)
+        for one in desired.children
+    )
+
+
+def _applied(
+    observed: Observed,
+    live: Mapping[tuple[str, str], Manifest],
+    children: Iterable[Wanted],
+    memo: Memo,
+) -> AbstractSet[tuple[str, str]]:
+    """Return the identities of the children that an apply would not change."""
+    found = set()
+    for wanted in children:
+        name = identity(wanted.manifest)
+        inputs = live.get(name), wanted.manifest, observed.rewrites.get(name)
+        if memo.get(("settled", *name), inputs, is_settled):
+            found.add(name)
+    return found
+
+
+def _uid(live: Manifest | None) -> str:
+    if live is None or is_being_deleted(live):
+        return ""
+    return str(live["metadata"].get("uid") or "")
+
+
+def _view(
+    observed: Observed, cluster: Cluster, desired: Desired, memo: Memo, *, accepted: bool
+) -> View:
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
-    engines = {role: observe_engines(observed, desired.names[role], parallelism) for role in Role}
-    pairs = observe_pairs(engines[Role.PREFILL], engines[Role.DECODE], observed.links)
+    engines = {
+        role: observe_engines(observed, desired.names[role], parallelism, memo) for role in Role
+    }
+    pairs = observe_pairs(engines[Role.PREFILL], engines[Role.DECODE], observed.links, memo)
     wanted = {name.stateful_set for names in desired.names.values() for name in names}
     created = [
         seconds(child["metadata"].get("creationTimestamp"))

@@ -6,21 +6,26 @@ StatefulSets of engines use ``OnDelete``: Kubernetes never replaces an engine's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.plan.deletions import is_being_deleted
-from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.model import Observed, RestartPod
-from pdcluster_operator.plan.rewrites import is_settled
 from pdcluster_operator.plan.rollout.desired import Desired, Wanted, identity
 
 POD_REVISION_LABEL = "controller-revision-hash"
 """Kubernetes' label of a StatefulSet's pod: the template that the pod was made from."""
 
 
-def restarts(observed: Observed, desired: Desired) -> Iterator[RestartPod]:
-    """Yield each pod that was made from an older template of its StatefulSet."""
-    current = _current_revisions(observed, desired.children)
+def restarts(
+    observed: Observed, desired: Desired, applied: AbstractSet[tuple[str, str]]
+) -> Iterator[RestartPod]:
+    """Yield each pod that was made from an older template of its StatefulSet.
+
+    Args:
+        applied: identities of the children that an apply would not change.
+    """
+    current = _current_revisions(observed, desired.children, applied)
     for pod in observed.pods:
         engine = engine_of(pod)
         if engine is None or is_being_deleted(pod):
@@ -38,7 +43,9 @@ def restarts(observed: Observed, desired: Desired) -> Iterator[RestartPod]:
             )
 
 
-def _current_revisions(observed: Observed, children: tuple[Wanted, ...]) -> Mapping[str, str]:
+def _current_revisions(
+    observed: Observed, children: tuple[Wanted, ...], applied: AbstractSet[tuple[str, str]]
+) -> Mapping[str, str]:
     """Return the template revision of each StatefulSet, by name.
 
     A StatefulSet is left out while our change of it is not applied, and while Kubernetes has
@@ -53,7 +60,6 @@ def _current_revisions(observed: Observed, children: tuple[Wanted, ...]) -> Mapp
             continue
         status = existing.get("status") or {}
         computed = status.get("observedGeneration") == existing["metadata"].get("generation")
-        noted = observed.rewrites.get((kind, name))
-        if computed and is_settled(existing, stamped(wanted.manifest), noted):
+        if computed and (kind, name) in applied:
             found[name] = str(status.get("updateRevision") or "")
     return found

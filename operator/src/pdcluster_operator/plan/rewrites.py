@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 
 from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.plan.contents import without_contents
 from pdcluster_operator.plan.drift import applied_hash, differences, is_applied
 from pdcluster_operator.plan.model import Event, Manifest, Rewrite
 
@@ -20,7 +21,7 @@ def rewrite_of(live: Manifest, desired: Manifest) -> Rewrite | None:
     """Return how ``live`` differs from ``desired`` (stamped); None if it does not."""
     found = tuple(
         (path, json.dumps(value, sort_keys=True, default=str))
-        for path, value in differences(live, desired)
+        for path, value in differences(without_contents(live), without_contents(desired))
     )
     return Rewrite(applied_hash(desired), found) if found else None
 

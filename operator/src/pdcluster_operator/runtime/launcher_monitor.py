@@ -1,8 +1,11 @@
-"""Polls launchers for the state of their engines and links, and tells decode engines their peers.
+"""Asks launchers for the state of their engines and links, and tells decode engines their peers.
 
 The planner gets the last answer of each launcher. A launcher that does not answer has no entry:
-its engine is unknown, which is not the same as failed. Each launcher is polled by a task of its
+its engine is unknown, which is not the same as failed. Each launcher is asked by a task of its
 own, so one that hangs does not delay the others. A change wakes the cluster's reconcile.
+
+Between two polls the task waits until the launcher says that something changed. A launcher of a
+version that cannot say so is polled every period.
 """
 
 from __future__ import annotations
@@ -24,8 +27,12 @@ from pdcluster_operator.runtime.queue import Key
 log = logging.getLogger(__name__)
 
 
+CHECK_SECONDS = 60.0
+"""How often a launcher that has no news is polled all the same."""
+
+
 class LauncherMonitor:
-    """Polls every target about once a period. Used from one event loop."""
+    """Polls every target when it has news, at most once a period. Used from one event loop."""
 
     def __init__(
         self, launchers: Launchers, changed: Callable[[Key], None], *, period: float = 1.0
@@ -78,7 +85,7 @@ class LauncherMonitor:
         """Send each decode engine its peers when they change, and when the engine restarts."""
         for assignment in peers:
             if (watch := self._watches.get(key, {}).get(assignment.decode)) is not None:
-                watch.peers = assignment
+                watch.assign(assignment)
 
     def engines(self, key: Key) -> Mapping[str, EngineReport]:
         """Return what each reachable engine of a cluster last said."""
@@ -120,10 +127,17 @@ class _Watch:
         self._changed = changed
         self._misses = 0
         self._told: tuple[str, Mapping[str, Any]] | None = None
+        self._revision = ""
+        self._assigned = asyncio.Event()
         self.task = asyncio.create_task(self._run(), name=f"links-{target.engine}")
 
     def stop(self) -> None:
         self.task.cancel()
+
+    def assign(self, peers: PeerAssignment) -> None:
+        if self.peers is None or self.peers.body != peers.body:
+            self._assigned.set()
+        self.peers = peers
 
     async def _run(self) -> None:
         while True:
@@ -142,6 +156,40 @@ class _Watch:
             if before != (self.report, self.links, self.heard):
                 self._changed()
             await asyncio.sleep(self._period)
+            if self._is_settled():
+                await self._wait_for_news()
+
+    def _is_settled(self) -> bool:
+        """Whether the launcher answers, and was told what it should know."""
+        if self.report is None or self._misses:
+            return False
+        return self.peers is None or self._told == (self.report.engine_id, self.peers.body)
+
+    async def _wait_for_news(self) -> None:
+        """Return when a poll may find something new, and after a while in any case."""
+        news = asyncio.create_task(self._until_changed())
+        assigned = asyncio.create_task(self._assigned.wait())
+        try:
+            await asyncio.wait(
+                (news, assigned), timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in (news, assigned):
+                task.cancel()
+            await asyncio.gather(news, assigned, return_exceptions=True)
+            self._assigned.clear()
+
+    async def _until_changed(self) -> None:
+        try:
+            while True:
+                told = await self._launchers.changed(self.target.url, self._revision)
+                if told is None or told != self._revision:
+                    break
+                await asyncio.sleep(self._period)  # in case that it answers at once
+        except LauncherError as error:
+            log.debug("%s: %s", self.target.engine, error)
+        else:
+            self._revision = told or ""
 
     def _missed(self) -> None:
         self._misses += 1

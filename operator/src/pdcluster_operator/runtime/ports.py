@@ -43,8 +43,13 @@ class Api(Protocol):
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
         ...
 
-    async def apply(self, manifest: Manifest) -> Manifest:
-        """Server-side apply with our field manager; return the object as it is then."""
+    async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:
+        """Server-side apply with our field manager; return the object as it is then.
+
+        Args:
+            uid: of the live object that is changed. Without it the object is created; one that is
+                there already is looked at before it is changed.
+        """
         ...
 
     async def try_out(self, step: TryOut) -> None:
@@ -55,8 +60,13 @@ class Api(Protocol):
         """Delete with UID and resourceVersion preconditions; an absent object is no error."""
         ...
 
-    async def write_status(self, key: Key, uid: str, status: Manifest) -> None:
-        """Replace the cluster's status, if it is still the object with this UID."""
+    async def write_status(self, key: Key, uid: str, status: Manifest, version: str = "") -> None:
+        """Replace the cluster's status, if it is still the object with this UID.
+
+        Args:
+            version: resourceVersion of the cluster as it was seen. While it is the latest, the
+                cluster need not be read.
+        """
         ...
 
     async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
@@ -65,7 +75,7 @@ class Api(Protocol):
 
 
 class Launchers(Protocol):
-    """The launchers' HTTP. Every call ends within its adapter's short timeout."""
+    """The launchers' HTTP. Every call but ``changed`` ends within its adapter's short timeout."""
 
     async def ready(self, url: str) -> EngineReport:
         """``GET /readyz``, answered with 200 or 503. Raises :class:`LauncherError`."""
@@ -73,6 +83,14 @@ class Launchers(Protocol):
 
     async def links(self, url: str) -> LinksReport:
         """``GET /v1/links`` of a decode engine. Raises :class:`LauncherError`."""
+        ...
+
+    async def changed(self, url: str, seen: str) -> str | None:
+        """``GET /v1/changes``: wait until the launcher's revision is another than ``seen``.
+
+        Return the revision, the same one if nothing changed for a while, or None if the launcher is
+        of a version that cannot tell. Raises :class:`LauncherError`.
+        """
         ...
 
     async def put_peers(self, url: str, body: Manifest) -> None:

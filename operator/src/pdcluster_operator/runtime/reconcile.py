@@ -1,31 +1,28 @@
 """One reconcile: observe, plan, perform, and write the status, also when a step failed.
 
 Nothing is decided here. The plan is a pure function of what was observed; this module
-carries it out, stops at the first step that fails, and says so in the status.
+has it carried out, up to the stage in which a step fails, and says so in the status.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.model import (
-    Apply,
-    Event,
-    Observed,
-    Plan,
-    Step,
-    TryOut,
-    WriteTicketKey,
-)
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.model import Observed, Plan
 from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.failed_step import with_failure
+from pdcluster_operator.plan.status.pace import wait_before_writing
 from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.executor import Executor
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.queue import Key
@@ -80,6 +77,9 @@ class Reconciler:
         self._place = place or Place()
         self._may_write = may_write
         self._rewrites = RewriteNotes()
+        self._executor = Executor(api, self._rewrites, may_write)
+        self._memos: dict[Key, Memo] = {}
+        self._wrote: dict[Key, float] = {}  # when each status was written
 
     async def reconcile(self, key: Key) -> float | None:
         """Return seconds until the next call, or None if an event will cause it.
@@ -89,6 +89,9 @@ class Reconciler:
         """
         cluster = self._store.cluster(key)
         if cluster is None or is_being_deleted(cluster):
+            self._memos.pop(key, None)
+            self._wrote.pop(key, None)
+            self._executor.forget(key)
             self._rewrites.forget(key)
             self._monitor.forget(key)  # Kubernetes deletes the children: the cluster owns them
             return None
@@ -102,7 +105,8 @@ class Reconciler:
             return wait
         now = self._clock.now()
         try:
-            plan = make_plan(await self._observe(key, cluster), now)
+            memo = self._memos.setdefault(key, Memo())
+            plan = make_plan(await self._observe(key, cluster), now, memo)
         except ApiError as error:
             before = cluster.get("status") or {}
             status = with_failure(before, cluster, error.reason, str(error), now)
@@ -122,25 +126,34 @@ class Reconciler:
         failure: ApiError | None = None
         events = list(plan.events)
         try:
-            if not await self._perform(key, cluster, plan.steps, events):
+            if not await self._executor.perform(key, cluster, plan.steps, events):
                 return STALE_SECONDS
         except ApiError as error:
             failure = error
         status = plan.status
         if failure is not None and not failure.passing:
             status = with_failure(status, cluster, failure.reason, str(failure), now)
-        await self._write_status(key, cluster, status)
+        self._monitor.assign(key, plan.peers)
+        wait = await self._write_status(key, cluster, status)
         if plan.scaler is not None and self._may_write(key):
             await self._api.write_scaler_status(key, plan.scaler)
-        self._monitor.assign(key, plan.peers)
         await self._events.publish(cluster, events)
         if failure is not None:
             raise failure
-        return plan.requeue_after
+        return min((one for one in (wait, plan.requeue_after) if one), default=None)
 
-    async def _write_status(self, key: Key, cluster: Manifest, status: Manifest) -> None:
-        if status != cluster.get("status") and self._may_write(key):
-            await self._api.write_status(key, cluster["metadata"]["uid"], status)
+    async def _write_status(self, key: Key, cluster: Manifest, status: Manifest) -> float:
+        """Write a status that changed; return how many seconds it has to wait instead."""
+        before, moment = cluster.get("status"), time.monotonic()
+        if status == before or not self._may_write(key):
+            return 0.0
+        wait = wait_before_writing(before, status, moment - self._wrote.get(key, -math.inf))
+        if wait == 0:
+            metadata = cluster["metadata"]
+            version = str(metadata.get("resourceVersion") or "")
+            await self._api.write_status(key, metadata["uid"], status, version)
+            self._wrote[key] = moment
+        return wait
 
     async def _observe(self, key: Key, cluster: Manifest) -> Observed:
         return Observed(
@@ -150,44 +163,10 @@ class Reconciler:
             engines=self._monitor.engines(key),
             links=self._monitor.links(key),
             connector=self._connector.bundle(),
-            # Secrets are neither listed nor watched: nobody is given that right.
-            ticket_key=await self._api.read_ticket_key(key, cluster["metadata"]["uid"]),
+            ticket_key=await self._executor.ticket_key(key, cluster["metadata"]["uid"]),
             operator_namespace=self._place.namespace,
             host_path_models=self._place.host_path_models,
             one_node=self._place.one_node,
             rewrites=self._rewrites.of(key),
             scaler=self._store.scaler(key),
         )
-
-    async def _perform(
-        self, key: Key, cluster: Manifest, steps: Iterable[Step], events: list[Event]
-    ) -> bool:
-        """Perform the steps in order; return False if the cluster is no longer the one observed.
-
-        Events of the steps themselves are added to ``events``.
-        """
-        checked = False
-        for step in steps:
-            if not self._may_write(key):
-                log.warning("%s: the Lease of its namespace is lost; nothing more is done", key)
-                return False
-            if isinstance(step, Apply | WriteTicketKey | TryOut):
-                # The store may still hold a cluster that is gone. Its children would be created
-                # again, and nobody would delete them.
-                if not checked and await self._api.read_uid(key) != cluster["metadata"]["uid"]:
-                    log.info("%s: the cluster is gone, or was created again; nothing was done", key)
-                    return False
-                checked = True
-            if isinstance(step, WriteTicketKey):
-                await self._api.write_ticket_key(step)
-            elif isinstance(step, Apply):
-                answer = await self._api.apply(step.manifest)
-                if (news := self._rewrites.note(key, step.manifest, answer)) is not None:
-                    events.append(news)
-            elif isinstance(step, TryOut):
-                await self._api.try_out(step)
-                await self._api.apply(step.stored)
-            else:
-                await self._api.delete(step)
-            log.info("%s: %s: %s", key, type(step).__name__, step.why)
-        return True

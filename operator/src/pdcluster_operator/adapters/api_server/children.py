@@ -5,7 +5,6 @@ It applies with server-side apply, and deletes only the object that was seen.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -34,12 +33,14 @@ from pdcluster_operator.plan.model import (
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.ownership import controller_uid
 from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
-from pdcluster_operator.runtime.errors import ApiError, Invalid
+from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 Manifest = Mapping[str, Any]
 PAGE = "500"
+NO_OBJECT = "1"
+"""A resourceVersion that no object has: the one of an empty etcd. An apply with it only creates."""
 REPAIR_MANAGER = f"{FIELD_MANAGER}-repair"
 
 
@@ -91,32 +92,41 @@ class KubeApi:
         query = {"fieldManager": FIELD_MANAGER}
         await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
-    async def apply(self, manifest: Manifest) -> Manifest:
+    async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:
         """Apply a child, unless ``plan.name_conflicts`` has a reason against it.
 
-        The request carries the UID of the live object. If somebody deletes that object and
-        creates another one in between, the API server answers with a conflict.
+        The request carries what was seen: the live object's UID, or that there is none. If the
+        API server has it otherwise, it answers with a conflict, and only then we look.
         """
         kind = BY_NAME[manifest["kind"]]
+        metadata = manifest["metadata"]
+        seen = {"uid": uid} if uid else {"resourceVersion": NO_OBJECT}
+        path = kind.path(metadata["namespace"], metadata["name"])
+        try:
+            answer = await self._apply(path, {**manifest, "metadata": {**metadata, **seen}})
+        except (Conflict, Invalid):
+            answer = await self._apply_to_live(kind, path, manifest)
+        if without_manager(answer, REPAIR_MANAGER) is not None:  # a repair that was cut off
+            answer = await self._apply_to_live(kind, path, manifest)
+        self._keep(kind, answer)
+        return answer
+
+    async def _apply_to_live(self, kind: Kind, path: str, manifest: Manifest) -> dict[str, Any]:
         metadata = manifest["metadata"]
         live = await self._read(kind, metadata["namespace"], metadata["name"])
         if (refusal := why_not_applied(manifest, live)) is not None:
             raise ApiError(refusal.reason, refusal.message)
-        body = copy.deepcopy(dict(manifest))
-        path = kind.path(metadata["namespace"], metadata["name"])
-        if live is not None:
-            body["metadata"]["uid"] = live["metadata"]["uid"]
-            live = await self._disown(path, live)
+        if live is None:
+            return await self._apply(path, manifest)
+        body = {**manifest, "metadata": {**metadata, "uid": live["metadata"]["uid"]}}
+        live = await self._disown(path, live)
         try:
-            answer = await self._apply(path, body)
+            return await self._apply(path, body)
         except Invalid:
-            patch = repair(live, body) if live is not None else None
-            if patch is None:
+            if (patch := repair(live, body)) is None:
                 raise
             await self._repair(path, patch)
-            answer = await self._disown(path, await self._apply(path, body))
-        self._keep(kind, answer)
-        return answer
+            return await self._disown(path, await self._apply(path, body))
 
     async def try_out(self, step: TryOut) -> None:
         """Ask the API server whether it would take the objects; it writes nothing."""
@@ -152,30 +162,39 @@ class KubeApi:
         except NotFound:
             return
 
-    async def write_status(self, key: Key, uid: str, status: Manifest) -> None:
+    async def write_status(self, key: Key, uid: str, status: Manifest, version: str = "") -> None:
         """Apply the status to the very object that was seen, with a field manager of its own.
 
         The API server ignores the UID in a change of the status, but it checks the
-        resourceVersion. That is why the object is read first. A cluster that is gone, or was
-        created again, is no error: its watch events start another reconcile.
+        resourceVersion. No two objects ever have the same one. A cluster that changed since is read
+        again. One that is gone, or was created again, is no error: its watch events start another
+        reconcile.
         """
-        await self._write_status(PDCLUSTER, key, uid, status)
+        if version:
+            try:
+                return await self._apply_status(PDCLUSTER, key, status, version)
+            except Conflict:
+                pass
+        await self._status_of_live(PDCLUSTER, key, uid, status)
+        return None
 
     async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
-        """Apply the status of a PrefillScaler in the same way."""
-        await self._write_status(PREFILL_SCALER, key, scaler.uid, scaler.status)
+        """Apply the status of a PrefillScaler, if it is still the one that was seen."""
+        await self._status_of_live(PREFILL_SCALER, key, scaler.uid, scaler.status)
 
-    async def _write_status(self, kind: Kind, key: Key, uid: str, status: Manifest) -> None:
+    async def _status_of_live(self, kind: Kind, key: Key, uid: str, status: Manifest) -> None:
         live = await self._read(kind, key.namespace, key.name)
-        if live is None or live["metadata"]["uid"] != uid:
-            return
+        if live is not None and live["metadata"]["uid"] == uid:
+            await self._apply_status(kind, key, status, live["metadata"]["resourceVersion"])
+
+    async def _apply_status(self, kind: Kind, key: Key, status: Manifest, version: str) -> None:
         body = {
             "apiVersion": kind.api_version,
             "kind": kind.name,
             "metadata": {
                 "name": key.name,
                 "namespace": key.namespace,
-                "resourceVersion": live["metadata"]["resourceVersion"],
+                "resourceVersion": version,
             },
             "status": dict(status),
         }

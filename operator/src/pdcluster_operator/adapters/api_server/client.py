@@ -18,6 +18,7 @@ from typing import Any, Self
 import aiohttp
 from kubernetes.aio import client, config
 
+from pdcluster_operator.adapters.api_server.patience import Patience
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ Seen = Callable[[str, str, int, float], None]
 
 TIMEOUT = 30.0
 CONNECTIONS = 32
+TRIES = 5
+"""Calls that a server which is overloaded gets for one, each after the time that it asks for."""
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -46,6 +49,7 @@ class KubeClient:
         self._seen = seen
         self._client = client.ApiClient(configuration)
         self._client.user_agent = "pdcluster-operator"
+        self._patience = Patience()
 
     async def __aenter__(self) -> Self:
         return self
@@ -72,6 +76,26 @@ class KubeClient:
         Raises:
             NotFound, Conflict, Invalid, ApiError: the server refused or did not answer.
         """
+        for _ in range(TRIES):
+            await self._patience.wait()
+            status, text, retry_after = await self._once(method, path, query, body, content)
+            if status != TOO_MANY:
+                break
+            self._patience.told(retry_after)
+        document = _document(text)
+        if not 200 <= status < 300:
+            raise classified(status, document)
+        return document
+
+    async def _once(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Mapping[str, Any] | None,
+        content: str,
+    ) -> tuple[int, bytes, str]:
+        """Return status, text and Retry-After of one answer."""
         started = time.monotonic()
         status = NO_ANSWER
         try:
@@ -85,17 +109,13 @@ class KubeClient:
             )
             answer = await self._client.call_api(*request, _request_timeout=TIMEOUT)
             status = int(answer.status)
-            text: bytes = await answer.read()
+            return status, await answer.read(), answer.headers.get("Retry-After", "")
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             said = str(error) or type(error).__name__
             raise ApiError("ApiServerUnreachable", f"{method} {path}: {said}") from error
         finally:
             if self._seen is not None:
                 self._seen(method, path, status, time.monotonic() - started)
-        document = _document(text)
-        if not 200 <= status < 300:
-            raise classified(status, document)
-        return document
 
 
 class NotFound(ApiError):  # noqa: N818 - the API server's own name for it

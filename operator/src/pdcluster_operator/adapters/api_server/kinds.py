@@ -15,6 +15,7 @@ from pdcluster_operator.api.labels import (
     VERSION,
 )
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
+from pdcluster_operator.plan.contents import without_contents
 from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
 
 
@@ -93,6 +94,13 @@ BY_NAME: Mapping[str, Kind] = {
 
 
 def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-    """Return an object as the store keeps it: without bookkeeping, and always with its kind."""
+    """Return an object as the store keeps it: always with its kind, and without what nobody reads.
+
+    That is bookkeeping, and of a pod the whole spec: what its template was is in its workload.
+    """
     metadata = {key: value for key, value in manifest["metadata"].items() if key != "managedFields"}
-    return {**manifest, "apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
+    named = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
+    kept = {**manifest, **named}
+    if kind is POD:
+        kept.pop("spec", None)
+    return dict(without_contents(kept))

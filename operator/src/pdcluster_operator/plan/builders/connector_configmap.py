@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from functools import lru_cache
 from typing import Any
 
 from pdcluster_operator.api.labels import cluster_labels, connector_name
@@ -22,8 +23,14 @@ def build_connector_configmap(cluster: Cluster, connector: ConnectorBundle) -> d
         "kind": "ConfigMap",
         "metadata": child_metadata(cluster, name, cluster_labels(cluster.name, "connector")),
         "immutable": True,
-        "binaryData": {CONNECTOR_FILE: base64.b64encode(connector.data).decode()},
+        "binaryData": {CONNECTOR_FILE: _base64(connector.data)},
     }
+
+
+@lru_cache(maxsize=4)
+def _base64(data: bytes) -> str:
+    """Return one string for all clusters: an operator has one connector all its life."""
+    return base64.b64encode(data).decode()
 
 
 def connector_volume(cluster: Cluster, digest: str) -> dict[str, Any]:

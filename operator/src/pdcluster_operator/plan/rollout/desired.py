@@ -30,18 +30,25 @@ from pdcluster_operator.plan.builders.network_policies import (
 from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
+from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.lost import lost_engines
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed, TryOut
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, what_changed
 from pdcluster_operator.plan.rollout.history import keep_history
 from pdcluster_operator.plan.rollout.stored import Revision, build_revision, mounted_connector
-from pdcluster_operator.plan.rollout.targets import Targets, find_targets, live_by_role
+from pdcluster_operator.plan.rollout.targets import (
+    Targets,
+    find_targets,
+    live_by_role,
+    what_targets_depend_on,
+)
 from pdcluster_operator.plan.rollout.try_out import try_out
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One child, and why it is wanted."""
+    """One child, stamped with a hash of itself, and why it is wanted."""
 
     manifest: dict[str, Any]
     why: str
@@ -79,14 +86,19 @@ def live_engines(observed: Observed) -> tuple[EngineName, ...]:
     return tuple(sorted(name for names in live_by_role(observed).values() for name in names))
 
 
-def desire(observed: Observed, cluster: Cluster, now: float) -> Desired:
+def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None = None) -> Desired:
     """Return what should exist for an accepted spec."""
+    memo = memo or Memo()
     live = live_by_role(observed)
     lost = lost_engines(observed.pods, now)
     # The pods of a lost engine may stay for ever. Nothing waits for them.
     pods = {name for name in map(engine_of, observed.pods) if name is not None} - lost
     seen = {*pods, *(name for names in live.values() for name in names)}
-    targets = find_targets(observed, cluster, live)
+    targets = memo.get(
+        "targets",
+        what_targets_depend_on(observed, cluster, live),
+        lambda *_: find_targets(observed, cluster, live),
+    )
     paused = cluster.spec.rollout.paused
     untried = [] if paused else _untried(targets, live)
     hold = paused or bool(untried)
@@ -125,7 +137,7 @@ def desire(observed: Observed, cluster: Cluster, now: float) -> Desired:
     )
     return Desired(
         names,
-        tuple(build.children(names, skipped=kept | blocked)),
+        memo.get("children", (build, names, kept | blocked), _stamped),
         frozenset(blocked),
         frozenset(kept),
         stale,
@@ -187,6 +199,15 @@ def _changes(
         if old is not None and old.name != wanted.name:
             rekeyed = old.pairing_key != wanted.pairing_key
             yield from what_changed(old.spec, spec, role, rekeyed=rekeyed)
+
+
+def _stamped(
+    build: _Build,
+    names: Mapping[Role, tuple[EngineName, ...]],
+    skipped: AbstractSet[EngineName],
+) -> tuple[Wanted, ...]:
+    wanted = build.children(names, skipped)
+    return tuple(Wanted(stamped(child.manifest), child.why) for child in wanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.rollout.changes import spec_of_engines
 from pdcluster_operator.plan.rollout.revision import pairing_key, short_hash
 from pdcluster_operator.plan.rollout.stored import (
+    REVISION_KIND,
     Revision,
     mounted_connector,
     nameless,
@@ -80,12 +81,29 @@ def find_targets(
     usable = [one for one in known if _is_usable(one, observed, cluster, live)]
     fits = {role: list(_fitting(usable, observed, cluster, spec, role)) for role in Role}
     chosen = _of_one_key(fits)
-    key = next((one.pairing_key for one in chosen.values()), pairing_key(cluster))
+    key = next((one.pairing_key for one in chosen.values()), "") or pairing_key(cluster)
     digest = observed.connector.digest
     wanted = {
         role: chosen.get(role) or _fresh(cluster, role, key, digest, spec, known) for role in Role
     }
     return Targets(wanted, stored)
+
+
+def what_targets_depend_on(
+    observed: Observed, cluster: Cluster, live: Mapping[Role, Mapping[EngineName, Manifest]]
+) -> tuple[Any, ...]:
+    """Return all that :func:`find_targets` looks at. For equal values it returns the same."""
+    kept = tuple(
+        child for child in observed.children if child.get("kind") in (REVISION_KIND, "ConfigMap")
+    )
+    status = observed.cluster.get("status") or {}
+    judged = (
+        status.get("observedGeneration"),
+        find_condition(status, ConditionType.READY).get("reason"),
+        observed.cluster["metadata"].get("generation"),
+    )
+    spec = observed.cluster.get("spec")
+    return cluster, spec, observed.connector.digest, kept, judged, live
 
 
 def render(cluster: Cluster, role: Role, key: str, digest: str) -> dict[str, Any]:

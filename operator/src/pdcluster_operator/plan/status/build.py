@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from pdcluster_connector.compat.reasons import Reason
@@ -24,6 +25,7 @@ from pdcluster_operator.plan.builders.router_service import endpoint
 from pdcluster_operator.plan.deletions import existing_engines
 from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.links import PairState, PairView
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Event, Observed
 from pdcluster_operator.plan.reports import LinksReport
 from pdcluster_operator.plan.status.engine_conditions import accepted, role_ready, with_warnings
@@ -62,15 +64,15 @@ class View:
 
 
 def build_status(
-    observed: Observed, cluster: Cluster, findings: Findings, view: View, now: float
+    observed: Observed, cluster: Cluster, findings: Findings, view: View, now: float, memo: Memo
 ) -> dict[str, Any]:
     """Return the whole status. It is equal to the last one if nothing has changed."""
     before = observed.cluster.get("status") or {}
     since = progressing_since(before, cluster.generation, now)
-    verdicts = _verdicts(before, cluster, findings, view, since, now)
+    verdicts = _verdicts(before, cluster, findings, view, since, now, memo)
     conditions = set_conditions(before, verdicts.items(), cluster.generation, now)
     prefill, decode = (view.engines[role] for role in Role)
-    established = sum(pair.state is PairState.ESTABLISHED for pair in view.pairs)
+    established, troubled = memo.get("counted", (view.pairs,), _counted)
     status: dict[str, Any] = {
         "observedGeneration": cluster.generation,
         "conditions": conditions,
@@ -82,7 +84,7 @@ def build_status(
         "selector": role_selector(cluster.name, Role.DECODE),
         "replicas": existing_engines(observed.children, Role.DECODE),
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
-        "failedLinks": _failed_links(before, view.pairs, now),
+        "failedLinks": _failed_links(before, troubled, now),
     }
     if _on_its_way(verdicts[ConditionType.PROGRESSING]):
         status["progressingSince"] = timestamp(since)
@@ -101,18 +103,23 @@ def _verdicts(
     view: View,
     since: float,
     now: float,
+    memo: Memo,
 ) -> dict[ConditionType, Verdict]:
     prefill, decode = (view.engines[role] for role in Role)
+
+    def of_links(
+        kind: ConditionType, judge: Callable[[Sequence[PairView], Mapping[str, Any]], Verdict]
+    ) -> Verdict:
+        return memo.get(kind, (view.pairs, find_condition(before, kind)), judge)
+
     verdicts = {
         ConditionType.ACCEPTED: with_warnings(accepted(findings), findings),
         ConditionType.PREFILL_READY: role_ready(prefill, findings),
         ConditionType.DECODE_READY: role_ready(decode, findings),
-        ConditionType.KV_LINKS_ESTABLISHED: links_established(
-            view.pairs, find_condition(before, ConditionType.KV_LINKS_ESTABLISHED)
+        ConditionType.KV_LINKS_ESTABLISHED: of_links(
+            ConditionType.KV_LINKS_ESTABLISHED, links_established
         ),
-        ConditionType.KV_PATH_VERIFIED: path_verified(
-            view.pairs, find_condition(before, ConditionType.KV_PATH_VERIFIED)
-        ),
+        ConditionType.KV_PATH_VERIFIED: of_links(ConditionType.KV_PATH_VERIFIED, path_verified),
         ConditionType.TRANSPORT_HEALTHY: local_prefill(
             decode,
             view.links,
@@ -146,6 +153,13 @@ def transitions(before: object, after: Mapping[str, Any]) -> tuple[Event, ...]:
     return tuple(events)
 
 
+def _counted(pairs: Sequence[PairView]) -> tuple[int, tuple[PairView, ...]]:
+    """Return how many links are established, and the first links with trouble."""
+    established = sum(pair.state is PairState.ESTABLISHED for pair in pairs)
+    troubled = (pair for pair in pairs if pair.state is PairState.FAILED or pair.canary_failed)
+    return established, tuple(islice(troubled, MAX_FAILED_LINKS))
+
+
 def _count(engines: Sequence[EngineView]) -> str:
     return f"{sum(engine.ready is True for engine in engines)}/{len(engines)}"
 
@@ -172,10 +186,8 @@ def _failed_links(
     for pair in pairs:
         if pair.state is PairState.FAILED:
             reason, message = readable_reason(pair.reason or "Unknown"), pair.message
-        elif pair.canary_failed:
-            reason, message = Reason.CANARY_FAILED.value, pair.canary.message
         else:
-            continue
+            reason, message = Reason.CANARY_FAILED.value, pair.canary.message
         prefill, decode = pair.prefill.name.stateful_set, pair.decode.name.stateful_set
         known = old.get((prefill, decode, reason), {})
         written.append(
@@ -187,4 +199,4 @@ def _failed_links(
                 "lastTransitionTime": known.get("lastTransitionTime") or timestamp(now),
             }
         )
-    return written[:MAX_FAILED_LINKS]
+    return written

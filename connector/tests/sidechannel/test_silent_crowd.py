@@ -1,0 +1,134 @@
+"""A thousand connections that say nothing, or a byte a second: handshakes of others do not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+from loopback_engines import DECODE, PREFILL, SHAPE, shards_of, until
+
+from authority import Authority
+from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.sidechannel.handshake import Introduction, client_session, shake_hands
+from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.tls import Tls
+
+CROWD = 1000
+ROUNDS, HANDSHAKES = 5, 8
+MOST_SECONDS = 0.1  # that a handshake takes longer because of the crowd
+HTTP_HEAD = b"POST /v1/handshake HTTP/1.1\r\nHost: x\r\nX-Slow: "
+TLS_HEAD = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32)
+FILES = 3 * CROWD
+
+Connect = Callable[[], socket.socket]
+
+
+@pytest.fixture(params=["http", "tls"])
+def side_channel(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[SideChannelServer, Tls | None, bytes]]:
+    """A prefill engine's side channel, decode's TLS, and how a slow client begins."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 4 * FILES:
+        pytest.skip("a process may have too few file descriptors here")
+    # A side channel takes at most a quarter of them.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4 * FILES), hard))
+    ours = theirs = None
+    if request.param == "tls":
+        authority = Authority()
+        ours = Tls(authority.files(tmp_path / "p", PREFILL), PREFILL)
+        theirs = Tls(authority.files(tmp_path / "d", DECODE), DECODE)
+    server = SideChannelServer("127.0.0.1", 0, PREFILL, SHAPE, shards=shards_of(PREFILL), tls=ours)
+    server.start()
+    yield server, theirs, HTTP_HEAD if ours is None else TLS_HEAD
+    server.stop()
+
+
+class Crowd:
+    """Connections of which half say nothing and half send a byte a second; lost ones come again."""
+
+    def __init__(self, port: int, head: bytes) -> None:
+        self._connect: Connect = lambda: socket.create_connection(("127.0.0.1", port), timeout=30)
+        self._head = head
+        self._over = threading.Event()
+        self.peers = [self._connect() for _ in range(CROWD)]
+        self.sent = self.renewed = 0
+        self._thread = threading.Thread(target=self._drip)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def _drip(self) -> None:
+        while not self._over.wait(1.0):
+            at = self.sent % len(self._head)
+            for number in range(0, CROWD, 2):
+                try:
+                    self.peers[number].send(self._head[at : at + 1])
+                except OSError:
+                    self.peers[number].close()
+                    self.peers[number] = self._connect()
+                    self.renewed += 1
+            self.sent += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        for peer in self.peers:
+            with contextlib.suppress(OSError):
+                peer.close()
+
+
+def worst_of_each_round(server: SideChannelServer, tls: Tls | None) -> list[float]:
+    """The seconds of the slowest handshake in each round, over a new connection each."""
+
+    async def measure() -> list[float]:
+        worst = []
+        for _ in range(ROUNDS):
+            taken = []
+            for _ in range(HANDSHAKES):
+                async with client_session() as session:
+                    start = time.perf_counter()
+                    answer = await shake_hands(
+                        session,
+                        Introduction(DECODE, SHAPE, (0, 0)),
+                        PREFILL,
+                        "127.0.0.1",
+                        server.port,
+                        tls,
+                    )
+                    taken.append(time.perf_counter() - start)
+                    assert isinstance(answer, EngineMetadata), answer
+                await asyncio.sleep(0.02)
+            worst.append(max(taken))
+        return worst
+
+    return asyncio.run(measure())
+
+
+def test_a_crowd_that_says_nothing_delays_nobody(
+    side_channel: tuple[SideChannelServer, Tls | None, bytes],
+    record_property: Callable[[str, object], None],
+) -> None:
+    server, tls, head = side_channel
+    alone = worst_of_each_round(server, tls)
+    guard = server._guard
+    assert guard is not None
+    with Crowd(server.port, head) as crowd:
+        until(lambda: len(guard._greeting.union(guard._server.connections)) >= CROWD)
+        until(lambda: crowd.sent >= 1)
+        beside = worst_of_each_round(server, tls)
+        assert len(guard._greeting.union(guard._server.connections)) >= CROWD // 2, "it has gone"
+    record_property("alone_ms", [round(1e3 * each, 1) for each in alone])
+    record_property("beside_the_crowd_ms", [round(1e3 * each, 1) for each in beside])
+    # The machine may stop all of us for longer. It does not do so in each round; a server that
+    # waits for the crowd does.
+    assert min(beside) - min(alone) < MOST_SECONDS, (alone, beside)

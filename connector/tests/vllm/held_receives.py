@@ -1,0 +1,108 @@
+"""Holds the receives of a real decode engine in a state, and cuts its side channel.
+
+Runs in the engine's process. What is held goes on by itself once it is released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive import State
+
+_release: list[Callable[[], None]] = []
+_mended = threading.Event()
+_mended.set()
+_request = aiohttp.ClientSession._request
+
+
+def _receiver() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker._receiver
+
+
+def hold(state: str) -> None:
+    """Let receives come as far as ``state`` and no further, until :func:`release`."""
+    receiver = _receiver()
+    receives = receiver._receives
+    if state == State.NEW.name:
+        event = threading.Event()
+        receiver._thread.put(event.wait)
+        _release.append(event.set)
+    elif state == State.HANDSHAKE.name:
+        _disconnect(receiver)
+        peers, waiting = receives._peers, []
+        connect = peers.connect
+        peers.connect = lambda *args: waiting.append(args)
+
+        def go_on() -> None:
+            peers.connect = connect
+            for args in waiting:
+                connect(*args)
+
+        _release.append(go_on)
+    else:
+        transfers = receives._transfers
+        poll = transfers.poll
+
+        def poll_others() -> bool:
+            return not any(_is_in(job, state) for job in receives._jobs.values()) and poll()
+
+        transfers.poll = poll_others
+        _release.append(lambda: setattr(transfers, "poll", poll))
+
+
+def _disconnect(receiver: Any) -> None:
+    """Close idle connections, so that the next request shakes hands."""
+    failure = Failure(Reason.BACKEND_ERROR, "closed by the test")
+    done = threading.Event()
+
+    def close() -> None:
+        connections = receiver._connections
+        for connection in list(connections.by_engine.values()):
+            receiver._receives._peers.forget(connection.engine_id, failure)
+            connections.break_off(connection, failure)
+        done.set()
+
+    receiver._thread.put(close)
+    done.wait(10)
+
+
+def release() -> None:
+    """Let go on what is held."""
+    while _release:
+        _release.pop()()
+
+
+def stands(count: int, state: str) -> bool:
+    """Whether so many receives have come to ``state``; NEW ones wait in a queue."""
+    jobs = list(_receiver()._receives._jobs.values())
+    return state == State.NEW.name or sum(_is_in(job, state) for job in jobs) == count
+
+
+def _is_in(job: Any, state: str) -> bool:
+    return job.machine.state.name == state
+
+
+def cut(is_cut: bool) -> None:
+    """Let nothing through to side channels, or what was held and all that follows."""
+    (_mended.clear if is_cut else _mended.set)()
+
+    async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        async with asyncio.timeout(_seconds(kwargs.get("timeout"))):
+            while not _mended.is_set():  # noqa: ASYNC110  it is set by another thread
+                await asyncio.sleep(0.01)
+        return await _request(self, *args, **kwargs)
+
+    aiohttp.ClientSession._request = request  # type: ignore[method-assign]
+
+
+def _seconds(timeout: Any) -> float | None:
+    return None if timeout is None else timeout.total

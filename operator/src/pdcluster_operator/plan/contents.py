@@ -1,0 +1,43 @@
+"""Hashes in place of what immutable ConfigMaps hold.
+
+Each cluster has a ConfigMap with the connector, of some hundred kB. The operator compares its
+content and never reads it, so it keeps the hash: a thousand clusters would need a gigabyte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+from pdcluster_operator.plan.model import Manifest
+
+CONTENTS = ("data", "binaryData")
+MARK = "sha256:"
+SHORT = 128
+"""Characters that are kept as they are."""
+
+
+def without_contents(manifest: Manifest) -> Manifest:
+    """Return an immutable ConfigMap with hashes of its contents; any other object as it is.
+
+    The result for a result is the same, so that both sides of a comparison may come from here.
+    """
+    if manifest.get("kind") != "ConfigMap" or not manifest.get("immutable"):
+        return manifest
+    hashed: dict[str, Any] = {
+        part: {name: _hashed(text) for name, text in manifest[part].items()}
+        for part in CONTENTS
+        if manifest.get(part)
+    }
+    return {**manifest, **hashed}
+
+
+def _hashed(text: str) -> str:
+    return text if len(text) <= SHORT else _digest(text)
+
+
+@lru_cache(maxsize=4)
+def _digest(text: str) -> str:
+    """Remembered, because all clusters of an operator have the same content."""
+    return MARK + hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,44 @@
+"""What pure functions have returned for one cluster, so that nothing is computed twice.
+
+Most reconciles find nothing new. The spec is then parsed, rendered and hashed as it was before,
+which is most of a plan's time. A memo cannot change a plan: a result is used again only while all
+inputs of its function are equal. Whoever plans the same cluster again hands the same memo over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Memo:
+    """One result for each name. Inputs and results must not be changed afterwards."""
+
+    __slots__ = ("_held", "_used")
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, tuple[Any, Any]] = {}
+        self._used: set[Hashable] = set()
+
+    def get(self, name: Hashable, inputs: tuple[Any, ...], compute: Callable[..., T]) -> T:
+        """Return ``compute(*inputs)``, computed now or for equal inputs before.
+
+        Args:
+            name: names the function, and the object that it is called for.
+            inputs: everything that the result depends on. Comparing them is quick where they are
+                the same objects.
+        """
+        self._used.add(name)
+        held = self._held.get(name)
+        if held is None or held[0] != inputs:
+            held = self._held[name] = (inputs, compute(*inputs))
+        result: T = held[1]
+        return result
+
+    def forget_unused(self) -> None:
+        """Drop what was not asked for since the last call, such as a child that is gone."""
+        for name in self._held.keys() - self._used:
+            del self._held[name]
+        self._used.clear()

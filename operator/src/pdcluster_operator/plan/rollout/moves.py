@@ -1,0 +1,203 @@
+"""The next moves of a rollout: which engines are created, and which leave.
+
+A pure function of what is observed. It remembers nothing, so it does not matter after which
+write an operator stopped. Three rules hold in ``Surge`` and in ``Replace``:
+
+* engines leave only while a verified pair remains that clients reach, if there was one;
+* the engines of a role never use more GPUs than its budget;
+* an engine leaves the routers first, and is removed when no router knows it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.spec.enums import Role, RolloutType
+
+Pair = tuple[EngineName, EngineName]
+"""A prefill engine and a decode engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleFleet:
+    """The engines of one role.
+
+    Attributes:
+        wanted: names that the spec asks for, of the target revision.
+        cost: GPUs of one wanted engine.
+        live: GPUs of each engine that has a StatefulSet or a pod.
+        going: those of ``live`` that have pods only: they are being removed.
+    """
+
+    wanted: tuple[EngineName, ...]
+    cost: int
+    live: Mapping[EngineName, int]
+    going: AbstractSet[EngineName] = frozenset()
+
+    @property
+    def old(self) -> list[EngineName]:
+        """Engines of other revisions that are not being removed."""
+        revisions = {name.revision for name in self.wanted}
+        return sorted(
+            name for name in self.live if name not in self.going and name.revision not in revisions
+        )
+
+    @property
+    def made(self) -> list[EngineName]:
+        """Wanted engines that exist."""
+        return [name for name in self.wanted if name in self.live and name not in self.going]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """All engines of a cluster, and what clients reach.
+
+    Attributes:
+        roles: the engines of each role.
+        keys: pairing key of each engine, live or wanted.
+        verified: pairs of live engines that were seen to move KV.
+        idle: live engines that are known to serve nothing.
+        routed: engines that some router still knows.
+        served_key: pairing key of the routers behind the Service; empty if there are none, and
+            clients then reach every engine.
+        surge: engines of each role that may exist beside its replicas.
+    """
+
+    roles: Mapping[Role, RoleFleet]
+    keys: Mapping[EngineName, str]
+    verified: AbstractSet[Pair]
+    idle: AbstractSet[EngineName]
+    routed: AbstractSet[EngineName]
+    served_key: str
+    surge: int
+
+    def reached(self, name: EngineName) -> bool:
+        """Whether clients reach an engine."""
+        return self.served_key in ("", self.keys[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What to do now.
+
+    Attributes:
+        made: wanted engines that exist or are created now.
+        leaving: old engines that routers must forget.
+        removed: engines of them to delete now.
+        stuck: why the rollout cannot go on; empty if it can.
+    """
+
+    made: frozenset[EngineName]
+    leaving: frozenset[EngineName]
+    removed: frozenset[EngineName]
+    stuck: str = ""
+
+
+def next_moves(fleet: Fleet, how: RolloutType) -> Moves:
+    """Return the next moves. Nothing is left to do when all wanted engines are made."""
+    if how is RolloutType.RECREATE:
+        return _recreate(fleet)
+    leaving = {name for side in fleet.roles.values() for name in side.old if _useless(name, fleet)}
+    for side in fleet.roles.values():
+        leaving |= _replaced(side, fleet, leaving)
+    stuck = _make_room(fleet, leaving) if how is RolloutType.REPLACE else ""
+    made: set[EngineName] = set()
+    for side in fleet.roles.values():
+        made |= _affordable(side, fleet.surge if how is RolloutType.SURGE else 0)
+    removed = {name for name in leaving if name in fleet.idle or name not in fleet.routed}
+    return Moves(frozenset(made), frozenset(leaving), frozenset(removed), stuck)
+
+
+def _useless(name: EngineName, fleet: Fleet) -> bool:
+    """Whether an old engine serves nobody: it does not run, or the Service has another key."""
+    return name in fleet.idle or not fleet.reached(name)
+
+
+def _recreate(fleet: Fleet) -> Moves:
+    leaving = {name for side in fleet.roles.values() for name in side.old}
+    made: set[EngineName] = set()
+    for side in fleet.roles.values():
+        wanted = set(side.wanted)
+        revisions = {name.revision for name in side.wanted}
+        clear = all(name.revision in revisions for name in side.live)
+        made |= wanted if clear else set(side.made)
+    return Moves(frozenset(made), frozenset(leaving), frozenset(leaving))
+
+
+def _budget(side: RoleFleet, surge: int) -> int:
+    dearest = max([side.cost, *side.live.values()])
+    return len(side.wanted) * dearest + surge * side.cost
+
+
+def _affordable(side: RoleFleet, surge: int) -> set[EngineName]:
+    """Return the wanted engines that exist, and those that the budget has GPUs for."""
+    used, limit = sum(side.live.values()), _budget(side, surge)
+    made = set(side.made)
+    for name in side.wanted:
+        if name in side.live:  # it exists, or its pods are still going
+            continue
+        if used + side.cost > limit:
+            break
+        used += side.cost
+        made.add(name)
+    return made
+
+
+def _replaced(side: RoleFleet, fleet: Fleet, leaving: set[EngineName]) -> set[EngineName]:
+    """Return the old engines whose work verified new ones do."""
+    fresh = [name for name in side.made if any(name in pair for pair in fleet.verified)]
+    old = [name for name in side.old if name not in leaving]
+    found: set[EngineName] = set()
+    for name in reversed(old[max(0, len(side.wanted) - len(fresh)) :]):
+        if all(fleet.reached(other) for other in fresh) and _may_leave(
+            name, fleet, leaving | found
+        ):
+            found.add(name)
+    return found
+
+
+def _may_leave(name: EngineName, fleet: Fleet, leaving: AbstractSet[EngineName]) -> bool:
+    """Whether clients still reach a verified pair when this engine leaves, too."""
+    if any(not side.wanted for side in fleet.roles.values()) or not fleet.reached(name):
+        return True
+    reached = [pair for pair in fleet.verified if fleet.reached(pair[0])]
+    gone = leaving | {name} | {n for side in fleet.roles.values() for n in side.going}
+    return not reached or any(not gone & set(pair) for pair in reached)
+
+
+def _make_room(fleet: Fleet, leaving: set[EngineName]) -> str:
+    """Let one old engine leave for each role whose new engines have no place.
+
+    Engines of both roles leave together or not at all: new ones of one role alone may not pair.
+    Returns why nobody can leave; empty if somebody does, or nobody has to.
+    """
+    found: set[EngineName] = set()
+    for role, side in fleet.roles.items():
+        old = [name for name in side.old if name not in leaving]
+        if not _needs_room(side, fleet) or side.going or len(old) < len(side.old):
+            continue
+        first = (name for name in reversed(old) if _may_leave(name, fleet, leaving | found))
+        if (name := next(first, None)) is None:
+            return _no_room(role)
+        found.add(name)
+    leaving |= found
+    return ""
+
+
+def _needs_room(side: RoleFleet, fleet: Fleet) -> bool:
+    """Whether the next new engine has no place, and all that were made so far are verified."""
+    made = side.made
+    if len(made) == len(side.wanted) or len(_affordable(side, 0)) > len(made):
+        return False
+    return all(any(name in pair for pair in fleet.verified) for name in made)
+
+
+def _no_room(role: Role) -> str:
+    return (
+        f"no {role} engine can make room, because no verified pair would be left. Replace needs "
+        "two verified engines of each role that changes. Use Surge if there are spare GPUs, or "
+        "Recreate, which serves nothing for a while"
+    )

@@ -1,0 +1,35 @@
+"""Which steps of a plan may be carried out side by side.
+
+A stage begins when the one before it has ended. Within a stage the steps do not need each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdcluster_operator.plan.model import Apply, Delete, Step, TryOut, WriteTicketKey
+
+WORKLOADS = frozenset({"StatefulSet", "Deployment"})
+"""The kinds that make pods. Pods mount, or go by, what the other kinds hold."""
+
+
+def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
+    """Return the steps in stages; within a stage they keep their order.
+
+    What pods need comes first, then what makes pods. What is tried out may end all of it before
+    something is deleted, and then pods are restarted.
+    """
+    staged: dict[int, list[Step]] = {}
+    for step in steps:
+        staged.setdefault(_stage(step), []).append(step)
+    return [tuple(staged[number]) for number in sorted(staged)]
+
+
+def _stage(step: Step) -> int:
+    if isinstance(step, WriteTicketKey):
+        return 0
+    if isinstance(step, Apply):
+        return 2 if step.manifest["kind"] in WORKLOADS else 1
+    if isinstance(step, TryOut):
+        return 3
+    return 4 if isinstance(step, Delete) else 5

@@ -1,0 +1,30 @@
+"""When a status is written: what users and alerts wait for at once, the rest once for a burst."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+QUIET_SECONDS = 1.0
+"""The shortest time between two writes that flip no condition."""
+
+
+def wait_before_writing(before: object, after: Mapping[str, Any], since_last: float) -> float:
+    """Return how many seconds the status ``after`` may wait; 0 if it is written now.
+
+    While engines start, each pod changes reasons, messages and counts several times. A condition
+    that flips, or the status of another generation, waits for nothing.
+
+    Args:
+        before: the status as it is now.
+        since_last: seconds since this process wrote the status.
+    """
+    if not isinstance(before, Mapping) or _flips(before) != _flips(after):
+        return 0.0
+    return max(0.0, QUIET_SECONDS - since_last)
+
+
+def _flips(status: Mapping[str, Any]) -> tuple[object, list[tuple[object, object]]]:
+    conditions = status.get("conditions") or ()
+    flags = [(one.get("type"), one.get("status")) for one in conditions]
+    return status.get("observedGeneration"), flags

@@ -1,0 +1,81 @@
+"""An API server that answers 429: all calls of the client wait as long as it asks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio import client as kubernetes
+
+from pdcluster_operator.adapters.api_server.client import TRIES, KubeClient
+from pdcluster_operator.adapters.api_server.patience import LONGEST, SHORTEST, SPREAD, Patience
+from pdcluster_operator.runtime.errors import ApiError
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def clock(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [("3", 3.0), ("0", SHORTEST), ("9999", LONGEST), ("", 1.0), ("Fri, 31 Dec 1999", 1.0)],
+)
+async def test_a_client_waits_as_long_as_it_is_asked_to_within_bounds(
+    asked: str, seconds: float
+) -> None:
+    time = Time()
+    patience = Patience(time.clock, time.sleep)
+    await patience.wait()
+    assert time.now == 100.0
+    patience.told(asked)
+    await patience.wait()
+    assert seconds <= time.now - 100.0 <= seconds * (1 + SPREAD)
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    simulated = Time()
+    patience = Patience(simulated.clock, simulated.sleep)
+    module = "pdcluster_operator.adapters.api_server.client.Patience"
+    monkeypatch.setattr(module, lambda: patience)
+    return simulated
+
+
+@pytest.mark.parametrize("refusals", [1, TRIES - 1, TRIES])
+async def test_a_call_is_made_again_and_given_up_at_last(time: Time, refusals: int) -> None:
+    asked: list[float] = []
+
+    async def answer(_: web.Request) -> web.Response:
+        asked.append(time.now)
+        if len(asked) <= refusals:
+            return web.json_response(
+                {"reason": "TooManyRequests"}, status=429, headers={"Retry-After": "2"}
+            )
+        return web.json_response({"kind": "Pod"})
+
+    server = web.Application()
+    server.router.add_get("/version", answer)
+    async with TestServer(server) as there:
+        configuration = kubernetes.Configuration()
+        configuration.host = str(there.make_url("")).rstrip("/")
+        configuration.retries = 1
+        codes: list[int] = []
+        async with KubeClient(configuration, lambda *call: codes.append(call[2])) as client:
+            if refusals == TRIES:
+                with pytest.raises(ApiError) as refused:
+                    await client.call("GET", "/version")
+                assert refused.value.reason == "TooManyRequests"
+                assert not refused.value.terminal
+            else:
+                assert await client.call("GET", "/version") == {"kind": "Pod"}
+    assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(asked))
+    assert codes == [429] * refusals + [200] * (refusals < TRIES)

@@ -1,0 +1,339 @@
+"""The next moves of a rollout, over a simulated cluster that is stopped after any write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.spec.enums import Role, RolloutType
+from pdcluster_operator.plan.rollout.moves import Fleet, Moves, RoleFleet, next_moves
+
+SURGE, REPLACE, RECREATE = RolloutType.SURGE, RolloutType.REPLACE, RolloutType.RECREATE
+
+
+def name(role: Role, revision: str, index: int) -> EngineName:
+    return EngineName("ns", "c", role, revision, index)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a user wants: replicas, GPUs of an engine, revisions and the pairing key."""
+
+    replicas: tuple[int, int] = (1, 1)
+    cost: tuple[int, int] = (1, 1)
+    revisions: tuple[str, str] = ("p1", "d1")
+    key: str = "k1"
+
+    def wanted(self, role: Role) -> tuple[EngineName, ...]:
+        side = list(Role).index(role)
+        count = range(self.replicas[side])
+        return tuple(name(role, self.revisions[side], index) for index in count)
+
+
+@dataclass
+class World:
+    """Engines that start, link, drain and go, each when the test says so; and one Service."""
+
+    how: RolloutType
+    spec: Spec
+    surge: int = 1
+    live: dict[EngineName, tuple[int, str]] = field(default_factory=dict)
+    going: set[EngineName] = field(default_factory=set)
+    ready: set[EngineName] = field(default_factory=set)
+    linked: set[tuple[EngineName, EngineName]] = field(default_factory=set)
+    routed: set[EngineName] = field(default_factory=set)
+    served_key: str = ""
+    most_used: dict[Role, int] = field(default_factory=dict)
+
+    def fleet(self) -> Fleet:
+        roles = {}
+        for side, role in enumerate(Role):
+            live = {n: cost for n, (cost, _) in self.live.items() if n.role is role}
+            going = {n for n in self.going if n.role is role}
+            roles[role] = RoleFleet(self.spec.wanted(role), self.spec.cost[side], live, going)
+        keys = {n: key for n, (_, key) in self.live.items()}
+        keys |= {n: self.spec.key for role in Role for n in self.spec.wanted(role)}
+        idle = {n for n in self.live if n not in self.ready}
+        verified = {pair for pair in self.linked if not self.going & set(pair)}
+        return Fleet(roles, keys, verified, idle, self.routed, self.served_key, self.surge)
+
+    def moves(self) -> Moves:
+        return next_moves(self.fleet(), self.how)
+
+    def writes(self) -> list[tuple[str, EngineName]]:
+        moves = self.moves()
+        wanted = {n for role in Role for n in self.spec.wanted(role)}
+        extra = {
+            n for n in self.live
+            if n not in wanted and n not in self.going
+            and n.revision in self.spec.revisions and self.spec.replicas[list(Role).index(n.role)]
+        }  # fmt: skip
+        writes = [("create", n) for n in sorted(moves.made) if n not in self.live]
+        return writes + [("remove", n) for n in sorted(moves.removed | extra)]
+
+    def write(self, verb: str, engine: EngineName) -> None:
+        if verb == "create":
+            side = list(Role).index(engine.role)
+            self.live[engine] = (self.spec.cost[side], self.spec.key)
+        else:
+            self.going.add(engine)
+            self.ready.discard(engine)
+
+    def pairs(self) -> set[tuple[EngineName, EngineName]]:
+        """Pairs that clients reach."""
+        return {
+            pair for pair in self.linked
+            if not self.going & set(pair) and self.served_key in ("", self.live[pair[0]][1])
+        }  # fmt: skip
+
+    def happen(self) -> list[tuple[str, object]]:
+        """Everything that others may do next."""
+        events: list[tuple[str, object]] = [("go", n) for n in self.going]
+        events += [("ready", n) for n in self.live if n not in self.ready | self.going]
+        for p in self.ready:
+            for d in self.ready:
+                pairing = (p.role, d.role) == tuple(Role) and self.live[p][1] == self.live[d][1]
+                if pairing and (p, d) not in self.linked:
+                    events.append(("link", (p, d)))
+        leaving = self.moves().leaving
+        knows = {n for n in self.ready if n not in leaving}
+        if self.routed != knows:
+            events.append(("route", knows))
+        key = self.spec.key
+        whole = [pair for pair in self.linked if not self.going & set(pair)]
+        if self.served_key != key and any(self.live[p][1] == key for p, _ in whole):
+            events.append(("serve", key))
+        return sorted(events, key=str)
+
+    def let(self, what: str, thing) -> None:
+        if what == "go":
+            self.going.discard(thing)
+            self.live.pop(thing)
+            self.linked = {pair for pair in self.linked if thing not in pair}
+            self.routed.discard(thing)
+        elif what == "ready":
+            self.ready.add(thing)
+        elif what == "link":
+            self.linked.add(thing)
+        elif what == "route":
+            self.routed = set(thing)
+        else:
+            self.served_key = thing
+
+    def settle(self, choose=lambda items: items[0]) -> None:
+        """Let everything happen until nothing does; each time in the order that is chosen."""
+        for _ in range(400):
+            options = [("write", w) for w in self.writes()] + self.happen()
+            if not options:
+                return
+            before = self.pairs()
+            what, thing = choose(options)
+            if what == "write":
+                self.write(*thing)
+            else:
+                self.let(what, thing)
+            self.judge(before)
+        raise AssertionError(f"it never settles: {self.writes()}, {self.happen()}")
+
+    def judge(self, before) -> None:
+        serves_both = all(self.spec.replicas)
+        if before and serves_both and self.how is not RECREATE:
+            assert self.pairs(), "no verified pair is left"
+        for p, d in self.linked:
+            assert self.live[p][1] == self.live[d][1], "a pair across keys"
+        for side, role in enumerate(Role):
+            used = sum(cost for n, (cost, _) in self.live.items() if n.role is role)
+            dearest = max(
+                [self.spec.cost[side], *(c for n, (c, _) in self.live.items() if n.role is role)]
+            )
+            extra = self.surge * self.spec.cost[side] if self.how is SURGE else 0
+            limit = self.spec.replicas[side] * dearest + extra
+            self.most_used[role] = max(self.most_used.get(role, 0), used)
+            assert used <= max(limit, self.at_start[role]), "more GPUs than the budget has"
+
+    def change(self, spec: Spec) -> None:
+        self.spec = spec
+        self.at_start = {
+            role: sum(cost for n, (cost, _) in self.live.items() if n.role is role) for role in Role
+        }
+
+    def names(self) -> set[EngineName]:
+        return set(self.live)
+
+
+def fresh(how: RolloutType, spec: Spec, surge: int = 1) -> World:
+    world = World(how, spec, surge)
+    world.change(spec)
+    world.settle()
+    return world
+
+
+def wanted(spec: Spec) -> set[EngineName]:
+    return {n for role in Role for n in spec.wanted(role)}
+
+
+ENV = Spec(revisions=("p1", "d2"))
+KEY = Spec(revisions=("p2", "d2"), key="k2")
+
+
+@pytest.mark.parametrize("how", list(RolloutType))
+def test_a_new_cluster_is_made_at_once(how: RolloutType) -> None:
+    world = World(how, Spec((3, 2)))
+    world.change(world.spec)
+    assert len(world.moves().made) == 5
+    world.settle()
+    assert world.names() == wanted(world.spec)
+    assert world.writes() == []
+
+
+@pytest.mark.parametrize("after", [ENV, KEY])
+def test_surge_makes_new_engines_first_and_needs_one_more_of_each_role(after: Spec) -> None:
+    world = fresh(SURGE, Spec())
+    world.change(after)
+    assert not world.moves().leaving
+    world.settle()
+    assert world.names() == wanted(after)
+    assert world.most_used[Role.DECODE] == 2
+
+
+def test_a_change_of_decode_leaves_prefill_alone() -> None:
+    world = fresh(SURGE, Spec((2, 2)))
+    world.change(replace(ENV, replicas=(2, 2)))
+    moves = world.moves()
+    assert {n.role for n in moves.made if n not in world.live} == {Role.DECODE}
+
+
+def test_old_engines_of_another_key_stay_until_the_service_has_moved() -> None:
+    world = fresh(SURGE, Spec())
+    world.change(KEY)
+    for write in world.writes():
+        world.write(*write)
+    for engine in wanted(KEY):
+        world.ready.add(engine)
+    world.linked.add(tuple(sorted(wanted(KEY), key=lambda n: list(Role).index(n.role))))
+    assert not world.moves().leaving
+    world.served_key = "k2"
+    assert world.moves().leaving == wanted(Spec())
+    # A router that knows them may still send requests.
+    assert not world.moves().removed
+    world.routed.clear()
+    assert world.moves().removed == wanted(Spec())
+
+
+def test_replace_needs_no_spare_gpu() -> None:
+    world = fresh(REPLACE, Spec((2, 2), (4, 8)))
+    after = replace(KEY, replicas=(2, 2), cost=(4, 8))
+    world.change(after)
+    world.settle()
+    assert world.names() == wanted(after)
+    assert world.most_used == {Role.PREFILL: 8, Role.DECODE: 16}
+
+
+@pytest.mark.parametrize(("replicas", "after"), [((1, 1), KEY), ((1, 1), ENV), ((2, 1), KEY)])
+def test_replace_holds_where_a_role_has_one_engine(replicas: tuple[int, int], after: Spec) -> None:
+    world = fresh(REPLACE, Spec(replicas))
+    old = world.names()
+    world.change(replace(after, replicas=replicas))
+    assert "no verified pair would be left" in world.moves().stuck
+    world.settle()
+    assert world.names() == old
+
+
+def test_recreate_makes_new_engines_when_the_old_pods_are_gone() -> None:
+    world = fresh(RECREATE, Spec())
+    world.change(ENV)
+    assert [verb for verb, n in world.writes()] == ["remove"]
+    for write in world.writes():
+        world.write(*write)
+    assert world.writes() == []
+    world.settle()
+    assert world.names() == wanted(ENV)
+
+
+def test_what_a_superseded_rollout_left_goes_first() -> None:
+    world = fresh(SURGE, Spec())
+    world.change(ENV)
+    for write in world.writes():
+        world.write(*write)
+    half = name(Role.DECODE, "d2", 0)
+    assert half in world.live
+    world.change(replace(ENV, revisions=("p1", "d3")))
+    assert ("remove", half) in world.writes()
+    assert world.moves().removed == {half}
+    world.settle()
+    assert world.names() == wanted(world.spec)
+
+
+def test_scaling_down_while_rolling_takes_old_engines_first() -> None:
+    world = fresh(SURGE, Spec((1, 3)))
+    world.change(replace(ENV, replicas=(1, 3)))
+    for write in world.writes():
+        world.write(*write)
+    world.change(replace(ENV, replicas=(1, 2)))
+    leaving = world.moves().leaving
+    assert leaving == {name(Role.DECODE, "d1", 2)}
+    world.settle()
+    assert world.names() == wanted(world.spec)
+
+
+def test_zero_replicas_remove_everything() -> None:
+    world = fresh(SURGE, Spec((2, 2)))
+    world.change(replace(KEY, replicas=(0, 0)))
+    world.settle()
+    assert world.names() == set()
+
+
+REPLICAS = st.tuples(st.integers(1, 3), st.integers(1, 3))
+COSTS = st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 4]))
+
+
+@st.composite
+def spec_of(draw: st.DrawFn, number: int) -> Spec:
+    """A spec that keeps the key and changes decode, or changes key and both roles."""
+    rekeyed = draw(st.booleans())
+    revisions = (f"p{number}" if rekeyed else "p0", f"d{number}")
+    return Spec(draw(REPLICAS), draw(COSTS), revisions, f"k{number}" if rekeyed else "k0")
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_from_any_point_of_any_rollout_surge_ends_where_a_new_cluster_does(data) -> None:
+    """Writes are lost, engines start in any order, and the spec changes while it rolls."""
+    world = fresh(SURGE, Spec(data.draw(REPLICAS), revisions=("p0", "d0"), key="k0"),
+                  data.draw(st.integers(1, 2)))  # fmt: skip
+    choose = lambda items: items[data.draw(st.integers(0, len(items) - 1))]  # noqa: E731
+    for number in (1, 2):
+        world.change(data.draw(spec_of(number)))
+        for _ in range(data.draw(st.integers(0, 12))):
+            options = [("write", w) for w in world.writes()] + world.happen()
+            if not options:
+                break
+            before = world.pairs()
+            what, thing = choose(options)
+            if what == "write":
+                world.write(*thing)
+            else:
+                world.let(what, thing)
+            world.judge(before)
+    world.settle(choose)
+    assert world.names() == wanted(world.spec)
+    assert world.pairs()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_replace_ends_or_holds_and_always_serves(data) -> None:
+    world = fresh(REPLACE, Spec(data.draw(REPLICAS), revisions=("p0", "d0"), key="k0"))
+    choose = lambda items: items[data.draw(st.integers(0, len(items) - 1))]  # noqa: E731
+    after = data.draw(spec_of(1))
+    world.change(replace(after, cost=(1, 1)))
+    world.settle(choose)
+    moves = world.moves()
+    assert world.pairs()
+    assert world.names() == wanted(world.spec) or moves.stuck
+    if min(world.spec.replicas) > 1 and min(len(world.spec.wanted(r)) for r in Role) > 1:
+        assert world.names() == wanted(world.spec) or moves.stuck

@@ -1,0 +1,94 @@
+"""In which order steps are carried out, and when a status is written."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from simulated_cluster import START, SimulatedCluster, manifest
+
+from pdcluster_operator.plan.model import Apply, Delete, RestartPod, Step, TryOut, WriteTicketKey
+from pdcluster_operator.plan.planner import BUSY_SECONDS, make_plan
+from pdcluster_operator.plan.stages import stages
+from pdcluster_operator.plan.status.pace import QUIET_SECONDS, wait_before_writing
+
+
+def what(step: Step) -> str:
+    if isinstance(step, Apply | WriteTicketKey):
+        return str(step.manifest["kind"])
+    return type(step).__name__
+
+
+def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
+    steps = list(SimulatedCluster(manifest()).plan().steps)
+    gone = Delete("v1", "Service", "ns", "old", "u", "1", "a test")
+    restart = RestartPod("ns", "pod", "u", "1", "a test")
+    random.Random(7).shuffle(steps)
+    trial = TryOut((), {"kind": "ControllerRevision"}, beside=False, why="a test")
+    staged = stages([restart, gone, trial, *steps])
+    kinds = [{what(step) for step in stage} for stage in staged]
+    assert kinds[0] == {"Secret"}
+    assert kinds[1] == {
+        "ConfigMap",
+        "ControllerRevision",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "Service",
+        "ServiceAccount",
+    }
+    assert kinds[2:] == [{"StatefulSet", "Deployment"}, {"TryOut"}, {"Delete"}, {"RestartPod"}]
+    assert sorted(map(id, (step for stage in staged for step in stage))) == sorted(
+        map(id, [restart, gone, trial, *steps])
+    )
+
+
+def test_no_steps_are_no_stages() -> None:
+    assert stages([]) == []
+
+
+def test_a_step_knows_whether_it_creates() -> None:
+    world = SimulatedCluster(manifest())
+    assert {step.uid for step in world.step().steps if isinstance(step, Apply)} == {""}
+    name, service = next(item for item in world.children.items() if item[0][0] == "Service")
+    service["spec"]["ports"][0]["port"] = 1
+    [step] = world.plan().steps
+    assert isinstance(step, Apply)
+    assert (step.manifest["metadata"]["name"], step.uid) == (name[1], service["metadata"]["uid"])
+    service["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    [step] = world.plan().steps
+    assert isinstance(step, Apply)
+    assert step.uid == "", "it must be looked at: it may be gone, or kept from going"
+
+
+def status(ready: str = "False", message: str = "", generation: int = 1) -> dict[str, object]:
+    conditions = [{"type": "Ready", "status": ready, "message": message}]
+    return {"observedGeneration": generation, "conditions": conditions}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "since_last", "wait"),
+    [
+        (None, status(), 0.0, 0.0),
+        ({}, status(), 0.0, 0.0),
+        (status(), status("True"), 0.0, 0.0),
+        (status(), status(generation=2), 0.0, 0.0),
+        (status(), status(message="1 of 2 pods"), 0.25, QUIET_SECONDS - 0.25),
+        (status(), status(message="1 of 2 pods"), QUIET_SECONDS, 0.0),
+        (status(), status(message="1 of 2 pods"), float("inf"), 0.0),
+    ],
+)
+def test_a_flip_is_written_at_once_and_a_burst_once(
+    before: object, after: dict[str, object], since_last: float, wait: float
+) -> None:
+    assert wait_before_writing(before, after, since_last) == wait
+
+
+def test_a_cluster_on_its_way_is_looked_at_when_its_deadline_comes() -> None:
+    world = SimulatedCluster(manifest(rollout={"progressDeadlineSeconds": 60}))
+    assert world.step().requeue_after == BUSY_SECONDS
+    world.now = START + 57
+    after = make_plan(world.observed(), world.now).requeue_after
+    assert after is not None
+    assert 3.0 <= after <= 5.0
+    world.now = START + 100
+    assert world.plan().requeue_after == BUSY_SECONDS

@@ -1,0 +1,175 @@
+"""Steps side by side, and no read that is not needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from pdcluster_operator.plan.model import (
+    Apply,
+    Delete,
+    RestartPod,
+    TicketKey,
+    TryOut,
+    WriteTicketKey,
+)
+from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.executor import SECRET_SECONDS, SIDE_BY_SIDE, Executor
+from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
+
+KEY = Key("ns", "tiny")
+CLUSTER = {"metadata": {"uid": "c"}}
+
+
+class Api:
+    """Counts reads, and holds every apply back until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.reads: list[str] = []
+        self.begun: list[str] = []
+        self.most = self.now = 0
+        self.go = asyncio.Event()
+        self.go.set()
+        self.held: TicketKey | None = None
+        self.fail: set[str] = set()
+        self.ours = True
+        self.lose_after = 1_000
+
+    async def read_uid(self, key: Key) -> str | None:
+        self.reads.append("cluster")
+        return "c"
+
+    async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+        self.reads.append("secret")
+        return self.held
+
+    async def write_ticket_key(self, step: WriteTicketKey) -> None:
+        if "Secret" in self.fail:
+            raise ApiError("Forbidden", "Secret")
+        self.held = TicketKey("1")
+
+    async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
+        self.begun.append(manifest["metadata"]["name"])
+        self.ours = len(self.begun) < self.lose_after
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await self.go.wait()
+        self.now -= 1
+        if manifest["metadata"]["name"] in self.fail:
+            raise ApiError("Forbidden", manifest["metadata"]["name"])
+        return manifest
+
+    async def try_out(self, step: TryOut) -> None:
+        raise AssertionError("nothing is tried out here")
+
+    async def delete(self, step: Delete | RestartPod) -> None:
+        self.begun.append(f"delete {step.name}")
+
+    async def write_status(
+        self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
+    ) -> None:
+        raise AssertionError("not the executor's")
+
+
+def executor_of(api: Api, now: list[float] | None = None) -> Executor:
+    moment = now or [0.0]
+    return Executor(api, RewriteNotes(), lambda _: api.ours, lambda: moment[0])
+
+
+def apply(name: str, kind: str = "Service", uid: str = "") -> Apply:
+    return Apply({"kind": kind, "metadata": {"name": name}}, "a test", uid)
+
+
+def secret() -> WriteTicketKey:
+    metadata = {
+        "annotations": {"pdcluster.dev/rotate-ticket-key": "1"},
+        "ownerReferences": [{"uid": "c"}],
+    }
+    return WriteTicketKey({"kind": "Secret", "metadata": metadata}, rotate=False, why="a test")
+
+
+async def test_a_stage_runs_side_by_side_within_its_bound_and_in_order() -> None:
+    api = Api()
+    api.go.clear()
+    steps = [apply("engine", "StatefulSet"), *(apply(f"s-{number}") for number in range(20))]
+    running = asyncio.create_task(executor_of(api).perform(KEY, CLUSTER, steps, []))
+    async with asyncio.timeout(5):
+        while api.now < SIDE_BY_SIDE:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0)
+    api.go.set()
+    assert await running
+    assert api.most == SIDE_BY_SIDE
+    assert len(api.begun) == 21
+    assert api.begun[-1] == "engine"
+    assert api.reads == ["cluster"], "once for all that is created"
+
+
+async def test_a_stage_that_failed_ends_and_no_other_begins() -> None:
+    api = Api()
+    api.fail = {"a"}
+    steps = [apply("a"), apply("b"), apply("engine", "StatefulSet")]
+    with pytest.raises(ApiError, match="a"):
+        await executor_of(api).perform(KEY, CLUSTER, steps, [])
+    assert api.begun == ["a", "b"]
+
+
+async def test_a_change_of_what_is_known_reads_nothing() -> None:
+    api = Api()
+    gone = Delete("v1", "Service", "ns", "old", "u", "1", "a test")
+    assert await executor_of(api).perform(KEY, CLUSTER, [apply("a", uid="u"), gone], [])
+    assert api.reads == []
+    assert api.begun == ["a", "delete old"]
+
+
+async def test_a_secret_is_read_again_only_after_a_while_or_for_another_cluster() -> None:
+    api, now = Api(), [0.0]
+    executor = executor_of(api, now)
+    for _ in range(2):
+        assert await executor.ticket_key(KEY, "c") is None
+    assert len(api.reads) == 2, "what is missing is looked for each time"
+    await executor.perform(KEY, CLUSTER, [secret()], [])
+    api.reads.clear()
+    assert await executor.ticket_key(KEY, "c") == TicketKey("1")
+    assert api.reads == [], "it is what we wrote"
+    now[0] += SECRET_SECONDS
+    api.held = None
+    assert await executor.ticket_key(KEY, "c") is None, "somebody deleted it"
+    api.held = TicketKey("1")
+    for uid in ("c", "c", "another", "another"):
+        await executor.ticket_key(KEY, uid)
+    assert len(api.reads) == 3
+
+
+async def test_a_secret_that_could_not_be_written_is_not_known() -> None:
+    api = Api()
+    executor = executor_of(api)
+    api.held = TicketKey("0")
+    assert await executor.ticket_key(KEY, "c") == TicketKey("0")
+    api.fail = {"Secret"}
+    with pytest.raises(ApiError):
+        await executor.perform(KEY, CLUSTER, [secret()], [])
+    api.reads.clear()
+    await executor.ticket_key(KEY, "c")
+    assert api.reads == ["secret"]
+
+
+async def test_nothing_is_written_without_the_lease() -> None:
+    api = Api()
+    api.ours = False
+    executor = executor_of(api)
+    assert not await executor.perform(KEY, CLUSTER, [apply("a")], [])
+    assert await executor.perform(KEY, CLUSTER, [], [])
+    assert api.begun == api.reads == []
+
+
+async def test_a_lease_that_is_lost_between_two_steps_stops_the_rest() -> None:
+    api = Api()
+    api.lose_after = 3
+    steps = [*(apply(f"s-{number}") for number in range(20)), apply("engine", "StatefulSet")]
+    assert not await executor_of(api).perform(KEY, CLUSTER, steps, [])
+    assert len(api.begun) < 20
+    assert "engine" not in api.begun
