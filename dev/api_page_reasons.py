@@ -77,6 +77,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.REPLACING: ("Engines of an older revision still exist.", WAIT),
     R.COMPLETE: ("Nothing is left to do.", ""),
     R.PAUSED: ("A change waits, because `rollout.paused` is set.", "`spec.rollout.paused`."),
+    R.INSUFFICIENT_CAPACITY: (
+        "Replace finds no engine that can make room for a new one. The old engines serve on.",
+        "`spec.rollout.type`, and the replicas of both roles.",
+    ),
     R.TEMPLATE_REFUSED: (
         "The API server refuses the pods of a new revision. The old engines serve on.",
         "The message has the API server's words: a field, a quota, or Pod Security.",

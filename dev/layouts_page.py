@@ -90,13 +90,12 @@ ROWS = (
     ),
     Row(
         "data-parallel engines, of different numbers of ranks on both sides",
-        engines=(DATA_PARALLEL, "llama 2→1"),
-        note="each rank is a peer of its own (`_dpN` in its engine id); no test runs more ranks on "
-        "decode than on prefill",
+        engines=(DATA_PARALLEL, "llama 2→1", "llama-lockstep 2→3"),
+        note="each rank is a peer of its own (`_dpN` in its engine id)",
     ),
     Row(
         "data-parallel ranks that step together, as those of a mixture of experts do",
-        engines=(DATA_PARALLEL, "llama-lockstep 2→2"),
+        engines=(DATA_PARALLEL, "llama-lockstep 2→3"),
         note="shown with dense layers under vLLM's lockstep; layers of experts are unproven: "
         "vLLM's CPU backend cannot spread them over data-parallel ranks",
     ),

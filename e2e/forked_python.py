@@ -53,7 +53,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ends right now
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, unless it has ended."""

@@ -44,7 +44,7 @@ class Case:
 # Ranks that are independent of each other, and ranks that step together (see the recipe).
 CASES = (
     Case("llama", prefill=2, decode=1, pods=2),
-    Case("llama-lockstep", prefill=2, decode=2),
+    Case("llama-lockstep", prefill=2, decode=3),
 )
 
 

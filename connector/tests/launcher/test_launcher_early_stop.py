@@ -15,8 +15,8 @@ from launched import CONFIG, HERE
 from loopback import free_port
 
 MOMENTS = 20
-# Runs the zip file with a finder that sees each import: it writes the modules' names down, or
-# sends SIGTERM at the Nth of them.
+# Runs what the zip file holds with a finder that sees each import: it writes the modules' names
+# down, or sends SIGTERM at the Nth of them.
 SCRIPT = """\
 import os, runpy, signal, sys
 
@@ -38,7 +38,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 FIRST = "pdcluster_connector.launcher.main"
 
 
-def start(pyz: Path, model: Path, behaviour: str, moment: int, *before: str) -> subprocess.Popen:
+def start(bundle: Path, model: Path, behaviour: str, moment: int, *before: str) -> subprocess.Popen:
     config = json.dumps(
         {
             **CONFIG,
@@ -48,7 +48,7 @@ def start(pyz: Path, model: Path, behaviour: str, moment: int, *before: str) -> 
     )
     return subprocess.Popen(
         [
-            *before, sys.executable, "-c", SCRIPT, str(moment), str(pyz),
+            *before, sys.executable, "-c", SCRIPT, str(moment), str(bundle),
             "--engine", "default.tiny.prefill.r1.0", "--role", "prefill",
             "--host", "127.0.0.1", "--port", str(free_port()), "--runner", "stand_in_engine",
             "--drain-seconds", "600", "--stop-seconds", "600",
@@ -72,15 +72,15 @@ def ended(process: subprocess.Popen) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a process namespace")
-def test_process_1_ends_whenever_it_is_told_to(pyz, model):
-    names = ended(start(pyz, model, "exit:0", 0)).splitlines()
+def test_process_1_ends_whenever_it_is_told_to(unpacked, model):
+    names = ended(start(unpacked, model, "exit:0", 0)).splitlines()
     first, last = names.index(FIRST) + 1, len(names)
     assert last - first > 5 * MOMENTS, "most of the launcher is imported after it heeds SIGTERM"
     moments = [first + (last - first) * number // MOMENTS for number in range(MOMENTS)]
     alone = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     # An engine that never gets ready: the launcher ends by being told to, or not at all.
     for at in range(0, MOMENTS, 5):
-        some = [start(pyz, model, "slow:600", m, *alone) for m in moments[at : at + 5]]
+        some = [start(unpacked, model, "slow:600", m, *alone) for m in moments[at : at + 5]]
         try:
             for moment, process in zip(moments[at:], some, strict=False):
                 said = ended(process)

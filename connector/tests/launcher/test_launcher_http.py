@@ -132,6 +132,19 @@ async def test_a_wait_ends_with_the_document_as_it_is():
         assert document["peers"] == []
 
 
+def test_an_engine_that_was_ready_is_never_loading_again():
+    """A stop kills an engine that loads, but drains one that may have requests."""
+    command = engine_command(
+        ["m", "--kv-transfer-config", '{"kv_role":"kv_both"}'], engine_id="a/b", role="decode"
+    )
+    readiness = Readiness(Identity("a", "0123456789abcdef"), "decode", command, {})
+    assert readiness.loading
+    readiness.healthy()
+    readiness.unhealthy("/health did not answer in time")
+    assert readiness.document()["state"] == "WarmingUp"
+    assert not readiness.loading
+
+
 async def test_stopping_answers_those_who_wait():
     identity = Identity("a", "0123456789abcdef")
     command = engine_command(

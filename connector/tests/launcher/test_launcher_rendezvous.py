@@ -8,11 +8,15 @@ import signal
 import time
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from launched import Launched, http, wait_for
 
 from loopback import free_port
-from pdcluster_connector.launcher.rendezvous import SILENCE, Followers
+from pdcluster_connector.launcher import rendezvous
+from pdcluster_connector.launcher.rendezvous import SILENCE, Followers, Leader
 
 LEADER, FOLLOWER = "127.0.0.1", "127.0.0.2"
 
@@ -140,12 +144,38 @@ def test_a_follower_lives_until_its_leader_has_drained(node, tmp_path, first):
     for launcher in (leader, follower) if first == "leader" else (follower, leader):
         launcher.process.send_signal(signal.SIGTERM)
         wait_for(lambda: leader.state == "Draining")  # also once its follower says that it leaves
+        if launcher is leader and first == "leader":  # the follower may hear of it before its stop
+            wait_for(lambda: follower.state == "WarmingUp")
     wait_for(lambda: follower.state == "Draining")
     time.sleep(2)
     assert alive(follower), "the leader's requests need its ranks"
     work.unlink()
     assert leader.end() == 0
     assert follower.end() == 0
+
+
+async def test_a_follower_that_leaves_waits_through_a_connection_that_breaks(monkeypatch):
+    monkeypatch.setattr(rendezvous, "ASK_EVERY", 0.01)
+    told = {"engine_id": "a.b.c.d.0/1", "token": "t", "ready": True}
+    asked = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += "leaving" in request.query
+        if 1 <= asked <= 6:  # aiohttp itself asks a second time
+            request.transport.close()
+        elif asked > 6:
+            return web.Response(status=409, text="the engine is about to end")
+        return web.json_response(told)
+
+    app = web.Application()
+    app.router.add_get("/v1/rendezvous", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        leader = Leader(http, str(server.make_url("")).rstrip("/"), 1, "s")
+        met = await leader.meet(lambda _: None)
+        leader.leaving = True
+        why = await leader.watch(met, lambda _: None)
+    assert "409" in why, "the leader's own word ends the wait"
 
 
 def test_when_the_follower_is_told_to_stop_the_engine_drains(node):

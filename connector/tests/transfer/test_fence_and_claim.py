@@ -11,7 +11,7 @@ from transfer_rig import Decode, FakePeers, Prefill, eventually
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.probe import WORD_BYTES, WORD_SLOTS
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.lease import CLEARED
+from pdcluster_connector.protocol.lease import CLEARED, SLOTS
 from pdcluster_connector.protocol.receive_events import State
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.receiver import ReceiverOptions
@@ -112,7 +112,7 @@ def test_one_ranks_word_is_enough_to_fail(rig: Rig) -> None:
     assert f"rank (0, {len(rig.prefill.caches) - 1})" in failure.message
 
 
-@pytest.mark.parametrize("slot", [-1, 2**31 - 1])
+@pytest.mark.parametrize("slot", [-1, SLOTS, 2**31 - 1])
 def test_a_ticket_without_a_lease_word_is_not_read(rig: Rig, slot: int) -> None:
     ticket = rig.prefill.ticket(SEED, BLOCKS, TOKENS, fence_slot=slot)
     rig.decode.receiver.receive([rig.decode.request("r", ticket, OWN)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+from dataclasses import replace
 
 import pytest
 from operator_runs import CHILDREN, GROUP, create, events, get
@@ -283,11 +284,10 @@ async def test_the_live_uid_is_none_once_deletion_began(real, api, live, namespa
     real.call("PATCH", path, {"metadata": {"finalizers": None}}, "application/merge-patch+json")
 
 
-async def test_lists_hold_every_page_and_only_what_is_ours(real, api, live, namespace, monkeypatch):
-    monkeypatch.setattr("pdcluster_operator.adapters.api_server.children.PAGE", "2")
+async def test_lists_hold_every_page_and_only_what_is_ours(real, api, live, namespace):
     for number in range(4):
         create(real, namespace, pdcluster(f"more-{number}"))
-    assert len(await api.list(PDCLUSTER, (namespace,))) == 5
+    assert len(await api.list(replace(PDCLUSTER, page=2), (namespace,))) == 5
     other = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "other"}}
     other["spec"] = {"ports": [{"port": 80}]}
     assert real.call("POST", CHILDREN["Service"].format(namespace), other)[0] == 201

@@ -152,7 +152,7 @@ def test_what_the_parser_accepts_the_schema_accepts(cluster):
         ("spec.model.source.hostPath.path", "relative"),
         ("spec.prefill.resources.limits", {"cpu": "4 cores"}),
         ("spec.engine.env", [{"value": "no name"}]),
-        ("spec.rollout.type", "Surge"),
+        ("spec.rollout.type", "RollingUpdate"),
         ("spec.monitoring.scrapeFrom", [{"podSelector": {"matchLabels": {"a": "b c"}}}]),
         ("spec.monitoring.scrapeFrom", [{"podSelector": {"matchLabel": {"a": "b"}}}]),
         ("spec.monitoring.scrapeFrom", [{"ipBlock": {"cidr": "anywhere"}}]),

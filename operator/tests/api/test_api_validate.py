@@ -382,6 +382,7 @@ def test_expandable_segments_are_refused_where_vllm_refuses_them():
     setting = env("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: True")
     assert error("spec.engine.env[0].value", engine=setting).rule == "ExpandableSegments"
     assert findings(engine=setting, transfer={"device": "CPU"}).ok
+    assert findings(engine=env("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")).ok
 
 
 def test_an_eager_pipeline_is_refused_where_it_would_end_the_engine():

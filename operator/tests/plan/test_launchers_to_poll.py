@@ -33,6 +33,7 @@ def test_only_leaders_with_an_address_are_asked() -> None:
             [
                 pod("a", "0", podIP="10.0.0.1"),
                 pod("b", "1", podIP="10.0.0.2"),
+                pod("third", "2", podIP="10.0.0.3"),
                 pod("c", "0"),
                 {"metadata": {"name": "r", "labels": {}}},
             ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import jsonschema
@@ -243,6 +244,18 @@ def test_a_follower_that_is_not_ready_keeps_its_engine_from_being_ready():
     is_(world, "PrefillReady", "False", "PodsMissing", "1 of 2")
 
 
+def test_an_engine_whose_first_pod_is_missing_lacks_a_pod_however_many_others_it_has():
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 2, "nodes": 2}}))
+    world.bring_up()
+    engine = world.leaders("prefill")[0]
+    stray = copy.deepcopy(world.pods[engine.pod(1)])
+    stray["metadata"]["name"] = engine.pod(2)  # left over from more nodes
+    world.pods[engine.pod(2)] = stray
+    del world.pods[engine.pod(0)]
+    world.step()
+    is_(world, "PrefillReady", "False", "PodsMissing")
+
+
 def test_a_failed_link_names_the_pair_and_both_values(world):
     world.bring_up()
     message = "block size in tokens differs (prefill 16, decode 32)"
@@ -384,6 +397,9 @@ def test_a_router_that_is_gone(world):
     is_(world, "KVPathVerified", "True", "CanaryPassed")
     is_(world, "Available", "False", "RouterUnavailable")
     is_(world, "Ready", "False", "RouterUnavailable")
+    container(world, "decode", {"waiting": {"reason": "CrashLoopBackOff", "message": "died"}})
+    world.step()
+    assert world.condition("Available")["message"] == "no router pod is ready"
 
 
 def test_a_router_whose_new_pods_do_not_start_while_the_old_serve(world):

@@ -226,6 +226,16 @@ def test_objects_of_other_kinds_are_not_deleted():
     assert world.plan().steps == ()
 
 
+def test_what_is_being_deleted_is_not_deleted_again():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    metadata = {"name": "extra", "uid": "x", "resourceVersion": "1", "namespace": "default"}
+    world.children["Service", "extra"] = {"kind": "Service", "metadata": metadata}
+    assert kinds(world.plan()) == [("Delete", "Service")]
+    metadata["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    assert world.plan().steps == ()
+
+
 def test_a_pod_of_an_older_template_is_restarted_once_its_set_is_reconciled():
     world = SimulatedCluster(manifest())
     world.bring_up()
@@ -241,6 +251,9 @@ def test_a_pod_of_an_older_template_is_restarted_once_its_set_is_reconciled():
     engine["status"]["observedGeneration"] = 1
     assert world.plan().steps == ()
     engine["status"] = {"observedGeneration": 2, "updateRevision": "old"}
+    assert world.plan().steps == ()
+    engine["status"]["updateRevision"] = "new"
+    del pod["metadata"]["labels"]["controller-revision-hash"]  # not said yet
     assert world.plan().steps == ()
 
 

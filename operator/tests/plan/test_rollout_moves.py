@@ -48,6 +48,7 @@ class World:
     routed: set[EngineName] = field(default_factory=set)
     served_key: str = ""
     most_used: dict[Role, int] = field(default_factory=dict)
+    used: dict[Role, int] = field(default_factory=dict)
 
     def fleet(self) -> Fleet:
         roles = {}
@@ -153,13 +154,14 @@ class World:
             extra = self.surge * self.spec.cost[side] if self.how is SURGE else 0
             limit = self.spec.replicas[side] * dearest + extra
             self.most_used[role] = max(self.most_used.get(role, 0), used)
-            assert used <= max(limit, self.at_start[role]), "more GPUs than the budget has"
+            # A dear engine that has left makes the budget smaller. Nothing is made then.
+            assert used <= max(limit, self.used.get(role, 0)), "more GPUs than the budget has"
+            self.used[role] = used
 
     def change(self, spec: Spec) -> None:
         self.spec = spec
-        self.at_start = {
-            role: sum(cost for n, (cost, _) in self.live.items() if n.role is role) for role in Role
-        }
+        costs = {role: [c for n, (c, _) in self.live.items() if n.role is role] for role in Role}
+        self.used = {role: sum(found) for role, found in costs.items()}
 
     def names(self) -> set[EngineName]:
         return set(self.live)

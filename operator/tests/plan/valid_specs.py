@@ -126,7 +126,8 @@ def manifests(draw: st.DrawFn) -> dict:
         **draw(optional(operatorClass=st.just("blue"))),
         rollout=draw(
             optional(
-                type=st.just("Recreate"),
+                type=st.sampled_from(["Recreate", "Surge", "Replace"]),
+                maxSurge=st.integers(1, 64),
                 paused=st.booleans(),
                 progressDeadlineSeconds=st.integers(3600, 86_400),
                 scheduleTimeoutSeconds=st.integers(30, 86_400),

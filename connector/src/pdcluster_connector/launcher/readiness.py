@@ -35,6 +35,7 @@ class Readiness:
         self.side_channel = f"{command.side_channel_host}:{command.side_channel_port}"
         self._lock = threading.Lock()
         self._progress = Progress(EngineState.STARTING, "starting vLLM")
+        self._served = False
 
     @property
     def progress(self) -> Progress:
@@ -49,7 +50,7 @@ class Readiness:
     @property
     def loading(self) -> bool:
         """Whether the engine has never been ready yet."""
-        return self._progress.state in {
+        return not self._served and self._progress.state in {
             EngineState.STARTING,
             EngineState.LOADING_WEIGHTS,
             EngineState.WARMING_UP,
@@ -66,6 +67,7 @@ class Readiness:
         with self._lock:
             if self._progress.state not in {EngineState.DRAINING, EngineState.FAILED}:
                 self._progress = Progress(EngineState.READY, message)
+                self._served = True
 
     def waiting(self, message: str) -> None:
         """Say what the start waits for."""

@@ -133,7 +133,7 @@ class Leader:
                 answer = await self._ask()
             except _NoAnswerError as error:
                 why = str(error)
-                if self.leaving:
+                if self.leaving and not error.passing:
                     return why  # the leader has drained; do not wait until it comes back
                 continue
             if answer.engine_id != met.engine_id:
@@ -158,8 +158,11 @@ class Leader:
                 if answer.status != 200:
                     said = data[:200].decode(errors="replace")
                     raise _NoAnswerError(f"{address} answered {answer.status}: {said}")
+        except aiohttp.ClientConnectorError as error:
+            raise _NoAnswerError(f"{address} does not answer: {error}") from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _NoAnswerError(f"{address} does not answer: {error or 'too slow'}") from None
+            why = f"{address} does not answer: {error or 'too slow'}"
+            raise _NoAnswerError(why, passing=True) from None
         try:
             return msgspec.json.decode(data, type=Rendezvous)
         except msgspec.DecodeError as error:
@@ -167,4 +170,11 @@ class Leader:
 
 
 class _NoAnswerError(Exception):
-    """The leader gave no usable answer. The message says why."""
+    """The leader gave no usable answer. The message says why.
+
+    ``passing`` says that the leader may still live: it was slow, or a connection broke off.
+    """
+
+    def __init__(self, message: str, *, passing: bool = False) -> None:
+        super().__init__(message)
+        self.passing = passing

@@ -85,6 +85,7 @@ class StatusReason(StrEnum):
     COMPLETE = "Complete"
     PAUSED = "Paused"
     TEMPLATE_REFUSED = "TemplateRefused"
+    INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     READY = "Ready"
     REASON_UNREADABLE = "ReasonUnreadable"

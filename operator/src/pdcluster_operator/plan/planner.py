@@ -7,17 +7,18 @@ object that already is as wanted is not applied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
 from pdcluster_operator.plan.drift import stamped
-from pdcluster_operator.plan.engines import observe_engines
+from pdcluster_operator.plan.engines import EngineView, observe_engines
 from pdcluster_operator.plan.half_scheduled import with_releases
 from pdcluster_operator.plan.links import observe_pairs
 from pdcluster_operator.plan.memo import Memo
@@ -33,6 +34,7 @@ from pdcluster_operator.plan.rollout.desired import (
     identity,
     live_engines,
 )
+from pdcluster_operator.plan.rollout.fleet import engine_keys
 from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.status.build import View, build_status, transitions
 from pdcluster_operator.plan.status.progress import ChangeView
@@ -67,7 +69,11 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
     peers: tuple[PeerAssignment, ...] = ()
     if findings.ok:
         prefill, decode = (view.engines[role] for role in Role)
-        peers = assign_peers(cluster, prefill, decode, observed.links)
+        peers = tuple(
+            assignment
+            for group in _groups(prefill, decode, desired.keys)
+            for assignment in assign_peers(cluster, *group, observed.links)
+        )
     progress = find_condition(status, ConditionType.PROGRESSING)
     settled = progress.get("reason") == StatusReason.COMPLETE
     memo.forget_unused()
@@ -104,7 +110,8 @@ def _frozen(observed: Observed) -> Desired:
     """Return the engines that run now: a spec that is not accepted changes nothing."""
     live = live_engines(observed)
     names = {role: tuple(name for name in live if name.role is role) for role in Role}
-    return Desired(names, (), frozenset(), frozenset(live), stale=False)
+    keys = engine_keys(observed, {}, {})
+    return Desired(names, (), frozenset(), frozenset(live), stale=False, keys=keys)
 
 
 def _steps(
@@ -120,6 +127,17 @@ def _steps(
     yield from desired.trials
     yield from deletions(observed, desired)
     yield from restarts(observed, desired, applied)
+
+
+def _groups(
+    prefill: Sequence[EngineView], decode: Sequence[EngineView], keys: Mapping[EngineName, str]
+) -> Iterator[tuple[tuple[EngineView, ...], tuple[EngineView, ...]]]:
+    """Yield the engines of each pairing key. Engines of two keys are never paired."""
+    for key in sorted({keys.get(view.name, "") for view in (*prefill, *decode)}):
+        yield (
+            tuple(view for view in prefill if keys.get(view.name, "") == key),
+            tuple(view for view in decode if keys.get(view.name, "") == key),
+        )
 
 
 def _children(
@@ -167,7 +185,8 @@ def _view(
     engines = {
         role: observe_engines(observed, desired.names[role], parallelism, memo) for role in Role
     }
-    pairs = observe_pairs(engines[Role.PREFILL], engines[Role.DECODE], observed.links, memo)
+    groups = _groups(engines[Role.PREFILL], engines[Role.DECODE], desired.keys)
+    pairs = tuple(pair for group in groups for pair in observe_pairs(*group, observed.links, memo))
     wanted = {name.stateful_set for names in desired.names.values() for name in names}
     created = [
         seconds(child["metadata"].get("creationTimestamp"))
@@ -182,6 +201,7 @@ def _view(
         deadline=cluster.spec.rollout.progress_deadline_seconds,
         router_trouble=router_trouble(observed),
         changed=desired.changed,
+        stuck=desired.stuck,
         router_behind=router_behind(observed),
         scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 
+from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, router_name
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.pods import metadata_of, pod_trouble, status_of
+
+NOT_READY = "not every router pod is new and ready"
 
 
 def router_available(observed: Observed, cluster: Cluster) -> bool | None:
@@ -24,14 +28,50 @@ def router_behind(observed: Observed) -> str:
     and not by whether a router is available.
     """
     for deployment in _deployments(observed):
-        metadata, status = metadata_of(deployment), status_of(deployment)
-        if status.get("observedGeneration", 0) < metadata.get("generation", 0):
-            return "the routers' Deployment has changed"
-        wanted = deployment["spec"].get("replicas", 1)
-        ready = min(status.get("updatedReplicas", 0), status.get("availableReplicas", 0))
-        if ready < wanted or status.get("replicas", wanted) > wanted:
+        if behind := _behind(deployment):
             trouble = router_trouble(observed)
-            return "not every router pod is new and ready" + (f": {trouble}" if trouble else "")
+            return behind + (f": {trouble}" if trouble and behind is NOT_READY else "")
+    return ""
+
+
+def _behind(deployment: Manifest) -> str:
+    metadata, status = metadata_of(deployment), status_of(deployment)
+    if status.get("observedGeneration", 0) < metadata.get("generation", 0):
+        return "the routers' Deployment has changed"
+    wanted = deployment["spec"].get("replicas", 1)
+    ready = min(status.get("updatedReplicas", 0), status.get("availableReplicas", 0))
+    return NOT_READY if ready < wanted or status.get("replicas", wanted) > wanted else ""
+
+
+def routers_run(observed: Observed, pairing_key: str) -> bool:
+    """Whether all router pods of a pairing key are new and ready."""
+    found = [
+        child
+        for child in _deployments(observed)
+        if (metadata_of(child).get("labels") or {}).get(PAIRING_LABEL) == pairing_key
+    ]
+    return bool(found) and not any(map(_behind, found))
+
+
+def routed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozenset[EngineName]:
+    """Return the engines that some router may send requests to.
+
+    While routers are replaced, that is every engine: a pod that ends still has its streams.
+    """
+    ending = any(metadata_of(pod).get("deletionTimestamp") for pod in _pods(observed))
+    if ending or router_behind(observed):
+        return frozenset(engines)
+    known = "\n".join(json.dumps(one["spec"]["template"]) for one in _deployments(observed))
+    return frozenset(name for name in engines if f'"{name.api_url}"' in known)
+
+
+def served_key(observed: Observed, cluster: Cluster) -> str:
+    """Return the pairing key that the Service for clients selects; empty if it selects none."""
+    for child in observed.children:
+        if child.get("kind") == "Service" and metadata_of(child)["name"] == router_name(
+            cluster.name
+        ):
+            return str((child["spec"].get("selector") or {}).get(PAIRING_LABEL, ""))
     return ""
 
 

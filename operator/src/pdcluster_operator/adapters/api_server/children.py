@@ -38,7 +38,6 @@ from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 Manifest = Mapping[str, Any]
-PAGE = "500"
 NO_OBJECT = "1"
 """A resourceVersion that no object has: the one of an empty etcd. An apply with it only creates."""
 REPAIR_MANAGER = f"{FIELD_MANAGER}-repair"
@@ -209,7 +208,7 @@ class KubeApi:
         """Return all objects of a kind that concern us; ``None`` is every namespace."""
         found: list[dict[str, Any]] = []
         for namespace in namespaces:
-            query = {"limit": PAGE}
+            query = {"limit": str(kind.page)}
             if kind.selector:
                 query["labelSelector"] = kind.selector
             while True:

@@ -28,6 +28,7 @@ class Kind:
         selector: label selector of the objects that concern us; empty for all of them.
         namespaced: whether its objects live in namespaces.
         optional: whether the API server may not have the kind.
+        page: how many objects of a LIST are asked for at once: a page is in memory as a whole.
     """
 
     group: str
@@ -37,6 +38,7 @@ class Kind:
     selector: str = CLUSTER_LABEL
     namespaced: bool = True
     optional: bool = False
+    page: int = 500
 
     @property
     def api_version(self) -> str:
@@ -55,6 +57,7 @@ class Kind:
         return "/".join(parts)
 
 
+SMALLEST_PAGE = 50
 PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
 PREFILL_SCALER = Kind(GROUP, VERSION, SCALER_PLURAL, SCALER_KIND, selector="", optional=True)
 POD = Kind("", "v1", "pods", "Pod")
@@ -82,7 +85,7 @@ WATCHED = (
         selector=f"{CLUSTER_LABEL},app.kubernetes.io/component={REVISION_COMPONENT}",
     ),
     Kind("", "v1", "services", "Service"),
-    Kind("", "v1", "configmaps", "ConfigMap"),
+    Kind("", "v1", "configmaps", "ConfigMap", page=SMALLEST_PAGE),  # some hundred kB each
     Kind("", "v1", "serviceaccounts", "ServiceAccount"),
     Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
     Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),

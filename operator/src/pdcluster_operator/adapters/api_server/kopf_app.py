@@ -17,7 +17,13 @@ from typing import Any
 
 import kopf
 
-from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, Kind, slim
+from pdcluster_operator.adapters.api_server.kinds import (
+    PDCLUSTER,
+    SMALLEST_PAGE,
+    WATCHED,
+    Kind,
+    slim,
+)
 from pdcluster_operator.adapters.tls.live_certificate import keep_loaded
 from pdcluster_operator.api.labels import GROUP
 from pdcluster_operator.api.rules.admission import Review
@@ -30,8 +36,8 @@ Judge = Callable[[Mapping[str, Any] | None, Mapping[str, Any] | None, str], Revi
 
 IDENTITY: Any = "pdcluster-operator"
 REFUSED = 422
-CHUNK = 500
-"""Objects in a page of the first LIST, as the sweeps have them."""
+CHUNK = SMALLEST_PAGE
+"""Objects in a page of the first LIST. kopf has one number for all kinds."""
 LEAVE_SECONDS = 0.5
 NEVER = 10 * 365 * 86_400.0  # seconds; an event loop sleeps no infinity
 WEBHOOK_ID = "validate"

@@ -77,3 +77,5 @@ class RolloutType(StrEnum):
     """How engines are replaced when their revision changes."""
 
     RECREATE = "Recreate"
+    SURGE = "Surge"
+    REPLACE = "Replace"

@@ -61,9 +61,19 @@ class Rollout:
 
     type: Annotated[
         RolloutType,
-        Example("Recreate"),
-        Doc("is how engines are replaced when their revision changes."),
+        Example("Surge"),
+        Doc(
+            "is how engines are replaced when their revision changes. Surge starts new engines "
+            "first and needs spare GPUs. Replace needs none: an engine of each role leaves before "
+            "the next new one starts, and the others serve. Recreate stops all old engines first."
+        ),
     ] = RolloutType.RECREATE
+    max_surge: Annotated[
+        int,
+        Example(2),
+        Doc("is how many engines of each role Surge may run beside the replicas of that role."),
+        Whole(1, 64),
+    ] = 1
     paused: Annotated[
         bool, Example(True), Doc("keeps engines as they are when the spec changes.")
     ] = False

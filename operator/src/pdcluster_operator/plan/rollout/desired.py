@@ -1,17 +1,18 @@
 """What a spec wants to exist, and which of it may be created now.
 
-Engines are replaced by Recreate: the engines of another revision are deleted first, and the new
-ones are created when the pods of the old ones are gone.
+While engines of another revision exist, :mod:`.moves` says what comes next and :mod:`.routing`
+which engines the routers know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
+from pdcluster_operator.api.spec.enums import RolloutType
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.connector_configmap import build_connector_configmap
 from pdcluster_operator.plan.builders.disruption_budget import (
@@ -35,7 +36,10 @@ from pdcluster_operator.plan.lost import lost_engines
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import ConnectorBundle, Manifest, Observed, TryOut
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, what_changed
+from pdcluster_operator.plan.rollout.fleet import engine_keys, observe_fleet
 from pdcluster_operator.plan.rollout.history import keep_history
+from pdcluster_operator.plan.rollout.moves import frozen, next_moves
+from pdcluster_operator.plan.rollout.routing import Routing, route
 from pdcluster_operator.plan.rollout.stored import Revision, build_revision, mounted_connector
 from pdcluster_operator.plan.rollout.targets import (
     Targets,
@@ -68,6 +72,8 @@ class Desired:
         forgotten: names of the ControllerRevisions that the history has no place for.
         mounted: names of the ConfigMaps whose connectors the other revisions mount.
         changed: the fields of the spec that made engines be replaced, in words.
+        keys: pairing key of each engine.
+        stuck: why engines cannot be replaced; empty if they can.
     """
 
     names: Mapping[Role, tuple[EngineName, ...]]
@@ -79,6 +85,8 @@ class Desired:
     mounted: frozenset[str] = frozenset()
     changed: str = ""
     trials: tuple[TryOut, ...] = ()
+    keys: Mapping[EngineName, str] = field(default_factory=dict)
+    stuck: str = ""
 
 
 def live_engines(observed: Observed) -> tuple[EngineName, ...]:
@@ -103,27 +111,29 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
     untried = [] if paused else _untried(targets, live)
     hold = paused or bool(untried)
     serving = {role: _serving(targets, role, live, hold=hold) for role in Role}
-    names: dict[Role, tuple[EngineName, ...]] = {}
-    blocked: set[EngineName] = set()
-    kept: set[EngineName] = set()
-    for role in Role:
-        revision = serving[role]
-        names[role] = (
-            engine_names(cluster, role, revision.name, live[role], lost)
-            if revision is not None
-            else ()
-        )
-        others = {
-            name
-            for name in seen
-            if name.role is role and (revision is None or name.revision != revision.name)
-        }
-        if others and hold:
-            remaining = [name for name in sorted(live[role]) if name in others]
-            names[role] = (*names[role], *remaining)
-            kept.update(remaining)
-        elif others:
-            blocked.update(name for name in names[role] if name not in live[role])
+    names = {
+        role: engine_names(cluster, role, revision.name, live[role], lost) if revision else ()
+        for role, revision in serving.items()
+    }
+    others = {name for name in seen if not _is_of(name, serving)}
+    keys = engine_keys(observed, names, serving)
+    blocked: AbstractSet[EngineName] = frozenset()
+    kept = {name for name in others if name in live[name.role]}
+    stuck = ""
+    key = _pairing_key(serving, live)
+    routing = Routing(key, {key: {role: (*names[role], *_of(kept, role)) for role in Role}})
+    target = {role: one for role, one in serving.items() if one is not None}
+    if others and len(target) == len(Role):
+        fleet = observe_fleet(observed, cluster, live, names, target, seen)
+        moves = frozen(fleet) if hold else next_moves(fleet, cluster.spec.rollout.type)
+        blocked = {name for found in names.values() for name in found} - moves.made
+        kept -= moves.removed
+        stuck = moves.stuck
+        if cluster.spec.rollout.type is not RolloutType.RECREATE:
+            routing = route(observed, fleet, moves, key, hold=hold)
+        elif not hold:
+            routing = Routing(key, {key: names})
+    names = {role: (*names[role], *_of(kept, role)) for role in Role}
     waiting = any(serving[role] is not targets.wanted[role] for role in Role)
     stale = any(name not in names[name.role] for name in seen) or bool(kept) or waiting
     history = keep_history(cluster, targets, seen)
@@ -132,7 +142,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         observed.connector,
         serving,
         {role: targets.number(role) for role in Role if serving[role] is targets.wanted[role]},
-        _pairing_key(serving, live),
+        routing,
         observed.operator_namespace,
     )
     return Desired(
@@ -145,7 +155,18 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         history.mounted,
         in_words(list(_changes(targets, seen, spec_of_engines(observed.cluster)))) if stale else "",
         tuple(_trial(cluster, targets, role) for role in untried),
+        keys,
+        stuck,
     )
+
+
+def _is_of(name: EngineName, serving: Mapping[Role, Revision | None]) -> bool:
+    revision = serving[name.role]
+    return revision is not None and name.revision == revision.name
+
+
+def _of(names: AbstractSet[EngineName], role: Role) -> list[EngineName]:
+    return sorted(name for name in names if name.role is role)
 
 
 def _serving(
@@ -175,7 +196,7 @@ def _untried(targets: Targets, live: Mapping[Role, Mapping[EngineName, Manifest]
 
 def _trial(cluster: Cluster, targets: Targets, role: Role) -> TryOut:
     revision = replace(targets.wanted[role], number=targets.number(role))
-    return try_out(cluster, revision, beside=False)
+    return try_out(cluster, revision, beside=cluster.spec.rollout.type is RolloutType.SURGE)
 
 
 def _pairing_key(
@@ -218,7 +239,7 @@ class _Build:
     connector: ConnectorBundle
     serving: Mapping[Role, Revision | None]
     numbers: Mapping[Role, int]
-    pairing_key: str
+    routing: Routing
     operator_namespace: str | None
 
     def children(
@@ -236,16 +257,13 @@ class _Build:
             for name in names[role]:
                 if name not in skipped:
                     yield from self._engine(name, revision)
-        router = build_router_deployment(
-            self.cluster,
-            self.pairing_key,
-            names[Role.PREFILL],
-            names[Role.DECODE],
-            self._gate(),
-        )
-        if router is not None:
-            yield Wanted(router, "the router before the engines")
-        service = build_router_service(self.cluster, self.pairing_key)
+        for key, members in self.routing.members.items():
+            router = build_router_deployment(
+                self.cluster, key, members[Role.PREFILL], members[Role.DECODE], self._gate()
+            )
+            if router is not None:
+                yield Wanted(router, "the router before the engines")
+        service = build_router_service(self.cluster, self.routing.served_key)
         if service is not None:
             yield Wanted(service, "the address for clients")
 
@@ -283,7 +301,7 @@ class _Build:
         for role in Role:
             budget = build_disruption_budget(self.cluster, role)
             yield Wanted(budget, f"how many {role} engines may be evicted at once")
-        budget_of_routers = build_router_budget(self.cluster, self.pairing_key)
+        budget_of_routers = build_router_budget(self.cluster, self.routing.served_key)
         if budget_of_routers is not None:
             yield Wanted(budget_of_routers, "how many routers may be evicted at once")
 

@@ -111,6 +111,12 @@ def next_moves(fleet: Fleet, how: RolloutType) -> Moves:
     return Moves(frozenset(made), frozenset(leaving), frozenset(removed), stuck)
 
 
+def frozen(fleet: Fleet) -> Moves:
+    """Return the moves of a rollout that is held: none."""
+    made = {name for side in fleet.roles.values() for name in side.made}
+    return Moves(frozenset(made), frozenset(), frozenset())
+
+
 def _useless(name: EngineName, fleet: Fleet) -> bool:
     """Whether an old engine serves nobody: it does not run, or the Service has another key."""
     return name in fleet.idle or not fleet.reached(name)

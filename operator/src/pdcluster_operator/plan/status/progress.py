@@ -39,6 +39,7 @@ class ChangeView:
         paused: ``rollout.paused`` keeps engines of another revision.
         router_available: None if no router is wanted.
         router_trouble: why a router pod does not run; empty if none has trouble.
+        stuck: why engines cannot be replaced; empty if they can.
         changed: which fields of the spec made engines be replaced; empty if that is not known.
         router_behind: what the routers' Deployment still has to do; empty if nothing.
         scaled_to_zero: the role of which no engine is wanted; empty if there is none.
@@ -53,6 +54,7 @@ class ChangeView:
     deadline: int
     router_trouble: str = ""
     changed: str = ""
+    stuck: str = ""
     router_behind: str = ""
     scaled_to_zero: str = ""
 
@@ -108,6 +110,12 @@ def _replaced(change: ChangeView) -> Verdict | None:
     return no(reason, f"engines of another revision exist{cause}")
 
 
+def _held(change: ChangeView) -> Verdict | None:
+    if change.paused:
+        return no(StatusReason.PAUSED, "rollout.paused is set")
+    return no(StatusReason.INSUFFICIENT_CAPACITY, change.stuck) if change.stuck else None
+
+
 def progressing(
     ready: Verdict, change: ChangeView, findings: Findings, since: float, now: float
 ) -> Verdict:
@@ -120,8 +128,8 @@ def progressing(
         return no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
     if ready.status is Status.TRUE or ready.reason == StatusReason.SCALED_TO_ZERO:
         return no(StatusReason.COMPLETE, "nothing is left to do")
-    if change.paused:
-        return no(StatusReason.PAUSED, "rollout.paused is set")
+    if (held := _held(change)) is not None:
+        return held
     # An engine that is newer than the beginning has the whole time.
     if now - max(since, change.started or 0.0) > change.deadline:
         return no(

@@ -1,0 +1,113 @@
+"""The fleet as it was observed: what :mod:`.moves` decides from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.engines import EngineView, observe_engines
+from pdcluster_operator.plan.links import observe_pairs
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.model import Manifest, Observed
+from pdcluster_operator.plan.rollout.moves import Fleet, Pair, RoleFleet
+from pdcluster_operator.plan.rollout.stored import Revision
+from pdcluster_operator.plan.routers import routed_engines, served_key
+
+Live = Mapping[Role, Mapping[EngineName, Manifest]]
+GPU_SUFFIX = "/gpu"
+
+
+def observe_fleet(
+    observed: Observed,
+    cluster: Cluster,
+    live: Live,
+    wanted: Mapping[Role, tuple[EngineName, ...]],
+    revisions: Mapping[Role, Revision],
+    seen: AbstractSet[EngineName],
+) -> Fleet:
+    """Return all engines of a cluster, and what clients reach of them.
+
+    Args:
+        live: the StatefulSets of engines, by role.
+        wanted: names of the engines that the spec asks for.
+        revisions: what wanted engines are made from.
+        seen: engines that have a StatefulSet or pods, without those that are lost.
+    """
+    keys = engine_keys(observed, wanted, revisions)
+    roles = {
+        role: _side(observed, live[role], wanted[role], revisions[role], seen) for role in Role
+    }
+    parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
+    views = {
+        role: observe_engines(observed, roles[role].live, parallelism, Memo()) for role in Role
+    }
+    return Fleet(
+        roles=roles,
+        keys=keys,
+        verified=_verified(observed, views, keys),
+        idle=frozenset(
+            view.name for found in views.values() for view in found if view.ready is False
+        ),
+        routed=routed_engines(observed, [name for side in roles.values() for name in side.live]),
+        served_key=served_key(observed, cluster),
+        surge=cluster.spec.rollout.max_surge,
+    )
+
+
+def engine_keys(
+    observed: Observed,
+    wanted: Mapping[Role, tuple[EngineName, ...]],
+    revisions: Mapping[Role, Revision | None],
+) -> dict[EngineName, str]:
+    """Return the pairing key of each engine that exists or is wanted."""
+    found: dict[EngineName, str] = {}
+    for role, revision in revisions.items():
+        if revision is not None:
+            found |= dict.fromkeys(wanted[role], revision.pairing_key)
+    for one in (*observed.pods, *observed.children):
+        name = engine_of(one)
+        if name is not None:
+            found[name] = str(one["metadata"]["labels"].get(PAIRING_LABEL, ""))
+    return found
+
+
+def _side(
+    observed: Observed,
+    live: Mapping[EngineName, Manifest],
+    wanted: tuple[EngineName, ...],
+    revision: Revision,
+    seen: AbstractSet[EngineName],
+) -> RoleFleet:
+    sets = {
+        name: int(engine["spec"].get("replicas", 1)) * gpus(engine["spec"]["template"])
+        for name, engine in live.items()
+    }
+    going: dict[EngineName, int] = {}
+    for pod in observed.pods:
+        name = engine_of(pod)
+        if name in seen and name is not None and name.role is revision.role and name not in sets:
+            going[name] = going.get(name, 0) + gpus(pod)
+    cost = revision.nodes * gpus(revision.template)
+    return RoleFleet(wanted, cost, sets | going, frozenset(going))
+
+
+def gpus(template: Manifest) -> int:
+    """Return the GPUs of a pod or of a pod template; 1 for one without GPUs."""
+    asked = 0
+    for container in (template.get("spec") or {}).get("containers") or ():
+        limits = (container.get("resources") or {}).get("limits") or {}
+        asked += sum(int(n) for k, n in limits.items() if k.endswith(GPU_SUFFIX))
+    return max(1, asked)
+
+
+def _verified(
+    observed: Observed,
+    views: Mapping[Role, tuple[EngineView, ...]],
+    keys: Mapping[EngineName, str],
+) -> frozenset[Pair]:
+    pairs = observe_pairs(views[Role.PREFILL], views[Role.DECODE], observed.links, Memo())
+    names = ((pair.prefill.name, pair.decode.name) for pair in pairs if pair.verified)
+    return frozenset(pair for pair in names if keys[pair[0]] == keys[pair[1]])

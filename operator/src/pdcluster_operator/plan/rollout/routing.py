@@ -1,0 +1,67 @@
+"""Which engines the routers know, and which routers the Service for clients selects.
+
+There is one set of routers for each pairing key. The Service moves to another key when its routers
+run and a verified pair stands behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.model import Observed
+from pdcluster_operator.plan.rollout.moves import Fleet, Moves
+from pdcluster_operator.plan.routers import routers_run
+
+Members = Mapping[Role, tuple[EngineName, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The routers of a cluster.
+
+    Attributes:
+        served_key: pairing key of the routers that the Service selects.
+        members: the engines that routers know, by pairing key and role.
+    """
+
+    served_key: str
+    members: Mapping[str, Members]
+
+
+def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: bool) -> Routing:
+    """Return the routing while engines are replaced.
+
+    Args:
+        target: pairing key of the wanted engines.
+        hold: the Service stays where it is.
+    """
+    served = fleet.served_key or target
+    members = {key: _members(fleet, moves, key) for key in dict.fromkeys((served, target))}
+    members = {key: found for key, found in members.items() if all(found.values())}
+    movable = served not in members or routers_run(observed, target)
+    if served != target and movable and not hold:
+        served = target if target in members else served
+    return Routing(
+        served, {key: found for key, found in members.items() if key in (served, target)}
+    )
+
+
+def _members(fleet: Fleet, moves: Moves, key: str) -> Members:
+    """Return the engines of a key that stay and are verified, or that nothing replaces."""
+    known = {name for pair in fleet.verified for name in pair}
+    return {
+        role: tuple(
+            sorted(
+                name
+                for name in side.live
+                if fleet.keys[name] == key
+                and name not in side.going
+                and name not in moves.leaving
+                and (name in known or not side.old or name not in side.wanted)
+            )
+        )
+        for role, side in fleet.roles.items()
+    }

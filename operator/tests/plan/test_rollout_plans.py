@@ -1,0 +1,201 @@
+"""Rollouts through the whole planner: engines, links, routers and the Service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
+
+ENV = {"decode": {"engine": {"env": [{"name": "A", "value": "2"}]}}}
+KEY = {"engine": {"blockSize": 32}}
+
+
+def up(how: str, **spec: Any) -> SimulatedCluster:
+    world = SimulatedCluster(manifest(rollout={"type": how}, **spec))
+    world.bring_up()
+    assert world.condition("Ready")["status"] == "True"
+    return world
+
+
+def engines(world: SimulatedCluster) -> set[str]:
+    return {name for kind, name in world.children if kind == "StatefulSet"}
+
+
+def selector(world: SimulatedCluster) -> str:
+    return world.children["Service", "llama-router"]["spec"]["selector"][PAIRING_LABEL]
+
+
+def routers(world: SimulatedCluster) -> dict[str, str]:
+    """Return the engines that each set of routers knows, by pairing key."""
+    return {
+        child["metadata"]["labels"][PAIRING_LABEL]: " ".join(
+            child["spec"]["template"]["spec"]["containers"][0]["args"]
+        )
+        for (kind, _), child in world.children.items()
+        if kind == "Deployment"
+    }
+
+
+def go_on(world: SimulatedCluster, rounds: int = 30) -> None:
+    """Let pods start, links come and routers follow, until nothing changes."""
+    for _ in range(rounds):
+        before = (set(world.children), set(world.pods))
+        plan = world.step()
+        assert world.condition("Available")["status"] == "True", world.condition("Available")
+        assert_served(world)
+        world.reap()
+        world.run_pods()
+        world.speak()
+        world.link()
+        world.route()
+        if not plan.steps and before == (set(world.children), set(world.pods)):
+            return
+    raise AssertionError("it does not end")
+
+
+def assert_served(world: SimulatedCluster) -> None:
+    """The Service selects routers, and no engine that they know is being removed."""
+    known = routers(world)[selector(world)]
+    words = [word for word in known.split() if word.startswith("http://")]
+    assert words
+    for word in words:
+        pod = word.removeprefix("http://").partition(".")[0]
+        metadata = world.pods.get(pod, {"metadata": {}})["metadata"]
+        assert not metadata.get("deletionTimestamp"), f"{pod} is still routed"
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("change", [ENV, KEY])
+def test_surge_serves_all_the_time_and_ends_with_the_new_engines(
+    replicas: int, change: dict[str, Any]
+) -> None:
+    sides = {role: {"replicas": replicas} for role in ("prefill", "decode")}
+    world = up("Surge", **sides)
+    old, key = engines(world), selector(world)
+    world.edit(**{**change, "decode": {**sides["decode"], **change.get("decode", {})}})
+    go_on(world)
+    now = engines(world)
+    assert len(now) == 2 * replicas
+    assert len(now - old) == (replicas if change is ENV else 2 * replicas)
+    assert (selector(world) == key) is (change is ENV)
+    assert list(routers(world)) == [selector(world)]
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_engines_of_two_keys_are_never_linked() -> None:
+    world = up("Surge")
+    world.edit(**KEY)
+    for _ in range(3):
+        world.step()
+        world.run_pods()
+        world.speak()
+    keys = {child["metadata"]["labels"][PAIRING_LABEL] for child in world.pods.values()
+            if engine_of(child)}  # fmt: skip
+    assert len(keys) == 2
+    for assignment in world.plan().peers:
+        (peer,) = assignment.body["peers"]
+        decode, prefill = assignment.decode.split("."), peer["engine"].split(".")
+        key = {
+            engine_of(pod).revision: pod["metadata"]["labels"][PAIRING_LABEL]
+            for pod in world.pods.values()
+            if engine_of(pod)
+        }
+        assert key[decode[-2]] == key[prefill[-2]]
+
+
+def test_replace_rolls_two_engines_of_each_role_without_another_gpu() -> None:
+    world = up("Replace", prefill={"replicas": 2}, decode={"replicas": 2})
+    old = engines(world)
+    world.edit(**KEY)
+    for _ in range(40):
+        world.step()
+        assert len(engines(world)) <= 4
+        assert_served(world)
+        world.reap()
+        world.run_pods()
+        world.speak()
+        world.link()
+        world.route()
+    assert not engines(world) & old
+    assert len(engines(world)) == 4
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_replace_holds_with_one_engine_of_a_role_and_says_why() -> None:
+    world = up("Replace")
+    old = engines(world)
+    world.edit(**KEY)
+    for _ in range(4):
+        world.step()
+    assert engines(world) == old
+    said = world.condition("Progressing")
+    assert (said["status"], said["reason"]) == ("False", StatusReason.INSUFFICIENT_CAPACITY)
+    assert "no verified pair would be left" in said["message"]
+    assert world.condition("Available")["status"] == "True"
+    # With spare GPUs it goes on.
+    world.edit(rollout={"type": "Surge"})
+    go_on(world)
+    assert not engines(world) & old
+
+
+def test_surge_that_gets_no_gpu_gives_up_and_the_old_engines_serve() -> None:
+    world = up("Surge")
+    old = engines(world)
+    world.edit(**ENV)
+    for _ in range(3):
+        world.step()
+        world.make_pods()
+    world.now += 4000
+    world.step()
+    assert world.condition("Progressing")["reason"] == StatusReason.PROGRESS_DEADLINE_EXCEEDED
+    assert world.condition("Available")["status"] == "True"
+    assert old < engines(world)
+    assert_served(world)
+
+
+def test_a_pause_stops_a_rollout_where_it_is() -> None:
+    world = up("Surge", decode={"replicas": 2})
+    world.edit(decode={"replicas": 2, **ENV["decode"]})
+    for _ in range(2):
+        world.step()
+    half = engines(world)
+    assert len(half) == 4
+    world.edit(rollout={"type": "Surge", "paused": True})
+    for _ in range(5):
+        world.run_pods()
+        world.speak()
+        world.link()
+        world.step()
+        world.route()
+    assert engines(world) == half
+    assert_served(world)
+    world.edit(rollout={"type": "Surge"})
+    go_on(world)
+    assert len(engines(world)) == 3
+
+
+def test_a_pause_moves_no_service_and_mixes_no_keys() -> None:
+    world = up("Surge")
+    key = selector(world)
+    world.edit(**KEY)
+    for _ in range(2):
+        world.step()
+    world.edit(rollout={"type": "Surge", "paused": True})
+    for _ in range(5):
+        world.run_pods()
+        world.speak()
+        world.link()
+        world.route()
+        world.step()
+    assert selector(world) == key
+    for found, known in routers(world).items():
+        words = [word for word in known.split() if word.startswith("http://")]
+        pods = [word.removeprefix("http://").partition(".")[0] for word in words]
+        assert {world.pods[pod]["metadata"]["labels"][PAIRING_LABEL] for pod in pods} == {found}
+    world.edit(rollout={"type": "Surge"})
+    go_on(world)
+    assert selector(world) != key
