@@ -62,6 +62,7 @@ class SimulatedCluster:
         self.now = START
         self.counter = 0
         self.ticket_key: TicketKey | None = None
+        self.scaler: dict[str, Any] | None = None
         self.memo = Memo()
         self.refused = ""
 
@@ -75,6 +76,7 @@ class SimulatedCluster:
             dict(self.links),
             self.connector,
             self.ticket_key,
+            scaler=copy.deepcopy(self.scaler),
         )
 
     def plan(self) -> Plan:
@@ -91,6 +93,8 @@ class SimulatedCluster:
                 break  # the executor stops, and says so in the status
             self.perform(step)
         self.cluster["status"] = copy.deepcopy(dict(plan.status))
+        if plan.scaler is not None and self.scaler is not None:
+            self.scaler["status"] = copy.deepcopy(dict(plan.scaler.status))
         self.now += 1
         return plan
 

@@ -19,6 +19,7 @@ from pdcluster_operator.plan.model import (
     Delete,
     Event,
     RestartPod,
+    ScalerStatus,
     TicketKey,
     TryOut,
     WriteTicketKey,
@@ -90,6 +91,10 @@ class RecordingApi:
         assert version
         self._write("status")
         self.api.set_status("PDCluster", *key, dict(status), uid)
+
+    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+        self._write("scaler status")
+        self.api.set_status("PrefillScaler", *key, dict(scaler.status), scaler.uid)
 
     def _write(self, what: str) -> None:
         self.writes.append(what)

@@ -21,6 +21,7 @@ from pdcluster_operator.api.labels import (
     KIND,
     LAUNCHER_PORT,
     ROUTER_METRICS_PORT,
+    SCALER_KIND,
     SIDE_CHANNEL_PORT,
     ticket_key_name,
 )
@@ -33,6 +34,7 @@ from pdcluster_operator.plan.model import (
     Delete,
     Event,
     RestartPod,
+    ScalerStatus,
     TicketKey,
     TryOut,
     WriteTicketKey,
@@ -192,6 +194,9 @@ class _ApiPort:
         self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
     ) -> None:
         self._api.set_status(KIND, key.namespace, key.name, dict(status), uid)
+
+    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+        self._api.set_status(SCALER_KIND, key.namespace, key.name, dict(scaler.status), scaler.uid)
 
 
 class _Events:

@@ -13,6 +13,7 @@ from pdcluster_operator.adapters.api_server.kinds import (
     BY_NAME,
     PDCLUSTER,
     POD,
+    PREFILL_SCALER,
     SECRET,
     Kind,
     slim,
@@ -21,7 +22,14 @@ from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, ticket_key_name
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.drift import repair, without_manager
-from pdcluster_operator.plan.model import Delete, RestartPod, TicketKey, TryOut, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Delete,
+    RestartPod,
+    ScalerStatus,
+    TicketKey,
+    TryOut,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.ownership import controller_uid
 from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
@@ -163,18 +171,25 @@ class KubeApi:
         """
         if version:
             try:
-                return await self._apply_status(key, status, version)
+                return await self._apply_status(PDCLUSTER, key, status, version)
             except Conflict:
                 pass
-        live = await self._read(PDCLUSTER, key.namespace, key.name)
-        if live is not None and live["metadata"]["uid"] == uid:
-            await self._apply_status(key, status, live["metadata"]["resourceVersion"])
+        await self._status_of_live(PDCLUSTER, key, uid, status)
         return None
 
-    async def _apply_status(self, key: Key, status: Manifest, version: str) -> None:
+    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+        """Apply the status of a PrefillScaler, if it is still the one that was seen."""
+        await self._status_of_live(PREFILL_SCALER, key, scaler.uid, scaler.status)
+
+    async def _status_of_live(self, kind: Kind, key: Key, uid: str, status: Manifest) -> None:
+        live = await self._read(kind, key.namespace, key.name)
+        if live is not None and live["metadata"]["uid"] == uid:
+            await self._apply_status(kind, key, status, live["metadata"]["resourceVersion"])
+
+    async def _apply_status(self, kind: Kind, key: Key, status: Manifest, version: str) -> None:
         body = {
-            "apiVersion": PDCLUSTER.api_version,
-            "kind": PDCLUSTER.name,
+            "apiVersion": kind.api_version,
+            "kind": kind.name,
             "metadata": {
                 "name": key.name,
                 "namespace": key.namespace,
@@ -182,12 +197,12 @@ class KubeApi:
             },
             "status": dict(status),
         }
-        path = PDCLUSTER.path(key.namespace, key.name) + "/status"
+        path = kind.path(key.namespace, key.name) + "/status"
         try:
             answer = await self._apply(path, body, manager=STATUS_FIELD_MANAGER)
         except NotFound:
             return
-        self._keep(PDCLUSTER, answer)
+        self._keep(kind, answer)
 
     async def list(self, kind: Kind, namespaces: Iterable[str | None]) -> list[dict[str, Any]]:
         """Return all objects of a kind that concern us; ``None`` is every namespace."""

@@ -19,10 +19,10 @@ from pdcluster_operator.api.conditions import (
     timestamp,
 )
 from pdcluster_operator.api.findings import Findings, Rule
-from pdcluster_operator.api.labels import ROLE_LABEL, cluster_selector
+from pdcluster_operator.api.labels import role_selector
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.router_service import endpoint
-from pdcluster_operator.plan.deletions import is_being_deleted
+from pdcluster_operator.plan.deletions import existing_engines
 from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.links import PairState, PairView
 from pdcluster_operator.plan.memo import Memo
@@ -81,8 +81,8 @@ def build_status(
         "decode": _count(decode),
         "links": f"{established}/{len(view.pairs)}",
         "endpoint": endpoint(cluster) if findings.ok else str(before.get("endpoint") or ""),
-        "selector": cluster_selector(cluster.name),
-        "replicas": _existing(observed, Role.DECODE),
+        "selector": role_selector(cluster.name, Role.DECODE),
+        "replicas": existing_engines(observed.children, Role.DECODE),
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
         "failedLinks": _failed_links(before, troubled, now),
     }
@@ -94,16 +94,6 @@ def build_status(
 def _on_its_way(progressing: Verdict) -> bool:
     exceeded = progressing.reason == StatusReason.PROGRESS_DEADLINE_EXCEEDED
     return progressing.status is Status.TRUE or exceeded
-
-
-def _existing(observed: Observed, role: Role) -> int:
-    """Return how many engines of a role exist and are not being deleted."""
-    return sum(
-        child.get("kind") == "StatefulSet"
-        and (child["metadata"].get("labels") or {}).get(ROLE_LABEL) == role.value
-        and not is_being_deleted(child)
-        for child in observed.children
-    )
 
 
 def _verdicts(
