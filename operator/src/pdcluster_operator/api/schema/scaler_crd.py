@@ -84,7 +84,11 @@ def _schema() -> dict[str, Any]:
                 "type": "object",
                 "description": "status is what the operator observed.",
                 "properties": {
-                    "replicas": _count("replicas is the number of prefill engines that exist."),
+                    "replicas": {
+                        "type": "integer",
+                        "format": "int32",
+                        "description": "replicas is the number of prefill engines that exist.",
+                    },
                     "selector": {
                         "type": "string",
                         "maxLength": 512,
