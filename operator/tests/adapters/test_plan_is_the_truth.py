@@ -148,7 +148,7 @@ def test_a_plan_writes_nothing_and_says_what_the_server_refuses(
         manifest.write_text(json.dumps(cluster(decode={"podTemplate": bogus})))
         planned = pdcluster(real, "plan", str(manifest), "--against", "-n", namespace)
         assert planned.returncode == 1, planned.stdout + planned.stderr
-        assert "decode.podTemplate changed" in planned.stdout
+        assert "decode.podTemplate.spec.tolerations changed" in planned.stdout
         assert "Bogus" in planned.stdout
         # One engine of a role cannot make room for its successor.
         changed = cluster(rollout={"type": "Replace"}, decode={"engine": variable("1")})
