@@ -95,13 +95,13 @@ def test_a_rollout_is_followed_held_back_and_undone(
         code, said = rollout("undo", "--dry-run")
         assert code == 0, said
         assert "nothing was written" in said
-        assert get(real, namespace)["spec"]["decode"] == variable("1")["decode"]
+        assert get(real, namespace)["spec"]["decode"]["engine"]["env"][0]["value"] == "1"
         code, said = rollout("undo")
         assert code == 0, said
         assert "changed: decode.engine.env" in said
         assert rollout("status", "--timeout=100s")[0] == 0
         assert decodes(real, namespace) == first
-        assert "decode" not in get(real, namespace)["spec"]
+        assert "env" not in get(real, namespace)["spec"]["decode"].get("engine", {})
 
 
 @pytest.mark.timeout(200)
