@@ -111,10 +111,11 @@ def test_a_rollout_that_does_not_come_to_an_end_is_no_success(
     """There are no nodes at all."""
     rollout = Command(real, namespace)
     operator.start()
-    create(real, namespace, cluster(rollout={"progressDeadlineSeconds": 10}))
+    create(real, namespace, cluster())
     code, said = rollout("status", "--timeout=2s")
     assert code == 3, said
     assert "not complete after 2 s" in said
+    assert edit(real, namespace, {"rollout": {"progressDeadlineSeconds": 10}})[0] == 200
     code, said = rollout("status", "--timeout=100s")
     assert code == 3, said
     assert "ProgressDeadlineExceeded" in said

@@ -176,7 +176,7 @@ COURSES = [
 def run(course: Any, examples: int) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     limits = settings(max_examples=examples, deadline=None, suppress_health_check=checks)
-    limits(given(data=st.data())(lambda data: course(data)))()
+    limits(given(data=st.data())(course))()
 
 
 @pytest.mark.parametrize("course", COURSES)
