@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from operator_runs import GROUP, cluster, create, get, owned, until
+from operator_runs import GROUP, cluster, condition, create, get, owned, until
 
 pytestmark = pytest.mark.cluster
 
@@ -75,6 +75,14 @@ def test_autoscalers_scale_both_roles_and_read_what_exists(real, operator, names
     merge = "application/merge-patch+json"
     assert real.call("PATCH", f"{scalers}/tiny/scale", change, merge)[0] == 200
     until(lambda: scale(scalers)[0] == 4, 90, said)
+    # The scaler's own bounds follow the decode engines.
+    bounds = {"spec": {"minPercentOfDecode": 120, "maxPercentOfDecode": 100}}
+    status, answer = real.call("PATCH", f"{scalers}/tiny", bounds, merge)
+    assert status == 422, answer
+    bounds = {"spec": {"maxPercentOfDecode": 100}}
+    assert real.call("PATCH", f"{scalers}/tiny", bounds, merge)[0] == 200
+    until(lambda: len(engines("prefill")) == 3, 90, said)
+    assert "asks for 4" in condition(real, namespace, "PrefillReady")["message"]
     # Without the scaler, the PDCluster's own number holds.
     assert real.call("DELETE", f"{scalers}/tiny")[0] == 200
     until(lambda: len(engines("prefill")) == 1, 90, said)

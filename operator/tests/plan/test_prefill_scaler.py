@@ -97,3 +97,38 @@ def test_zero_is_a_state() -> None:
     world.settle()
     assert counts(world) == (0, 1)
     assert world.condition("PrefillReady")["reason"] == "ScaledToZero"
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "most", "decode", "engines"),
+    [
+        (9, None, 200, 2, 4),
+        (9, None, 50, 1, 1),
+        (0, 50, None, 3, 2),
+        (2, 50, 100, 3, 2),
+        (5, 25, 100, 0, 0),
+    ],
+)
+def test_its_bounds_follow_the_decode_engines(
+    asked: int, least: int | None, most: int | None, decode: int, engines: int
+) -> None:
+    world = SimulatedCluster(manifest(decode={"replicas": decode}))
+    world.scaler = scaler(asked)
+    bounds = {"minPercentOfDecode": least, "maxPercentOfDecode": most}
+    world.scaler["spec"] |= {name: share for name, share in bounds.items() if share is not None}
+    jsonschema.validate(world.scaler, SCHEMA)
+    world.step()
+    assert counts(world)[0] == engines
+    said = world.condition("PrefillReady")["message"]
+    assert "PrefillScaler llama decides how many" in said
+    assert (f"it asks for {asked}" in said) is (engines != asked)
+    # More decode engines allow, and ask for, more prefill engines.
+    world.edit(decode={"replicas": 2 * decode})
+    world.step()
+    assert counts(world)[0] >= engines
+
+
+def test_without_a_scaler_nobody_says_that_it_decides() -> None:
+    world = SimulatedCluster(manifest())
+    world.step()
+    assert "PrefillScaler" not in world.condition("PrefillReady")["message"]

@@ -27,8 +27,14 @@ from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.links import PairState, PairView
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Event, Observed
+from pdcluster_operator.plan.prefill_scaler import who_decides
 from pdcluster_operator.plan.reports import LinksReport
-from pdcluster_operator.plan.status.engine_conditions import accepted, role_ready, with_warnings
+from pdcluster_operator.plan.status.engine_conditions import (
+    accepted,
+    role_ready,
+    with_scaler,
+    with_warnings,
+)
 from pdcluster_operator.plan.status.link_conditions import (
     links_established,
     path_verified,
@@ -69,7 +75,7 @@ def build_status(
     """Return the whole status. It is equal to the last one if nothing has changed."""
     before = observed.cluster.get("status") or {}
     since = progressing_since(before, cluster.generation, now)
-    verdicts = _verdicts(before, cluster, findings, view, since, now, memo)
+    verdicts = _verdicts(observed, cluster, findings, view, since, now, memo)
     conditions = set_conditions(before, verdicts.items(), cluster.generation, now)
     prefill, decode = (view.engines[role] for role in Role)
     established, troubled = memo.get("counted", (view.pairs,), _counted)
@@ -97,7 +103,7 @@ def _on_its_way(progressing: Verdict) -> bool:
 
 
 def _verdicts(
-    before: Mapping[str, Any],
+    observed: Observed,
     cluster: Cluster,
     findings: Findings,
     view: View,
@@ -105,6 +111,7 @@ def _verdicts(
     now: float,
     memo: Memo,
 ) -> dict[ConditionType, Verdict]:
+    before = observed.cluster.get("status") or {}
     prefill, decode = (view.engines[role] for role in Role)
 
     def of_links(
@@ -114,7 +121,9 @@ def _verdicts(
 
     verdicts = {
         ConditionType.ACCEPTED: with_warnings(accepted(findings), findings),
-        ConditionType.PREFILL_READY: role_ready(prefill, findings),
+        ConditionType.PREFILL_READY: with_scaler(
+            role_ready(prefill, findings), who_decides(observed.cluster, observed.scaler)
+        ),
         ConditionType.DECODE_READY: role_ready(decode, findings),
         ConditionType.KV_LINKS_ESTABLISHED: of_links(
             ConditionType.KV_LINKS_ESTABLISHED, links_established
