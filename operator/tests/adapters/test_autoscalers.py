@@ -5,13 +5,20 @@ No metrics are served here: the autoscaler scales to its bounds without any.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from operator_runs import GROUP, cluster, condition, create, get, owned, until
+import yaml
+from operator_runs import GROUP, Operator, cluster, condition, create, edit, get, owned, until
+from real_api import running_api
+from rights import CERTIFICATE_RULES, WATCHED_RULES
+
+from conftest import CRDS, allow
 
 pytestmark = pytest.mark.cluster
 
+CRD_FOLDER = Path(__file__).parents[3] / "crds"
 HALF = {"type": "Utilization", "averageUtilization": 50}
 CPU = {"type": "Resource", "resource": {"name": "cpu", "target": HALF}}
 
@@ -86,3 +93,27 @@ def test_autoscalers_scale_both_roles_and_read_what_exists(real, operator, names
     # Without the scaler, the PDCluster's own number holds.
     assert real.call("DELETE", f"{scalers}/tiny")[0] == 200
     until(lambda: len(engines("prefill")) == 1, 90, said)
+
+
+@pytest.mark.timeout(300)
+def test_an_operator_works_where_the_kind_is_not_installed():
+    """A chart that was upgraded without its CRDs."""
+    with running_api() as api:
+        path = CRD_FOLDER / "pdcluster.dev_pdclusters.yaml"
+        assert api.call("POST", CRDS, yaml.safe_load(path.read_text()))[0] == 201
+        until(lambda: api.call("GET", f"{GROUP}/pdclusters")[0] == 200, 30, lambda: "no kind")
+        name = {"metadata": {"name": "alone"}}
+        assert api.call("POST", "/api/v1/namespaces", name)[0] == 201
+        allow(api, "alone", [*WATCHED_RULES, CERTIFICATE_RULES[0]])
+        operator = Operator(
+            api, "run", "--namespace=alone", "--allow-host-path-models", "--sweep-seconds=2"
+        )
+        try:
+            operator.start()
+            create(api, "alone", cluster())
+            until(lambda: len(owned(api, "alone", "StatefulSet")) == 2, 60, operator.said)
+            edit(api, "alone", {"prefill": {"replicas": 2}})
+            until(lambda: len(owned(api, "alone", "StatefulSet")) == 3, 60, operator.said)
+            assert operator.page("/healthz")[0] == 200
+        finally:
+            operator.stop()

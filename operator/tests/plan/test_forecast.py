@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
+from pdcluster_operator.plan.certificates import certificates_as_due
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
 from pdcluster_operator.plan.forecast.from_status import reports_in
 from pdcluster_operator.plan.forecast.kubectl_apply import (
@@ -164,3 +165,13 @@ def test_who_applied_the_spec_on_the_server_side() -> None:
     assert server_side_manager(live) is None
     live["metadata"]["managedFields"].append(theirs)
     assert server_side_manager(live) == "flux"
+
+
+def test_certificates_are_made_for_new_engines_and_left_alone_otherwise() -> None:
+    world = running(transfer={"device": "CPU", "tls": "Enabled"}, rollout={"type": "Surge"})
+    # Few people may read Secrets; then those of the engines that exist are taken for made.
+    due = certificates_as_due(world.observed().children, world.now)
+    assert forecast(replace(seen(world), certificates=due), world.now).rounds == ()
+    course = after(world, decode=env("1"))
+    assert kinds(course).count("WriteCertificates") == 2, "for the new engine, and without the old"
+    assert course.complete

@@ -18,6 +18,7 @@ from pdcluster_operator.adapters.api_server.onlooker import (
     lacks_a_right,
     observe,
     read_cluster,
+    reader,
 )
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
 from pdcluster_operator.api.rules.validate import check_manifest
@@ -26,7 +27,7 @@ from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.lint import print_findings
 from pdcluster_operator.cli.manifest import read_cluster as read_file
 from pdcluster_operator.plan.forecast.course import Course, Round, forecast, with_rewrites
-from pdcluster_operator.plan.model import Apply, Delete, RestartPod, Step, TryOut, WriteTicketKey
+from pdcluster_operator.plan.model import Apply, Delete, RestartPod, Step, TryOut
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.queue import Key
 
@@ -69,7 +70,7 @@ def show_plan_against(file: str, where: Where) -> Exit:
                 )
             )
         _show_course(console, course)
-        return await _ask(console, KubeApi(client), course)
+        return await _ask(console, reader(client), course)
 
     return connected(where, show)
 
@@ -115,7 +116,7 @@ def in_words(step: Step) -> tuple[str, str, str]:
     if isinstance(step, RestartPod):
         return "delete", "Pod", step.name
     manifest: Mapping[str, Any] = step.stored if isinstance(step, TryOut) else step.manifest
-    verb = {Apply: "apply", WriteTicketKey: "write", TryOut: "try, then apply"}[type(step)]
+    verb = {Apply: "apply", TryOut: "try, then apply"}.get(type(step), "write")
     return verb, str(manifest["kind"]), str(manifest["metadata"]["name"])
 
 

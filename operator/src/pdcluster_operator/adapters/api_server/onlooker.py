@@ -5,17 +5,21 @@ It has the rights of whoever runs the command, and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, slim
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.network_policies import operator_namespace_in
+from pdcluster_operator.plan.certificates import certificates_as_due
 from pdcluster_operator.plan.forecast.from_status import reports_in
 from pdcluster_operator.plan.forecast.kubectl_apply import merge_patch, server_side_manager
-from pdcluster_operator.plan.model import ConnectorBundle, Observed, TicketKey
+from pdcluster_operator.plan.model import ConnectorBundle, HeldCertificates, Observed, TicketKey
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store
@@ -23,6 +27,11 @@ from pdcluster_operator.runtime.store import Store
 Manifest = Mapping[str, Any]
 FORBIDDEN = "Forbidden"
 MANAGER = "pdcluster"
+
+
+def reader(client: KubeClient) -> KubeApi:
+    """Return an API that is only read. The authority that belongs to it signs nothing."""
+    return KubeApi(client, EngineAuthority.new(time.time())[0])
 
 
 async def read_cluster(client: KubeClient, key: Key) -> dict[str, Any] | None:
@@ -44,7 +53,7 @@ async def observe(
         cluster: the live PDCluster, or one that does not exist yet.
         connector: the one that the operator is assumed to ship.
     """
-    api, store = KubeApi(client), Store()
+    api, store = reader(client), Store()
     for kind in WATCHED:
         try:
             listed = await api.list(kind, (key.namespace,))
@@ -66,6 +75,7 @@ async def observe(
         links=links,
         connector=connector,
         ticket_key=await _ticket_key(api, key, cluster) if children else None,
+        certificates=await _certificates(api, key, cluster, children),
         operator_namespace=next(filter(None, map(operator_namespace_in, policies)), None),
         scaler=store.scaler(key),
     )
@@ -118,3 +128,16 @@ async def _ticket_key(api: KubeApi, key: Key, cluster: Manifest) -> TicketKey | 
     # Few people may read Secrets. The operator has made this one, and replaced it when asked.
     annotations = cluster["metadata"].get("annotations") or {}
     return TicketKey(str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, "")))
+
+
+async def _certificates(
+    api: KubeApi, key: Key, cluster: Manifest, children: Iterable[Manifest]
+) -> HeldCertificates:
+    """Return what is held of the engines' certificates, and by which authority."""
+    try:
+        held = await api.read_certificates(key, str(cluster["metadata"]["uid"]))
+    except ApiError as error:
+        if error.reason != FORBIDDEN:
+            raise
+        return certificates_as_due(children, time.time())
+    return replace(held, authority=(held.issue or "").rpartition(".")[0])

@@ -13,6 +13,7 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import (
+    CERTIFICATES_ANNOTATION,
     PAIRING_LABEL,
     POD_INDEX_LABEL,
     ROTATE_TICKET_KEY_ANNOTATION,
@@ -29,6 +30,7 @@ from pdcluster_operator.plan.model import (
     Step,
     TicketKey,
     TryOut,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.reports import (
@@ -60,7 +62,7 @@ class World:
         }
         self._engines, self._links = dict(seen.engines), dict(seen.links)
         self._status = seen.cluster.get("status") or {}
-        self._ticket_key = seen.ticket_key
+        self._ticket_key, self._certificates = seen.ticket_key, seen.certificates
         self._made = 0
 
     def observed(self) -> Observed:
@@ -73,6 +75,7 @@ class World:
             engines=dict(self._engines),
             links=dict(self._links),
             ticket_key=self._ticket_key,
+            certificates=self._certificates,
         )
 
     def write_status(self, status: Manifest) -> None:
@@ -96,6 +99,10 @@ class World:
         if isinstance(step, WriteTicketKey):
             annotations = step.manifest["metadata"].get("annotations") or {}
             self._ticket_key = TicketKey(str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, "")))
+        elif isinstance(step, WriteCertificates):
+            issue = str(step.manifest["metadata"]["annotations"][CERTIFICATES_ANNOTATION])
+            engines = frozenset(step.engines)
+            self._certificates = replace(self._certificates, issue=issue, engines=engines)
         elif isinstance(step, Apply):
             self._apply(step.manifest, now)
         elif isinstance(step, TryOut):
