@@ -15,7 +15,7 @@ from typing import Any
 from pdcluster_operator.api.labels import HTTP_PORT, SIDE_CHANNEL_PORT, EngineName
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.engines import EngineView
-from pdcluster_operator.plan.launchers import launcher_url, url_host
+from pdcluster_operator.plan.launchers import url_host
 from pdcluster_operator.plan.links import links_of
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import LinksReport
@@ -59,11 +59,7 @@ def assign_peers(
         return {"generation": generation, **document}
 
     return tuple(
-        PeerAssignment(
-            engine.name.logical,
-            launcher_url(engine.address),
-            body(tuple(one.name for one in linked_to)),
-        )
+        PeerAssignment(engine.name.logical, body(tuple(one.name for one in linked_to)))
         for engine, linked_to in zip(decode, kept, strict=True)
         if engine.address and engine.engine_id
     )

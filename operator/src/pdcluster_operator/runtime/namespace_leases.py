@@ -118,7 +118,7 @@ class NamespaceLeases:
         await self._write(claim, live, self._me, term)
         claim.until, claim.other = began + term.act_seconds, ""
         if not had:
-            log.info("namespace %s: its PDClusters are ours now", claim.namespace)
+            log.info("namespace %s: this operator works on its PDClusters now", claim.namespace)
             self.acquired(claim.namespace)
 
     async def _give_back(self, claim: _Claim) -> None:
