@@ -1,7 +1,8 @@
 """All launchers of all simulated pods, in one process.
 
 One server listens on every address of 127/8, and sees at which address a request came in. Each
-engine is ready, and each link that the operator asks for is established and has had its canary.
+engine is ready after a few seconds. Each link that the operator asks for is established and has had
+its canary.
 It answers as `pdcluster_connector.launcher` does, and keeps a question for news as long.
 """
 
@@ -21,6 +22,8 @@ from bench_operator.watching import events
 from pdcluster_operator.api.labels import LAUNCHER_PORT, engine_of
 
 PATIENCE = 1.5
+LOAD_SECONDS = 3.0
+"""How long an engine starts."""
 INCARNATION = "0123456789abcdef"
 
 
@@ -30,24 +33,34 @@ class Launcher:
     def __init__(self, engine: str) -> None:
         self.engine = engine
         self.peers: list[dict[str, Any]] = []
-        self.revision = 0
+        self._told = 0
+        self._loaded = time.monotonic() + LOAD_SECONDS
         self.news = asyncio.Event()
 
     @property
     def known(self) -> dict[str, Any]:
         return {"engine": self.engine, "engine_id": f"{self.engine}/{INCARNATION}"}
 
+    @property
+    def loads(self) -> float:
+        """For how many more seconds the engine starts."""
+        return max(0.0, self._loaded - time.monotonic())
+
+    @property
+    def revision(self) -> str:
+        return f"{'starting' if self.loads else 'ready'}-{self._told}"
+
     def take(self, peers: list[dict[str, Any]]) -> None:
         self.peers = peers
-        self.revision += 1
+        self._told += 1
         self.news.set()
         self.news = asyncio.Event()
 
     async def wait(self, seen: str, seconds: float) -> str:
-        if seen == f"r{self.revision}":
+        if seen == self.revision:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.news.wait(), seconds)
-        return f"r{self.revision}"
+                await asyncio.wait_for(self.news.wait(), min(seconds, self.loads or seconds))
+        return self.revision
 
 
 def server(launchers: dict[str, Launcher]) -> web.Application:
@@ -65,7 +78,10 @@ def server(launchers: dict[str, Launcher]) -> web.Application:
         return launchers[address]
 
     async def readyz(request: web.Request) -> web.Response:
-        return web.json_response({**(await here(request)).known, "state": "Ready", "ready": True})
+        launcher = await here(request)
+        ready = not launcher.loads
+        known = {**launcher.known, "state": "Ready" if ready else "Starting", "ready": ready}
+        return web.json_response(known, status=200 if ready else 503)
 
     async def put_peers(request: web.Request) -> web.Response:
         (await here(request)).take((await request.json())["peers"])

@@ -98,7 +98,7 @@ spec:
     - {key: .metadata.deletionTimestamp, operator: DoesNotExist}
     - {key: .status.podIP, operator: Exists}
     - {key: '.status.conditions.[] | select( .type == "Ready" ) | .status', operator: NotIn, values: ["True"]}
-  delay: {durationMilliseconds: 2000}
+  delay: {durationMilliseconds: 4000}
   next:
     statusTemplate: |
       {{ $now := Now }}
