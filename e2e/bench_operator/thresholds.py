@@ -20,18 +20,18 @@ class Bound(NamedTuple):
     most: float = float("inf")
 
 
-def _written(writes: Mapping[str, int]) -> float:
+def written(writes: Mapping[str, int]) -> float:
     """Return how many requests are no renewals of a Lease."""
     return sum(number for resource, number in writes.items() if resource != "leases")
 
 
 BOUNDS = (
-    Bound("share_of_raw_objects", lambda found: found["share_of_raw_objects"], least=0.35),
+    Bound("share_of_raw_objects", lambda found: found["share_of_raw_objects"], least=0.3),
     Bound("reads_of_one", lambda found: found["reads_of_one"], most=8.0),
     Bound("writes_of_one", lambda found: found["writes_of_one"], most=32.0),
     Bound("rest.core", lambda found: found["rest"]["core"], most=0.1),
-    Bound("rest.writes", lambda found: _written(found["rest"]["writes"]), most=0.0),
-    Bound("restart.writes", lambda found: _written(found["restart"]["writes"]), most=0.0),
+    Bound("rest.writes", lambda found: written(found["rest"]["writes"]), most=0.0),
+    Bound("restart.writes", lambda found: written(found["restart"]["writes"]), most=0.0),
     Bound("rss_peak_megabytes", lambda found: found["rss_peak_megabytes"], most=400.0),
 )
 

@@ -1,4 +1,4 @@
-"""`python -m bench_operator.plots RUNS.json FOLDER`: what was measured, as SVG."""
+"""`python -m bench_operator.report RUNS.json FOLDER`: what was measured, as SVG and as a table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from bench_operator.thresholds import written
 
 Found = dict[str, Any]
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 300, 60, 40, 50
@@ -62,6 +64,38 @@ PLOTS = (
 )
 
 
+COLUMNS: tuple[tuple[str, Callable[[Found], object]], ...] = (
+    ("PDClusters", lambda found: found["pdclusters"]),
+    (
+        "raw objects/s (before, after)",
+        lambda found: " ".join(map(str, found["raw_objects_per_second"])),
+    ),
+    ("objects/s", lambda found: found["objects_per_second"]),
+    ("share of raw, objects", lambda found: found["share_of_raw_objects"]),
+    ("share of raw, clusters", lambda found: found["share_of_raw_clusters"]),
+    ("reads", lambda found: found["reads_of_one"]),
+    ("writes (children)", lambda found: f"{found['writes_of_one']} ({found['children']})"),
+    ("processor ms a cluster", lambda found: found["processor_milliseconds_of_one"]),
+    ("reaction p50, p99 (s)", lambda found: "{p50}, {p99}".format(**found["reaction_seconds"])),
+    (
+        "at rest: core, writes",
+        lambda found: f"{found['rest']['core']}, {written(found['rest']['writes'])}",
+    ),
+    (
+        "RSS peak, after a start (MB)",
+        lambda found: f"{found['rss_peak_megabytes']}, {found['restart']['rss_peak_megabytes']}",
+    ),
+    ("writes after a start", lambda found: written(found["restart"]["writes"])),
+)
+
+
+def table(runs: list[Found]) -> str:
+    """Return the numbers in Markdown: a column for each run."""
+    rows = [(name, *(read(found) for found in runs)) for name, read in COLUMNS]
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join((lines[0], "|---" * (1 + len(runs)) + "|", *lines[1:]))
+
+
 def svg(plot: Plot, runs: list[Found]) -> str:
     """Return one picture."""
     values = [[series.read(found) for series in plot.series] for found in runs]
@@ -104,6 +138,7 @@ def main(source: Path, folder: Path) -> None:
     """Write every picture."""
     runs = [json.loads(line) for line in source.read_text().splitlines()]
     folder.mkdir(parents=True, exist_ok=True)
+    print(table(runs))
     for plot in PLOTS:
         (folder / plot.file).write_text(svg(plot, runs))
 
