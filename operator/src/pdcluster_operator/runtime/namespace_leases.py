@@ -110,7 +110,7 @@ class NamespaceLeases:
                 claim.other = held.holder
                 log.warning(
                     "namespace %s: its PDClusters are left to the operator %s, which holds the "
-                    "Lease %s. If both shall work there, give one of them an operator class",
+                    "Lease %s. If both should work there, give one of them an operator class",
                     claim.namespace, held.holder, self._name,
                 )  # fmt: skip
             return
