@@ -55,7 +55,7 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
             name,
             str(metadata.get("uid", "")),
             str(metadata.get("resourceVersion", "")),
-            "the spec does not want it any more",
+            "the spec no longer asks for it",
         )
 
 

@@ -1,4 +1,7 @@
-"""Who may reach a cluster's pods. Nothing else protects the KV side channel: it has no TLS yet."""
+"""Who may reach a cluster's pods.
+
+Without ``spec.transfer.tls``, nothing else protects the side channel and the launchers.
+"""
 
 from __future__ import annotations
 
