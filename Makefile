@@ -44,7 +44,8 @@ local-e2e: ## without Kubernetes: tokens, layouts, kills, restarts
 	$(PY) -m pytest e2e -m "local and not soak" --durations=10
 
 cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
-	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "(cluster or helm) and not soak" --durations=20
+	$(PY) -m pytest operator charts -n 3 --dist worksteal -m "(cluster or helm) and not soak" --durations=10
+	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests -m "cluster and not soak" --durations=20
 
 soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of the others (as root)
 	$(PY) -m pytest connector/tests e2e operator/tests charts -m soak --durations=10
@@ -71,6 +72,14 @@ image: ## build the operator's image with docker, podman or buildah: REPOSITORY=
 router-image: ## build an image of the router's release, for spec.router.image: REPOSITORY=… PUSH=1
 	@$(PYTHON) dev/image.py router
 
+# In a network of its own, because simulated launchers have port 5590 of very many addresses of
+# 127/8. The API server asks for an address that is not loopback.
+bench-operator: PDCLUSTERS ?= 100
+bench-operator: ## many PDClusters on one operator, on a real API server with simulated pods (as root)
+	PYTHONPATH=$$PYTHONPATH:$(CURDIR)/operator/tests/adapters unshare --net sh -c \
+		'ip link set lo up && ip address add 192.0.2.1/24 dev lo && \
+		ip route add default via 192.0.2.1 dev lo && exec $(PY) -m bench_operator --pdclusters $(PDCLUSTERS)'
+
 charts: ## render and lint the chart with helm 3 and helm 4 (built with Go at their first use)
 	$(PY) -m pytest charts/tests
 
@@ -87,11 +96,11 @@ format: ## rewrite files the way `make check` wants them
 	$(BIN)ruff check --fix .
 	$(BIN)ruff format .
 
-generate: ## write crds/, docs/{api,layouts,reasons,rules}.md again from the code
+generate: ## write the CRD, docs/{api,layouts,reasons,rules}.md and pod_fields.py again from the code
 	$(PY) dev/generated.py
 
 lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
 .PHONY: help env model demo check test e2e local-e2e cluster-e2e soak fast repeat charts cluster-programs \
-	image router-image cluster-demo cluster-up cluster-down newest-vllm format generate lock
+	bench-operator image router-image cluster-demo cluster-up cluster-down newest-vllm format generate lock

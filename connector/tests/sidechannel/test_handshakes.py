@@ -107,7 +107,7 @@ def test_more_peers_than_may_be_tried_at_once_are_refused_by_name(
 
 def test_retried_until_the_engine_listens(serve: Serve, books: Books) -> None:
     port = free_port()
-    answer = connect(books(), port, seconds=20.0)
+    answer = connect(books(), port, seconds=200.0)
     time.sleep(1.0)
     assert not answer.values
     serve(port=port)
@@ -219,7 +219,7 @@ def handshake_of_protocol(newest: int, port: int) -> tuple[int, m.EngineMetadata
     """What a decode engine of protocols 1 to ``newest`` is answered."""
     request = m.encode(m.HandshakeRequest((1, newest), "d/1", SHAPE, (0, 0)))
     try:
-        with urlopen(f"http://127.0.0.1:{port}/v1/handshake", request, timeout=5) as response:
+        with urlopen(f"http://127.0.0.1:{port}/v1/handshake", request, timeout=60) as response:
             status, raw = response.status, response.read()
     except HTTPError as error:
         status, raw = error.code, error.read()

@@ -521,18 +521,18 @@ def test_an_unclaimed_lease_expires_and_is_counted(engines: Any) -> None:
     prefill.prefill("p0", prompt(40))
     started = time.monotonic()
     prefill.run(lambda: not prefill.scheduler.requests)
-    assert 0.8 < time.monotonic() - started < 3
+    assert time.monotonic() - started > 0.8
     assert prefill.free_blocks() == before
     assert prefill.total("leases_expired") == 1
     assert all(worker.sent == ["p0"] for worker in prefill.workers)
 
 
 def test_decode_renews_while_it_waits(engines: Any) -> None:
-    prefill = engines("producer", lease_seconds=1)
+    prefill = engines("producer", lease_seconds=3)
     decode = engines("consumer", lease_seconds=60)  # prefill's own lease decides
     params = prefill.prefill("p0", prompt(40))
     decode.add("d0", prompt(40), params)
-    until = time.monotonic() + 2.5
+    until = time.monotonic() + 4.5
     while time.monotonic() < until:
         decode.step()
         prefill.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, find_configuration
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, WATCHED
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.drift import is_applied
@@ -22,8 +24,10 @@ from pdcluster_operator.plan.model import (
     ConnectorBundle,
     Delete,
     Event,
+    HeldCertificates,
     Observed,
     TicketKey,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
@@ -33,6 +37,7 @@ from pdcluster_operator.runtime.queue import Key
 
 pytestmark = pytest.mark.cluster
 
+AUTHORITY, _ = EngineAuthority.new(time.time())
 CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
 
 
@@ -55,7 +60,7 @@ async def client(real, namespace, calls):
 
 @pytest.fixture
 def api(client):
-    return KubeApi(client)
+    return KubeApi(client, AUTHORITY)
 
 
 @pytest.fixture
@@ -113,7 +118,7 @@ async def test_a_child_that_was_made_anew_is_looked_at(real, api, live, namespac
     theirs = copy.deepcopy(dict(wanted))
     theirs["metadata"]["ownerReferences"][0]["controller"] = False
     assert real.call("POST", CHILDREN["Service"].format(namespace), theirs)[0] == 201
-    with pytest.raises(ApiError, match="belongs to something else"):
+    with pytest.raises(ApiError, match="does not belong to this PDCluster"):
         await api.apply(wanted, "the-uid-of-one-that-is-gone")
 
 
@@ -162,7 +167,7 @@ async def test_objects_of_others_are_not_taken(real, api, live, namespace):
     del theirs["metadata"]["ownerReferences"], theirs["metadata"]["namespace"]
     path = CHILDREN["ServiceAccount"].format(namespace)
     assert real.call("POST", path, theirs)[0] == 201
-    with pytest.raises(ApiError, match="exists and belongs to something else") as refused:
+    with pytest.raises(ApiError, match="exists and does not belong to this PDCluster") as refused:
         await api.apply(wanted)
     assert refused.value.reason == NAME_CONFLICT
     assert "ownerReferences" not in read(real, wanted)[1]["metadata"]
@@ -231,8 +236,36 @@ async def test_the_ticket_key_is_minted_once_and_rotated(real, api, live, namesp
     assert await api.read_ticket_key(key, uid) == TicketKey("1")
     owners = real.call("GET", path)[1]["metadata"]["ownerReferences"]
     assert [owner["uid"] for owner in owners] == [uid]
-    with pytest.raises(ApiError, match="Secret tiny-ticket-key exists and belongs to") as caught:
+    with pytest.raises(ApiError, match="Secret tiny-ticket-key exists and does not") as caught:
         await api.read_ticket_key(key, "another")
+    assert caught.value.reason == NAME_CONFLICT
+
+
+async def test_certificates_come_and_go_with_their_engines(real, api, live, namespace):
+    key, uid = Key(namespace, "tiny"), live["metadata"]["uid"]
+    path = f"/api/v1/namespaces/{namespace}/secrets/tiny-certificates"
+    seen = []
+    api.remember = seen.append
+    live["spec"]["transfer"] = {**live["spec"].get("transfer", {}), "tls": "Enabled"}
+
+    def steps(held: HeldCertificates) -> list[WriteCertificates]:
+        observed = Observed(live, (), (), {}, {}, CONNECTOR, TicketKey(), held)
+        planned = make_plan(observed, 1_800_000_000.0).steps
+        return [step for step in planned if isinstance(step, WriteCertificates)]
+
+    assert await api.read_certificates(key, uid) == HeldCertificates(AUTHORITY.fingerprint)
+    [wanted] = steps(await api.read_certificates(key, uid))
+    gone = replace(wanted, engines={**wanted.engines, "prefill-bbbbb-7": "ns.tiny.prefill.bbbbb.7"})
+    for written in (gone, wanted, wanted):
+        await api.write_certificates(written)
+        assert (await api.read_certificates(key, uid)).engines == written.engines.keys()
+    assert steps(await api.read_certificates(key, uid)) == []
+    data = real.call("GET", path)[1]["data"]
+    assert data.keys() == {"ca.crt", *(f"{one}.{end}" for one in wanted.engines
+                                       for end in ("crt", "key"))}  # fmt: skip
+    assert seen == [], "keys are not for the store"
+    with pytest.raises(ApiError, match="Secret tiny-certificates exists and does not") as caught:
+        await api.read_certificates(key, "another")
     assert caught.value.reason == NAME_CONFLICT
 
 
@@ -319,7 +352,7 @@ async def test_refusals_are_told_apart(real, client, live, namespace):
     service = copy.deepcopy(child(live, "Service"))
     service["spec"]["ports"][0]["port"] = 99_999
     with pytest.raises(Invalid) as refused:
-        await KubeApi(client).apply(service)
+        await KubeApi(client, AUTHORITY).apply(service)
     assert refused.value.terminal
     with pytest.raises(NotFound):
         await client.call("GET", BY_NAME["Pod"].path(namespace, "nobody"))

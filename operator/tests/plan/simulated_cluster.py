@@ -12,17 +12,24 @@ from typing import Any
 
 from pdcluster_operator.adapters.api_server.kinds import POD, slim
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.labels import ROLE_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
+from pdcluster_operator.api.labels import (
+    CERTIFICATES_ANNOTATION,
+    ROLE_LABEL,
+    ROTATE_TICKET_KEY_ANNOTATION,
+    engine_of,
+)
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
     Apply,
     ConnectorBundle,
+    HeldCertificates,
     Observed,
     Plan,
     RestartPod,
     Step,
     TicketKey,
     TryOut,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.planner import make_plan
@@ -62,6 +69,8 @@ class SimulatedCluster:
         self.now = START
         self.counter = 0
         self.ticket_key: TicketKey | None = None
+        self.certificates = HeldCertificates("authority")
+        self.scaler: dict[str, Any] | None = None
         self.memo = Memo()
         self.refused = ""
 
@@ -75,6 +84,8 @@ class SimulatedCluster:
             dict(self.links),
             self.connector,
             self.ticket_key,
+            self.certificates,
+            scaler=copy.deepcopy(self.scaler),
         )
 
     def plan(self) -> Plan:
@@ -91,6 +102,8 @@ class SimulatedCluster:
                 break  # the executor stops, and says so in the status
             self.perform(step)
         self.cluster["status"] = copy.deepcopy(dict(plan.status))
+        if plan.scaler is not None and self.scaler is not None:
+            self.scaler["status"] = copy.deepcopy(dict(plan.scaler.status))
         self.now += 1
         return plan
 
@@ -107,6 +120,12 @@ class SimulatedCluster:
             assert step.rotate == (self.ticket_key is not None)
             rotation = step.manifest["metadata"]["annotations"][ROTATE_TICKET_KEY_ANNOTATION]
             self.ticket_key = TicketKey(rotation)
+            return
+        if isinstance(step, WriteCertificates):
+            issue = step.manifest["metadata"]["annotations"][CERTIFICATES_ANNOTATION]
+            held = replace(self.certificates, issue=issue, engines=frozenset(step.engines))
+            assert held != self.certificates, "nothing to write"
+            self.certificates = held
             return
         if isinstance(step, Apply):
             self._apply(copy.deepcopy(dict(step.manifest)))

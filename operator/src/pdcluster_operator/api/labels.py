@@ -18,6 +18,8 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "PDCluster"
 PLURAL = "pdclusters"
+SCALER_KIND = "PrefillScaler"
+SCALER_PLURAL = "prefillscalers"
 FIELD_MANAGER = "pdcluster-operator"
 STATUS_FIELD_MANAGER = "pdcluster-operator-status"
 OPERATOR_LABELS = {
@@ -38,6 +40,9 @@ RELEASED_ANNOTATION = f"{GROUP}/released-at"
 RELEASED_BECAUSE_ANNOTATION = f"{GROUP}/released-because"
 ROTATE_TICKET_KEY_ANNOTATION = f"{GROUP}/rotate-ticket-key"
 """On a PDCluster: each new value asks for a new ticket key. On the Secret: the last such value."""
+
+CERTIFICATES_ANNOTATION = f"{GROUP}/certificates"
+"""On the Secret with engines' certificates: which authority made them, and for which time."""
 
 HTTP_PORT = 8000
 LAUNCHER_PORT = 5590
@@ -182,6 +187,11 @@ def ticket_key_name(cluster: str) -> str:
     return f"{cluster}-ticket-key"
 
 
+def certificates_name(cluster: str) -> str:
+    """Name of the Secret with the certificates of a cluster's engines."""
+    return f"{cluster}-certificates"
+
+
 def service_account_name(cluster: str) -> str:
     """Name of the ServiceAccount of a cluster's pods."""
     return f"{cluster}-pods"
@@ -202,6 +212,6 @@ def router_policy_name(cluster: str) -> str:
     return f"{cluster}-router"
 
 
-def cluster_selector(cluster: str) -> str:
-    """Label selector of the leading pod of each decode engine, for /scale."""
-    return f"{CLUSTER_LABEL}={cluster},{ROLE_LABEL}={Role.DECODE.value},{POD_INDEX_LABEL}=0"
+def role_selector(cluster: str, role: Role) -> str:
+    """Label selector of the leading pod of each engine of a role, for /scale."""
+    return f"{CLUSTER_LABEL}={cluster},{ROLE_LABEL}={role.value},{POD_INDEX_LABEL}=0"

@@ -33,6 +33,13 @@ def parser() -> argparse.ArgumentParser:
         help="namespace to watch; may be given several times (default: all namespaces)",
     )
     run.add_argument(
+        "--authority-secret",
+        type=_pair,
+        metavar="NAMESPACE/NAME",
+        help="Secret with the CA of all engines' certificates; its key is made at the first start "
+        "(default: a CA for as long as the process runs)",
+    )
+    run.add_argument(
         "--webhook-configuration",
         metavar="NAME",
         help="make and renew the webhook's certificate, and write its CA into this "
@@ -55,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=1.0,
         metavar="N",
-        help="ask a launcher at most this often; one with no news keeps the question (default 1)",
+        help="wait at least N seconds between two requests to one launcher (default 1)",
     )
     run.add_argument(
         "--operator-class",
@@ -143,6 +150,7 @@ def _operator(options: argparse.Namespace) -> Work:
             options.webhook_configuration, options.webhook_service, options.webhook_secret
         )
     chosen = OperatorOptions(
+        authority=options.authority_secret,
         namespaces=tuple(options.namespace),
         host_path_models=options.allow_host_path_models,
         webhook=place,

@@ -35,6 +35,21 @@ class TicketKey:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldCertificates:
+    """What a planner may know of the Secret with the engines' certificates: not the keys.
+
+    Attributes:
+        authority: fingerprint of the CA that the operator signs with.
+        issue: which authority made the certificates, and for which time; None without a Secret.
+        engines: names under which the Secret holds a certificate.
+    """
+
+    authority: str = ""
+    issue: str | None = None
+    engines: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Rewrite:
     """What became of one object when it was applied.
 
@@ -64,11 +79,13 @@ class Observed:
             unreachable.
         connector: the connector to mount in engine pods.
         ticket_key: the Secret with the ticket keys; None if there is none.
+        certificates: the Secret with the engines' certificates.
         operator_namespace: where the operator runs; None where that is not known.
         host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
             the operator decides.
         one_node: whether all pods run on one machine, as in local mode.
         rewrites: what something else made of children as they were applied, by kind and name.
+        scaler: the PrefillScaler of the cluster's name; None if there is none.
     """
 
     cluster: Manifest
@@ -78,10 +95,12 @@ class Observed:
     links: Mapping[str, LinksReport]
     connector: ConnectorBundle
     ticket_key: TicketKey | None = None
+    certificates: HeldCertificates = HeldCertificates()
     operator_namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
     rewrites: Rewrites = field(default_factory=dict)
+    scaler: Manifest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +128,24 @@ class WriteTicketKey:
 
     manifest: Manifest
     rotate: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCertificates:
+    """The certificates of all engines, signed by whoever carries the plan out.
+
+    Attributes:
+        manifest: the Secret without its data.
+        engines: logical id of each engine, by the name that its certificate has in the Secret.
+        start: when the certificates begin to be valid, in seconds since the epoch.
+        end: when they expire.
+    """
+
+    manifest: Manifest
+    engines: Mapping[str, str]
+    start: float
+    end: float
     why: str
 
 
@@ -154,7 +191,7 @@ class RestartPod:
     why: str
 
 
-Step = Apply | WriteTicketKey | TryOut | Delete | RestartPod
+Step = Apply | WriteTicketKey | WriteCertificates | TryOut | Delete | RestartPod
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +200,19 @@ class PeerAssignment:
 
     Attributes:
         decode: logical id of the decode engine.
-        launcher_url: base URL of its leader's launcher.
         body: JSON document for ``PUT /v1/peers``.
     """
 
     decode: str
-    launcher_url: str
     body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerStatus:
+    """The ``status`` to write to a PrefillScaler, if it is still the object with this UID."""
+
+    uid: str
+    status: Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +237,7 @@ class Plan:
         requeue_after: seconds until this cluster should be looked at again; None if an
             event will tell.
         events: to be published once the status is written.
+        scaler: the status of the PrefillScaler; None if there is nothing to write.
     """
 
     steps: tuple[Step, ...]
@@ -201,3 +245,4 @@ class Plan:
     peers: tuple[PeerAssignment, ...] = ()
     requeue_after: float | None = None
     events: tuple[Event, ...] = ()
+    scaler: ScalerStatus | None = None
