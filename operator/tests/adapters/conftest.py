@@ -24,7 +24,7 @@ def real() -> Iterator[RealApi]:
     with running_api() as api:
         status, answer = api.call("POST", CRDS, yaml.safe_load(CRD.read_text()))
         assert status == 201, answer
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while api.call("GET", "/apis/pdcluster.dev/v1alpha1/pdclusters")[0] != 200:
             assert time.monotonic() < deadline
             time.sleep(0.1)
