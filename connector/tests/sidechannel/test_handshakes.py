@@ -158,6 +158,7 @@ def test_a_refusal_reaches_all_at_once_and_is_remembered_for_a_while(
         assert failure.reason is Reason.BLOCK_INTERIOR_OPAQUE
         assert "32" in failure.message
         assert "16" in failure.message
+    assert isinstance(connect(book, server.port).wait(), Failure)
     assert server.counts["refusals"] == 1
     monkeypatch.setattr(peers_module, "REFUSAL_SECONDS", 0.1)
     forgetful = books(**packed)
@@ -165,6 +166,21 @@ def test_a_refusal_reaches_all_at_once_and_is_remembered_for_a_while(
     time.sleep(0.2)
     connect(forgetful, server.port).wait()
     assert server.counts["refusals"] == 3
+
+
+def test_a_refusal_that_was_forgotten_early_ends_no_later_attempt(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of the first refusal runs out while the engine is connected."""
+    monkeypatch.setattr(peers_module, "REFUSAL_SECONDS", 0.5)
+    other = serve("ns.c.prefill.r.1/00000000000000cc")
+    book, right = books(), serve()
+    assert isinstance(connect(book, other.port).wait(), Failure)
+    book.forget(PREFILL, Failure(Reason.BACKEND_ERROR, "forgotten by the test"))
+    assert isinstance(connect(book, right.port).wait(), m.EngineMetadata)
+    time.sleep(0.6)
+    assert isinstance(connect(book, right.port).wait(), m.EngineMetadata)
+    assert right.counts["handshakes"] == 1
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,30 @@ def test_windows_on_one_side_only_are_refused(engines: Callable[..., Engine]) ->
         engine.stop()
 
 
+def test_other_rotary_embeddings_for_a_longer_context_are_refused(
+    engines: Callable[..., Engine],
+) -> None:
+    """With LongRoPE, an engine that allows more tokens rotates the keys of short prompts too."""
+    path = str(model_path("phi3-longrope"))
+    prefill = engines("p", connector_config("kv_producer"), model=path, max_model_len=2048)
+    decode = engines(
+        "d", connector_config("kv_consumer", "recompute"), model=path, max_model_len=512
+    )
+    pair = Pair(prefill.wait_ready(), decode.wait_ready())
+    alone = decode.generate(PROMPT, TOKENS, salt="alone").tokens
+    assert prefill.generate(PROMPT, TOKENS, salt="alone").tokens != alone
+    answer = pair.generate(PROMPT, TOKENS)
+    assert answer.tokens == alone
+    assert answer.path["outcome"] == "failed"
+    assert answer.path["reason"] == "ModelMismatch"
+    same = engines("p", connector_config("kv_producer"), model=path, max_model_len=256)
+    answer = Pair(same.wait_ready(), decode).generate(PROMPT, TOKENS, salt="same")
+    assert answer.path["outcome"] == "transferred", "below the original context, all are alike"
+    assert answer.tokens == alone
+    for engine in (prefill, decode, same):
+        engine.stop()
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_decode_outlives_a_killed_prefill(
     engines: Callable[..., Engine], expected: Callable[[str], list[int]], policy: str

@@ -26,7 +26,7 @@ from loopback import free_ports
 TOKEN = "the-token-of-the-tests"
 CONTROLLERS = (
     "garbagecollector,statefulset,deployment,replicaset,disruption,namespace,"
-    "horizontalpodautoscaling"
+    "horizontal-pod-autoscaler-controller"
 )
 AUDIT = {
     "apiVersion": "audit.k8s.io/v1",
