@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,63 @@ def test_surge_serves_all_the_time_and_ends_with_the_new_engines(
     assert (selector(world) == key) is (change is ENV)
     assert list(routers(world)) == [selector(world)]
     assert world.condition("Ready")["status"] == "True"
+
+
+@pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
+def test_engines_join_the_routers_when_they_are_verified_and_leave_them_first(how: str) -> None:
+    world = up(how)
+    for sizes in ((2, 3), (1, 2), (3, 1), (1, 1)):
+        wanted = dict(zip(("prefill", "decode"), sizes, strict=True))
+        world.edit(**{role: {"replicas": count} for role, count in wanted.items()})
+        go_on(world)
+        known = routers(world)[selector(world)]
+        for role, count in wanted.items():
+            assert known.count(f"--{role} ") == count
+        assert len(engines(world)) == sum(sizes)
+
+
+def test_an_engine_that_is_not_verified_stays_out_of_the_routers() -> None:
+    world = up("Recreate")
+    before = routers(world)
+    world.edit(decode={"replicas": 2})
+    for _ in range(3):
+        world.step()
+        world.run_pods()
+        world.speak()
+        assert routers(world) == before
+    world.link()
+    world.step()
+    assert routers(world)[selector(world)].count("--decode ") == 2
+
+
+def test_an_engine_that_restarts_stays_with_the_routers() -> None:
+    """Otherwise their pods would be replaced twice."""
+    world = up("Recreate", decode={"replicas": 2})
+    before = routers(world)
+    first = next(name for name in world.engines if ".decode." in name)
+    world.engines[first] = replace(world.engines[first], ready=False, state="Starting")
+    world.links.pop(first)
+    world.step()
+    assert world.condition("Ready")["status"] == "False"
+    assert routers(world) == before
+
+
+@pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
+def test_the_last_verified_engine_is_not_too_many(how: str) -> None:
+    """Decode 0 is broken. It is the one to stay, and the other one serves until it works."""
+    world = up(how, decode={"replicas": 2})
+    first = min(name for name in world.engines if ".decode." in name)
+    world.engines[first] = replace(world.engines[first], ready=False, state="Starting")
+    report = world.links.pop(first)
+    world.edit(decode={"replicas": 1})
+    for _ in range(3):
+        world.step()
+        world.route()
+    assert len(engines(world)) == 3
+    world.speak()
+    world.links[first] = report
+    go_on(world)
+    assert len(engines(world)) == 2
 
 
 def test_engines_of_two_keys_are_never_linked() -> None:

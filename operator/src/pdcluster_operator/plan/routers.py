@@ -61,6 +61,11 @@ def routed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozens
     ending = any(metadata_of(pod).get("deletionTimestamp") for pod in _pods(observed))
     if ending or router_behind(observed):
         return frozenset(engines)
+    return listed_engines(observed, engines)
+
+
+def listed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozenset[EngineName]:
+    """Return the engines in the templates of the routers' Deployments."""
     known = "\n".join(json.dumps(one["spec"]["template"]) for one in _deployments(observed))
     return frozenset(name for name in engines if f'"{name.api_url}"' in known)
 
