@@ -14,11 +14,10 @@ from typing import Any, Self
 from client_account import Account
 from cluster_run import ClusterRun
 
-from pdcluster_operator.api.labels import LAUNCHER_PORT
+from pdcluster_operator.api.labels import LAUNCHER_PORT, PAIRING_LABEL, engine_of
 
 SAMPLE_SECONDS = 0.25
 LINKS_SECONDS = 2.0
-KEY = "pdcluster.dev/pairing-key"
 
 
 class Record:
@@ -54,7 +53,8 @@ class Record:
         links = {pair for sample in self.samples for pair in sample["links"]}
         used = {(a, b) for a, b in (one.engines for one in self._account.sent if one.engines)}
         pairs = {(_logical(a), _logical(b)) for a, b in links | used}
-        return sorted(p for p in pairs if self._keys.get(p[0]) != self._keys.get(p[1]))
+        assert pairs
+        return sorted(pair for pair in pairs if self._keys[pair[0]] != self._keys[pair[1]])
 
     def write(self, path: Path) -> None:
         sent = [
@@ -74,9 +74,8 @@ class Record:
         while not self._stop.wait(SAMPLE_SECONDS):
             pods = self._run.pods()
             for pod in pods:
-                labels = pod["metadata"]["labels"]
-                if engine := labels.get("pdcluster.dev/engine"):
-                    self._keys[_logical(engine)] = labels.get(KEY, "")
+                if engine := engine_of(pod):
+                    self._keys[engine.logical] = pod["metadata"]["labels"][PAIRING_LABEL]
             if time.monotonic() - asked > LINKS_SECONDS:
                 asked = time.monotonic()
                 self._links = self._ask_links(pods)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 
 from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, router_name
@@ -66,8 +65,13 @@ def routed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozens
 
 def listed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozenset[EngineName]:
     """Return the engines in the templates of the routers' Deployments."""
-    known = "\n".join(json.dumps(one["spec"]["template"]) for one in _deployments(observed))
-    return frozenset(name for name in engines if f'"{name.api_url}"' in known)
+    known = {
+        word
+        for deployment in _deployments(observed)
+        for container in deployment["spec"]["template"]["spec"]["containers"]
+        for word in container.get("args") or ()
+    }
+    return frozenset(name for name in engines if name.api_url in known)
 
 
 def served_key(observed: Observed, cluster: Cluster) -> str:

@@ -1,7 +1,8 @@
 """The next moves of a rollout or of a resize: which engines are created, and which leave.
 
 A pure function of what is observed. It remembers nothing, so it does not matter after which
-write an operator stopped. Three rules hold in ``Surge`` and in ``Replace``, and whenever replicas change:
+write an operator stopped. Three rules hold in ``Surge`` and in ``Replace``, and whenever replicas
+change:
 
 * engines leave only while a verified pair remains that clients reach, if there was one;
 * the engines of a role never use more GPUs than its budget;
