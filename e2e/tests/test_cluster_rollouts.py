@@ -93,13 +93,80 @@ def test_surge_replaces_engines_and_no_request_fails(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("replicas", [2, 1])
-def test_decode_is_scaled_and_no_request_fails(
-    rolls: ClusterRun, replicas: int, tmp_path: Path
+def test_decode_grows_an_engine_is_evicted_and_decode_shrinks_and_no_request_fails(
+    rolls: ClusterRun, tmp_path: Path
 ) -> None:
-    spec = {"decode": {"replicas": replicas}}
-    seed = 30_000 + 5000 * replicas
-    no_outage(*changed(rolls, f"replicas {replicas}", spec, seed, tmp_path))
+    two, one = {"decode": {"replicas": 2}}, {"decode": {"replicas": 1}}
+    no_outage(*changed(rolls, "replicas 2", two, 30_000, tmp_path))
+
+    pod = max(pod["metadata"]["name"] for pod in rolls.pods("decode"))
+    before = uids(rolls)
+    with Account(rolls, 35_000) as account, Record(rolls, account) as seen:
+        rolls.wait("answers", lambda: len(account.sent) > 10, 60)
+        seen.mark("eviction")
+        evict(rolls, pod)
+        rolls.wait("another pod", lambda: uids(rolls).get(pod) != before[pod], ROLL_SECONDS)
+        rolls.wait("rest", lambda: at_rest(rolls), ROLL_SECONDS)
+    told(rolls, "eviction", account, seen, tmp_path)
+    no_outage(account, seen)
+    assert {name for name, uid in uids(rolls).items() if before.get(name) == uid} >= {
+        name for name in before if name != pod and "router" not in name
+    }
+
+    no_outage(*changed(rolls, "replicas 1", one, 40_000, tmp_path))
+
+
+def uids(run: ClusterRun) -> dict[str, str]:
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in run.pods()}
+
+
+def evict(run: ClusterRun, pod: str) -> None:
+    """Do to one pod what `kubectl drain` does to each pod of a node."""
+    eviction = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": pod, "namespace": run.namespace},
+    }
+    path = f"/api/v1/namespaces/{run.namespace}/pods/{pod}/eviction"
+    run.kubectl("create", f"--raw={path}", "--filename=-", stdin=json.dumps(eviction))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+def test_replace_needs_no_room_and_holds_where_nobody_can_make_it(
+    cluster: Cluster, proxy: Proxy, operator: Installation, tmp_path: Path
+) -> None:
+    """The quota has no place for a fifth engine, as a cluster without another GPU."""
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "full"},
+        "spec": {"hard": {"requests.memory": "13Gi"}},  # four engines of 3 GiB, and routers
+    }
+    document = manifest(
+        "full",
+        engine={"maxModelLen": 4096},
+        transfer={"internalNames": "Shown"},
+        prefill={"replicas": 2},
+        decode={"replicas": 2},
+        rollout={"type": "Replace"},
+    )
+    with running(cluster, proxy, None, "full") as run:
+        run.apply(quota)
+        run.apply(document)
+        run.wait_ready(2 * ROLL_SECONDS)
+        spec = {"decode": {"engine": {"env": [{"name": "A_VARIABLE", "value": "2"}]}}}
+        no_outage(*changed(run, "Replace, env", spec, 80_000, tmp_path))
+
+        alone = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+        no_outage(*changed(run, "replicas 1 and 1", alone, 90_000, tmp_path))
+        before = uids(run)
+        patch(run, {"engine": {"blockSize": 64}})
+        run.wait("reason", lambda: "can make room" in run.condition("Progressing")["message"], 60)
+        print(run.condition("Progressing"))
+        assert run.condition("Progressing")["status"] == "False"
+        assert run.condition("Available")["status"] == "True"
+        assert uids(run) == before
 
 
 @pytest.mark.soak

@@ -62,7 +62,15 @@ class World:
         idle = {n for n in self.live if n not in self.ready}
         verified = {pair for pair in self.linked if not self.going & set(pair)}
         return Fleet(
-            roles, keys, verified, idle, self.routed, self.routed, self.served_key, self.surge
+            roles,
+            keys,
+            verified,
+            idle,
+            self.routed,
+            self.routed,
+            set(),
+            self.served_key,
+            self.surge,
         )
 
     def moves(self) -> Moves:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.conditions import StatusReason, timestamp
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 
 ENV = {"decode": {"engine": {"env": [{"name": "A", "value": "2"}]}}}
@@ -119,6 +119,25 @@ def test_an_engine_that_restarts_stays_with_the_routers() -> None:
     world.links.pop(first)
     world.step()
     assert world.condition("Ready")["status"] == "False"
+    assert routers(world) == before
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_engine_that_is_evicted_leaves_the_routers_if_another_one_serves(replicas: int) -> None:
+    world = up("Recreate", decode={"replicas": replicas})
+    before = routers(world)
+    first = min(name for name in world.pods if "-decode-" in name)
+    world.pods[first]["metadata"]["deletionTimestamp"] = timestamp(world.now + 2000)
+    world.step()
+    known = routers(world)[selector(world)]
+    assert (first in known) is (replicas == 1)
+    world.reap()
+    del world.links[next(name for name in world.links if name.endswith(".0"))]
+    world.run_pods()
+    world.step()
+    assert routers(world)[selector(world)] == known, "it is not verified yet"
+    world.link()
+    world.step()
     assert routers(world) == before
 
 

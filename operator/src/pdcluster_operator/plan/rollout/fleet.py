@@ -59,9 +59,15 @@ def observe_fleet(
         | lost,
         routed=routed_engines(observed, live_names),
         listed=listed_engines(observed, live_names),
+        ending=_ending(observed),
         served_key=served_key(observed, cluster),
         surge=cluster.spec.rollout.max_surge,
     )
+
+
+def _ending(observed: Observed) -> frozenset[EngineName]:
+    pods = (pod for pod in observed.pods if pod["metadata"].get("deletionTimestamp"))
+    return frozenset(name for name in map(engine_of, pods) if name is not None)
 
 
 def engine_keys(

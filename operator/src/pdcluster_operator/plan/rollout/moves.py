@@ -74,6 +74,7 @@ class Fleet:
         idle: live engines that are known to serve nothing.
         routed: engines that some router may still send requests to.
         listed: engines that the newest routers know.
+        ending: engines with a pod that is being deleted, for example because it was evicted.
         served_key: pairing key of the routers behind the Service; empty if there are none, and
             clients then reach every engine.
         surge: engines of each role that may exist beside its replicas.
@@ -85,6 +86,7 @@ class Fleet:
     idle: AbstractSet[EngineName]
     routed: AbstractSet[EngineName]
     listed: AbstractSet[EngineName]
+    ending: AbstractSet[EngineName]
     served_key: str
     surge: int
 
