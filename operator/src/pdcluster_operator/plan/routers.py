@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, router_name
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT
+from pdcluster_operator.plan.lost import is_lost
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.pods import metadata_of, pod_trouble, status_of
 
@@ -52,12 +53,18 @@ def routers_run(observed: Observed, pairing_key: str) -> bool:
     return bool(found) and not any(map(_behind, found))
 
 
-def routed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozenset[EngineName]:
+def routed_engines(
+    observed: Observed, engines: Iterable[EngineName], now: float
+) -> frozenset[EngineName]:
     """Return the engines that some router may send requests to.
 
-    While routers are replaced, that is every engine: a pod that ends still has its streams.
+    While routers are replaced, that is every engine: a pod that ends still has its streams. Nobody
+    waits for a pod that is lost with its node.
     """
-    ending = any(metadata_of(pod).get("deletionTimestamp") for pod in _pods(observed))
+    ending = any(
+        metadata_of(pod).get("deletionTimestamp") and not is_lost(pod, now)
+        for pod in _pods(observed)
+    )
     if ending or router_behind(observed):
         return frozenset(engines)
     return listed_engines(observed, engines)

@@ -124,7 +124,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
     routing = Routing(key, {key: {role: (*names[role], *_of(kept, role)) for role in Role}})
     target = {role: one for role, one in serving.items() if one is not None}
     if seen and len(target) == len(Role):
-        fleet = observe_fleet(observed, cluster, live, names, target, seen, lost, keys, memo)
+        fleet = observe_fleet(observed, cluster, live, names, target, seen, lost, keys, now, memo)
         replacing = any(not _is_of(name, serving) for name in seen)
         held = hold and replacing
         moves = frozen(fleet) if held else next_moves(fleet, cluster.spec.rollout.type)

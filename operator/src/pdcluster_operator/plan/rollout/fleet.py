@@ -30,6 +30,7 @@ def observe_fleet(
     seen: AbstractSet[EngineName],
     lost: AbstractSet[EngineName],
     keys: Mapping[EngineName, str],
+    now: float,
     memo: Memo,
 ) -> Fleet:
     """Return all engines of a cluster, and what clients reach of them.
@@ -41,6 +42,7 @@ def observe_fleet(
         seen: engines that have a StatefulSet or pods, without those that are lost.
         lost: engines whose node is gone.
         keys: pairing key of each engine.
+        now: seconds since the epoch.
         memo: of the plan, which looks at the same engines and pairs again for the status.
     """
     roles = {
@@ -57,7 +59,7 @@ def observe_fleet(
             view.name for found in views.values() for view in found if view.ready is False
         )
         | lost,
-        routed=routed_engines(observed, live_names),
+        routed=routed_engines(observed, live_names, now),
         listed=listed_engines(observed, live_names),
         ending=_ending(observed),
         served_key=served_key(observed, cluster),
