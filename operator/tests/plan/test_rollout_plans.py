@@ -108,6 +108,7 @@ def test_an_engine_that_is_not_verified_stays_out_of_the_routers() -> None:
     world.link()
     world.step()
     assert routers(world)[selector(world)].count("--decode ") == 2
+    assert world.condition("Ready")["reason"] == "RouterReplacing", "routers hear of it only now"
 
 
 def test_an_engine_that_restarts_stays_with_the_routers() -> None:
@@ -178,6 +179,29 @@ def test_engines_of_two_keys_are_never_linked() -> None:
             if engine_of(pod)
         }
         assert key[decode[-2]] == key[prefill[-2]]
+
+
+def test_old_engines_stay_until_the_pods_of_their_routers_are_gone() -> None:
+    """The Deployment is gone a moment before its pods begin to end."""
+    world = up("Surge")
+    old = engines(world)
+    [deployment] = [child for (kind, _), child in world.children.items() if kind == "Deployment"]
+    metadata = {"name": "a-router", "namespace": "default", "uid": "a-router"}
+    world.pods["a-router"] = {
+        "metadata": {**metadata, "labels": deployment["metadata"]["labels"]},
+        "spec": deployment["spec"]["template"]["spec"],
+        "status": {"phase": "Running"},
+    }
+    world.edit(**KEY)
+    for _ in range(10):
+        world.step()
+        world.others_act()
+    assert len(routers(world)) == 1
+    assert len(engines(world)) == 4
+    assert old < engines(world)
+    del world.pods["a-router"]
+    go_on(world)
+    assert not engines(world) & old
 
 
 def test_replace_rolls_two_engines_of_each_role_without_another_gpu() -> None:
