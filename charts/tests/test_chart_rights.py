@@ -31,6 +31,7 @@ WATCHED = {
     "events.k8s.io/events": {"create", "patch"},
 }
 DISCOVERY = {"/namespaces": READ, "apiextensions.k8s.io/customresourcedefinitions": READ}
+AUTHORITY = {"/secrets pdcluster-engine-ca": {"get", "patch"}}
 CERTIFICATE = {"/secrets pdcluster-webhook-tls": {"get", "update", "patch"}}
 CONFIGURATION = {
     "admissionregistration.k8s.io/validatingwebhookconfigurations pdcluster": {
@@ -65,7 +66,7 @@ def rights(objects: list[Manifest], account: str, namespace: str | None = None) 
 def test_cluster_mode(helm):
     objects = helm.objects()
     assert rights(objects, "pdcluster-operator") == WATCHED | DISCOVERY | CONFIGURATION
-    assert rights(objects, "pdcluster-operator", NAMESPACE) == CERTIFICATE
+    assert rights(objects, "pdcluster-operator", NAMESPACE) == AUTHORITY | CERTIFICATE
     assert rights(objects, "pdcluster-webhook") == DISCOVERY
     assert rights(objects, "pdcluster-webhook", NAMESPACE) == {}
 
@@ -73,17 +74,18 @@ def test_cluster_mode(helm):
 def test_namespaced_mode_has_no_right_outside_but_the_webhooks_configuration(helm):
     objects = helm.objects(values=NAMESPACED)
     assert rights(objects, "pdcluster-operator") == CONFIGURATION
-    assert rights(objects, "pdcluster-operator", NAMESPACE) == CERTIFICATE
+    assert rights(objects, "pdcluster-operator", NAMESPACE) == AUTHORITY | CERTIFICATE
     for namespace in ("team-a", "team-b"):
         assert rights(objects, "pdcluster-operator", namespace) == WATCHED
     assert rights(objects, "pdcluster-webhook") == {}
 
 
-def test_own_certificate_needs_no_right_to_secrets(helm):
+def test_own_certificate_needs_no_right_to_its_secret(helm):
     objects = helm.objects("--set", "webhook.certificate.existingSecret=own")
     assert rights(objects, "pdcluster-operator") == WATCHED | DISCOVERY
-    assert rights(objects, "pdcluster-operator", NAMESPACE) == {}
-    assert not of_kind(objects, "Secret")
+    assert rights(objects, "pdcluster-operator", NAMESPACE) == AUTHORITY
+    [secret] = of_kind(objects, "Secret")
+    assert secret["metadata"]["name"] == "pdcluster-engine-ca"
 
 
 @pytest.mark.parametrize("account", ["pdcluster-test", "pdcluster-startup-check"])

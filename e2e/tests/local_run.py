@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from pdcluster_operator.adapters.connector_bundle import BuiltConnector
 from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
 from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
 from pdcluster_operator.local.cluster import LocalCluster
+from waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
@@ -96,16 +96,6 @@ def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     return found[0] if found else {"status": "Unknown", "reason": "", "message": ""}
 
 
-def until(what: str, holds: Callable[[], Any], seconds: float, report: Callable[[], str]) -> float:
-    """Return the seconds until ``holds``. If it takes too long, fail with everything known."""
-    started = time.monotonic()
-    while not holds():
-        if time.monotonic() - started > seconds:
-            raise AssertionError(f"no {what} within {seconds:.0f} s\n{report()}")
-        time.sleep(0.1)
-    return time.monotonic() - started
-
-
 class LocalRun:
     """Use as a context manager; ends every process on the way out."""
 
@@ -138,7 +128,7 @@ class LocalRun:
         await self._local.__aexit__(None, None, None)
 
     def _call(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
     def apply(self, document: dict[str, Any]) -> None:
         """Change the PDCluster, as ``kubectl apply`` would."""
@@ -267,5 +257,5 @@ class LocalRun:
     def get(self, role: str, port: int, path: str, node: int = 0) -> str:
         """What an engine's pod answers to a GET."""
         url = f"http://{self.address(role, node)}:{port}{path}"
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=60) as reply:
             return str(reply.read().decode())

@@ -70,7 +70,7 @@ def test_describe_shows_conditions_and_events(tiny: ClusterRun) -> None:
     assert [c["type"] for c in tiny.status()["conditions"]] == list(ALL)
     events = shown.partition("Events:")[2]
     assert "Ready is True" in events
-    insecure = rf"Warning +{Rule.INSECURE_SIDE_CHANNEL} .* no TLS"
+    insecure = rf"Warning +{Rule.INSECURE_SIDE_CHANNEL} .* without TLS"
     assert re.search(insecure, events), "the insecure side channel is said"
 
 

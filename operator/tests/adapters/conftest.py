@@ -55,6 +55,12 @@ def allow(real: RealApi, namespace: str, rules: list[dict]) -> None:
 @pytest.fixture
 def operator(real: RealApi, namespace: str) -> Iterator[Operator]:
     """The operator's process over one namespace; not started yet."""
-    process = Operator(real, "run", f"--namespace={namespace}", "--allow-host-path-models")
+    process = Operator(
+        real,
+        "run",
+        f"--authority-secret={namespace}/authority",
+        f"--namespace={namespace}",
+        "--allow-host-path-models",
+    )
     yield process
     process.stop()

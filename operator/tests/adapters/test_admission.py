@@ -313,6 +313,7 @@ async def test_the_operator_keeps_the_certificate_by_itself(real, namespace, con
     operator = Operator(
         real,
         "run",
+        f"--authority-secret={namespace}/authority",
         f"--namespace={namespace}",
         f"--webhook-configuration={configuration[0]}",
         f"--webhook-service={namespace}/hook",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, find_configuration
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, WATCHED
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.drift import is_applied
@@ -22,8 +24,10 @@ from pdcluster_operator.plan.model import (
     ConnectorBundle,
     Delete,
     Event,
+    HeldCertificates,
     Observed,
     TicketKey,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
@@ -33,6 +37,7 @@ from pdcluster_operator.runtime.queue import Key
 
 pytestmark = pytest.mark.cluster
 
+AUTHORITY, _ = EngineAuthority.new(time.time())
 CONNECTOR = ConnectorBundle("c0ffee" + "0" * 58, b"PK-not-really-a-zip")
 
 
@@ -55,7 +60,7 @@ async def client(real, namespace, calls):
 
 @pytest.fixture
 def api(client):
-    return KubeApi(client)
+    return KubeApi(client, AUTHORITY)
 
 
 @pytest.fixture
@@ -236,6 +241,34 @@ async def test_the_ticket_key_is_minted_once_and_rotated(real, api, live, namesp
     assert caught.value.reason == NAME_CONFLICT
 
 
+async def test_certificates_come_and_go_with_their_engines(real, api, live, namespace):
+    key, uid = Key(namespace, "tiny"), live["metadata"]["uid"]
+    path = f"/api/v1/namespaces/{namespace}/secrets/tiny-certificates"
+    seen = []
+    api.remember = seen.append
+    live["spec"]["transfer"] = {**live["spec"].get("transfer", {}), "tls": "Enabled"}
+
+    def steps(held: HeldCertificates) -> list[WriteCertificates]:
+        observed = Observed(live, (), (), {}, {}, CONNECTOR, TicketKey(), held)
+        planned = make_plan(observed, 1_800_000_000.0).steps
+        return [step for step in planned if isinstance(step, WriteCertificates)]
+
+    assert await api.read_certificates(key, uid) == HeldCertificates(AUTHORITY.fingerprint)
+    [wanted] = steps(await api.read_certificates(key, uid))
+    gone = replace(wanted, engines={**wanted.engines, "prefill-bbbbb-7": "ns.tiny.prefill.bbbbb.7"})
+    for written in (gone, wanted, wanted):
+        await api.write_certificates(written)
+        assert (await api.read_certificates(key, uid)).engines == written.engines.keys()
+    assert steps(await api.read_certificates(key, uid)) == []
+    data = real.call("GET", path)[1]["data"]
+    assert data.keys() == {"ca.crt", *(f"{one}.{end}" for one in wanted.engines
+                                       for end in ("crt", "key"))}  # fmt: skip
+    assert seen == [], "keys are not for the store"
+    with pytest.raises(ApiError, match="Secret tiny-certificates exists and belongs to") as caught:
+        await api.read_certificates(key, "another")
+    assert caught.value.reason == NAME_CONFLICT
+
+
 async def test_status_is_written_by_a_manager_of_its_own(real, api, live, namespace):
     key, uid = Key(namespace, "tiny"), live["metadata"]["uid"]
     await api.write_status(key, uid, status("one"))
@@ -319,7 +352,7 @@ async def test_refusals_are_told_apart(real, client, live, namespace):
     service = copy.deepcopy(child(live, "Service"))
     service["spec"]["ports"][0]["port"] = 99_999
     with pytest.raises(Invalid) as refused:
-        await KubeApi(client).apply(service)
+        await KubeApi(client, AUTHORITY).apply(service)
     assert refused.value.terminal
     with pytest.raises(NotFound):
         await client.call("GET", BY_NAME["Pod"].path(namespace, "nobody"))

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pdcluster_operator.adapters.engines_http import MAX_ANSWER, EnginesHttp
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime.errors import LauncherError
+
+AUTHORITY, _ = EngineAuthority.new(time.time())
+
+
+def target_of(pod: TestServer) -> Target:
+    return Target("ns.x.prefill.a.0", Role.PREFILL, str(pod.make_url("")).rstrip("/"), "1/0")
 
 
 class Elsewhere:
@@ -40,8 +50,8 @@ def test_a_redirect_is_a_failure_and_is_not_followed(status: int) -> None:
             launcher = web.Application()
             launcher.router.add_route("*", "/{path:.*}", redirect)
             said = []
-            async with TestServer(launcher) as pod, EnginesHttp() as engines:
-                url = str(pod.make_url("")).rstrip("/")
+            async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
+                url = target_of(pod)
                 calls = (engines.ready(url), engines.links(url), engines.put_peers(url, {}))
                 for call in calls:
                     with pytest.raises(LauncherError) as raised:
@@ -64,8 +74,8 @@ def test_json_that_is_nested_too_deep_is_a_failure(depth: int) -> None:
     async def run() -> None:
         launcher = web.Application()
         launcher.router.add_route("*", "/{path:.*}", deep)
-        async with TestServer(launcher) as pod, EnginesHttp() as engines:
-            url = str(pod.make_url("")).rstrip("/")
+        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
+            url = target_of(pod)
             for call in (engines.ready(url), engines.links(url)):
                 with pytest.raises(LauncherError, match=r"nested too deep|longer than"):
                     await call
@@ -84,9 +94,9 @@ def test_an_endless_answer_is_cut_off() -> None:
     async def run() -> None:
         launcher = web.Application()
         launcher.router.add_route("*", "/{path:.*}", endless)
-        async with TestServer(launcher) as pod, EnginesHttp() as engines:
+        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
             with pytest.raises(LauncherError, match="longer than"):
-                await engines.links(str(pod.make_url("")).rstrip("/"))
+                await engines.links(target_of(pod))
 
     asyncio.run(run())
 
@@ -112,8 +122,8 @@ def test_who_cannot_tell_of_news_is_polled(status: int, text: str, expected: str
     async def run() -> str | None:
         launcher = web.Application()
         launcher.router.add_get("/v1/changes", answer)
-        async with TestServer(launcher) as pod, EnginesHttp() as engines:
-            return await engines.changed(str(pod.make_url("")).rstrip("/"), "a&wait=9")
+        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
+            return await engines.changed(target_of(pod), "a&wait=9")
 
     assert asyncio.run(run()) == expected
     assert asked == ["a&wait=9"]
@@ -128,8 +138,8 @@ def test_a_question_for_news_that_breaks_off_is_a_failure() -> None:
     async def run() -> None:
         launcher = web.Application()
         launcher.router.add_get("/v1/changes", broken)
-        async with TestServer(launcher) as pod, EnginesHttp() as engines:
+        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
             with pytest.raises(LauncherError):
-                await engines.changed(str(pod.make_url("")).rstrip("/"), "")
+                await engines.changed(target_of(pod), "")
 
     asyncio.run(run())

@@ -76,16 +76,18 @@ def test_what_is_kept_of_an_object_has_its_kind_and_no_bookkeeping():
 def test_of_a_pods_spec_is_kept_what_plans_read_of_it():
     limits = {"memory": "1Gi", "nvidia.com/gpu": 2}
     engine = {"name": "engine", "args": ["long"] * 99, "resources": {"limits": limits}}
+    secret = {"secretName": "a-certificates", "items": [{"key": "k", "path": "p"}]}
     spec = {
         "nodeName": "node-1",
         "containers": [engine, {"name": "beside"}],
-        "volumes": [{"name": "shm", "emptyDir": {}}],
+        "volumes": [{"name": "certificate", "secret": secret}, {"name": "shm", "emptyDir": {}}],
         "tolerations": [{}],
     }
     kept = slim({"metadata": {"name": "a"}, "spec": spec}, BY_NAME["Pod"])
     assert kept["spec"] == {
         "nodeName": "node-1",
         "containers": [{"resources": {"limits": limits}}],
+        "volumes": [{"secret": {"secretName": "a-certificates"}}],
     }
 
 

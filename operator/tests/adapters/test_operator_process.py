@@ -235,7 +235,9 @@ def test_an_api_server_that_goes_away_and_comes_back(real, operator, namespace):
 
 
 def test_it_waits_for_an_api_server_that_is_not_there(real, namespace):
-    operator = Operator(real, "run", f"--namespace={namespace}")
+    operator = Operator(
+        real, "run", f"--authority-secret={namespace}/authority", f"--namespace={namespace}"
+    )
     operator._environment["KUBECONFIG"] = str(real.folder / "nobody.kubeconfig")
     text = (
         (real.folder / "operator.kubeconfig").read_text().replace(real.url, "https://127.0.0.1:1")
@@ -244,7 +246,7 @@ def test_it_waits_for_an_api_server_that_is_not_there(real, namespace):
     operator.start(ready=False)
     until(lambda: operator.page("/healthz")[0] == 200, 20, operator.said)
     assert operator.page("/readyz")[0] == 503
-    until(lambda: "waiting for the API server" in operator.said(), 10, operator.said)
+    until(lambda: "waiting for Secret" in operator.said(), 10, operator.said)
     assert operator.stop() == 0
 
 
@@ -267,7 +269,9 @@ def test_cluster_wide_with_the_rights_of_the_chart(real, namespace):
     rules = {**kind, "kind": "ClusterRole", "rules": WATCHED_RULES}
     assert real.call("POST", f"{RBAC}/clusterroles", rules)[0] == 201
     assert real.call("POST", f"{RBAC}/clusterrolebindings", binding)[0] == 201
-    operator = Operator(real, "run", "--allow-host-path-models").start()
+    operator = Operator(
+        real, "run", "--authority-secret=default/authority", "--allow-host-path-models"
+    ).start()
     try:
         create(real, namespace, cluster())
         settled(real, operator, namespace)

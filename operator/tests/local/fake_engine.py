@@ -15,7 +15,7 @@ import zipfile
 from pdcluster_operator.plan.model import ConnectorBundle
 
 PROGRAM = textwrap.dedent("""
-    import http.server, json, os, pathlib, signal, subprocess, sys, threading, time
+    import http.server, json, os, pathlib, signal, ssl, subprocess, sys, threading, time
     words = sys.argv[1:]
     cut = words.index("--")
     mine, vllm = words[:cut], words[cut + 1:]
@@ -91,6 +91,10 @@ PROGRAM = textwrap.dedent("""
             self.answer(out)
 
     servers = [http.server.ThreadingHTTPServer((host, port), Handler) for port in (5590, 8000)]
+    if tls := config["kv_connector_extra_config"].get("tls"):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls["certificate"], tls["key"])
+        servers[0].socket = context.wrap_socket(servers[0].socket, server_side=True)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()

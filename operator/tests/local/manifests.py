@@ -27,7 +27,7 @@ def tiny(folder: Path, name: str = "tiny", **spec: Any) -> dict[str, Any]:
                     {"name": "MARK", "value": f"mark-{folder}"},
                 ],
             },
-            "transfer": {"device": "CPU"},
+            "transfer": {"device": "CPU", "tls": "Enabled"},
             "prefill": {"replicas": 1},
             "decode": {"replicas": 1},
             "router": {"replicas": 1},

@@ -6,6 +6,8 @@ import ast
 import io
 import json
 import re
+import stat
+import time
 import tokenize
 from pathlib import Path
 
@@ -15,13 +17,17 @@ from manifests import tiny
 import pdcluster_operator.local.kubelet as kubelet_package
 from loopback import free_network
 from pdcluster_connector.protocol.ticket_keys import parse_keys
+from pdcluster_connector.protocol.tls_files import tls_files
+from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.tls.engine_certificates import with_certificates
 from pdcluster_operator.local.addresses import AddressBook
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet.kubelet import Kubelet, PodRun
 from pdcluster_operator.local.kubelet.translate import Substitutions, expand
 from pdcluster_operator.local.names import Names
-from pdcluster_operator.plan.model import Apply, Observed, WriteTicketKey
+from pdcluster_operator.plan.model import Apply, Observed, WriteCertificates, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.runtime.ticket_keys import with_a_new_key
 
@@ -31,13 +37,15 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
     manifest["spec"]["prefill"] |= {"parallelism": {"tensor": 2}}
     manifest["spec"]["engine"]["extraArgs"] = ["--dtype", "float32", "--seed", "$(SEED)"]
     manifest["spec"]["engine"]["env"].append({"name": "SEED", "value": "7"})
-    api = LocalApi()
+    api, (authority, _) = LocalApi(), EngineAuthority.new(time.time())
     live = api.apply({**manifest, "metadata": {"name": "tiny", "namespace": "default"}})
-    plan = make_plan(Observed(live, (), (), {}, {}, FakeConnector().bundle()), 0.0)
+    plan = make_plan(Observed(live, (), (), {}, {}, FakeConnector().bundle()), time.time())
     for step in plan.steps:
-        assert isinstance(step, Apply | WriteTicketKey)
+        assert isinstance(step, Apply | WriteTicketKey | WriteCertificates)
         if isinstance(step, WriteTicketKey):
             api.apply(with_a_new_key(step, None))
+        elif isinstance(step, WriteCertificates):
+            api.apply(with_certificates(step, authority))
         else:
             api.apply(dict(step.manifest))
     Workloads(api).sync()
@@ -66,6 +74,7 @@ async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> N
         assert process._environment.keys() - given.keys() == {"PATH"}
         if "--kv-transfer-config" in process._command:
             keys.append(ticket_key(process._command))
+            assert certificate_of(process._command)
     assert len(keys) == 2
     assert parse_keys(keys[0]) == parse_keys(keys[1]), "engines of a cluster share a ticket key"
     book.close()
@@ -75,6 +84,14 @@ def ticket_key(command: list[str]) -> bytes:
     """What stands in the key file that an engine's command line names."""
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
     return Path(config["kv_connector_extra_config"]["ticket_key_file"]).read_bytes()
+
+
+def certificate_of(command: list[str]) -> Tls:
+    """What an engine makes of the certificate files that its command line names."""
+    config = json.loads(command[command.index("--kv-transfer-config") + 1])
+    option = config["kv_connector_extra_config"]["tls"]
+    assert stat.S_IMODE(Path(option["key"]).stat().st_mode) == 0o600
+    return Tls(tls_files(option), f"{command[command.index('--engine') + 1]}/1")
 
 
 def names_of(container: dict) -> list[str]:
@@ -105,6 +122,7 @@ def back(words: list[str], run: PodRun, tmp: Path) -> list[str]:
     undone = [
         word.replace(f"{base}/volumes/connector", "/pdcluster")
         .replace(f"{base}/volumes/ticket-key", "/pdcluster-keys")
+        .replace(f"{base}/volumes/certificate", "/pdcluster-tls")
         .replace(f"{tmp}/model", "/models/model")
         .replace(f"{base}/engine/termination-log", "/dev/termination-log")
         for word in words

@@ -12,17 +12,24 @@ from typing import Any
 
 from pdcluster_operator.adapters.api_server.kinds import POD, slim
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.labels import ROLE_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
+from pdcluster_operator.api.labels import (
+    CERTIFICATES_ANNOTATION,
+    ROLE_LABEL,
+    ROTATE_TICKET_KEY_ANNOTATION,
+    engine_of,
+)
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
     Apply,
     ConnectorBundle,
+    HeldCertificates,
     Observed,
     Plan,
     RestartPod,
     Step,
     TicketKey,
     TryOut,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.planner import make_plan
@@ -62,6 +69,7 @@ class SimulatedCluster:
         self.now = START
         self.counter = 0
         self.ticket_key: TicketKey | None = None
+        self.certificates = HeldCertificates("authority")
         self.memo = Memo()
         self.refused = ""
 
@@ -75,6 +83,7 @@ class SimulatedCluster:
             dict(self.links),
             self.connector,
             self.ticket_key,
+            self.certificates,
         )
 
     def plan(self) -> Plan:
@@ -107,6 +116,12 @@ class SimulatedCluster:
             assert step.rotate == (self.ticket_key is not None)
             rotation = step.manifest["metadata"]["annotations"][ROTATE_TICKET_KEY_ANNOTATION]
             self.ticket_key = TicketKey(rotation)
+            return
+        if isinstance(step, WriteCertificates):
+            issue = step.manifest["metadata"]["annotations"][CERTIFICATES_ANNOTATION]
+            held = replace(self.certificates, issue=issue, engines=frozenset(step.engines))
+            assert held != self.certificates, "nothing to write"
+            self.certificates = held
             return
         if isinstance(step, Apply):
             self._apply(copy.deepcopy(dict(step.manifest)))

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from simulated_cluster import CONNECTOR, START
 
-from pdcluster_operator.plan.model import Apply, Observed, WriteTicketKey
+from pdcluster_operator.plan.model import Apply, Observed, WriteCertificates, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
 
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ def rendered(scenario: str) -> str:
     plan = make_plan(Observed(cluster, (), (), {}, {}, CONNECTOR), START)
     documents = []
     for step in plan.steps:
-        assert isinstance(step, Apply | WriteTicketKey)
+        assert isinstance(step, Apply | WriteTicketKey | WriteCertificates)
         verb = "apply" if isinstance(step, Apply) else "write"
         documents.append({"why": step.why, verb: step.manifest})
     documents.append({"status": plan.status})

@@ -610,7 +610,10 @@ def test_a_refused_new_cluster_makes_nothing():
     assert [event.type for event in plan.events] == ["Warning"]
 
 
-def test_who_makes_a_cluster_is_told_that_its_side_channel_has_no_tls(world):
+def test_who_makes_a_cluster_is_told_that_its_side_channel_has_no_tls():
+    secured = SimulatedCluster(manifest(transfer={"device": "CPU", "tls": "Enabled"}))
+    assert [event.type for event in secured.step().events] == ["Normal"]
+    world = SimulatedCluster(manifest(transfer={"device": "CPU", "tls": "Disabled"}))
     accepted, insecure = world.step().events
     assert accepted.type == "Normal"
     assert (insecure.type, insecure.reason) == ("Warning", Rule.INSECURE_SIDE_CHANNEL)

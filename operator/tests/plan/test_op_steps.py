@@ -270,7 +270,6 @@ def test_decode_engines_learn_their_peers_and_a_silent_one_keeps_its_place():
     assert world.step().peers == ()
     world.speak()
     (peer,) = world.step().peers
-    assert peer.launcher_url.startswith("http://10.0.0.")
     assert peer.body["model"] == "tiny"
     assert [entry["engine"] for entry in peer.body["peers"]] == [
         name.logical for name in world.leaders("prefill")

@@ -10,6 +10,7 @@ from simulated_cluster import SimulatedCluster
 from simulated_cluster import manifest as cluster
 
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.plan.builders.ticket_key import TICKET_KEY_VOLUME
 from pdcluster_operator.plan.model import WriteTicketKey
 
 
@@ -68,7 +69,7 @@ def test_engines_mount_the_keys_as_files_and_routers_do_not() -> None:
     world.settle()
     for engine in engines(world):
         pod = engine["spec"]["template"]["spec"]
-        [volume] = [one for one in pod["volumes"] if "secret" in one]
+        [volume] = [one for one in pod["volumes"] if one["name"] == TICKET_KEY_VOLUME]
         [mount] = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == volume["name"]]
         assert mount["readOnly"]
         assert "subPath" not in mount, "the kubelet updates no subPath"

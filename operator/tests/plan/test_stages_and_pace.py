@@ -7,20 +7,30 @@ import random
 import pytest
 from simulated_cluster import START, SimulatedCluster, manifest
 
-from pdcluster_operator.plan.model import Apply, Delete, RestartPod, Step, TryOut, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Apply,
+    Delete,
+    RestartPod,
+    Step,
+    TryOut,
+    WriteCertificates,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.planner import BUSY_SECONDS, make_plan
 from pdcluster_operator.plan.stages import stages
 from pdcluster_operator.plan.status.pace import QUIET_SECONDS, wait_before_writing
 
 
 def what(step: Step) -> str:
-    if isinstance(step, Apply | WriteTicketKey):
+    if isinstance(step, Apply | WriteTicketKey | WriteCertificates):
         return str(step.manifest["kind"])
     return type(step).__name__
 
 
 def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
-    steps = list(SimulatedCluster(manifest()).plan().steps)
+    secured = manifest(transfer={"device": "CPU", "tls": "Enabled"})
+    steps = list(SimulatedCluster(secured).plan().steps)
+    assert any(isinstance(step, WriteCertificates) for step in steps)
     gone = Delete("v1", "Service", "ns", "old", "u", "1", "a test")
     restart = RestartPod("ns", "pod", "u", "1", "a test")
     random.Random(7).shuffle(steps)

@@ -68,6 +68,16 @@ def test_another_connector_changes_nothing() -> None:
     assert world.condition("Ready")["reason"] == "Ready"
 
 
+def test_another_way_to_make_pairing_keys_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = up()
+    monkeypatch.setattr(targets, "pairing_key", lambda _: "zzzzz")
+    assert world.plan().steps == ()
+    world.edit(router={"replicas": 2, "apiKeySecretRef": None})
+    engines = named(world, "StatefulSet")
+    world.settle()
+    assert named(world, "StatefulSet") == engines
+
+
 def test_another_builder_changes_nothing(request: pytest.FixtureRequest) -> None:
     world = up()
     request.getfixturevalue("other_builder")

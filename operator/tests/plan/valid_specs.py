@@ -102,6 +102,7 @@ def manifests(draw: st.DrawFn) -> dict:
                     loadFailurePolicy=st.sampled_from(["Fail", "Recompute"]),
                     leaseSeconds=st.integers(5, 3600),
                     internalNames=st.sampled_from(["Hidden", "Shown"]),
+                    tls=st.sampled_from(["Enabled", "Disabled"]),
                     nixlThreads=st.integers(0, 64),
                     backends=st.just(["UCX"]),
                     minBandwidthMBps=st.integers(1, 100),

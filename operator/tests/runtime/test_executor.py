@@ -11,9 +11,11 @@ import pytest
 from pdcluster_operator.plan.model import (
     Apply,
     Delete,
+    HeldCertificates,
     RestartPod,
     TicketKey,
     TryOut,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.runtime.errors import ApiError
@@ -35,6 +37,7 @@ class Api:
         self.go = asyncio.Event()
         self.go.set()
         self.held: TicketKey | None = None
+        self.certificates = HeldCertificates("authority")
         self.fail: set[str] = set()
         self.ours = True
         self.lose_after = 1_000
@@ -51,6 +54,16 @@ class Api:
         if "Secret" in self.fail:
             raise ApiError("Forbidden", "Secret")
         self.held = TicketKey("1")
+
+    async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
+        self.reads.append("certificates")
+        return self.certificates
+
+    async def write_certificates(self, step: WriteCertificates) -> None:
+        self.begun.append("certificates")
+        if "certificates" in self.fail:
+            raise ApiError("Forbidden", "certificates")
+        self.certificates = HeldCertificates("authority", "1", frozenset(step.engines))
 
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         self.begun.append(manifest["metadata"]["name"])
@@ -155,6 +168,49 @@ async def test_a_secret_that_could_not_be_written_is_not_known() -> None:
     api.reads.clear()
     await executor.ticket_key(KEY, "c")
     assert api.reads == ["secret"]
+
+
+def certificates() -> WriteCertificates:
+    metadata = {"name": "tiny-certificates"}
+    secret = {"kind": "Secret", "metadata": metadata}
+    return WriteCertificates(secret, {"prefill-a-0": "ns.tiny.prefill.a.0"}, 0.0, 1.0, "a test")
+
+
+async def test_certificates_are_read_once_in_a_while_also_where_there_are_none() -> None:
+    api, now = Api(), [0.0]
+    executor = executor_of(api, now)
+    for _ in range(3):
+        assert await executor.certificates(KEY, "c") == HeldCertificates("authority")
+    assert api.reads == ["certificates"]
+    await executor.certificates(KEY, "another")
+    now[0] += SECRET_SECONDS
+    await executor.certificates(KEY, "another")
+    assert len(api.reads) == 3
+
+
+async def test_certificates_are_read_again_once_they_are_written_or_could_not_be() -> None:
+    api = Api()
+    executor = executor_of(api)
+    await executor.certificates(KEY, "c")
+    assert await executor.perform(KEY, CLUSTER, [certificates()], [])
+    assert (await executor.certificates(KEY, "c")).engines == {"prefill-a-0"}
+    api.certificates, api.fail = HeldCertificates("authority"), {"certificates"}
+    with pytest.raises(ApiError):
+        await executor.perform(KEY, CLUSTER, [certificates()], [])
+    assert (await executor.certificates(KEY, "c")).issue is None
+
+
+async def test_engines_wait_for_their_certificates_and_both_for_a_cluster_that_is_there() -> None:
+    api = Api()
+    engine = apply("engine", "StatefulSet", uid="u")
+    assert await executor_of(api).perform(KEY, CLUSTER, [engine, certificates()], [])
+    assert api.begun == ["certificates", "engine"]
+    assert api.reads == ["cluster"], "the Secret of a cluster that is gone would be created again"
+    api.begun.clear()
+    api.fail = {"certificates"}
+    with pytest.raises(ApiError):
+        await executor_of(api).perform(KEY, CLUSTER, [engine, certificates()], [])
+    assert api.begun == ["certificates"]
 
 
 async def test_nothing_is_written_without_the_lease() -> None:

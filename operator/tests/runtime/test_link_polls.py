@@ -40,7 +40,8 @@ class Launchers:
         self.linked: tuple[LinkReport, ...] = ()
         self.prompts = PromptsReport(0, "", 0, 0)
 
-    async def ready(self, url: str) -> EngineReport:
+    async def ready(self, target: Target) -> EngineReport:
+        url = target.url
         self.polls += 1
         if self.misses:
             self.misses -= 1
@@ -51,10 +52,12 @@ class Launchers:
             raise LauncherError("refused")
         return EngineReport(ready=True, engine=self.engines[url], engine_id=engine_id)
 
-    async def links(self, url: str) -> LinksReport:
+    async def links(self, target: Target) -> LinksReport:
+        url = target.url
         return LinksReport(self.engines[url], self.ids[url] or "", self.linked, self.prompts)
 
-    async def changed(self, url: str, seen: str) -> str | None:
+    async def changed(self, target: Target, seen: str) -> str | None:
+        url = target.url
         self.waits += 1
         for _ in range(50):
             if self.revision != seen:
@@ -64,8 +67,8 @@ class Launchers:
                 raise LauncherError("the connection was closed")
         return self.revision
 
-    async def put_peers(self, url: str, body: Mapping[str, Any]) -> None:
-        self.told.append((self.ids[url] or "", body))
+    async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
+        self.told.append((self.ids[target.url] or "", body))
         if self.refuse_peers:
             raise LauncherError("400")
 
@@ -82,7 +85,7 @@ def monitor_of(launchers: Launchers) -> tuple[LauncherMonitor, list[Key]]:
 
 
 def peers(generation: int) -> PeerAssignment:
-    return PeerAssignment(D.engine, D.url, {"generation": generation})
+    return PeerAssignment(D.engine, {"generation": generation})
 
 
 async def test_reports_come_in_and_a_change_wakes_the_cluster_once() -> None:
@@ -139,7 +142,7 @@ async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:
     body = {"generation": 2, "peers": [{"engine": P.engine}]}
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
-    monitor.assign(KEY, [PeerAssignment(D.engine, D.url, body)])
+    monitor.assign(KEY, [PeerAssignment(D.engine, body)])
     await until(lambda: len(launchers.told) >= 2)  # as long as its links do not name the peer
     launchers.linked = (LinkReport(prefill=P.engine, prefill_engine_id="p/1"),)
     await until(lambda: monitor.links(KEY)[D.engine].links)
@@ -159,7 +162,7 @@ async def test_peers_that_an_older_document_brought_back_are_taken_away_again() 
     body = {"generation": 2, "peers": [{"engine": P.engine}]}
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
-    monitor.assign(KEY, [PeerAssignment(D.engine, D.url, body)])
+    monitor.assign(KEY, [PeerAssignment(D.engine, body)])
     await until(lambda: len(launchers.told) == 1)
     launchers.linked = (here, gone)
     await until(lambda: len(launchers.told) >= 2)

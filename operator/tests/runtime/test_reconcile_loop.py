@@ -11,16 +11,27 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.api.labels import API_VERSION, ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.tls.engine_certificates import (
+    held_certificates,
+    with_certificates,
+)
+from pdcluster_operator.api.labels import (
+    API_VERSION,
+    ROTATE_TICKET_KEY_ANNOTATION,
+    certificates_name,
+)
 from pdcluster_operator.local.api import LocalApi
-from pdcluster_operator.plan.launchers import launchers_to_poll
+from pdcluster_operator.plan.launchers import Target, launchers_to_poll
 from pdcluster_operator.plan.model import (
     ConnectorBundle,
     Delete,
     Event,
+    HeldCertificates,
     RestartPod,
     TicketKey,
     TryOut,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
@@ -46,6 +57,7 @@ class RecordingApi:
 
     def __init__(self, api: LocalApi) -> None:
         self.api = api
+        self.authority, _ = EngineAuthority.new(Fixed().now())
         self.writes: list[str] = []
         self.fail: dict[str, ApiError] = {}
         self.uid: str | None = None
@@ -66,6 +78,14 @@ class RecordingApi:
         metadata = step.manifest["metadata"]
         live = self.api.get("Secret", metadata["namespace"], metadata["name"])
         self.api.apply(with_a_new_key(step, live))
+
+    async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
+        live = self.api.get("Secret", key.namespace, certificates_name(key.name))
+        return held_certificates(live, self.authority)
+
+    async def write_certificates(self, step: WriteCertificates) -> None:
+        self._write("write certificates")
+        self.api.apply(with_certificates(step, self.authority))
 
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         metadata = manifest["metadata"]
@@ -115,17 +135,19 @@ class Serving:
         self.engines = engines
         self.may_answer = asyncio.Event()
 
-    async def ready(self, url: str) -> EngineReport:
+    async def ready(self, target: Target) -> EngineReport:
+        url = target.url
         await self.may_answer.wait()
         return EngineReport(ready=True, engine=self.engines[url], engine_id=f"{url}/1")
 
-    async def links(self, url: str) -> LinksReport:
+    async def links(self, target: Target) -> LinksReport:
+        url = target.url
         return LinksReport(self.engines[url], f"{url}/1")
 
-    async def changed(self, url: str, seen: str) -> str | None:
+    async def changed(self, target: Target, seen: str) -> str | None:
         return None
 
-    async def put_peers(self, url: str, body: Mapping[str, Any]) -> None:
+    async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
         assert body
 
 

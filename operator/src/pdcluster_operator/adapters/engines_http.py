@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+import ssl
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
 
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.reports import (
     EngineReport,
     LinksReport,
@@ -31,12 +36,23 @@ WAIT_TIMEOUT = aiohttp.ClientTimeout(total=WAIT_SECONDS + 5.0, connect=1.0)
 KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 MAX_ANSWER = 4 << 20
 LONGEST_REVISION = 64
+OWN_SECONDS = 86_400.0
+"""How long the operator uses a certificate of its own before it makes another one."""
+CLOCKS_DIFFER = 86_400.0
 
 
 class EnginesHttp:
-    """Talks to launchers. Use as an async context manager."""
+    """Talks to launchers. Use as an async context manager.
 
-    def __init__(self) -> None:
+    Args:
+        authority: signs the operator's own certificate, and those of the engines.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, authority: EngineAuthority, clock: Callable[[], float] = time.time) -> None:
+        self._authority = authority
+        self._clock = clock
+        self._context: tuple[float, ssl.SSLContext] | None = None
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -55,44 +71,51 @@ class EnginesHttp:
         if self._http is not None:
             await self._http.close()
 
-    async def ready(self, url: str) -> EngineReport:
+    async def ready(self, target: Target) -> EngineReport:
         """See :class:`..runtime.ports.Launchers`."""
-        document = await self._call("GET", f"{url}/readyz", (200, 503))
+        document = await self._call("GET", target, "/readyz", (200, 503))
         if (report := parse_engine_report(document)) is None:
-            raise LauncherError(f"{url}/readyz answers with something else than a report")
+            raise LauncherError(f"{target.url}/readyz answers with something else than a report")
         return report
 
-    async def links(self, url: str) -> LinksReport:
+    async def links(self, target: Target) -> LinksReport:
         """See :class:`..runtime.ports.Launchers`."""
-        document = await self._call("GET", f"{url}/v1/links", (200,))
+        document = await self._call("GET", target, "/v1/links", (200,))
         if (report := parse_links_report(document)) is None:
-            raise LauncherError(f"{url}/v1/links answers with something else than links")
+            raise LauncherError(f"{target.url}/v1/links answers with something else than links")
         return report
 
-    async def changed(self, url: str, seen: str) -> str | None:
+    async def changed(self, target: Target, seen: str) -> str | None:
         """See :class:`..runtime.ports.Launchers`."""
-        where = f"{url}/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS}"
-        document = await self._call("GET", where, (200, 403, 404), timeout=WAIT_TIMEOUT)
+        path = f"/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS}"
+        document = await self._call("GET", target, path, (200, 403, 404), timeout=WAIT_TIMEOUT)
         revision = document.get("revision") if isinstance(document, Mapping) else None
         return revision if isinstance(revision, str) and len(revision) <= LONGEST_REVISION else None
 
-    async def put_peers(self, url: str, body: Mapping[str, Any]) -> None:
+    async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
         """See :class:`..runtime.ports.Launchers`."""
-        await self._call("PUT", f"{url}/v1/peers", (200, 204), body)
+        await self._call("PUT", target, "/v1/peers", (200, 204), body)
 
     async def _call(
         self,
         method: str,
-        url: str,
+        target: Target,
+        path: str,
         expected: tuple[int, ...],
         body: Mapping[str, Any] | None = None,
         timeout: aiohttp.ClientTimeout = TIMEOUT,  # noqa: ASYNC109 - the session's own kind
     ) -> Any:
         if self._http is None:
             raise LauncherError("the client is not open")
+        url = f"{target.url}{path}"
         try:
             async with self._http.request(
-                method, url, json=body, allow_redirects=False, timeout=timeout
+                method,
+                url,
+                json=body,
+                allow_redirects=False,
+                timeout=timeout,
+                **self._tls(target),
             ) as answer:
                 text = await _read(answer.content)
                 if answer.status not in expected:
@@ -107,6 +130,17 @@ class EnginesHttp:
             ) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise LauncherError(f"{method} {url}: {error}") from error
+
+    def _tls(self, target: Target) -> dict[str, Any]:
+        """Return what aiohttp has to be told so that only the target's engine is spoken to."""
+        if not target.url.startswith("https:"):
+            return {}
+        now = self._clock()
+        if self._context is None or now > self._context[0]:
+            start, end = now - CLOCKS_DIFFER, now + OWN_SECONDS + CLOCKS_DIFFER
+            own = self._authority.sign(OPERATOR_NAME, start, end)
+            self._context = (now + OWN_SECONDS, self._authority.client_context(own))
+        return {"ssl": self._context[1], "server_hostname": engine_name(target.engine)}
 
 
 def _socket(info: aiohttp.AddrInfoType) -> socket.socket:

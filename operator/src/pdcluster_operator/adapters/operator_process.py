@@ -26,7 +26,9 @@ from pdcluster_operator.adapters.connector_bundle import BuiltConnector
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
+from pdcluster_operator.adapters.tls.authority_secret import find_authority
 from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.plan.lease import lease_name
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
@@ -41,11 +43,14 @@ class OperatorOptions:
 
     Attributes:
         namespaces: to watch; all if empty.
+        authority: namespace and name of the Secret with the CA of all engines; with None, the
+            CA lives as long as the process.
         webhook: where the webhook's certificate is stored; None if the operator makes none.
         operator_class: of the PDClusters to work on; empty for those without one.
     """
 
     namespaces: tuple[str, ...] = ()
+    authority: tuple[str, str] | None = None
     host_path_models: bool = False
     webhook: WebhookPlace | None = None
     host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
@@ -86,13 +91,24 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         client = KubeClient(await find_configuration(), metrics.called)
         await stack.enter_async_context(client)
         connector = await asyncio.to_thread(BuiltConnector)
-        api = KubeApi(client)
+        authority: list[EngineAuthority] = []
+
+        async def find() -> None:
+            if options.authority is None:
+                log.warning("no --authority-secret: a restart makes all certificates again")
+                authority.append(EngineAuthority.new(time.time())[0])
+            else:
+                authority.append(await find_authority(client, options.authority))
+
+        if not await _unless_stopped(find(), stop):
+            return
+        api = KubeApi(client, authority[0])
         leases = NamespaceLeases(
             KubeLeases(client), lease_name(options.operator_class), own_identity()
         )
         loop = ControlLoop(
             api=api,
-            launchers=await stack.enter_async_context(EnginesHttp()),
+            launchers=await stack.enter_async_context(EnginesHttp(authority[0])),
             events=KubeEvents(client),
             connector=connector,
             clock=_WallClock(),

@@ -39,6 +39,9 @@ RELEASED_BECAUSE_ANNOTATION = f"{GROUP}/released-because"
 ROTATE_TICKET_KEY_ANNOTATION = f"{GROUP}/rotate-ticket-key"
 """On a PDCluster: each new value asks for a new ticket key. On the Secret: the last such value."""
 
+CERTIFICATES_ANNOTATION = f"{GROUP}/certificates"
+"""On the Secret with engines' certificates: which authority made them, and for which time."""
+
 HTTP_PORT = 8000
 LAUNCHER_PORT = 5590
 ENGINE_METRICS_PORT = 5591
@@ -180,6 +183,11 @@ def revision_name(cluster: str, role: Role, revision: str) -> str:
 def ticket_key_name(cluster: str) -> str:
     """Name of the Secret with the keys that sign a cluster's tickets."""
     return f"{cluster}-ticket-key"
+
+
+def certificates_name(cluster: str) -> str:
+    """Name of the Secret with the certificates of a cluster's engines."""
+    return f"{cluster}-certificates"
 
 
 def service_account_name(cluster: str) -> str:

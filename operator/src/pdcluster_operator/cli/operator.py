@@ -33,6 +33,13 @@ def parser() -> argparse.ArgumentParser:
         help="namespace to watch; may be given several times (default: all namespaces)",
     )
     run.add_argument(
+        "--authority-secret",
+        type=_pair,
+        metavar="NAMESPACE/NAME",
+        help="Secret with the CA of all engines' certificates; its key is made at the first start "
+        "(default: a CA for as long as the process runs)",
+    )
+    run.add_argument(
         "--webhook-configuration",
         metavar="NAME",
         help="make and renew the webhook's certificate, and write its CA into this "
@@ -143,6 +150,7 @@ def _operator(options: argparse.Namespace) -> Work:
             options.webhook_configuration, options.webhook_service, options.webhook_secret
         )
     chosen = OperatorOptions(
+        authority=options.authority_secret,
         namespaces=tuple(options.namespace),
         host_path_models=options.allow_host_path_models,
         webhook=place,

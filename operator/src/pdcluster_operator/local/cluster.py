@@ -15,6 +15,11 @@ from typing import Any, Self
 
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.adapters.engines_http import EnginesHttp
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.tls.engine_certificates import (
+    held_certificates,
+    with_certificates,
+)
 from pdcluster_operator.api.labels import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
@@ -22,6 +27,7 @@ from pdcluster_operator.api.labels import (
     LAUNCHER_PORT,
     ROUTER_METRICS_PORT,
     SIDE_CHANNEL_PORT,
+    certificates_name,
     ticket_key_name,
 )
 from pdcluster_operator.local.addresses import AddressBook
@@ -32,9 +38,11 @@ from pdcluster_operator.local.names import Names
 from pdcluster_operator.plan.model import (
     Delete,
     Event,
+    HeldCertificates,
     RestartPod,
     TicketKey,
     TryOut,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -53,7 +61,7 @@ NOT_SIMULATED = (
     "container images (pods run this machine's Python and vllm-router)",
     "resource limits and GPU isolation",
     "NetworkPolicy",
-    "volumes other than hostPath, emptyDir, ConfigMap and the ticket key",
+    "volumes other than hostPath, emptyDir, ConfigMap, the ticket key and certificates",
     "admission",
     "revisions and rollouts",
 )
@@ -100,9 +108,10 @@ class LocalCluster:
             self.api, self._addresses, folder, self.names.resolve, container_environment()
         )
         self._workloads = Workloads(self.api)
-        self._engines = EnginesHttp()
+        self.authority, _ = EngineAuthority.new(time.time())
+        self._engines = EnginesHttp(self.authority)
         self.loop = ControlLoop(
-            api=_ApiPort(self.api),
+            api=_ApiPort(self.api, self.authority),
             launchers=self._engines,
             events=_Events(),
             connector=connector,
@@ -160,8 +169,9 @@ def container_environment() -> dict[str, str]:
 class _ApiPort:
     """The control loop's port, over the in-memory API."""
 
-    def __init__(self, api: LocalApi) -> None:
+    def __init__(self, api: LocalApi, authority: EngineAuthority) -> None:
         self._api = api
+        self._authority = authority
 
     async def read_uid(self, key: Key) -> str | None:
         live = self._api.get(KIND, key.namespace, key.name)
@@ -175,6 +185,13 @@ class _ApiPort:
         metadata = step.manifest["metadata"]
         live = self._api.get("Secret", metadata["namespace"], metadata["name"])
         self._api.apply(with_a_new_key(step, live))
+
+    async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
+        live = self._api.get("Secret", key.namespace, certificates_name(key.name))
+        return held_certificates(live, self._authority)
+
+    async def write_certificates(self, step: WriteCertificates) -> None:
+        self._api.apply(with_certificates(step, self._authority))
 
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         return self._api.apply(dict(manifest))

@@ -16,12 +16,15 @@ from typing import Any
 
 from pdcluster_connector.protocol import api_key
 from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.plan.builders.certificates import CERTIFICATE_VOLUME
 from pdcluster_operator.plan.builders.ticket_key import TICKET_KEY_VOLUME
 
 Manifest = Mapping[str, Any]
 
 CONFIG = "CreateContainerConfigError"
 UNSCHEDULABLE = "Unschedulable"
+OWN_SECRETS = (TICKET_KEY_VOLUME, CERTIFICATE_VOLUME)
+"""Volumes of Secrets that the operator makes."""
 LESS_MEMORY = (
     "stop other programs, or lower resources and the KV cache (--kv-cache-memory-bytes or "
     "VLLM_CPU_KVCACHE_SPACE) of its role"
@@ -177,7 +180,7 @@ def _volume_problem(volume: Manifest) -> Problem | None:
         if not any(folder.iterdir()):
             what = f"{path} (volume {name}) is empty"
             return Problem(CONFIG, Lack.VOLUME_UNUSABLE, name, what, remedy)
-    elif not volume.keys() & {"emptyDir", "configMap"} and name != TICKET_KEY_VOLUME:
+    elif not volume.keys() & {"emptyDir", "configMap"} and name not in OWN_SECRETS:
         kind = next((key for key in volume if key != "name"), "unknown")
         return Problem(
             CONFIG,

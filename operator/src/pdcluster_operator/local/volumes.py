@@ -37,7 +37,11 @@ def volume_folder(api: LocalApi, namespace: str, volume: Mapping[str, Any], base
         source = api.get("Secret", namespace, name)
         if source is None:
             raise FileNotFoundError(0, "there is no such Secret", name)
-        for key, encoded in (source.get("data") or {}).items():
-            (folder / key).touch(mode=0o600)
-            (folder / key).write_bytes(base64.b64decode(encoded))
+        data = source.get("data") or {}
+        items = volume["secret"].get("items") or [{"key": key, "path": key} for key in data]
+        for item in items:
+            if item["key"] not in data:
+                raise FileNotFoundError(0, f"the Secret holds no {item['key']} yet", name)
+            (folder / item["path"]).touch(mode=0o600)
+            (folder / item["path"]).write_bytes(base64.b64decode(data[item["key"]]))
     return folder

@@ -35,10 +35,13 @@ def without_contents(manifest: Manifest) -> Manifest:
 
 
 def pod_spec_that_is_read(spec: Manifest) -> dict[str, Any]:
-    """Return a pod's node and the limits of its containers, which say how many GPUs it holds."""
+    """Return a pod's node, the limits of its containers (GPUs), and the Secrets that it mounts."""
+    volumes = spec.get("volumes") or ()
+    secrets = (one["secret"].get("secretName") for one in volumes if one.get("secret"))
     limits = ((one.get("resources") or {}).get("limits") for one in spec.get("containers") or ())
     kept = {
         "nodeName": spec.get("nodeName"),
+        "volumes": [{"secret": {"secretName": name}} for name in secrets],
         "containers": [{"resources": {"limits": one}} for one in limits if one],
     }
     return {name: value for name, value in kept.items() if value}

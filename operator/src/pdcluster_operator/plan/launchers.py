@@ -8,6 +8,7 @@ from typing import Any
 
 from pdcluster_operator.api.labels import LAUNCHER_PORT, POD_INDEX_LABEL, engine_of
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.builders.certificates import mounts_certificate
 from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.reports import LinksReport
 
@@ -40,12 +41,13 @@ def launchers_to_poll(pods: Iterable[Manifest]) -> Iterator[Target]:
         if engine and address and metadata["labels"].get(POD_INDEX_LABEL, "0") == "0":
             restarts = sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or ())
             process = f"{metadata['uid']}/{restarts}"
-            yield Target(engine.logical, engine.role, launcher_url(address), process)
+            url = launcher_url(address, secured=mounts_certificate(pod))
+            yield Target(engine.logical, engine.role, url, process)
 
 
-def launcher_url(address: str) -> str:
+def launcher_url(address: str, *, secured: bool) -> str:
     """Return the base URL of the launcher in the pod with this address."""
-    return f"http://{url_host(address)}:{LAUNCHER_PORT}"
+    return f"{'https' if secured else 'http'}://{url_host(address)}:{LAUNCHER_PORT}"
 
 
 def url_host(address: str) -> str:

@@ -35,6 +35,21 @@ class TicketKey:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldCertificates:
+    """What a planner may know of the Secret with the engines' certificates: not the keys.
+
+    Attributes:
+        authority: fingerprint of the CA that the operator signs with.
+        issue: which authority made the certificates, and for which time; None without a Secret.
+        engines: names under which the Secret holds a certificate.
+    """
+
+    authority: str = ""
+    issue: str | None = None
+    engines: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Rewrite:
     """What became of one object when it was applied.
 
@@ -64,6 +79,7 @@ class Observed:
             unreachable.
         connector: the connector to mount in engine pods.
         ticket_key: the Secret with the ticket keys; None if there is none.
+        certificates: the Secret with the engines' certificates.
         operator_namespace: where the operator runs; None where that is not known.
         host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
             the operator decides.
@@ -78,6 +94,7 @@ class Observed:
     links: Mapping[str, LinksReport]
     connector: ConnectorBundle
     ticket_key: TicketKey | None = None
+    certificates: HeldCertificates = HeldCertificates()
     operator_namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
@@ -109,6 +126,24 @@ class WriteTicketKey:
 
     manifest: Manifest
     rotate: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCertificates:
+    """The certificates of all engines, signed by whoever carries the plan out.
+
+    Attributes:
+        manifest: the Secret without its data.
+        engines: logical id of each engine, by the name that its certificate has in the Secret.
+        start: when the certificates begin to be valid, in seconds since the epoch.
+        end: when they expire.
+    """
+
+    manifest: Manifest
+    engines: Mapping[str, str]
+    start: float
+    end: float
     why: str
 
 
@@ -154,7 +189,7 @@ class RestartPod:
     why: str
 
 
-Step = Apply | WriteTicketKey | TryOut | Delete | RestartPod
+Step = Apply | WriteTicketKey | WriteCertificates | TryOut | Delete | RestartPod
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +198,10 @@ class PeerAssignment:
 
     Attributes:
         decode: logical id of the decode engine.
-        launcher_url: base URL of its leader's launcher.
         body: JSON document for ``PUT /v1/peers``.
     """
 
     decode: str
-    launcher_url: str
     body: Mapping[str, Any]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from pdcluster_operator.api.labels import HTTP_PORT, SIDE_CHANNEL_PORT
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.engines import EngineView
-from pdcluster_operator.plan.launchers import launcher_url, url_host
+from pdcluster_operator.plan.launchers import url_host
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import LinksReport
 
@@ -52,7 +52,7 @@ def assign_peers(
     generation = int(hashlib.sha256(text.encode()).hexdigest()[:GENERATION_DIGITS], 16)
     body = {"generation": generation, **document}
     return tuple(
-        PeerAssignment(engine.name.logical, launcher_url(engine.address), body)
+        PeerAssignment(engine.name.logical, body)
         for engine in decode
         if engine.address and engine.engine_id
     )

@@ -15,6 +15,8 @@ from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.plan.builders.certificates import has_certificates
+from pdcluster_operator.plan.certificates import certificates_step, seconds_to_renewal
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
 from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.engines import EngineView, observe_engines
@@ -57,10 +59,13 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         return Plan(steps=(), status=before)
     cluster, findings = _checked(observed, memo)
     desired = desire(observed, cluster, now, memo) if findings.ok else _frozen(observed)
-    steps: tuple[Step, ...] = ()
+    names = (name for role in Role for name in desired.names[role])
+    certificates = certificates_step(observed, cluster, names, now)
+    steps: tuple[Step, ...] = () if certificates is None else (certificates,)
     if findings.ok:
         key = ticket_key_step(observed, cluster)
-        steps = (*((key,) if key else ()), *_steps(observed, cluster, desired, now, memo))
+        rest = _steps(observed, cluster, desired, now, memo)
+        steps = (*((key,) if key else ()), *steps, *rest)
     view = _view(observed, cluster, desired, steps, memo, accepted=findings.ok)
     status = build_status(observed, cluster, findings, view, now, memo)
     peers: tuple[PeerAssignment, ...] = ()
@@ -73,13 +78,15 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         )
     progress = find_condition(status, ConditionType.PROGRESSING)
     settled = progress.get("reason") == StatusReason.COMPLETE
+    look = None if settled or not findings.ok else _next_look(status, view, now)
+    waits = (look, seconds_to_renewal(observed, cluster, now))
     memo.forget_unused()
     return Plan(
         steps=steps,
         status=status,
         peers=peers,
-        requeue_after=None if settled or not findings.ok else _next_look(status, view, now),
-        events=transitions(before, status),
+        requeue_after=min((wait for wait in waits if wait is not None), default=None),
+        events=transitions(before, status, secured=has_certificates(cluster)),
     )
 
 

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdcluster_operator.plan.model import Apply, Delete, Step, TryOut, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Apply,
+    Delete,
+    Step,
+    TryOut,
+    WriteCertificates,
+    WriteTicketKey,
+)
 
 WORKLOADS = frozenset({"StatefulSet", "Deployment"})
 """The kinds that make pods. Pods mount, or go by, what the other kinds hold."""
@@ -26,7 +33,7 @@ def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
 
 
 def _stage(step: Step) -> int:
-    if isinstance(step, WriteTicketKey):
+    if isinstance(step, WriteTicketKey | WriteCertificates):
         return 0
     if isinstance(step, Apply):
         return 2 if step.manifest["kind"] in WORKLOADS else 1

@@ -10,9 +10,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from pdcluster_operator.plan.model import Apply, Event, Step, TicketKey, TryOut, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Apply,
+    Event,
+    HeldCertificates,
+    Step,
+    TicketKey,
+    TryOut,
+    WriteCertificates,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.stages import stages
 from pdcluster_operator.runtime.ports import Api
 from pdcluster_operator.runtime.queue import Key
@@ -31,10 +40,16 @@ class _LeaseLostError(Exception):
     """Another operator may have begun to write."""
 
 
-class _Known(NamedTuple):
+T = TypeVar("T")
+
+
+class _Known(NamedTuple, Generic[T]):
     uid: str
-    ticket_key: TicketKey
+    content: T
     since: float
+
+    def is_of(self, uid: str, now: float) -> bool:
+        return self.uid == uid and now - self.since < SECRET_SECONDS
 
 
 class Executor:
@@ -51,18 +66,32 @@ class Executor:
         self._rewrites = rewrites
         self._may_write = may_write
         self._clock = clock
-        self._known: dict[Key, _Known] = {}
+        self._ticket_keys: dict[Key, _Known[TicketKey]] = {}
+        self._certificates: dict[Key, _Known[HeldCertificates]] = {}
 
     async def ticket_key(self, key: Key, uid: str) -> TicketKey | None:
         """Return what the cluster's Secret says beside its keys; see ``Api.read_ticket_key``."""
-        known = self._known.get(key)
-        if known and known.uid == uid and self._clock() - known.since < SECRET_SECONDS:
-            return known.ticket_key
+        known = self._ticket_keys.get(key)
+        if known and known.is_of(uid, self._clock()):
+            return known.content
         return self._note(key, uid, await self._api.read_ticket_key(key, uid))
+
+    async def certificates(self, key: Key, uid: str) -> HeldCertificates:
+        """Return what the Secret with the certificates says; see ``Api.read_certificates``.
+
+        It is also remembered that there is no such Secret: most clusters never have one.
+        """
+        known = self._certificates.get(key)
+        if known and known.is_of(uid, self._clock()):
+            return known.content
+        held = await self._api.read_certificates(key, uid)
+        self._certificates[key] = _Known(uid, held, self._clock())
+        return held
 
     def forget(self, key: Key) -> None:
         """Drop what is known of a cluster that is gone."""
-        self._known.pop(key, None)
+        self._ticket_keys.pop(key, None)
+        self._certificates.pop(key, None)
 
     async def perform(
         self, key: Key, cluster: Mapping[str, Any], steps: Iterable[Step], events: list[Event]
@@ -102,10 +131,13 @@ class Executor:
             if not self._may_write(key):
                 raise _LeaseLostError
             if isinstance(step, WriteTicketKey):
-                self.forget(key)
+                self._ticket_keys.pop(key, None)
                 await self._api.write_ticket_key(step)
                 uid = str(step.manifest["metadata"]["ownerReferences"][0]["uid"])
                 self._note(key, uid, what_is_held(step.manifest))
+            elif isinstance(step, WriteCertificates):
+                self._certificates.pop(key, None)  # the next plan reads what was written
+                await self._api.write_certificates(step)
             elif isinstance(step, Apply):
                 answer = await self._api.apply(step.manifest, step.uid)
                 if (news := self._rewrites.note(key, step.manifest, answer)) is not None:
@@ -119,11 +151,13 @@ class Executor:
 
     def _note(self, key: Key, uid: str, ticket_key: TicketKey | None) -> TicketKey | None:
         if ticket_key is None:
-            self.forget(key)
+            self._ticket_keys.pop(key, None)
         else:
-            self._known[key] = _Known(uid, ticket_key, self._clock())
+            self._ticket_keys[key] = _Known(uid, ticket_key, self._clock())
         return ticket_key
 
 
 def _creates(step: Step) -> bool:
-    return isinstance(step, WriteTicketKey | TryOut) or (isinstance(step, Apply) and not step.uid)
+    if isinstance(step, Apply):
+        return not step.uid
+    return isinstance(step, WriteTicketKey | WriteCertificates | TryOut)

@@ -183,7 +183,7 @@ class _Watch:
     async def _until_changed(self) -> None:
         try:
             while True:
-                told = await self._launchers.changed(self.target.url, self._revision)
+                told = await self._launchers.changed(self.target, self._revision)
                 if told is None or told != self._revision:
                     break
                 await asyncio.sleep(self._period)  # in case that it answers at once
@@ -202,7 +202,7 @@ class _Watch:
             self._told = None
 
     async def _poll(self) -> None:
-        report = await self._launchers.ready(self.target.url)
+        report = await self._launchers.ready(self.target)
         if report.engine != self.target.engine:
             raise LauncherError(f"answers as {report.engine}")
         if self.report is not None and self.report.engine_id != report.engine_id:
@@ -211,8 +211,8 @@ class _Watch:
         if self.target.role is not Role.DECODE:
             return
         if self.peers is not None and self._told != (report.engine_id, self.peers.body):
-            await self._launchers.put_peers(self.target.url, self.peers.body)
+            await self._launchers.put_peers(self.target, self.peers.body)
             self._told = (report.engine_id, self.peers.body)
-        self.links = await self._launchers.links(self.target.url)
+        self.links = await self._launchers.links(self.target)
         if self._told is not None and knows_other_peers(self._told[1], self.links):
             self._told = None

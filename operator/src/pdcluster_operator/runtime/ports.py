@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import (
     ConnectorBundle,
     Delete,
     Event,
+    HeldCertificates,
     RestartPod,
     TicketKey,
     TryOut,
+    WriteCertificates,
     WriteTicketKey,
 )
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
@@ -40,6 +43,17 @@ class Api(Protocol):
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
+        ...
+
+    async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
+        """Return what the Secret with the engines' certificates says beside their keys.
+
+        Raises NameConflict when an object that the cluster ``uid`` does not own has its name.
+        """
+        ...
+
+    async def write_certificates(self, step: WriteCertificates) -> None:
+        """Sign the certificates and write them."""
         ...
 
     async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:
@@ -70,17 +84,20 @@ class Api(Protocol):
 
 
 class Launchers(Protocol):
-    """The launchers' HTTP. Every call but ``changed`` ends within its adapter's short timeout."""
+    """The launchers' HTTP. Every call but ``changed`` ends within its adapter's short timeout.
 
-    async def ready(self, url: str) -> EngineReport:
+    If the target's URL is HTTPS, the launcher has to show the certificate of the target's engine.
+    """
+
+    async def ready(self, target: Target) -> EngineReport:
         """``GET /readyz``, answered with 200 or 503. Raises :class:`LauncherError`."""
         ...
 
-    async def links(self, url: str) -> LinksReport:
+    async def links(self, target: Target) -> LinksReport:
         """``GET /v1/links`` of a decode engine. Raises :class:`LauncherError`."""
         ...
 
-    async def changed(self, url: str, seen: str) -> str | None:
+    async def changed(self, target: Target, seen: str) -> str | None:
         """``GET /v1/changes``: wait until the launcher's revision is another than ``seen``.
 
         Return the revision, the same one if nothing changed for a while, or None if the launcher is
@@ -88,7 +105,7 @@ class Launchers(Protocol):
         """
         ...
 
-    async def put_peers(self, url: str, body: Manifest) -> None:
+    async def put_peers(self, target: Target, body: Manifest) -> None:
         """``PUT /v1/peers`` of a decode engine. Raises :class:`LauncherError`."""
         ...
 

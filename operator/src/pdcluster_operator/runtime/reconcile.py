@@ -162,6 +162,7 @@ class Reconciler:
             links=self._monitor.links(key),
             connector=self._connector.bundle(),
             ticket_key=await self._executor.ticket_key(key, cluster["metadata"]["uid"]),
+            certificates=await self._executor.certificates(key, cluster["metadata"]["uid"]),
             operator_namespace=self._place.namespace,
             host_path_models=self._place.host_path_models,
             one_node=self._place.one_node,

@@ -5,6 +5,7 @@ It applies with server-side apply, and deletes only the object that was seen.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,11 +18,29 @@ from pdcluster_operator.adapters.api_server.kinds import (
     Kind,
     slim,
 )
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.tls.engine_certificates import (
+    held_certificates,
+    with_certificates,
+)
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, ticket_key_name
+from pdcluster_operator.api.labels import (
+    FIELD_MANAGER,
+    STATUS_FIELD_MANAGER,
+    certificates_name,
+    ticket_key_name,
+)
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.drift import repair, without_manager
-from pdcluster_operator.plan.model import Delete, RestartPod, TicketKey, TryOut, WriteTicketKey
+from pdcluster_operator.plan.model import (
+    Delete,
+    HeldCertificates,
+    RestartPod,
+    TicketKey,
+    TryOut,
+    WriteCertificates,
+    WriteTicketKey,
+)
 from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.ownership import controller_uid
 from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
@@ -39,14 +58,19 @@ class KubeApi:
     """See :class:`pdcluster_operator.runtime.ports.Api`.
 
     Args:
+        authority: signs the engines' certificates.
         remember: called with every object that the server answers to a write. So the next
             reconcile knows our own writes before the watch reports them.
     """
 
     def __init__(
-        self, client: KubeClient, remember: Callable[[dict[str, Any]], object] | None = None
+        self,
+        client: KubeClient,
+        authority: EngineAuthority,
+        remember: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self._client = client
+        self._authority = authority
         self.remember = remember or (lambda _: None)
 
     async def read_uid(self, key: Key) -> str | None:
@@ -58,14 +82,25 @@ class KubeApi:
 
     async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
         """Return what the cluster's Secret says beside its keys; None when there is none."""
-        name = ticket_key_name(key.name)
-        live = await self._read(SECRET, key.namespace, name)
-        if live is None:
-            return None
-        if controller_uid(live) != uid:
+        live = await self._own_secret(key.namespace, ticket_key_name(key.name), uid)
+        return None if live is None else what_is_held(live)
+
+    async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
+        """Return what the Secret with the engines' certificates says beside their keys."""
+        live = await self._own_secret(key.namespace, certificates_name(key.name), uid)
+        return held_certificates(live, self._authority)
+
+    async def write_certificates(self, step: WriteCertificates) -> None:
+        """Sign the certificates and apply the Secret."""
+        await self.apply(await asyncio.to_thread(with_certificates, step, self._authority))
+
+    async def _own_secret(self, namespace: str, name: str, uid: str) -> dict[str, Any] | None:
+        """Return a Secret of the cluster ``uid``; None if there is none."""
+        live = await self._read(SECRET, namespace, name)
+        if live is not None and controller_uid(live) != uid:
             refusal = name_conflict(SECRET.name, name)
             raise ApiError(refusal.reason, refusal.message)
-        return what_is_held(live)
+        return live
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
         """Mint a key and write it. A Secret that came or changed meanwhile is a Conflict."""
@@ -229,4 +264,6 @@ class KubeApi:
         return await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
 
     def _keep(self, kind: Kind, live: Manifest) -> None:
+        if kind is SECRET:  # whose content is not for the store
+            return
         self.remember(slim(live, kind))

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pdcluster_operator.api.spec.bounds import EXTENDED_RESOURCE
-from pdcluster_operator.api.spec.enums import Backend, Device, LoadFailurePolicy, Visibility
+from pdcluster_operator.api.spec.enums import (
+    Backend,
+    Device,
+    LoadFailurePolicy,
+    Switch,
+    Visibility,
+)
 from pdcluster_operator.api.spec.fields import Doc, Example, Items, JsonName, Text, Whole
 
 
@@ -71,6 +77,16 @@ class Transfer:
         Whole(1, 1_000_000),
     ] = None
     rdma: Annotated[Rdma | None, Doc("asks for RDMA devices.")] = None
+    tls: Annotated[
+        Switch,
+        Example("Disabled"),
+        Doc(
+            "says whether engines speak TLS with each other and with the operator. With Enabled, "
+            "the operator gives each engine a certificate, and each side shows its own. With "
+            "Disabled, whoever reaches an engine's ports can read where its KV lies. KV itself is "
+            "not encrypted in either case."
+        ),
+    ] = Switch.DISABLED
     internal_names: Annotated[
         Visibility,
         Example("Hidden"),

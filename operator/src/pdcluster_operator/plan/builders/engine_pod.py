@@ -21,6 +21,11 @@ from pdcluster_operator.api.spec.resolve import Engine
 from pdcluster_operator.api.spec.resources import added_limits
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.api_key import api_key_env
+from pdcluster_operator.plan.builders.certificates import (
+    certificate_mount,
+    certificate_volume,
+    has_certificates,
+)
 from pdcluster_operator.plan.builders.connector_configmap import (
     CONNECTOR_FILE,
     CONNECTOR_FOLDER,
@@ -61,6 +66,7 @@ def build_engine_pod(
                 *_volumes(engine, cluster, digest),
                 *model_volumes(cluster),
                 ticket_key_volume(cluster),
+                *([certificate_volume(cluster, name)] if has_certificates(cluster) else []),
                 {
                     "name": "shm",
                     "emptyDir": {
@@ -107,18 +113,21 @@ def _container(
         "ports": _ports(engine),
         "resources": _resources(cluster, engine),
         "volumeMounts": [*_mounts(engine), *model_mounts(cluster), ticket_key_mount(),
+                         *([certificate_mount()] if has_certificates(cluster) else []),
                          {"name": "shm", "mountPath": SHM_FOLDER}],
-        "startupProbe": _probe(failures=engine.startup_timeout_seconds // PROBE_PERIOD_SECONDS),
-        "readinessProbe": _probe(failures=3),
+        "startupProbe": _probe(cluster, engine.startup_timeout_seconds // PROBE_PERIOD_SECONDS),
+        "readinessProbe": _probe(cluster, failures=3),
         "securityContext": _security(cluster),
         "terminationMessagePath": TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }  # fmt: skip
 
 
-def _probe(failures: int) -> dict[str, Any]:
+def _probe(cluster: Cluster, failures: int) -> dict[str, Any]:
+    # The kubelet checks no certificate and shows none: the launcher tells everybody its readiness.
+    scheme = {"scheme": "HTTPS"} if has_certificates(cluster) else {}
     return {
-        "httpGet": {"path": "/readyz", "port": "launcher"},
+        "httpGet": {"path": "/readyz", "port": "launcher", **scheme},
         "periodSeconds": PROBE_PERIOD_SECONDS,
         "timeoutSeconds": 2,
         "failureThreshold": failures,

@@ -13,6 +13,7 @@ from pdcluster_operator.api.spec.enums import Device, LoadFailurePolicy, Role, S
 from pdcluster_operator.api.spec.resolve import Engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.api_key import api_key_args
+from pdcluster_operator.plan.builders.certificates import has_certificates, tls_option
 from pdcluster_operator.plan.builders.ticket_key import (
     TICKET_KEY_FILE,
     TICKET_KEY_FOLDER,
@@ -97,8 +98,8 @@ def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
             "ticket_key_file": f"{TICKET_KEY_FOLDER}/{TICKET_KEY_FILE}",
             "ticket_audience": ticket_audience(cluster, pairing_key),
             **threads,
-            # A pod's address is not loopback, and the operator makes no certificates yet.
-            "allow_insecure": True,
+            # A pod's address is not loopback, so the side channel has to be told which it is.
+            **({"tls": tls_option()} if has_certificates(cluster) else {"allow_insecure": True}),
         },
     }
     return json.dumps(document, separators=(",", ":"))

@@ -23,6 +23,7 @@ from pdcluster_operator.api.labels import (
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.certificates import renamed_volume
 from pdcluster_operator.plan.builders.metadata import child_metadata
 from pdcluster_operator.plan.model import Manifest, Observed
 
@@ -104,7 +105,8 @@ def renamed(
 ) -> dict[str, Any]:
     """Return a pod template of the engine ``old`` as the engine ``new`` has it.
 
-    An engine's name stands in the labels, and as whole words on the command line.
+    An engine's name stands in the labels, as whole words on the command line, and in the volume of
+    its certificate.
     """
     words = {old.logical: new.logical, old.host(): new.host()}
     containers = [
@@ -113,12 +115,13 @@ def renamed(
         else container
         for container in template["spec"]["containers"]
     ]
+    volumes = [renamed_volume(one, old, new) for one in template["spec"].get("volumes") or ()]
     metadata = template["metadata"]
     labels = {**metadata["labels"], **engine_labels(new, pairing_key)}
     return {
         **template,
         "metadata": {**metadata, "labels": labels},
-        "spec": {**template["spec"], "containers": containers},
+        "spec": {**template["spec"], "containers": containers, "volumes": volumes},
     }
 
 

@@ -48,8 +48,8 @@ MAX_ENGINES = 64
 LONGEST_DETAIL = 512
 LONGEST_EVENT = 1024
 INSECURE = (
-    "the KV side channel between pods has no TLS in this version: keep the pod network trusted, "
-    "or limit it with a NetworkPolicy"
+    "the engines speak without TLS (spec.transfer.tls is Disabled): whoever reaches their ports "
+    "can read where their KV lies. Keep the pod network trusted, or set it to Enabled"
 )
 
 
@@ -145,8 +145,12 @@ def _verdicts(
     return verdicts
 
 
-def transitions(before: object, after: Mapping[str, Any]) -> tuple[Event, ...]:
-    """Return one event for each condition whose status flipped."""
+def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> tuple[Event, ...]:
+    """Return one event for each condition whose status flipped.
+
+    Args:
+        secured: whether the engines of the spec speak TLS. If not, a new cluster is told so.
+    """
     events = []
     for condition in after["conditions"]:
         kind, status = condition["type"], condition["status"]
@@ -158,7 +162,7 @@ def transitions(before: object, after: Mapping[str, Any]) -> tuple[Event, ...]:
         bad &= condition["reason"] != StatusReason.SCALED_TO_ZERO
         text = f"{kind} is {status}: {condition['message']}"[:LONGEST_EVENT]
         events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
-        if old is None and not bad:
+        if old is None and not bad and not secured:
             events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
     return tuple(events)
 

@@ -1,0 +1,147 @@
+"""The CA that signs the certificates of all engines, and the operator's own certificate.
+
+A certificate and its key follow from the CA's key, the name and the first moment of validity. So
+they can be made again at any time, and what is made is the same as before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from pdcluster_operator.adapters.tls.certificates import key_usage
+
+LIFETIME = timedelta(days=20 * 365)
+CLOCKS_DIFFER = timedelta(days=1)
+KEY_BYTES = 32
+FINGERPRINT_DIGITS = 16
+
+
+class AuthorityError(Exception):
+    """A CA cannot be used. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """PEM texts: a certificate and its private key."""
+
+    certificate: bytes
+    key: bytes
+
+
+class EngineAuthority:
+    """Signs certificates that name engines.
+
+    Args:
+        certificate: PEM of the CA's certificate.
+        key: PEM of its Ed25519 key.
+
+    Raises:
+        AuthorityError: these are not a CA and its key.
+    """
+
+    def __init__(self, certificate: bytes, key: bytes) -> None:
+        try:
+            self._authority = x509.load_pem_x509_certificate(certificate)
+            private = serialization.load_pem_private_key(key, password=None)
+        except (ValueError, TypeError) as error:
+            raise AuthorityError(f"no certificate and its key in PEM: {error}") from None
+        if not isinstance(private, Ed25519PrivateKey):
+            raise AuthorityError("the key is no Ed25519 key")
+        try:
+            self._authority.verify_directly_issued_by(self._authority)
+        except (ValueError, TypeError, InvalidSignature):
+            raise AuthorityError("the certificate is no CA that signed itself") from None
+        if private.public_key() != self._authority.public_key():
+            raise AuthorityError("the key is not the certificate's")
+        self._private = private
+        self.pem = certificate
+
+    @classmethod
+    def new(cls, now: float) -> tuple[EngineAuthority, Signed]:
+        """Return a new CA, and what to store of it."""
+        key = Ed25519PrivateKey.generate()
+        moment = datetime.fromtimestamp(now, UTC)
+        title = _name(f"pdcluster engine CA {moment:%Y-%m-%d %H:%M:%S}")
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(title)
+            .issuer_name(title)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(moment - CLOCKS_DIFFER)
+            .not_valid_after(moment + LIFETIME)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(key_usage(signs_certificates=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+            .sign(key, None)
+        )
+        stored = Signed(certificate.public_bytes(serialization.Encoding.PEM), _private_pem(key))
+        return cls(stored.certificate, stored.key), stored
+
+    @property
+    def fingerprint(self) -> str:
+        """A short name of this CA."""
+        return self._authority.fingerprint(hashes.SHA256()).hex()[:FINGERPRINT_DIGITS]
+
+    def sign(self, name: str, start: float, end: float) -> Signed:
+        """Return the certificate of ``name`` from ``start`` to ``end``, in seconds since 1970."""
+        about = f"pdcluster certificate {name} {int(start)}".encode()
+        derive = HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=None, info=about)
+        key = Ed25519PrivateKey.from_private_bytes(derive.derive(self._private.private_bytes_raw()))
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        public = self._private.public_key()
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(_name(name[:64]))
+            .issuer_name(self._authority.subject)
+            .public_key(key.public_key())
+            .serial_number(int.from_bytes(hashlib.sha256(about).digest()[:16], "big") | 1)
+            .not_valid_before(datetime.fromtimestamp(int(start), UTC))
+            .not_valid_after(datetime.fromtimestamp(int(end), UTC))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(key_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), False)
+            .sign(self._private, None)
+        )
+        return Signed(certificate.public_bytes(serialization.Encoding.PEM), _private_pem(key))
+
+    def client_context(self, signed: Signed) -> ssl.SSLContext:
+        """Return the TLS context of a client that shows ``signed`` and trusts this CA alone."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.hostname_checks_common_name = False  # only the subjectAltName names (RFC 9525)
+        context.load_verify_locations(cadata=self.pem.decode("ascii"))
+        # Python's ssl takes a private key from a file only.
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "client.pem")
+            file.touch(mode=0o600)
+            file.write_bytes(signed.certificate + signed.key)
+            context.load_cert_chain(os.fspath(file))
+        return context
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _private_pem(key: Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )

@@ -1,0 +1,207 @@
+"""The operator's CA: real handshakes between an engine's launcher and the operator's client."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from cryptography import x509
+
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in, why_not_peer
+from pdcluster_connector.protocol.tls_files import tls_files
+from pdcluster_connector.sidechannel.tls import LOOK_SECONDS, Tls, TlsError
+from pdcluster_operator.adapters.engines_http import EnginesHttp
+from pdcluster_operator.adapters.tls.engine_authority import AuthorityError, EngineAuthority
+from pdcluster_operator.adapters.tls.engine_certificates import (
+    held_certificates,
+    with_certificates,
+)
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.launchers import Target
+from pdcluster_operator.plan.model import HeldCertificates, WriteCertificates
+from pdcluster_operator.runtime.errors import LauncherError
+
+NOW = time.time()
+DAY = 86_400.0
+PREFILL, DECODE = "ns.tiny.prefill.aaaaa.0", "ns.tiny.decode.bbbbb.0"
+ENGINES = {"prefill-aaaaa-0": PREFILL, "decode-bbbbb-0": DECODE}
+
+
+@pytest.fixture(scope="module")
+def authority() -> EngineAuthority:
+    return EngineAuthority.new(NOW)[0]
+
+
+def step_of(start: float = NOW - DAY, end: float = NOW + 90 * DAY) -> WriteCertificates:
+    annotations = {"pdcluster.dev/certificates": f"x.{int(start)}"}
+    manifest = {"kind": "Secret", "metadata": {"name": "tiny", "annotations": annotations}}
+    return WriteCertificates(manifest, ENGINES, start, end, "why")
+
+
+def mounted(authority: EngineAuthority, engine: str, folder: Path, **times: float) -> Tls:
+    """What an engine does with the files that its pod mounts."""
+    write(authority, engine, folder, **times)
+    files = {"ca": "ca.crt", "certificate": "tls.crt", "key": "tls.key"}
+    option = {name: str(folder / file) for name, file in files.items()}
+    return Tls(tls_files(option), f"{engine}/1", clock=CLOCK)
+
+
+CLOCK: Callable[[], float] = time.monotonic
+
+
+def write(authority: EngineAuthority, engine: str, folder: Path, **times: float) -> None:
+    data = with_certificates(step_of(**times), authority)["data"]
+    [entry] = [name for name, logical in ENGINES.items() if logical == engine]
+    folder.mkdir(exist_ok=True)
+    for key, file in (("ca.crt",) * 2, (f"{entry}.crt", "tls.crt"), (f"{entry}.key", "tls.key")):
+        new = folder / f".{file}"
+        new.write_bytes(base64.b64decode(data[key]))
+        new.rename(folder / file)
+
+
+def test_what_is_written_is_the_same_each_time_and_is_recognized(
+    authority: EngineAuthority,
+) -> None:
+    step = step_of()
+    secret = with_certificates(step, authority)
+    assert with_certificates(step, authority) == secret
+    held = held_certificates(secret, authority)
+    issue = step.manifest["metadata"]["annotations"]["pdcluster.dev/certificates"]
+    assert held == HeldCertificates(authority.fingerprint, issue, frozenset(ENGINES))
+    assert held_certificates(None, authority) == HeldCertificates(authority.fingerprint)
+    other = with_certificates(step_of(start=NOW), authority)
+    assert all(other["data"][key] != secret["data"][key] for key in secret["data"] if "-" in key)
+
+
+@pytest.mark.parametrize("lost", ["ca.crt", "prefill-aaaaa-0.crt", "prefill-aaaaa-0.key"])
+def test_a_file_that_somebody_deleted_is_missed(authority: EngineAuthority, lost: str) -> None:
+    secret = with_certificates(step_of(), authority)
+    whole = held_certificates(secret, authority)
+    del secret["data"][lost]
+    assert held_certificates(secret, authority) != whole
+
+
+def test_a_certificate_names_one_engine_and_is_no_ca(authority: EngineAuthority) -> None:
+    data = with_certificates(step_of(), authority)["data"]
+    pem = base64.b64decode(data["decode-bbbbb-0.crt"])
+    leaf = x509.load_pem_x509_certificate(pem)
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [f"{DECODE}.engine.pdcluster.dev"]
+    assert not leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_a_stored_authority_is_the_same_and_a_spoiled_one_is_refused() -> None:
+    authority, stored = EngineAuthority.new(NOW)
+    again = EngineAuthority(stored.certificate, stored.key)
+    assert again.fingerprint == authority.fingerprint
+    assert again.sign("x", NOW, NOW + DAY) == authority.sign("x", NOW, NOW + DAY)
+    _, other = EngineAuthority.new(NOW)
+    leaf = authority.sign("x", NOW, NOW + DAY)
+    for certificate, key, why in (
+        (stored.certificate, other.key, "not the certificate's"),
+        (b"", stored.key, "PEM"),
+        (stored.certificate, b"", "PEM"),
+        (leaf.certificate, leaf.key, "signed itself"),
+    ):
+        with pytest.raises(AuthorityError, match=why):
+            EngineAuthority(certificate, key)
+
+
+def talk(server: Tls, authority: EngineAuthority, engine: str) -> tuple[str, ...]:
+    """The operator asks a launcher for its links; returns the names that the launcher saw."""
+    seen: list[tuple[str, ...]] = []
+
+    async def links(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        seen.append(names_in(request.transport.get_extra_info("peercert")))
+        return web.json_response({"engine": engine, "engine_id": f"{engine}/1", "links": []})
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/links", links)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server.open_server())
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            async with EnginesHttp(authority) as engines:
+                url = f"https://127.0.0.1:{port}"
+                await engines.links(Target(engine, Role.DECODE, url, "1/0"))
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+    return seen[0]
+
+
+def test_the_operator_and_a_launcher_know_each_other(
+    authority: EngineAuthority, tmp_path: Path
+) -> None:
+    launcher = mounted(authority, DECODE, tmp_path / "decode")
+    assert talk(launcher, authority, DECODE) == (OPERATOR_NAME,)
+    with pytest.raises(LauncherError, match=r"[Hh]ostname mismatch"):
+        talk(launcher, authority, PREFILL)
+    stranger, _ = EngineAuthority.new(NOW)
+    with pytest.raises(LauncherError, match="certificate"):
+        talk(mounted(stranger, DECODE, tmp_path / "stranger"), authority, DECODE)
+
+
+def test_expired_certificates_are_refused_at_the_start(
+    authority: EngineAuthority, tmp_path: Path
+) -> None:
+    with pytest.raises(TlsError, match="expired"):
+        mounted(authority, DECODE, tmp_path, start=NOW - 2 * DAY, end=NOW - DAY)
+
+
+def test_engines_of_two_periods_speak_with_each_other_and_new_files_are_taken_up(
+    authority: EngineAuthority, tmp_path: Path
+) -> None:
+    """The kubelets of two nodes bring new files at different times."""
+    now = [0.0]
+    folder = tmp_path / "decode"
+    write(authority, DECODE, folder)
+    files = tls_files({k: str(folder / f) for k, f in option_names().items()})
+    decode = Tls(files, f"{DECODE}/1", clock=lambda: now[0])
+    prefill = mounted(authority, PREFILL, tmp_path / "prefill")
+    before = shaken(decode, prefill)
+    write(authority, DECODE, folder, start=NOW, end=NOW + 90 * DAY)
+    now[0] += 2 * LOOK_SECONDS
+    after = shaken(decode, prefill)
+    assert before != after, "another certificate"
+    for certificate in (before, after):
+        leaf = x509.load_der_x509_certificate(certificate)
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        held = names.get_values_for_type(x509.DNSName)
+        assert why_not_peer(f"{PREFILL}/1", held, f"{DECODE}/1", "decode") is None
+        other = "ns.other.prefill.aaaaa.0/1"
+        assert "another one" in str(why_not_peer(other, held, f"{DECODE}/1", "decode"))
+
+
+def option_names() -> dict[str, str]:
+    return {"ca": "ca.crt", "certificate": "tls.crt", "key": "tls.key"}
+
+
+def shaken(client: Tls, server: Tls) -> bytes:
+    """Shake hands in memory; returns the client's certificate as the server saw it (DER)."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    name = server.server_name(server.engine_id)
+    ends = (
+        client.client().wrap_bio(to_client, to_server, server_hostname=name),
+        server.server().wrap_bio(to_server, to_client, server_side=True),
+    )
+    for _ in range(10):
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    certificate = ends[1].getpeercert(binary_form=True)
+    assert certificate
+    return certificate

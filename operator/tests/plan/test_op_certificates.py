@@ -1,0 +1,230 @@
+"""The engines' certificates, as the planner sees them: when they are made, and who mounts them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from simulated_cluster import SimulatedCluster
+from simulated_cluster import manifest as cluster
+
+from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.plan.certificates import CLOCKS_DIFFER, PERIOD_SECONDS
+from pdcluster_operator.plan.launchers import launchers_to_poll
+from pdcluster_operator.plan.model import Apply, HeldCertificates, WriteCertificates
+
+
+def secured(**spec: Any) -> SimulatedCluster:
+    return SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Enabled"}, **spec))
+
+
+def steps(world: SimulatedCluster) -> list[WriteCertificates]:
+    return [step for step in world.plan().steps if isinstance(step, WriteCertificates)]
+
+
+def engines(world: SimulatedCluster) -> list[dict[str, Any]]:
+    return [child for child in world.children.values() if child["kind"] == "StatefulSet"]
+
+
+def revisions(world: SimulatedCluster) -> set[str]:
+    names = (engine_of(engine) for engine in engines(world))
+    return {name.revision for name in names if name is not None}
+
+
+def certificate_of(pod: dict[str, Any]) -> str | None:
+    """Return the name of the certificate that a pod mounts; None if it mounts none."""
+    items = [
+        item
+        for volume in pod["spec"]["volumes"]
+        if volume["name"] == "certificate"
+        for item in volume["secret"]["items"]
+    ]
+    files = {item["path"]: item["key"] for item in items}
+    return files["tls.crt"].removesuffix(".crt") if files else None
+
+
+def transfer_config(engine: dict[str, Any]) -> dict[str, Any]:
+    args = engine["spec"]["template"]["spec"]["containers"][0]["args"]
+    return json.loads(args[args.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+
+
+def test_the_secret_comes_before_the_engines_and_once() -> None:
+    world = secured(prefill={"replicas": 2})
+    kinds = [
+        step.manifest["kind"]
+        for step in world.plan().steps
+        if isinstance(step, Apply | WriteCertificates)
+    ]
+    assert kinds.index("Secret") < kinds.index("StatefulSet")
+    [step] = steps(world)
+    assert len(step.engines) == 3
+    assert not {"data", "stringData"} & step.manifest.keys()
+    [owner] = step.manifest["metadata"]["ownerReferences"]
+    assert owner["uid"] == world.cluster["metadata"]["uid"]
+    world.settle()
+    assert world.plan().steps == ()
+
+
+def test_each_engine_mounts_its_own_certificate_and_routers_mount_none() -> None:
+    world = secured(prefill={"replicas": 2})
+    [step] = steps(world)
+    world.settle()
+    mounted = {}
+    for engine in engines(world):
+        pod = engine["spec"]["template"]["spec"]
+        [volume] = [one for one in pod["volumes"] if one["name"] == "certificate"]
+        container = pod["containers"][0]
+        [mount] = [m for m in container["volumeMounts"] if m["name"] == "certificate"]
+        assert mount["readOnly"]
+        assert "subPath" not in mount, "the kubelet updates no subPath"
+        files = {item["path"]: item["key"] for item in volume["secret"]["items"]}
+        option = transfer_config(engine)["tls"]
+        assert option == {
+            name: f"{mount['mountPath']}/{file}"
+            for name, file in (("ca", "ca.crt"), ("certificate", "tls.crt"), ("key", "tls.key"))
+        }
+        assert files.keys() == {"ca.crt", "tls.crt", "tls.key"}
+        entry = files["tls.crt"].removesuffix(".crt")
+        assert files["tls.key"] == f"{entry}.key"
+        name = engine_of(engine)
+        assert name is not None
+        mounted[entry] = name.logical
+        for probe in ("startupProbe", "readinessProbe"):
+            assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+        assert "allow_insecure" not in transfer_config(engine)
+    assert mounted == step.engines
+    for child in world.children.values():
+        if child["kind"] == "Deployment":
+            assert "certificate" not in json.dumps(child)
+
+
+def test_launchers_are_asked_as_their_pods_were_made_not_as_the_spec_is_now() -> None:
+    world = secured()
+    world.step()
+    world.run_pods()
+    kept = world.observed().pods
+    assert {target.url[:6] for target in launchers_to_poll(kept)} == {"https:"}
+    mine = {"name": "certificate", "secret": {"secretName": "of-my-own"}}
+    plain = SimulatedCluster(
+        cluster(
+            transfer={"device": "CPU", "tls": "Disabled"},
+            prefill={"podTemplate": {"spec": {"volumes": [mine]}}},
+        )
+    )
+    plain.step()
+    plain.run_pods()
+    assert {target.url[:5] for target in launchers_to_poll(plain.pods.values())} == {"http:"}
+    assert steps(plain) == []
+
+
+def test_a_new_period_makes_them_again_and_restarts_nothing() -> None:
+    world = secured()
+    world.bring_up()
+    templates = [engine["spec"]["template"] for engine in engines(world)]
+    held = world.certificates.engines
+    plan = world.plan()
+    assert plan.requeue_after is not None, "no event tells a cluster at rest of a new period"
+    assert 0 < plan.requeue_after <= PERIOD_SECONDS
+    world.now += plan.requeue_after
+    [step] = world.plan().steps
+    assert isinstance(step, WriteCertificates)
+    assert step.engines.keys() == held
+    assert step.start <= world.now - CLOCKS_DIFFER
+    assert step.end >= world.now + 2 * PERIOD_SECONDS, "an operator may be away for a while"
+    world.settle()
+    assert [engine["spec"]["template"] for engine in engines(world)] == templates
+
+
+def test_another_authority_and_a_deleted_secret_make_them_again() -> None:
+    world = secured()
+    world.settle()
+    issue = world.certificates.issue
+    for found in (
+        HeldCertificates("another", issue, world.certificates.engines),
+        HeldCertificates("authority"),
+        HeldCertificates("authority", "", world.certificates.engines),
+    ):
+        world.certificates = found
+        assert [type(step) for step in world.plan().steps] == [WriteCertificates]
+
+
+def test_engines_that_come_and_go_change_the_secret() -> None:
+    world = secured()
+    world.bring_up()
+    world.edit(decode={"replicas": 2})
+    [more] = steps(world)
+    assert len(more.engines) == 3
+    world.settle()
+    world.run_pods()
+    world.edit(decode={"replicas": 1})
+    world.step()
+    assert len(world.certificates.engines) == 3, "the pod that leaves still has it"
+    world.reap()
+    [fewer] = steps(world)
+    assert len(fewer.engines) == 2
+
+
+@pytest.mark.parametrize("how", ["Recreate", "Surge", "Replace"])
+@pytest.mark.parametrize("tls", [("Enabled", "Enabled"), ("Enabled", "Disabled")])
+def test_while_engines_are_replaced_each_one_has_its_certificate(
+    how: str, tls: tuple[str, str]
+) -> None:
+    """Also those of the old revision, in a new period, and where the new ones have none."""
+    before, after = ({"device": "CPU", "tls": one} for one in tls)
+    sides = {role: {"replicas": 2} for role in ("prefill", "decode")}
+    world = SimulatedCluster(cluster(transfer=before, rollout={"type": how}, **sides))
+    world.bring_up()
+    world.edit(transfer=after, engine={"blockSize": 32})
+    seen: set[str] = set()
+    for _ in range(60):
+        world.now += PERIOD_SECONDS / 7
+        world.step()
+        seen |= revisions(world)
+        templates = [engine["spec"]["template"] for engine in engines(world)]
+        mounted = [certificate_of(pod) for pod in (*templates, *world.pods.values())]
+        assert set(filter(None, mounted)) <= world.certificates.engines
+        if any(map(certificate_of, world.pods.values())):
+            begun = (world.now - 1) // PERIOD_SECONDS * PERIOD_SECONDS
+            assert world.certificates.issue == f"authority.{begun:.0f}"
+        world.reap()
+        world.run_pods()
+        world.speak()
+        world.link()
+        world.route()
+    assert len(seen) == 4
+    assert len(revisions(world)) == 2
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_a_spec_that_is_refused_renews_the_certificates_of_the_engines_that_run() -> None:
+    world = secured()
+    world.bring_up()
+    world.edit(prefill={"parallelism": {"tensor": 3, "nodes": 2}})
+    assert world.step().steps == ()
+    wait = world.plan().requeue_after
+    assert wait is not None
+    world.now += wait
+    assert [type(step) for step in world.plan().steps] == [WriteCertificates]
+
+
+def test_engines_with_and_without_tls_never_pair() -> None:
+    keys = set()
+    for tls in ("Enabled", "Disabled"):
+        world = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": tls}))
+        world.settle()
+        keys |= {
+            engine["metadata"]["labels"]["pdcluster.dev/pairing-key"] for engine in engines(world)
+        }
+    assert len(keys) == 2
+
+
+def test_without_tls_there_is_no_secret_and_the_side_channel_says_so() -> None:
+    world = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Disabled"}))
+    world.settle()
+    assert world.certificates.issue is None
+    world.bring_up()
+    assert world.plan().requeue_after is None
+    for engine in engines(world):
+        assert transfer_config(engine)["allow_insecure"] is True
+        assert "tls" not in transfer_config(engine)
