@@ -69,7 +69,7 @@ def changed(
 
 def told(run: ClusterRun, what: str, account: Account, seen: Record, folder: Path) -> None:
     """Print what clients got. What they got was right, and no link is between two pairing keys."""
-    path = folder / "record.json"
+    path = folder / f"{what.partition(':')[0].replace(' ', '-').replace(',', '')}.json"
     seen.write(path)
     print(f"{what}; {account.said()}; {path}", *account.failed[:10], sep="\n")
     assert seen.crossed == []
