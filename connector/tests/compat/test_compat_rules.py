@@ -516,3 +516,21 @@ def test_causes_come_before_consequences() -> None:
         Reason.BLOCK_INTERIOR_OPAQUE,
         Reason.LAYER_MISMATCH,
     ]
+
+
+@pytest.mark.parametrize("rule", ["scales", "layers", "heads", "empty"])
+def test_one_engine_whose_layers_are_not_known_leaves_a_rule_open(rule: str) -> None:
+    """The one that is known may be sound; nothing is said of the other one."""
+    [test] = [each.test for each in RULES if each.id == f"LayoutUnsupported/{rule}"]
+    unknown = replace(KNOWN, layers=None)
+    assert test(KNOWN, KNOWN) is None
+    for pair in ((KNOWN, unknown), (unknown, KNOWN)):
+        clash = test(*pair)
+        assert clash is not None
+        assert clash.verdict is Verdict.UNKNOWN
+
+
+def test_kernel_blocks_that_differ_are_cut_where_no_block_size_is_known() -> None:
+    pair = [replace(KNOWN, block_size=None, groups=None, kernel_blocks_per_block=n) for n in (1, 2)]
+    found = {finding.rule: finding.verdict for finding in check(*pair)}
+    assert found["BlockInteriorOpaque/size"] is Verdict.REFUSED

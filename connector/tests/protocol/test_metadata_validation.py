@@ -70,6 +70,20 @@ def test_contradictions(metadata: m.EngineMetadata, expected: list[Reason]) -> N
     assert reasons(metadata) == expected
 
 
+def test_attention_whose_k_and_v_lie_apart_is_sound() -> None:
+    """Only a Mamba layer's bytes are counted over all heads of its parts."""
+    parts = tuple(PartShape(name, 2, 32, "float32") for name in "kv")
+    layer = LayerShape("l0", LayerKind.FULL_ATTENTION, 0, 2, 64, parts=parts)
+    shards = [
+        shard(tp, regions=tuple(
+            Region("l0", base, 8, 1024, 16, tp, tp + 1, 512, None, 32, part=part)
+            for base, part in ((1 << 30, "k"), (1 << 31, "v"))
+        ))
+        for tp in (0, 1)
+    ]  # fmt: skip
+    assert reasons(engine(*shards, shape=replace(SHAPE, layers=(layer,)))) == []
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -209,7 +209,7 @@ def test_another_protocol_is_refused_by_name(
     request = m.encode(m.HandshakeRequest((1, 1), "d/1", SHAPE, (0, 0)))
     decoded = m.decode_handshake_request(request)
     assert isinstance(decoded, m.HandshakeRequest)
-    refusal = server._refusal(decoded)
+    refusal = server._answers.refusal(decoded)
     assert refusal is not None
     assert refusal.reason == Reason.PROTOCOL_VERSION_MISMATCH
     assert (refusal.prefill_value, refusal.decode_value) == ("7..9", "1..1")

@@ -179,7 +179,7 @@ class World:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("fault", ["kill P", "kill D", "stop P", "stop D"])
+@pytest.mark.parametrize("fault", ["kill P", "kill D", "stop P", "stop D", "cut"])
 def test_each_answer_is_a_single_engines_or_a_clean_error(
     engines: Callable[..., Engine],
     judge: Judge,

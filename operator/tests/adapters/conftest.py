@@ -22,7 +22,7 @@ numbers = itertools.count(1)
 def real() -> Iterator[RealApi]:
     """A control plane with our CRDs, whose user `operator` has no rights yet."""
     with running_api() as api:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         for path in CRD_FILES:
             status, answer = api.call("POST", CRDS, yaml.safe_load(path.read_text()))
             assert status == 201, answer

@@ -115,7 +115,7 @@ class RealApi:
             f"--audit-log-path={self.folder / 'audit.log'}",
             "--shutdown-delay-duration=0s",
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not self.ready():
             assert self._api.poll() is None, self.log("kube-apiserver")
             assert time.monotonic() < deadline, self.log("kube-apiserver")

@@ -41,7 +41,7 @@ def autoscaler(kind: str, least: int, most: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_autoscalers_scale_both_roles_and_read_what_exists(real, operator, namespace):
     operator.start()
     create(real, namespace, cluster())
@@ -89,19 +89,20 @@ def test_autoscalers_scale_both_roles_and_read_what_exists(real, operator, names
     bounds = {"spec": {"maxPercentOfDecode": 100}}
     assert real.call("PATCH", f"{scalers}/tiny", bounds, merge)[0] == 200
     until(lambda: len(engines("prefill")) == 3, 90, said)
-    assert "asks for 4" in condition(real, namespace, "PrefillReady")["message"]
+    # The status is written after the children.
+    until(lambda: "asks for 4" in condition(real, namespace, "PrefillReady")["message"], 60, said)
     # Without the scaler, the PDCluster's own number holds.
     assert real.call("DELETE", f"{scalers}/tiny")[0] == 200
     until(lambda: len(engines("prefill")) == 1, 90, said)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_operator_works_where_the_kind_is_not_installed():
     """A chart that was upgraded without its CRDs."""
     with running_api() as api:
         path = CRD_FOLDER / "pdcluster.dev_pdclusters.yaml"
         assert api.call("POST", CRDS, yaml.safe_load(path.read_text()))[0] == 201
-        until(lambda: api.call("GET", f"{GROUP}/pdclusters")[0] == 200, 30, lambda: "no kind")
+        until(lambda: api.call("GET", f"{GROUP}/pdclusters")[0] == 200, 60, lambda: "no kind")
         name = {"metadata": {"name": "alone"}}
         assert api.call("POST", "/api/v1/namespaces", name)[0] == 201
         allow(api, "alone", [*WATCHED_RULES, CERTIFICATE_RULES[0]])

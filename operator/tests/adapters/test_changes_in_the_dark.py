@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 from api_gate import Gate
-from operator_runs import CHILDREN, Operator, cluster, condition, create, delete, edit, get, owned
+from operator_runs import (
+    CHILDREN,
+    Operator,
+    at_rest,
+    cluster,
+    condition,
+    create,
+    delete,
+    edit,
+    get,
+    owned,
+)
 from operator_runs import until as wait
 from played_nodes import PlayedNodes
 from real_api import RealApi
@@ -84,20 +95,20 @@ def test_the_end_is_what_a_fresh_cluster_is(
                     gate.open()
                 else:
                     operator.kill()
-                if operator.process is None or operator.process.poll() is not None:
-                    operator.start(ready=False)  # as the kubelet would
+                operator.start_if_ended()
 
-            def at_rest() -> bool:
-                if operator.process is None or operator.process.poll() is not None:
-                    operator.start(ready=False)
+            def back() -> bool:
+                operator.start_if_ended()
                 return is_ready(real, namespace)
 
-            wait(at_rest, 180, lambda: (get(real, namespace), operator.said()))
+            wait(back, 180, lambda: (get(real, namespace), operator.said()))
+            at_rest(real, operator)  # Ready may be True while old engines still go
             changed = content(real, namespace)
             delete(real, namespace)
             wait(lambda: not owned(real, namespace), 60, lambda: owned(real, namespace))
             create(real, namespace, cluster(**last))
             wait(lambda: is_ready(real, namespace), 120, operator.said)
+            at_rest(real, operator)
             assert changed == content(real, namespace)
     finally:
         operator.stop()

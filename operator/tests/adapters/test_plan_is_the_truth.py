@@ -10,12 +10,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from operator_runs import CHILDREN, Operator, cluster, condition, create, edit, get, until
+from operator_runs import CHILDREN, Operator, at_rest, cluster, condition, create, edit, get, until
 from played_nodes import PlayedNodes
 from real_api import TOKEN, RealApi
 
@@ -99,7 +98,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_operator_writes_what_was_printed(
     real: RealApi, operator: Operator, namespace: str, tmp_path: Path, change: str
@@ -111,6 +110,7 @@ def test_the_operator_writes_what_was_printed(
         until(
             lambda: is_ready(real, namespace), 90, lambda: (get(real, namespace), operator.said())
         )
+        at_rest(real, operator)  # what is written late would be taken for a step of the plan
         manifest = tmp_path / "changed.yaml"
         manifest.write_text(json.dumps(cluster(**{**first, **then})))
         planned = pdcluster(real, "plan", str(manifest), "--against", "-n", namespace)
@@ -126,7 +126,7 @@ def test_the_operator_writes_what_was_printed(
             lambda: (planned.stdout, written(real, namespace, since), operator.said()),
         )
         until(lambda: is_ready(real, namespace), 60, operator.said)
-        time.sleep(2)  # nothing more comes
+        at_rest(real, operator)  # nothing more comes
         done = written(real, namespace, since)
     assert sorted(done) == sorted(expected), planned.stdout
     place = 0

@@ -40,7 +40,7 @@ class Command:
 
     def __call__(self, verb: str, *words: str, name: str = "tiny") -> tuple[int, str]:
         process = self.start(verb, *words, name=name)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=300)
         return process.returncode, said
 
 
@@ -54,7 +54,7 @@ def decodes(real: RealApi, namespace: str) -> set[str]:
     return {name.rpartition("-")[0] for name in names if "-decode-" in name}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_rollout_is_followed_held_back_and_undone(
     real: RealApi, operator: Operator, namespace: str
 ) -> None:
@@ -65,11 +65,11 @@ def test_a_rollout_is_followed_held_back_and_undone(
     )
     operator.start()
     create(real, namespace, cluster())
-    following = rollout.start("status", "--timeout", "100s")
+    following = rollout.start("status", "--timeout", "240s")
     assert following.stdout is not None
     assert "complete" not in following.stdout.readline(), "there are no nodes yet"
     with PlayedNodes(real, namespace):
-        said, _ = following.communicate(timeout=110)
+        said, _ = following.communicate(timeout=300)
         assert following.returncode == 0, said
         last = said.splitlines()[-1]
         assert last.endswith("complete: prefill 1/1 ready, decode 1/1 ready, links 1/1")
@@ -86,7 +86,7 @@ def test_a_rollout_is_followed_held_back_and_undone(
         assert "Paused" in said
         assert decodes(real, namespace) == first
         assert rollout("resume") == (0, "pdcluster.pdcluster.dev/tiny resumed\n")
-        code, said = rollout("status", "--timeout=100s")
+        code, said = rollout("status", "--timeout=240s")
         assert code == 0, said
         second = decodes(real, namespace)
         assert len(second) == 1
@@ -99,12 +99,12 @@ def test_a_rollout_is_followed_held_back_and_undone(
         code, said = rollout("undo")
         assert code == 0, said
         assert "changed: decode.engine.env" in said
-        assert rollout("status", "--timeout=100s")[0] == 0
+        assert rollout("status", "--timeout=240s")[0] == 0
         assert decodes(real, namespace) == first
         assert "env" not in get(real, namespace)["spec"]["decode"].get("engine", {})
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_rollout_that_does_not_come_to_an_end_is_no_success(
     real: RealApi, operator: Operator, namespace: str
 ) -> None:
@@ -116,12 +116,12 @@ def test_a_rollout_that_does_not_come_to_an_end_is_no_success(
     assert code == 3, said
     assert "not complete after 2 s" in said
     assert edit(real, namespace, {"rollout": {"progressDeadlineSeconds": 10}})[0] == 200
-    code, said = rollout("status", "--timeout=100s")
+    code, said = rollout("status", "--timeout=240s")
     assert code == 3, said
     assert "ProgressDeadlineExceeded" in said
     until(
         lambda: condition(real, namespace, "Progressing")["reason"] == "ProgressDeadlineExceeded",
-        30,
+        60,
         operator.said,
     )
     code, said = rollout("status", "--no-watch")

@@ -67,10 +67,9 @@ def test_after_a_gap_children_come_back_and_what_was_deleted_stays_so(real, gate
         )
         forget_history(real)
         gate.open()
-        if operator.process is not None and operator.process.poll() is not None:
-            operator.start()  # as the kubelet would
 
         def back() -> bool:
+            operator.start_if_ended()
             status, found = real.call("GET", path)
             return status == 200 and found["metadata"]["uid"] != uid
 

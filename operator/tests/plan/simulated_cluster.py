@@ -136,9 +136,10 @@ class SimulatedCluster:
         if isinstance(step, RestartPod):
             del self.pods[step.name]
             return
-        child = self.children.pop((step.kind, step.name))
+        child = self.children[step.kind, step.name]
         assert child["metadata"]["uid"] == step.uid
         assert child["metadata"]["resourceVersion"] == step.resource_version
+        del self.children[step.kind, step.name]
         if step.kind == "StatefulSet":
             for name in [n for n, pod in self.pods.items() if engine_of(pod) == engine_of(child)]:
                 ends = timestamp(self.now + GRACE)

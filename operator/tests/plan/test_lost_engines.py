@@ -77,6 +77,33 @@ def test_a_lost_engine_of_another_revision_does_not_block_the_new_one() -> None:
     assert old.pod() in world.pods
 
 
+def test_no_engine_waits_for_a_router_that_is_lost() -> None:
+    """A router that ends may still have streams. One whose node is gone has none."""
+    world = SimulatedCluster(manifest(decode={"replicas": 2}))
+    world.bring_up()
+    [deployment] = [child for (kind, _), child in world.children.items() if kind == "Deployment"]
+    world.pods["a-router"] = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "a-router",
+            "namespace": "default",
+            "uid": "a-router",
+            "labels": deployment["metadata"]["labels"],
+        },
+        "spec": deployment["spec"]["template"]["spec"],
+        "status": {"phase": "Running"},
+    }
+    lose(world, "a-router")
+    world.edit(decode={"replicas": 1})
+    for _ in range(3):
+        world.step()
+    assert indexes(world, "decode") == [0, 1]
+    later(world)
+    world.step()
+    assert indexes(world, "decode") == [0]
+
+
 def test_one_lost_pod_of_several_takes_its_engine_with_it() -> None:
     world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 4, "nodes": 2}}))
     world.bring_up()

@@ -629,6 +629,7 @@ def test_scaling_down_is_not_ready_until_the_last_pod_is_gone():
     world = SimulatedCluster(manifest(decode={"replicas": 2}))
     world.bring_up()
     world.edit(decode={"replicas": 1})
+    world.step()  # the routers forget it first
     world.step()
     is_(world, "Ready", "False", "Replacing")
     world.reap()

@@ -136,9 +136,7 @@ def test_scaling_up_adds_and_scaling_down_removes_with_preconditions():
     world = SimulatedCluster(manifest())
     world.bring_up()
     world.edit(decode={"replicas": 2})
-    assert kinds(world.step()) == [
-        ("Apply", "Service"), ("Apply", "StatefulSet"), ("Apply", "Deployment"),
-    ]  # fmt: skip
+    assert kinds(world.step()) == [("Apply", "Service"), ("Apply", "StatefulSet")]
     world.run_pods()
     world.edit(decode={"replicas": 1})
     plan = world.step()

@@ -32,7 +32,7 @@ WRONG = st.sampled_from(
         {"engine": {"blockSize": 0}},
         {"prefill": {"engine": {"blockSize": "many"}}},
         {"nonsense": True},
-        {"decode": {"engine": {"extraArgs": ["--block-size=64"]}}},
+        {"decode": {"engine": {"extraArgs": ["--kv-transfer-config={}"]}}},
     ]
 )
 
@@ -80,11 +80,15 @@ def killed_while(world: SimulatedCluster, data: st.DataObject) -> None:
 
 def until_at_rest(world: SimulatedCluster) -> None:
     """Let an operator that sees well work for as long as anything changes."""
+
+    def seen() -> Any:
+        return copy.deepcopy((world.children, world.pods, world.engines, world.links))
+
     for _ in range(60):
-        before = content(world), set(world.pods)
+        before = seen()
         plan = world.step()
         world.others_act()
-        if not plan.steps and before == (content(world), set(world.pods)):
+        if not plan.steps and before == seen():
             break
 
 
@@ -151,6 +155,7 @@ def a_wrong_spec_does_no_harm(data: st.DataObject) -> None:
         for _ in range(data.draw(st.integers(1, 3), label="steps")):
             world.step()
             world.others_act()
+        assert refused or world.condition("Accepted")["status"] == "False"
         kept = {name for kind, name in world.children if kind == "StatefulSet"}
         assert kept == engines, "the old engines serve on"
         assert world.condition("Available")["status"] == "True"

@@ -61,7 +61,17 @@ class World:
         keys |= {n: self.spec.key for role in Role for n in self.spec.wanted(role)}
         idle = {n for n in self.live if n not in self.ready}
         verified = {pair for pair in self.linked if not self.going & set(pair)}
-        return Fleet(roles, keys, verified, idle, self.routed, self.served_key, self.surge)
+        return Fleet(
+            roles,
+            keys,
+            verified,
+            idle,
+            self.routed,
+            self.routed,
+            set(),
+            self.served_key,
+            self.surge,
+        )
 
     def moves(self) -> Moves:
         return next_moves(self.fleet(), self.how)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.conditions import StatusReason, timestamp
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 
 ENV = {"decode": {"engine": {"env": [{"name": "A", "value": "2"}]}}}
@@ -82,6 +83,83 @@ def test_surge_serves_all_the_time_and_ends_with_the_new_engines(
     assert world.condition("Ready")["status"] == "True"
 
 
+@pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
+def test_engines_join_the_routers_when_they_are_verified_and_leave_them_first(how: str) -> None:
+    world = up(how)
+    for sizes in ((2, 3), (1, 2), (3, 1), (1, 1)):
+        wanted = dict(zip(("prefill", "decode"), sizes, strict=True))
+        world.edit(**{role: {"replicas": count} for role, count in wanted.items()})
+        go_on(world)
+        known = routers(world)[selector(world)]
+        for role, count in wanted.items():
+            assert known.count(f"--{role} ") == count
+        assert len(engines(world)) == sum(sizes)
+
+
+def test_an_engine_that_is_not_verified_stays_out_of_the_routers() -> None:
+    world = up("Recreate")
+    before = routers(world)
+    world.edit(decode={"replicas": 2})
+    for _ in range(3):
+        world.step()
+        world.run_pods()
+        world.speak()
+        assert routers(world) == before
+    world.link()
+    world.step()
+    assert routers(world)[selector(world)].count("--decode ") == 2
+    assert world.condition("Ready")["reason"] == "RouterReplacing", "routers hear of it only now"
+
+
+def test_an_engine_that_restarts_stays_with_the_routers() -> None:
+    """Otherwise their pods would be replaced twice."""
+    world = up("Recreate", decode={"replicas": 2})
+    before = routers(world)
+    first = next(name for name in world.engines if ".decode." in name)
+    world.engines[first] = replace(world.engines[first], ready=False, state="Starting")
+    world.links.pop(first)
+    world.step()
+    assert world.condition("Ready")["status"] == "False"
+    assert routers(world) == before
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_engine_that_is_evicted_leaves_the_routers_if_another_one_serves(replicas: int) -> None:
+    world = up("Recreate", decode={"replicas": replicas})
+    before = routers(world)
+    first = min(name for name in world.pods if "-decode-" in name)
+    world.pods[first]["metadata"]["deletionTimestamp"] = timestamp(world.now + 2000)
+    world.step()
+    known = routers(world)[selector(world)]
+    assert (first in known) is (replicas == 1)
+    world.reap()
+    del world.links[next(name for name in world.links if name.endswith(".0"))]
+    world.run_pods()
+    world.step()
+    assert routers(world)[selector(world)] == known, "it is not verified yet"
+    world.link()
+    world.step()
+    assert routers(world) == before
+
+
+@pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
+def test_the_last_verified_engine_is_not_too_many(how: str) -> None:
+    """Decode 0 is broken. It is the one to stay, and the other one serves until it works."""
+    world = up(how, decode={"replicas": 2})
+    first = min(name for name in world.engines if ".decode." in name)
+    world.engines[first] = replace(world.engines[first], ready=False, state="Starting")
+    report = world.links.pop(first)
+    world.edit(decode={"replicas": 1})
+    for _ in range(3):
+        world.step()
+        world.route()
+    assert len(engines(world)) == 3
+    world.speak()
+    world.links[first] = report
+    go_on(world)
+    assert len(engines(world)) == 2
+
+
 def test_engines_of_two_keys_are_never_linked() -> None:
     world = up("Surge")
     world.edit(**KEY)
@@ -101,6 +179,29 @@ def test_engines_of_two_keys_are_never_linked() -> None:
             if engine_of(pod)
         }
         assert key[decode[-2]] == key[prefill[-2]]
+
+
+def test_old_engines_stay_until_the_pods_of_their_routers_are_gone() -> None:
+    """The Deployment is gone a moment before its pods begin to end."""
+    world = up("Surge")
+    old = engines(world)
+    [deployment] = [child for (kind, _), child in world.children.items() if kind == "Deployment"]
+    metadata = {"name": "a-router", "namespace": "default", "uid": "a-router"}
+    world.pods["a-router"] = {
+        "metadata": {**metadata, "labels": deployment["metadata"]["labels"]},
+        "spec": deployment["spec"]["template"]["spec"],
+        "status": {"phase": "Running"},
+    }
+    world.edit(**KEY)
+    for _ in range(10):
+        world.step()
+        world.others_act()
+    assert len(routers(world)) == 1
+    assert len(engines(world)) == 4
+    assert old < engines(world)
+    del world.pods["a-router"]
+    go_on(world)
+    assert not engines(world) & old
 
 
 def test_replace_rolls_two_engines_of_each_role_without_another_gpu() -> None:

@@ -1,9 +1,10 @@
 """The side channel: the small HTTP server through which peers learn about this engine.
 
 Runs in the scheduler role, in a thread of its own, so that neither an engine step nor a
-client's behaviour can hold up the other. With TLS, every client shows a certificate, and what it
-says of itself has to fit it. Without TLS, the server binds to loopback only unless
-``allow_insecure`` says otherwise, because its answers let the reader read KV memory.
+client's behaviour can hold up the other. What it answers is in :mod:`answers`. With TLS, every
+client shows a certificate, and what it says of itself has to fit it. Without TLS, the server binds
+to loopback only unless ``allow_insecure`` says otherwise, because its answers let the reader read
+KV memory.
 """
 
 from __future__ import annotations
@@ -11,24 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from aiohttp import web
 
-from pdcluster_connector.compat import rules
-from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.messages import (
-    EngineMetadata,
-    HandshakeRequest,
-    Malformed,
-    Refusal,
-    ShardMetadata,
-)
-from pdcluster_connector.protocol.peer_name import engine_in, names_in, why_not_peer
-from pdcluster_connector.protocol.refusal import refusal_of
+from pdcluster_connector.protocol.messages import ShardMetadata
+from pdcluster_connector.protocol.peer_name import names_in
+from pdcluster_connector.sidechannel.answers import Answer, Answers, Names
 from pdcluster_connector.sidechannel.http_guard import ConnectionGuard, connection_limit
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.listener import SideChannelError, listen, require_loopback
@@ -39,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 15.0  # peers that keep a connection ask every second
 BODY_SECONDS = 5.0
-MSGPACK = "application/msgpack"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -76,17 +67,19 @@ class SideChannelServer:
     ) -> None:
         self.host = host
         self.port = port
-        self.counts: Counter[str] = Counter()
-        self._engine_id = engine_id
-        self._shape = shape
-        self._shards = tuple(shards)
-        self._leases = leases
+        self._answers = Answers(
+            engine_id,
+            shape,
+            leases=leases,
+            role=role,
+            lease_seconds=lease_seconds,
+            versions=versions or {},
+        )
+        self.counts = self._answers.counts
+        self.set_shards = self._answers.set_shards
+        self.set_shards(shards)
         self._tls = tls
         self._allow_insecure = allow_insecure
-        self._role = role
-        self._lease_seconds = lease_seconds
-        self._versions = dict(versions or {})
-        self._answers: dict[int, bytes] = {}  # by protocol
         self._guard: ConnectionGuard | None = None
         self._runner: web.AppRunner | None = None
         self._listener: socket.socket | None = None
@@ -105,27 +98,9 @@ class SideChannelServer:
             require_loopback(self.host, self.port)
         listener = listen(self.host, self.port)
         self.port = listener.getsockname()[1]
-        self.set_shards(self._shards)
         self._thread = LoopThread("pdcluster-side-channel")
         self._thread.start()
         self._thread.submit(self._serve(listener)).result(timeout=30)
-
-    def set_shards(self, shards: Sequence[ShardMetadata]) -> None:
-        """Publish the ranks' metadata; from now on handshakes are answered with it."""
-        self._shards = tuple(shards)
-        self._answers = {
-            protocol: messages.encode(
-                EngineMetadata(
-                    protocol=protocol,
-                    engine_id=self._engine_id,
-                    shape=self._shape,
-                    shards=self._shards,
-                    lease_seconds=self._lease_seconds,
-                    versions=self._versions,
-                )
-            )
-            for protocol in range(messages.PROTOCOL_OLDEST, messages.PROTOCOL_NEWEST + 1)
-        }
 
     def stop(self) -> None:
         """Close the port and every connection. May be called twice."""
@@ -183,79 +158,20 @@ class SideChannelServer:
             self._guard.ended(request.protocol)
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        self.counts["health_questions"] += 1
-        reply = messages.HealthReply(self._engine_id, self._role, len(self._shards))
-        return web.Response(body=messages.encode_health(reply), content_type="application/json")
+        return _response(self._answers.health())
 
     async def _handshake(self, request: web.Request) -> web.Response:
-        asked = messages.decode_handshake_request(await _body(request))
-        if isinstance(asked, Malformed):
-            return self._malformed(asked)
-        if why := self._stranger(request, asked.engine_id):
-            return web.Response(status=403, text=why)
-        self.counts["handshakes"] += 1
-        refusal = self._refusal(asked)
-        if refusal is not None:
-            self.counts["refusals"] += 1
-            logger.warning(
-                "handshake of %s refused: %s: %s", asked.engine_id, refusal.reason, refusal.message
-            )
-            return _msgpack(messages.encode(refusal), status=409)
-        if not self._shards:
-            return web.Response(status=503, text="the engine's memory is not registered yet")
-        return _msgpack(self._answers[min(asked.protocols[1], messages.PROTOCOL_NEWEST)])
+        return _response(self._answers.handshake(await _body(request), self._names(request)))
 
     async def _lease(self, request: web.Request) -> web.Response:
-        asked = messages.decode_lease_request(await _body(request))
-        if isinstance(asked, Malformed):
-            return self._malformed(asked)
-        if why := self._stranger(request, asked.holder):  # it claims for nobody else
-            return web.Response(status=403, text=why)
-        if asked.engine_id != self._engine_id:
-            refusal = Refusal(
-                Reason.PEER_RESTARTED.value,
-                f"{asked.engine_id} is gone; {self._engine_id} listens here now",
-                self._engine_id,
-                asked.engine_id,
-            )
-            return _msgpack(messages.encode(refusal), status=409)
-        if self._leases is None:
-            return web.Response(status=404, text="this engine grants no leases")
-        self.counts["lease_messages"] += 1
-        return _msgpack(messages.encode(self._leases.answer(asked)))
+        return _response(self._answers.lease(await _body(request), self._names(request)))
 
-    def _stranger(self, request: web.Request, claimed: str | None) -> str | None:
-        """Return why a client may not ask this; ``claimed`` is who it says that it is."""
+    def _names(self, request: web.Request) -> Names:
+        """Return the names in the client's certificate; None where names do not count."""
         if self._tls is None or not self._tls.named:
             return None
         transport = request.transport
-        names = names_in(transport and transport.get_extra_info("peercert"))
-        who = claimed or engine_in(names) or ""
-        why = why_not_peer(self._engine_id, names, who, "decode")
-        if why is not None:
-            self.counts["strangers"] += 1
-            logger.warning("%s refused: %s", request.path, why)
-        return why
-
-    def _malformed(self, why: Malformed) -> web.Response:
-        self.counts["malformed"] += 1
-        if self.counts["malformed"] & (self.counts["malformed"] - 1) == 0:  # 1, 2, 4, 8 ...
-            logger.warning("malformed message %d: %s", self.counts["malformed"], why.message)
-        return web.Response(status=400, text=why.message)
-
-    def _refusal(self, asked: HandshakeRequest) -> Refusal | None:
-        oldest, newest = asked.protocols
-        if oldest > messages.PROTOCOL_NEWEST or newest < messages.PROTOCOL_OLDEST:
-            ours = f"{messages.PROTOCOL_OLDEST}..{messages.PROTOCOL_NEWEST}"
-            theirs = f"{oldest}..{newest}"
-            return Refusal(
-                Reason.PROTOCOL_VERSION_MISMATCH.value,
-                f"prefill speaks protocol {ours}, decode {theirs}; give both"
-                " engines the same connector",
-                ours,
-                theirs,
-            )
-        return refusal_of(rules.check(self._shape, asked.shape))
+        return names_in(transport and transport.get_extra_info("peercert"))
 
 
 async def _body(request: web.Request) -> bytes:
@@ -270,5 +186,5 @@ async def _body(request: web.Request) -> bytes:
         raise web.HTTPRequestTimeout from None
 
 
-def _msgpack(body: bytes, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=body, content_type=MSGPACK)
+def _response(answer: Answer) -> web.Response:
+    return web.Response(status=answer.status, body=answer.body, content_type=answer.content_type)

@@ -23,13 +23,14 @@ def lost_engines(pods: Iterable[Manifest], now: float) -> frozenset[EngineName]:
 
     ``deletionTimestamp`` is the moment at which the pod's grace period ends.
     """
-    found = set()
-    for pod in pods:
-        ends = seconds(pod["metadata"].get("deletionTimestamp"))
-        engine = engine_of(pod)
-        if engine is not None and ends is not None and now > ends + LOST_SECONDS:
-            found.add(engine)
-    return frozenset(found)
+    found = (engine_of(pod) for pod in pods if is_lost(pod, now))
+    return frozenset(engine for engine in found if engine is not None)
+
+
+def is_lost(pod: Manifest, now: float) -> bool:
+    """Whether a pod should have gone long ago."""
+    ends = seconds(pod["metadata"].get("deletionTimestamp"))
+    return ends is not None and now > ends + LOST_SECONDS
 
 
 def choose_indexes(

@@ -68,7 +68,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         key = ticket_key_step(observed, cluster)
         rest = _steps(observed, cluster, desired, now, memo)
         steps = (*((key,) if key else ()), *steps, *rest)
-    view = _view(observed, cluster, desired, memo, accepted=findings.ok)
+    view = _view(observed, cluster, desired, steps, memo, accepted=findings.ok)
     status = build_status(observed, cluster, findings, view, now, memo)
     peers: tuple[PeerAssignment, ...] = ()
     if findings.ok:
@@ -174,7 +174,13 @@ def _uid(live: Manifest | None) -> str:
 
 
 def _view(
-    observed: Observed, cluster: Cluster, desired: Desired, memo: Memo, *, accepted: bool
+    observed: Observed,
+    cluster: Cluster,
+    desired: Desired,
+    steps: Iterable[Step],
+    memo: Memo,
+    *,
+    accepted: bool,
 ) -> View:
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
     engines = {
@@ -197,7 +203,7 @@ def _view(
         router_trouble=router_trouble(observed),
         changed=desired.changed,
         stuck=desired.stuck,
-        router_behind=router_behind(observed),
+        router_behind=router_behind(observed, steps),
         scaled_to_zero=next((role.value for role in Role if accepted and not engines[role]), ""),
     )
     return View(engines, pairs, observed.links, change)

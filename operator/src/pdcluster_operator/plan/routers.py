@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 
 from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, router_name
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT
-from pdcluster_operator.plan.model import Manifest, Observed
+from pdcluster_operator.plan.lost import is_lost
+from pdcluster_operator.plan.model import Apply, Manifest, Observed, Step
 from pdcluster_operator.plan.pods import metadata_of, pod_trouble, status_of
 
+CHANGED = "the routers' Deployment has changed"
 NOT_READY = "not every router pod is new and ready"
 
 
@@ -21,12 +22,17 @@ def router_available(observed: Observed, cluster: Cluster) -> bool | None:
     return any(status_of(child).get("availableReplicas") for child in _deployments(observed))
 
 
-def router_behind(observed: Observed) -> str:
+def router_behind(observed: Observed, steps: Iterable[Step] = ()) -> str:
     """Return what the routers' Deployments still have to do; empty if nothing.
 
     Old pods serve until new ones are ready. So a new template whose pods never start is seen here,
     and not by whether a router is available.
+
+    Args:
+        steps: those of the plan. They may be about to change a Deployment.
     """
+    if any(isinstance(step, Apply) and step.manifest["kind"] == "Deployment" for step in steps):
+        return CHANGED
     for deployment in _deployments(observed):
         if behind := _behind(deployment):
             trouble = router_trouble(observed)
@@ -37,7 +43,7 @@ def router_behind(observed: Observed) -> str:
 def _behind(deployment: Manifest) -> str:
     metadata, status = metadata_of(deployment), status_of(deployment)
     if status.get("observedGeneration", 0) < metadata.get("generation", 0):
-        return "the routers' Deployment has changed"
+        return CHANGED
     wanted = deployment["spec"].get("replicas", 1)
     ready = min(status.get("updatedReplicas", 0), status.get("availableReplicas", 0))
     return NOT_READY if ready < wanted or status.get("replicas", wanted) > wanted else ""
@@ -45,24 +51,38 @@ def _behind(deployment: Manifest) -> str:
 
 def routers_run(observed: Observed, pairing_key: str) -> bool:
     """Whether all router pods of a pairing key are new and ready."""
-    found = [
-        child
-        for child in _deployments(observed)
-        if (metadata_of(child).get("labels") or {}).get(PAIRING_LABEL) == pairing_key
-    ]
+    found = [child for child in _deployments(observed) if _key(child) == pairing_key]
     return bool(found) and not any(map(_behind, found))
 
 
-def routed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozenset[EngineName]:
+def routed_engines(
+    observed: Observed, engines: Iterable[EngineName], now: float
+) -> frozenset[EngineName]:
     """Return the engines that some router may send requests to.
 
-    While routers are replaced, that is every engine: a pod that ends still has its streams.
+    While routers are replaced, that is every engine: a pod that ends still has its streams. A pod
+    whose Deployment is gone is about to end. Nobody waits for a pod that is lost with its node.
     """
-    ending = any(metadata_of(pod).get("deletionTimestamp") for pod in _pods(observed))
+    keys = {_key(deployment) for deployment in _deployments(observed)}
+    ending = any(
+        (metadata_of(pod).get("deletionTimestamp") or _key(pod) not in keys)
+        and not is_lost(pod, now)
+        for pod in _pods(observed)
+    )
     if ending or router_behind(observed):
         return frozenset(engines)
-    known = "\n".join(json.dumps(one["spec"]["template"]) for one in _deployments(observed))
-    return frozenset(name for name in engines if f'"{name.api_url}"' in known)
+    return listed_engines(observed, engines)
+
+
+def listed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozenset[EngineName]:
+    """Return the engines in the templates of the routers' Deployments."""
+    known = {
+        word
+        for deployment in _deployments(observed)
+        for container in deployment["spec"]["template"]["spec"]["containers"]
+        for word in container.get("args") or ()
+    }
+    return frozenset(name for name in engines if name.api_url in known)
 
 
 def served_key(observed: Observed, cluster: Cluster) -> str:
@@ -85,6 +105,10 @@ def router_trouble(observed: Observed) -> str:
         if found := pod_trouble(pod):
             return f"{metadata_of(pod)['name']}: {found.message}"
     return ""
+
+
+def _key(manifest: Manifest) -> str:
+    return str((metadata_of(manifest).get("labels") or {}).get(PAIRING_LABEL, ""))
 
 
 def _deployments(observed: Observed) -> Iterator[Manifest]:

@@ -115,7 +115,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         role: engine_names(cluster, role, revision.name, live[role], lost) if revision else ()
         for role, revision in serving.items()
     }
-    others = {name for name in seen if not _is_of(name, serving)}
+    others = {name for name in seen if name not in names[name.role]}
     keys = engine_keys(observed, names, serving)
     blocked: AbstractSet[EngineName] = frozenset()
     kept = {name for name in others if name in live[name.role]}
@@ -123,13 +123,15 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
     key = _pairing_key(serving, live)
     routing = Routing(key, {key: {role: (*names[role], *_of(kept, role)) for role in Role}})
     target = {role: one for role, one in serving.items() if one is not None}
-    if others and len(target) == len(Role):
-        fleet = observe_fleet(observed, cluster, live, names, target, seen, keys, memo)
-        moves = frozen(fleet) if hold else next_moves(fleet, cluster.spec.rollout.type)
+    if seen and len(target) == len(Role):
+        fleet = observe_fleet(observed, cluster, live, names, target, seen, lost, keys, now, memo)
+        replacing = any(not _is_of(name, serving) for name in seen)
+        held = hold and replacing
+        moves = frozen(fleet) if held else next_moves(fleet, cluster.spec.rollout.type)
         blocked = {name for found in names.values() for name in found} - moves.made
         kept -= moves.removed
         stuck = moves.stuck
-        if cluster.spec.rollout.type is not RolloutType.RECREATE:
+        if cluster.spec.rollout.type is not RolloutType.RECREATE or not replacing:
             routing = route(observed, fleet, moves, key, hold=hold)
         elif not hold:
             routing = Routing(key, {key: names})

@@ -16,7 +16,7 @@ from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.rollout.moves import Fleet, Pair, RoleFleet
 from pdcluster_operator.plan.rollout.stored import Revision
-from pdcluster_operator.plan.routers import routed_engines, served_key
+from pdcluster_operator.plan.routers import listed_engines, routed_engines, served_key
 
 Live = Mapping[Role, Mapping[EngineName, Manifest]]
 
@@ -28,7 +28,9 @@ def observe_fleet(
     wanted: Mapping[Role, tuple[EngineName, ...]],
     revisions: Mapping[Role, Revision],
     seen: AbstractSet[EngineName],
+    lost: AbstractSet[EngineName],
     keys: Mapping[EngineName, str],
+    now: float,
     memo: Memo,
 ) -> Fleet:
     """Return all engines of a cluster, and what clients reach of them.
@@ -38,7 +40,9 @@ def observe_fleet(
         wanted: names of the engines that the spec asks for.
         revisions: what wanted engines are made from.
         seen: engines that have a StatefulSet or pods, without those that are lost.
+        lost: engines whose node is gone.
         keys: pairing key of each engine.
+        now: seconds since the epoch.
         memo: of the plan, which looks at the same engines and pairs again for the status.
     """
     roles = {
@@ -46,17 +50,26 @@ def observe_fleet(
     }
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
     views = {role: observe_engines(observed, roles[role].live, parallelism, memo) for role in Role}
+    live_names = [name for side in roles.values() for name in side.live]
     return Fleet(
         roles=roles,
         keys=keys,
         verified=_verified(observed, views, keys, memo),
         idle=frozenset(
             view.name for found in views.values() for view in found if view.ready is False
-        ),
-        routed=routed_engines(observed, [name for side in roles.values() for name in side.live]),
+        )
+        | lost,
+        routed=routed_engines(observed, live_names, now),
+        listed=listed_engines(observed, live_names),
+        ending=_ending(observed),
         served_key=served_key(observed, cluster),
         surge=cluster.spec.rollout.max_surge,
     )
+
+
+def _ending(observed: Observed) -> frozenset[EngineName]:
+    pods = (pod for pod in observed.pods if pod["metadata"].get("deletionTimestamp"))
+    return frozenset(name for name in map(engine_of, pods) if name is not None)
 
 
 def engine_keys(

@@ -1,7 +1,8 @@
-"""The next moves of a rollout: which engines are created, and which leave.
+"""The next moves of a rollout or of a resize: which engines are created, and which leave.
 
 A pure function of what is observed. It remembers nothing, so it does not matter after which
-write an operator stopped. Three rules hold in ``Surge`` and in ``Replace``:
+write an operator stopped. Three rules hold in ``Surge`` and in ``Replace``, and whenever replicas
+change:
 
 * engines leave only while a verified pair remains that clients reach, if there was one;
 * the engines of a role never use more GPUs than its budget;
@@ -46,6 +47,17 @@ class RoleFleet:
         )
 
     @property
+    def surplus(self) -> list[EngineName]:
+        """Engines of the wanted revision that the spec does not ask for any more."""
+        wanted = set(self.wanted)
+        revisions = {name.revision for name in wanted}
+        return sorted(
+            name
+            for name in self.live
+            if name.revision in revisions and name not in wanted and name not in self.going
+        )
+
+    @property
     def made(self) -> list[EngineName]:
         """Wanted engines that exist."""
         return [name for name in self.wanted if name in self.live and name not in self.going]
@@ -60,7 +72,9 @@ class Fleet:
         keys: pairing key of each engine, live or wanted.
         verified: pairs of live engines that were seen to move KV.
         idle: live engines that are known to serve nothing.
-        routed: engines that some router still knows.
+        routed: engines that some router may still send requests to.
+        listed: engines that the newest routers know.
+        ending: engines with a pod that is being deleted, for example because it was evicted.
         served_key: pairing key of the routers behind the Service; empty if there are none, and
             clients then reach every engine.
         surge: engines of each role that may exist beside its replicas.
@@ -71,6 +85,8 @@ class Fleet:
     verified: AbstractSet[Pair]
     idle: AbstractSet[EngineName]
     routed: AbstractSet[EngineName]
+    listed: AbstractSet[EngineName]
+    ending: AbstractSet[EngineName]
     served_key: str
     surge: int
 
@@ -85,7 +101,7 @@ class Moves:
 
     Attributes:
         made: wanted engines that exist or are created now.
-        leaving: old engines that routers must forget.
+        leaving: engines that routers must forget.
         removed: engines of them to delete now.
         stuck: why the rollout cannot go on; empty if it can.
     """
@@ -98,23 +114,39 @@ class Moves:
 
 def next_moves(fleet: Fleet, how: RolloutType) -> Moves:
     """Return the next moves. Nothing is left to do when all wanted engines are made."""
+    leaving = _surplus(fleet)
     if how is RolloutType.RECREATE:
-        return _recreate(fleet)
-    leaving = {name for side in fleet.roles.values() for name in side.old if _useless(name, fleet)}
+        return _recreate(fleet, leaving)
+    leaving |= {name for side in fleet.roles.values() for name in side.old if _useless(name, fleet)}
     for side in fleet.roles.values():
         leaving |= _replaced(side, fleet, leaving)
     stuck = _make_room(fleet, leaving) if how is RolloutType.REPLACE else ""
     made: set[EngineName] = set()
     for side in fleet.roles.values():
         made |= _affordable(side, fleet.surge if how is RolloutType.SURGE else 0)
-    removed = {name for name in leaving if name in fleet.idle or name not in fleet.routed}
-    return Moves(frozenset(made), frozenset(leaving), frozenset(removed), stuck)
+    return Moves(frozenset(made), frozenset(leaving), _forgotten(fleet, leaving), stuck)
 
 
 def frozen(fleet: Fleet) -> Moves:
-    """Return the moves of a rollout that is held: none."""
+    """Return the moves of a rollout that is held: fewer engines may be asked for, no others."""
     made = {name for side in fleet.roles.values() for name in side.made}
-    return Moves(frozenset(made), frozenset(), frozenset())
+    leaving = _surplus(fleet)
+    return Moves(frozenset(made), frozenset(leaving), _forgotten(fleet, leaving))
+
+
+def _forgotten(fleet: Fleet, leaving: AbstractSet[EngineName]) -> frozenset[EngineName]:
+    """Return the engines that leave and get no requests any more."""
+    return frozenset(name for name in leaving if name in fleet.idle or name not in fleet.routed)
+
+
+def _surplus(fleet: Fleet) -> set[EngineName]:
+    """Return the engines that are too many, as far as a verified pair remains without them."""
+    found: set[EngineName] = set()
+    for side in fleet.roles.values():
+        for name in reversed(side.surplus):
+            if name in fleet.idle or _may_leave(name, fleet, found):
+                found.add(name)
+    return found
 
 
 def _useless(name: EngineName, fleet: Fleet) -> bool:
@@ -122,15 +154,15 @@ def _useless(name: EngineName, fleet: Fleet) -> bool:
     return name in fleet.idle or not fleet.reached(name)
 
 
-def _recreate(fleet: Fleet) -> Moves:
-    leaving = {name for side in fleet.roles.values() for name in side.old}
+def _recreate(fleet: Fleet, surplus: AbstractSet[EngineName]) -> Moves:
+    old = {name for side in fleet.roles.values() for name in side.old}
     made: set[EngineName] = set()
     for side in fleet.roles.values():
         wanted = set(side.wanted)
         revisions = {name.revision for name in side.wanted}
         clear = all(name.revision in revisions for name in side.live)
         made |= wanted if clear else set(side.made)
-    return Moves(frozenset(made), frozenset(leaving), frozenset(leaving))
+    return Moves(frozenset(made), frozenset(old | surplus), _forgotten(fleet, surplus) | old)
 
 
 def _budget(side: RoleFleet, surge: int) -> int:

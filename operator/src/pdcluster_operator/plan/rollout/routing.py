@@ -50,18 +50,25 @@ def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: 
 
 
 def _members(fleet: Fleet, moves: Moves, key: str) -> Members:
-    """Return the engines of a key that stay and are verified, or that nothing replaces."""
-    known = {name for pair in fleet.verified for name in pair}
-    return {
-        role: tuple(
-            sorted(
-                name
-                for name in side.live
-                if fleet.keys[name] == key
-                and name not in side.going
-                and name not in moves.leaving
-                and (name in known or not side.old or name not in side.wanted)
-            )
-        )
-        for role, side in fleet.roles.items()
-    }
+    """Return the engines of a key that stay and are verified, or that nothing replaces.
+
+    An engine that restarts stays with the routers that know it: to leave and to join again would
+    replace their pods twice. An engine whose pod is being deleted leaves if another one of its role
+    serves, because it ends when it gets no more requests. If none of a role is known or verified
+    yet, the routers get all that are wanted, and wait for them.
+    """
+    verified = {name for pair in fleet.verified for name in pair}
+    known = verified | fleet.listed
+    found = {}
+    for role, side in fleet.roles.items():
+        staying = {
+            name
+            for name in (*side.live, *side.wanted)
+            if fleet.keys[name] == key and name not in side.going and name not in moves.leaving
+        }
+        proven = {name for name in staying if name in known or name not in side.wanted}
+        serving = {name for name in proven if name in verified} - fleet.ending
+        if serving:
+            proven -= fleet.ending
+        found[role] = tuple(sorted(proven if proven or side.old else staying))
+    return found

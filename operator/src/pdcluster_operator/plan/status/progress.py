@@ -35,7 +35,7 @@ class ChangeView:
     """How far the live objects are from the wanted ones.
 
     Attributes:
-        replacing: engines of another revision still exist.
+        replacing: engines that the spec does not ask for still exist.
         paused: ``rollout.paused`` keeps engines of another revision.
         router_available: None if no router is wanted.
         router_trouble: why a router pod does not run; empty if none has trouble.
@@ -107,7 +107,7 @@ def _replaced(change: ChangeView) -> Verdict | None:
         return no(StatusReason.ROUTER_REPLACING, behind) if behind else None
     reason = StatusReason.PAUSED if change.paused else StatusReason.REPLACING
     cause = f": {change.changed}" if change.changed else ""
-    return no(reason, f"engines of another revision exist{cause}")
+    return no(reason, f"engines that the spec does not ask for still exist{cause}")
 
 
 def _held(change: ChangeView) -> Verdict | None:
