@@ -21,7 +21,7 @@ from cluster import binaries
 from cluster.places import Places
 
 ROOT = Path(__file__).resolve().parents[2]
-CRD = ROOT / "crds" / "pdcluster.dev_pdclusters.yaml"
+CRDS = ROOT / "crds"
 SAMPLE, RAW, BENCH, DOOMED = NAMESPACES = ("sample", "raw", "bench", "doomed")
 NODES = 10
 PODS = "127.64.0.1/10"
@@ -165,9 +165,10 @@ def running_plane() -> Iterator[RealApi]:
 
 
 def _install(real: RealApi) -> None:
-    """Install the CRD, and give the user `operator` all rights: rights are not measured here."""
+    """Install the CRDs, and give the user `operator` all rights: rights are not measured here."""
     crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    _create(real, crds, yaml.safe_load(CRD.read_text()))
+    for file in CRDS.glob("*.yaml"):
+        _create(real, crds, yaml.safe_load(file.read_text()))
     rbac = "rbac.authorization.k8s.io"
     binding = {
         "apiVersion": f"{rbac}/v1",
@@ -182,8 +183,9 @@ def _install(real: RealApi) -> None:
         _create(real, "/api/v1/namespaces", body)
     for number in range(NODES):
         _node(real, f"node-{number}")
-    ours = "/apis/pdcluster.dev/v1alpha1/pdclusters"
-    until(lambda: real.call("GET", ours)[0] == 200, 30, lambda: "the CRD is not served")
+    for plural in ("pdclusters", "prefillscalers"):
+        ours = f"/apis/pdcluster.dev/v1alpha1/{plural}"
+        until(lambda path=ours: real.call("GET", path)[0] == 200, 30, lambda: "a CRD is not served")
 
 
 def _node(real: RealApi, name: str) -> None:

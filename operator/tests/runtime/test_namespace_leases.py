@@ -178,6 +178,29 @@ def test_the_term_grows_until_there_is_a_renewal_a_second(leases: int) -> None:
         assert leases / term.renew_seconds <= 1.0
 
 
+async def test_what_was_left_while_a_renewal_was_slow_is_looked_at() -> None:
+    server = Server()
+    one = Process(server, "one")
+    await until(one.holds)
+    write = server.write_lease
+
+    async def slowly(manifest: Mapping[str, Any]) -> None:
+        server.write_lease = write  # type: ignore[method-assign]
+        one.now += 2
+        assert not one.holds(), "what comes up now is left alone"
+        await write(manifest)
+
+    async def late(manifest: Mapping[str, Any]) -> None:
+        server.write_lease = slowly  # type: ignore[method-assign]
+        await write(manifest)
+        one.now += Term().act_seconds - 1
+
+    server.write_lease = late  # type: ignore[method-assign]
+    await until(lambda: one.woken == ["ns", "ns"])
+    assert one.holds()
+    await one.leases.stop()
+
+
 async def test_a_process_that_starts_again_under_its_name_goes_on_at_once() -> None:
     server = Server()
     first = Process(server, "pod-a")

@@ -77,13 +77,14 @@ def links_of(
     prefill: tuple[EngineView, ...], decode: tuple[EngineView, ...]
 ) -> list[tuple[EngineView, ...]]:
     """Return for each decode engine of one pairing key the prefill engines that it has links to."""
-    sample = sample_links(_names(prefill), _names(decode))
-    names = (sample[reader] for reader in _names(decode))
+    names, readers = _names(prefill), _names(decode)
+    sample = sample_links(names, readers)
+    place = {name: number for number, name in enumerate(names)}
     return [
         prefill
-        if len(kept) == len(prefill)
-        else tuple(one for one in prefill if one.name.logical in kept)
-        for kept in names
+        if len(sample[reader]) == len(prefill)
+        else tuple(prefill[number] for number in sorted(map(place.__getitem__, sample[reader])))
+        for reader in readers
     ]
 
 

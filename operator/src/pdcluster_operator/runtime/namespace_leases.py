@@ -98,7 +98,7 @@ class NamespaceLeases:
         del self._claims[claim.namespace]
 
     async def _try(self, claim: _Claim) -> None:
-        began, had = self._clock(), self._clock() < claim.until
+        began = self._clock()
         live = await self._api.read_lease(claim.namespace, self._name)
         version = None if live is None else str(live["metadata"]["resourceVersion"])
         if version != claim.version:
@@ -116,6 +116,7 @@ class NamespaceLeases:
             return
         term = self._term()
         await self._write(claim, live, self._me, term)
+        had = self._clock() < claim.until  # a slow renewal may have come too late
         claim.until, claim.other = began + term.act_seconds, ""
         if not had:
             log.info("namespace %s: this operator works on its PDClusters now", claim.namespace)
