@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import threading
 import time
 import urllib.request
@@ -23,10 +24,13 @@ import yaml
 from reply import Reply, answer
 
 from models.tiny import model_path
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
-from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
+from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
+from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
 from pdcluster_operator.local.cluster import LocalCluster
+from pdcluster_operator.plan.builders.certificates import has_certificates
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
@@ -264,8 +268,23 @@ class LocalRun:
     def engine_id(self, role: str) -> str:
         return str(json.loads(self.get(role, LAUNCHER_PORT, "/readyz"))["engine_id"])
 
+    @property
+    def secured(self) -> bool:
+        """Whether the engines speak TLS."""
+        return has_certificates(parse_cluster(self._document).cluster)
+
+    def shown_as(self, name: str) -> ssl.SSLContext:
+        """A client's TLS context, with a certificate of this name from the operator's CA."""
+        authority, now = self._local.authority, time.time()
+        context = authority.client_context(authority.sign(name, now - 3600, now + 3600))
+        context.check_hostname = False  # a test asks by address, whoever is there
+        return context
+
     def get(self, role: str, port: int, path: str, node: int = 0) -> str:
-        """What an engine's pod answers to a GET."""
-        url = f"http://{self.address(role, node)}:{port}{path}"
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        """What an engine's pod answers to a GET: to the operator, or to another engine."""
+        secured = self.secured and (port == LAUNCHER_PORT or port >= SIDE_CHANNEL_PORT)
+        context = self.shown_as(OPERATOR_NAME) if secured else None
+        scheme = "https" if secured else "http"
+        url = f"{scheme}://{self.address(role, node)}:{port}{path}"
+        with urllib.request.urlopen(url, timeout=5, context=context) as reply:
             return str(reply.read().decode())

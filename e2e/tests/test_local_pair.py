@@ -22,6 +22,7 @@ from reply import Reply
 
 from metrics_page import documented
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.peer_name import engine_name
 from pdcluster_operator.api.labels import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
@@ -43,7 +44,7 @@ ROLE = {"podTemplate": {"spec": {"containers": [{"name": "engine", "env": ENVIRO
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRun]:
     folder: Path = tmp_path_factory.mktemp("local")
-    with LocalRun(manifest(prefill=ROLE, decode=ROLE), folder) as run:
+    with LocalRun(manifest(prefill=ROLE, decode=ROLE, transfer={"tls": "Enabled"}), folder) as run:
         run.wait_ready()
         yield run
 
@@ -235,6 +236,7 @@ def test_a_running_request_goes_on_after_its_kv_was_cleared(pausable: LocalRun) 
 
 def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:
     address = (run.address("prefill"), 5600)
+    context = run.shown_as(engine_name(run.engine_id("decode")))
     source = random.Random(5)
 
     def http(body: bytes, path: str = "/v1/handshake", length: int | None = None) -> bytes:
@@ -258,13 +260,18 @@ def test_malformed_messages_cost_nothing_but_themselves(run: LocalRun) -> None:
     )
     for number in range(200):
         message = http(source.randbytes(10_000_000)) if number % 50 == 7 else kinds[number % 10]()
-        with socket.create_connection(address, timeout=10) as peer:
+        with socket.create_connection(address, timeout=10) as plain:
             try:
-                peer.sendall(message)
-                peer.shutdown(socket.SHUT_WR)
-                peer.settimeout(5)
-                while peer.recv(65536):
-                    pass
+                if number % 10 == 3:
+                    plain.sendall(message)  # no TLS at all
+                    plain.shutdown(socket.SHUT_WR)
+                    continue
+                with context.wrap_socket(plain) as peer:
+                    peer.sendall(message)
+                    peer.shutdown(socket.SHUT_WR)
+                    peer.settimeout(5)
+                    while peer.recv(65536):
+                        pass
             except OSError:
                 continue  # the server hung up in the middle: its right
     moved(run, text(60, 100))
