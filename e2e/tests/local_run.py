@@ -282,7 +282,8 @@ class LocalRun:
 
     def get(self, role: str, port: int, path: str, node: int = 0) -> str:
         """What an engine's pod answers to a GET: to the operator, or to another engine."""
-        secured = self.secured and (port == LAUNCHER_PORT or port >= SIDE_CHANNEL_PORT)
+        with_tls = (LAUNCHER_PORT, *range(SIDE_CHANNEL_PORT, HTTP_PORT))
+        secured = self.secured and port in with_tls
         context = self.shown_as(OPERATOR_NAME) if secured else None
         scheme = "https" if secured else "http"
         url = f"{scheme}://{self.address(role, node)}:{port}{path}"
