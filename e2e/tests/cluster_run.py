@@ -144,11 +144,14 @@ class ClusterRun:
         return "\n".join(lines)
 
     def pods(self, role: str = "") -> list[dict[str, Any]]:
-        """Return the pods of an engine's role or of the ``router``; all our pods if empty."""
+        """Return the pods of an engine's role or of the ``router``; all our pods if empty.
+
+        A pod that only has a role's labels is none of an engine.
+        """
         chosen = f"pdcluster.dev/cluster={self.name}"
         if role:
             label = "app.kubernetes.io/component" if role == "router" else "pdcluster.dev/role"
-            chosen += f",{label}={role}"
+            chosen += f",{label}={role}" + ("" if role == "router" else ",pdcluster.dev/engine")
         found = self.proxy.get(
             f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={chosen.replace('=', '%3D')}"
         )
