@@ -13,6 +13,7 @@ import pytest
 from chart_release import CHART, CRD, Release
 
 from images.for_cluster import operator_values
+from waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -59,8 +60,14 @@ def test_install_upgrade_uninstall(release):
     assert set(release.get(*secret)["data"]) == {"tls.crt", "tls.key"}
 
     release.helm("uninstall", "chart")
-    left = kubectl("get", "all,secrets,roles,networkpolicies,pdb", "-n", release.namespace)
-    assert "chart-pdcluster" not in left
+    kinds = ("all,secrets,roles,networkpolicies,pdb", "--namespace", release.namespace)
+    # ReplicaSets go after their Deployments, when Kubernetes finds them.
+    until(
+        "end of all objects",
+        lambda: "chart-pdcluster" not in kubectl("get", *kinds),
+        60,
+        lambda: kubectl("get", *kinds),
+    )
 
 
 def test_crd_outlives_its_release_and_serves_the_next(release):
@@ -72,19 +79,31 @@ def test_crd_outlives_its_release_and_serves_the_next(release):
     release.install(*NO_PODS)
 
 
+def given(release: Release, *rights: tuple[str, ...]) -> None:
+    """Wait until the API server knows these rights: it reads new roles a moment later."""
+
+    def missing() -> list[tuple[str, ...]]:
+        return [right for right in rights if not release.may(*right)]
+
+    until("rights", lambda: missing() == [], 60, lambda: str(missing()))
+
+
 def test_rights_as_the_api_server_sees_them(release):
     release.install(*NO_PODS)
-    assert release.may("patch", "statefulsets.apps")
-    assert release.may("create", "networkpolicies.networking.k8s.io")
-    assert release.may("patch", "pdclusters.pdcluster.dev:status")
-    assert release.may("patch", "secrets/chart-pdcluster-webhook-tls", release.namespace)
-    assert release.may("patch", "validatingwebhookconfigurations/chart-pdcluster")
+    given(
+        release,
+        ("patch", "statefulsets.apps"),
+        ("create", "networkpolicies.networking.k8s.io"),
+        ("patch", "pdclusters.pdcluster.dev:status"),
+        ("patch", "secrets/chart-pdcluster-webhook-tls", release.namespace),
+        ("patch", "validatingwebhookconfigurations/chart-pdcluster"),
+        # A dry run of a new pod needs the right. StatefulSets could create pods without it.
+        ("create", "pods"),
+    )
     # Ticket keys are read and written by name. No Secret is found without knowing its name.
     assert not release.may("list", "secrets")
     assert not release.may("watch", "secrets", release.namespace)
     assert not release.may("delete", "secrets", release.namespace)
-    # A dry run of a new pod needs the right. StatefulSets could create pods without it.
-    assert release.may("create", "pods")
     assert not release.may("patch", "pods")
     assert not release.may("patch", "pdclusters.pdcluster.dev")
     assert not release.may("patch", "validatingwebhookconfigurations/another")
@@ -92,7 +111,7 @@ def test_rights_as_the_api_server_sees_them(release):
 
 def test_namespaced_mode_has_rights_in_its_namespaces_alone(release):
     release.install(*NO_PODS, "--set", "watchNamespaces={default}")
-    assert release.may("patch", "statefulsets.apps")
+    given(release, ("patch", "statefulsets.apps"))
     assert not release.may("patch", "statefulsets.apps", "kube-public")
     assert not release.may("list", "namespaces")
 
@@ -105,8 +124,13 @@ def test_test_pod_tries_the_real_api_server(release):
     release.install("--set", ",".join((*named, "webhook.enabled=false")))
     # Not --logs: helm 3 removes the pod that succeeded before it reads them.
     assert "Phase:          Succeeded" in release.helm("test", "chart")
-    events = release.cluster.kubectl("get", "events", "-n", release.namespace)
-    assert "pod/chart-pdcluster-test" in events
+    events = ("get", "events", "-n", release.namespace)
+    until(
+        "event of the test's pod",
+        lambda: "pod/chart-pdcluster-test" in release.cluster.kubectl(*events),
+        60,
+        lambda: release.cluster.kubectl(*events),
+    )
 
 
 # Any well-formed certificate: the API server parses a caBundle.

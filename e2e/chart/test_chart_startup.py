@@ -10,6 +10,7 @@ from chart_release import CHART, Release
 
 from cluster.report import ClusterError
 from images.for_cluster import operator_values
+from waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -66,7 +67,13 @@ def test_the_first_apply_is_reviewed(release, image, policy, rounds):
         release.install(*image, "--set", f"webhook.failurePolicy={policy},webhook.replicas=1")
         assert RULE in tried(release, "bad"), f"round {number}"
         assert "created (server dry run)" in tried(release, "good"), f"round {number}"
-        assert "startup-check" not in left(release)
+        # The Job is gone; its pod goes when Kubernetes finds it.
+        until(
+            "end of the check",
+            lambda: "startup-check" not in left(release),
+            60,
+            lambda: left(release),
+        )
         release.helm("uninstall", "chart", "--wait")
 
 

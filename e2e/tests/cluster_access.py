@@ -11,7 +11,7 @@ from typing import Any, Self
 from reply import Reply
 
 from cluster.session import Cluster
-from connecting import connected
+from connecting import ATTEMPT_SECONDS, connected
 
 
 class Proxy:
@@ -45,6 +45,17 @@ class Proxy:
             return None
         assert reply.status == 200, reply.text
         return dict(reply.document)
+
+
+def refuses(host: str, port: int) -> bool:
+    """Whether a connection is refused. Silence is no refusal: it may be a NetworkPolicy's."""
+    try:
+        connected(host, port, ATTEMPT_SECONDS).close()
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def ask(

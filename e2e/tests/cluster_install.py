@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from cluster.session import Cluster
 from images.for_cluster import load_engine_image, operator_values
 from pdcluster_operator.adapters.tls.authority_secret import CERTIFICATE, KEY
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from waiting import until
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "pdcluster"
 NAMESPACE = "pdcluster-system"
@@ -142,8 +142,5 @@ class Installation:
         found = audit.read_writes(self.cluster.audit_log, since, OPERATOR_USER)
         return [write for write in found if write.resource != "leases"]
 
-    def _wait(self, what: str, holds: Callable[[], object], seconds: float = 120.0) -> None:
-        started = time.monotonic()
-        while not holds():
-            assert time.monotonic() - started < seconds, f"no {what}\n{self.report()}"
-            time.sleep(0.1)
+    def _wait(self, what: str, holds: Callable[[], object]) -> None:
+        until(what, holds, 180, self.report)

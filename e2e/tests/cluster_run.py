@@ -8,13 +8,14 @@ NetworkPolicy stops it.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from cluster_access import Proxy, ask
+from cluster_access import Proxy, ask, refuses
 from kv_load import Load, text
-from local_run import START_SECONDS, condition, until
+from local_run import START_SECONDS, condition
 from local_run import manifest as local_manifest
 from reply import Reply
 
@@ -24,6 +25,7 @@ from images.engine_image import CONTAINERS
 from images.for_cluster import placed, template
 from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
 from pdcluster_operator.plan.merge import merge
+from waiting import until
 
 
 def manifest(name: str, **changes: Any) -> dict[str, Any]:
@@ -43,10 +45,10 @@ def manifest(name: str, **changes: Any) -> dict[str, Any]:
 def broken_under_load(run: ClusterRun, pod: str, seed: int, *words: str) -> None:
     """Delete a pod under load: Ready is False within 5 s, and no token is made up."""
     with Load(run, lambda number: text(100, seed + number)) as load:
-        run.wait("request that is answered", lambda: load.answered, 30)
+        run.wait("request that is answered", lambda: load.answered, 120)
         run.kubectl("delete", "pod", pod, "--wait=false", *words)
-        seen = run.wait_not_ready(10)
-        ready = run.condition("Ready")
+        seen, status = run.wait_not_ready(60)
+        ready = condition(status, "Ready")
         print(f"{pod} deleted: Ready=False {ready['reason']} after {seen:.1f} s")
         assert seen < 5, f"it showed only after {seen:.1f} s"
     for reply in load.replies:
@@ -105,29 +107,58 @@ class ClusterRun:
     def wait(self, what: str, holds: Callable[[], Any], seconds: float = START_SECONDS) -> float:
         return until(what, holds, seconds, self.report)
 
+    def wait_status(
+        self, what: str, holds: Callable[[Mapping[str, Any]], Any], seconds: float = START_SECONDS
+    ) -> dict[str, Any]:
+        """Wait for a status; returns the very one that was seen, as the next may differ."""
+        seen: dict[str, Any] = {}
+
+        def read() -> bool:
+            seen.clear()
+            seen.update(self.status())
+            return bool(holds(seen))
+
+        self.wait(what, read, seconds)
+        return seen
+
     def wait_ready(self, seconds: float = START_SECONDS) -> float:
-        return self.wait("Ready", lambda: self.condition("Ready")["status"] == "True", seconds)
+        took = self.wait("Ready", lambda: self.condition("Ready")["status"] == "True", seconds)
+        self._wait_service()
+        return took
 
     def wait_pod(self, role: str, seconds: float = START_SECONDS) -> float:
         """Wait until a pod of a role is ready, whatever the PDCluster's status says."""
         ready = ("Ready", "True")
-        return self.wait(
+        took = self.wait(
             f"{role} pod that is ready",
             lambda: any(
-                (condition["type"], condition["status"]) == ready
+                (one["type"], one["status"]) == ready
                 for pod in self.pods(role)
-                for condition in pod["status"].get("conditions", ())
+                for one in pod["status"].get("conditions", ())
             ),
             seconds,
         )
-
-    def wait_not_ready(self, seconds: float) -> float:
-        """Seconds until Ready is False, with a reason."""
-        took = self.wait(
-            "Ready=False", lambda: self.condition("Ready")["status"] == "False", seconds
-        )
-        assert self.condition("Ready")["reason"], self.report()
+        if role == "router":
+            self._wait_service()
         return took
+
+    def _wait_service(self) -> None:
+        """Wait until this node's kube-proxy has heard of the router's pod. Until then it refuses.
+
+        No status can tell this: each node hears of a ready pod in its own time.
+        """
+        if self.cluster.ours:
+            address = self.service_address()
+            self.wait("Service with a pod", lambda: not refuses(address, HTTP_PORT), 60)
+
+    def wait_not_ready(self, seconds: float) -> tuple[float, dict[str, Any]]:
+        """Seconds until Ready is False, with a reason; and the status that says so."""
+        began = time.monotonic()
+        status = self.wait_status(
+            "Ready=False", lambda seen: condition(seen, "Ready")["status"] == "False", seconds
+        )
+        assert condition(status, "Ready")["reason"], self.report()
+        return time.monotonic() - began, status
 
     def report(self) -> str:
         status = self.status()

@@ -31,6 +31,7 @@ from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.plan.builders.certificates import has_certificates
+from waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
@@ -100,16 +101,6 @@ def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     return found[0] if found else {"status": "Unknown", "reason": "", "message": ""}
 
 
-def until(what: str, holds: Callable[[], Any], seconds: float, report: Callable[[], str]) -> float:
-    """Return the seconds until ``holds``. If it takes too long, fail with everything known."""
-    started = time.monotonic()
-    while not holds():
-        if time.monotonic() - started > seconds:
-            raise AssertionError(f"no {what} within {seconds:.0f} s\n{report()}")
-        time.sleep(0.1)
-    return time.monotonic() - started
-
-
 class LocalRun:
     """Use as a context manager; ends every process on the way out."""
 
@@ -142,7 +133,7 @@ class LocalRun:
         await self._local.__aexit__(None, None, None)
 
     def _call(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
     def apply(self, document: dict[str, Any]) -> None:
         """Change the PDCluster, as ``kubectl apply`` would."""
@@ -287,5 +278,5 @@ class LocalRun:
         context = self.shown_as(OPERATOR_NAME) if secured else None
         scheme = "https" if secured else "http"
         url = f"{scheme}://{self.address(role, node)}:{port}{path}"
-        with urllib.request.urlopen(url, timeout=5, context=context) as reply:
+        with urllib.request.urlopen(url, timeout=60, context=context) as reply:
             return str(reply.read().decode())

@@ -17,6 +17,7 @@ from cluster.session import Cluster
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ROUNDS = 2  # two kills a round; after each, the next operator waits for the Lease of the one before
+SECONDS = 180.0  # in which all is there, or gone
 
 
 def idler() -> dict:
@@ -38,15 +39,21 @@ def standing(run: ClusterRun) -> list[str]:
 
 
 def complete(run: ClusterRun) -> bool:
-    return len(run.pods()) == 3 and run.status().get("links") == "0/1"
+    """Whether all is there, also the slices, which Kubernetes makes in its own time."""
+    names = run.children()
+    services, slices = (
+        sum(name.startswith(kind) for name in names) for kind in ("service/", "endpointslice")
+    )
+    made = len(run.pods()) == 3 and run.status().get("links") == "0/1"
+    return made and services == slices > 0
 
 
 def test_deleting_removes_everything(idling: ClusterRun) -> None:
     idling.apply(idler())
-    idling.wait("children", lambda: complete(idling), 60)
+    idling.wait("children", lambda: complete(idling), SECONDS)
     print("\n".join(idling.children()))
     idling.kubectl("delete", "pdc", "idler")
-    took = idling.wait("end", lambda: idling.children() == [], 60)
+    took = idling.wait("end", lambda: idling.children() == [], SECONDS)
     print(f"nothing left after {took:.1f} s")
 
 
@@ -54,11 +61,11 @@ def test_deleting_removes_everything_without_an_operator(
     idling: ClusterRun, operator: Installation
 ) -> None:
     idling.apply(idler())
-    idling.wait("children", lambda: complete(idling), 60)
+    idling.wait("children", lambda: complete(idling), SECONDS)
     operator.scale("operator", 0)
     try:
-        idling.kubectl("delete", "pdc", "idler", "--timeout=30s")
-        took = idling.wait("end", lambda: idling.children() == [], 60)
+        idling.kubectl("delete", "pdc", "idler", "--timeout=60s")
+        took = idling.wait("end", lambda: idling.children() == [], SECONDS)
         print(f"nothing left after {took:.1f} s")
     finally:
         operator.scale("operator", 1)
@@ -73,20 +80,20 @@ def test_an_operator_killed_at_any_moment_ends_where_another_would(
     tiny.wait_ready()
     served = tiny.status()["conditions"]
     idling.apply(idler())
-    idling.wait("children", lambda: complete(idling), 60)
+    idling.wait("children", lambda: complete(idling), SECONDS)
     wanted = standing(idling)
     idling.kubectl("delete", "pdc", "idler")
-    idling.wait("end", lambda: idling.children() == [], 60)
+    idling.wait("end", lambda: idling.children() == [], SECONDS)
     source = random.Random(9)
     for _ in range(rounds):
         idling.apply(idler())
         time.sleep(source.uniform(0, 1.5))
         operator.kill()
-        idling.wait("children", lambda: complete(idling) and standing(idling) == wanted, 120)
+        idling.wait("children", lambda: complete(idling) and standing(idling) == wanted, SECONDS)
         idling.kubectl("delete", "pdc", "idler", "--wait=false")
         time.sleep(source.uniform(0, 0.7))
         operator.kill()
-        idling.wait("end", lambda: idling.children() == [], 120)
+        idling.wait("end", lambda: idling.children() == [], SECONDS)
         operator.wait_ready()
         time.sleep(1)
         assert idling.children() == [], "nothing is resurrected"

@@ -9,7 +9,7 @@ import pytest
 from cluster_access import Proxy
 from cluster_install import Installation
 from cluster_run import ClusterRun, manifest, running
-from local_run import appended, idle
+from local_run import appended, condition, idle
 
 from cluster.session import Cluster
 from pdcluster_operator.api.conditions import StatusReason
@@ -51,12 +51,14 @@ def unlucky(cluster: Cluster, proxy: Proxy, operator: Installation) -> Iterator[
 
 def told(run: ClusterRun, kind: str, reason: StatusReason) -> str:
     """The message of a role's condition, once it has the reason."""
-    run.wait(reason, lambda: run.condition(kind)["reason"] == reason, SECONDS)
-    condition = run.condition(kind)
-    print(condition)
-    assert condition["status"] == "False"
-    assert run.condition("Ready")["status"] != "True"
-    return str(condition["message"])
+    status = run.wait_status(
+        reason, lambda seen: condition(seen, kind)["reason"] == reason, SECONDS
+    )
+    said = condition(status, kind)
+    print(said)
+    assert said["status"] == "False"
+    assert condition(status, "Ready")["status"] != "True"
+    return str(said["message"])
 
 
 def beside(run: ClusterRun) -> ClusterRun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from cluster_install import NAMESPACE, Installation
 from cluster_run import KILLED, ClusterRun, broken_under_load
 from kv_load import Load, moved, text
+from local_run import condition
 
 from cluster import network
 from cluster.session import Cluster
@@ -69,9 +70,9 @@ def decode_without(run: ClusterRun, *ports: int) -> Iterator[None]:
     moved(run, text(60, 5000 + len(ports)))
 
 
-def only_failed_link(run: ClusterRun) -> dict[str, Any]:
-    """The one link in the status: it names this pair."""
-    [link] = run.status()["failedLinks"]
+def only_failed_link(run: ClusterRun, status: Mapping[str, Any]) -> dict[str, Any]:
+    """The one link in a status: it names this pair."""
+    [link] = status["failedLinks"]
     print(link)
     for role in ("prefill", "decode"):
         assert link[role] == run.pod(role).rpartition("-")[0]
@@ -82,26 +83,32 @@ def test_kv_ports_that_are_cut_off_are_named_although_every_api_answers(tiny: Cl
     tiny.wait_ready()
     decode = tiny.restarts("decode")
     with decode_without(tiny, HTTP_PORT, LAUNCHER_PORT):
-        took = tiny.wait_not_ready(150)
-        print(f"Ready=False after {took:.1f} s: {tiny.condition('Ready')}")
-        link = only_failed_link(tiny)
+        took, status = tiny.wait_not_ready(150)
+        ready = condition(status, "Ready")
+        print(f"Ready=False after {took:.1f} s: {ready}")
+        link = only_failed_link(tiny, status)
         assert link["reason"] in {"SideChannelUnreachable", "TransferStalled"}
-        assert tiny.condition("Ready")["reason"] == link["reason"]
+        assert ready["reason"] == link["reason"]
     assert tiny.restarts("decode") == decode
 
 
 def test_a_transfer_port_alone_that_is_cut_off_is_named(tiny: ClusterRun) -> None:
     """Open connections may outlive a new policy, so decode is killed and starts behind this one."""
+
+    def stalled(status: Mapping[str, Any]) -> bool:
+        reasons = [link["reason"] for link in status.get("failedLinks", ())]
+        ready = condition(status, "DecodeReady")["status"] == "True"
+        return ready and reasons == ["TransferStalled"]
+
     tiny.wait_ready()
     before, survivor = tiny.engine_id("decode"), tiny.engine_id("prefill")
     broken_under_load(tiny, tiny.pod("decode"), 2500, *KILLED)
     with decode_without(tiny, HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT):
-        tiny.wait("stalled link", lambda: tiny.failed_links("TransferStalled"))
-        only_failed_link(tiny)
-        tiny.wait("decode", lambda: tiny.condition("DecodeReady")["status"] == "True", 60)
-        assert tiny.condition("KVPathVerified")["status"] != "True"
-        assert tiny.condition("Ready")["status"] == "False"
-        assert tiny.condition("Ready")["reason"] == "TransferStalled"
+        status = tiny.wait_status("stalled link of an engine that is ready", stalled)
+        only_failed_link(tiny, status)
+        assert condition(status, "KVPathVerified")["status"] != "True"
+        assert condition(status, "Ready")["status"] == "False"
+        assert condition(status, "Ready")["reason"] == "TransferStalled"
     assert tiny.engine_id("decode").rpartition("/")[0] == before.rpartition("/")[0]
     assert tiny.engine_id("decode") != before, "a restart is a new incarnation"
     assert tiny.engine_id("prefill") == survivor
@@ -118,18 +125,21 @@ def test_an_operator_that_is_cut_off_says_unknown_and_changes_no_traffic(
     with Load(tiny, lambda number: text(60, 6000 + number)) as load:
         operator.kubectl("apply", "--filename=-", stdin=cut)
         try:
-            took = tiny.wait("Unknown", lambda: tiny.condition("Ready")["status"] == "Unknown", 60)
-            print(f"Ready=Unknown after {took:.1f} s: {tiny.condition('Ready')}")
+            status = tiny.wait_status(
+                "Unknown", lambda seen: condition(seen, "Ready")["status"] == "Unknown", 120
+            )
+            ready = condition(status, "Ready")
+            print(f"Ready=Unknown after {time.time() - since:.1f} s: {ready}")
             print(tiny.kubectl("get", "pdc", "--output=wide"))
-            assert tiny.condition("Ready")["reason"] == "LauncherUnreachable"
-            false = [c for c in tiny.status()["conditions"] if c["status"] == "False"]
-            assert [condition["type"] for condition in false] in ([], ["Progressing"])
-            asked = len(load.replies)
+            assert ready["reason"] == "LauncherUnreachable"
+            false = [one["type"] for one in status["conditions"] if one["status"] == "False"]
+            assert false in ([], ["Progressing"])
             time.sleep(10)
-            assert len(load.replies) > asked
+            asked = len(load.replies)
+            tiny.wait("request that is answered", lambda: len(load.replies) > asked, 120)
         finally:
             operator.kubectl("delete", "networkpolicy", "cut", f"--namespace={NAMESPACE}")
-        tiny.wait_ready(60)
+        tiny.wait_ready(RECOVERY_SECONDS)
     assert load.broken == []
     assert {reply.status for reply in load.replies} == {200}
     assert {reply.kv_path["outcome"] for reply in load.replies} == {"transferred"}

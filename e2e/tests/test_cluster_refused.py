@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 from cluster_access import Proxy
 from cluster_install import Installation
 from cluster_run import ClusterRun, manifest, running
-from local_run import appended, idle
+from local_run import appended, condition, idle
 
+from cluster.report import ClusterError
 from cluster.session import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -68,19 +70,31 @@ def test_what_slips_past_a_webhook_that_is_down_is_not_accepted(
     operator.scale("webhook", 0)
     try:
         door.apply(unequal())
-        door.wait("verdict", lambda: door.condition("Accepted")["status"] == "False", 30)
-        accepted = door.condition("Accepted")
+        status = door.wait_status(
+            "verdict", lambda seen: condition(seen, "Accepted")["status"] == "False", 120
+        )
+        accepted = condition(status, "Accepted")
         print(accepted)
         assert accepted["reason"] == RULE
         assert "32" in accepted["message"]
         assert "64" in accepted["message"]
-        assert door.condition("Ready")["status"] == "False"
+        assert condition(status, "Ready")["status"] == "False"
         assert door.pods() == []
     finally:
         operator.scale("webhook", 1)
         operator.kubectl("patch", hook, "--type=json", f"--patch={policy % 'Fail'}")
     # It may be deleted although it would not be admitted.
-    door.kubectl("delete", "pdc", "door", "--timeout=30s")
+    door.kubectl("delete", "pdc", "door", "--timeout=60s")
+    # The webhook's pod is ready. The API server reaches it a moment later.
+    door.wait("review", lambda: reviewed(door), 60)
+
+
+def reviewed(door: ClusterRun) -> bool:
+    try:
+        door.kubectl("apply", "--dry-run=server", "--filename=-", stdin=json.dumps(unequal()))
+    except ClusterError as error:
+        return RULE in str(error)
+    return False
 
 
 def test_the_handshake_refuses_what_admission_could_not_see(
@@ -98,20 +112,21 @@ def test_the_handshake_refuses_what_admission_could_not_see(
         run.wait(f"link refused as {HANDSHAKE_RULE}", refused)
         for role in ("decode", "router"):
             run.wait_pod(role)
-        [link] = run.failed_links(HANDSHAKE_RULE)
+        status = run.status()
+        [link] = status["failedLinks"]
         print(link)
-        condition = run.condition("KVLinksEstablished")
-        print(condition)
+        established = condition(status, "KVLinksEstablished")
+        print(established)
         print(run.kubectl("get", "pdc", "--output=wide"))
-        assert condition["status"] == "False"
-        assert condition["reason"] == HANDSHAKE_RULE
-        for message in (link["message"], condition["message"]):
+        assert established["status"] == "False"
+        assert established["reason"] == HANDSHAKE_RULE
+        for message in (link["message"], established["message"]):
             assert "32" in message
             assert "64" in message
         assert (link["prefill"], link["decode"]) == tuple(
             run.pod(role).rpartition("-")[0] for role in ("prefill", "decode")
         )
-        assert run.condition("Ready")["status"] == "False"
+        assert condition(status, "Ready")["status"] == "False"
         assert "True" not in seen
         assert run.complete("A prompt of several blocks, as both compute it. " * 2).status == 500
         assert run.complete("x", role="decode").status == 200, "the engine lives"

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from kv_load import Load, moved, text
-from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, manifest
+from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, condition, manifest
 from reply import Reply
 
 from metrics_page import documented
@@ -166,7 +166,7 @@ def kv_under_way(run: LocalRun, prompt: str) -> Iterator[Future[Reply]]:
 def until_requests(run: LocalRun, do: str) -> None:
     """Wait until decode has a request that is ``waiting`` (for its KV) or ``running``."""
     run.wait(
-        f"{do} request", lambda: run.metric("decode", f"vllm:num_requests_{do}") == 1, seconds=10
+        f"{do} request", lambda: run.metric("decode", f"vllm:num_requests_{do}") == 1, seconds=60
     )
 
 
@@ -174,7 +174,7 @@ def resumed(run: LocalRun, role: str, answer: Future[Reply]) -> Reply:
     time.sleep(1)
     assert not answer.done(), "it is paused"
     assert run.post(role, "/resume").status == 200
-    return answer.result(60)
+    return answer.result(120)
 
 
 def same_as_prefill(run: LocalRun, prompt: str, reply: Reply, tokens: int = 16) -> None:
@@ -192,7 +192,7 @@ def test_pausing_prefill_waits_for_its_leases(pausable: LocalRun, mode: str) -> 
         time.sleep(1)
         assert not paused.done(), "a lease is held"
         reply = run.complete(prompt, role="decode", **fetch)
-        assert paused.result(30).status == 200
+        assert paused.result(120).status == 200
         own = resumed(run, "prefill", pool.submit(run.complete, prompt, role="prefill"))
     assert reply.kv_path["outcome"] == "transferred"
     assert reply.completion == own.completion
@@ -206,8 +206,8 @@ def test_pausing_decode_waits_for_kv_under_way(pausable: LocalRun, mode: str) ->
         paused = pool.submit(run.post, "decode", f"/pause?mode={mode}")
         time.sleep(1)
         assert not paused.done(), "KV is on its way into its blocks"
-    assert paused.result(30).status == 200
-    reply = answer.result(30)
+    assert paused.result(120).status == 200
+    reply = answer.result(120)
     if mode == "abort":
         assert reply.document["choices"][0]["finish_reason"] == "abort"
     else:
@@ -285,9 +285,9 @@ def restart(run: LocalRun, role: str, seed: int) -> Iterator[None]:
     before, survivor = run.engine_id(role), run.engine_id(other)
     other_pid = run.launcher(other).pid
     with Load(run, lambda number: text(100, seed + number)) as load:
-        run.wait("request that is answered", lambda: load.answered, 8)
+        run.wait("request that is answered", lambda: load.answered, 120)
         yield
-        run.wait("end of Ready", lambda: run.condition("Ready")["status"] != "True", 20)
+        run.wait("end of Ready", lambda: run.condition("Ready")["status"] != "True", 60)
         assert run.condition("Ready")["reason"]
         asked = len(load.replies)
         run.wait("request that ends after the engine did", lambda: len(load.replies) > asked, 60)
@@ -362,10 +362,11 @@ def test_prompts_that_go_past_the_router_are_named_in_the_conditions(run: LocalR
         assert reply.status == 200, reply.text
         assert (reply.kv_path["outcome"], reply.kv_path["reason"]) == ("local", "NoTicket")
     run.wait("Ready that is False", lambda: run.condition("Ready")["status"] == "False", 60)
-    ready, healthy = run.condition("Ready"), run.condition("TransportHealthy")
+    status = run.status()
+    ready, healthy = condition(status, "Ready"), condition(status, "TransportHealthy")
     assert (ready["reason"], healthy["status"]) == ("LocalPrefill", "False")
     assert "because of NoTicket: " in healthy["message"]
-    assert run.condition("Available")["status"] == "True"
+    assert condition(status, "Available")["status"] == "True"
 
     def account() -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(run.get("decode", LAUNCHER_PORT, "/v1/links"))

@@ -73,14 +73,13 @@ def test_ending_it_while_engines_load_leaves_no_process(tmp_path: Path, end: str
             [*COMMAND, "--model-dir", str(model_path("llama"))], stdout=file, stderr=file
         )
     deadline = time.monotonic() + START_SECONDS
-    while "the engine core has started" not in output.read_text():
-        assert time.monotonic() < deadline, output.read_text()
-        assert process.poll() is None, output.read_text()
+    while "the engine core has started" not in (said := output.read_text()) or len(left(said)) <= 6:
+        assert time.monotonic() < deadline, said
+        assert process.poll() is None, said
         time.sleep(0.2)
-    assert len(left(output.read_text())) > 6
     process.send_signal(signal.SIGKILL if end == "kill -9" else signal.SIGINT)
-    process.wait(20)
-    deadline = time.monotonic() + (5 if end == "kill -9" else 0)
+    process.wait(120)
+    deadline = time.monotonic() + (60 if end == "kill -9" else 0)
     while left(output.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left(output.read_text()) == []
@@ -99,4 +98,4 @@ def test_an_engine_that_cannot_load_says_why(tmp_path: Path) -> None:
     assert code == 3, printed
     last = printed.strip().splitlines()[-1]
     why = "SafetensorError: Error while deserializing header"
-    assert re.match(rf"error: tiny-prefill-.* died 2 times: {why}", last), last
+    assert re.match(rf"error: tiny-prefill-.* died [0-9]+ times: {why}", last), last
