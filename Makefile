@@ -44,7 +44,8 @@ local-e2e: ## without Kubernetes: tokens, layouts, kills, restarts
 	$(PY) -m pytest e2e -m "local and not soak" --durations=10
 
 cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
-	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests operator charts -m "(cluster or helm) and not soak" --durations=20
+	$(PY) -m pytest operator charts -n 3 --dist worksteal -m "(cluster or helm) and not soak" --durations=10
+	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests -m "cluster and not soak" --durations=20
 
 soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of the others (as root)
 	$(PY) -m pytest connector/tests e2e operator/tests charts -m soak --durations=10
@@ -87,7 +88,7 @@ format: ## rewrite files the way `make check` wants them
 	$(BIN)ruff check --fix .
 	$(BIN)ruff format .
 
-generate: ## write crds/, docs/{api,layouts,reasons,rules}.md again from the code
+generate: ## write the CRD, docs/{api,layouts,reasons,rules}.md and pod_fields.py again from the code
 	$(PY) dev/generated.py
 
 lock: ## resolve the pinned requirement files again

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType
-from pdcluster_operator.api.labels import cluster_selector
+from pdcluster_operator.api.labels import role_selector
 from pdcluster_operator.api.schema.crd import to_yaml
 from pdcluster_operator.api.schema.status_schema import status_schema
+from pdcluster_operator.api.spec.enums import Role
 
 MEANINGS: Mapping[ConditionType, str] = {
     ConditionType.ACCEPTED: "The spec obeys every rule that can be checked before engines run.",
@@ -35,7 +36,7 @@ EXAMPLE: Mapping[str, Any] = {
     "observedGeneration": 3,
     "model": "llama",
     "endpoint": "http://llama-router.llm.svc:8000",
-    "selector": cluster_selector("llama"),
+    "selector": role_selector("llama", Role.DECODE),
     "replicas": 1,
     "prefill": "1/1",
     "decode": "0/1",

@@ -11,6 +11,10 @@ FILES = {
     # A chart cannot read files outside of itself.
     "charts/pdcluster/files/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
     "crds/pdcluster.dev_pdclusters.yaml": "pdcluster_operator.api.schema.crd",
+    "charts/pdcluster/files/pdcluster.dev_prefillscalers.yaml": (
+        "pdcluster_operator.api.schema.scaler_crd"
+    ),
+    "crds/pdcluster.dev_prefillscalers.yaml": "pdcluster_operator.api.schema.scaler_crd",
     "docs/api.md": "dev.api_page",
     "docs/layouts.md": "dev.layouts_page",
     "docs/reasons.md": "dev.reasons_page",

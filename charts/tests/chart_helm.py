@@ -32,7 +32,7 @@ class Helm:
 
     def run(self, *arguments: str) -> str:
         done = subprocess.run(
-            [str(self.path), *arguments], capture_output=True, text=True, timeout=60, check=False
+            [str(self.path), *arguments], capture_output=True, text=True, timeout=240, check=False
         )
         if done.returncode:
             raise HelmError(done.stdout + done.stderr)

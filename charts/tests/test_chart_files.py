@@ -15,7 +15,7 @@ import pytest
 import yaml
 from chart_helm import CHART
 
-from pdcluster_operator.api.labels import GROUP, PLURAL
+from pdcluster_operator.api.labels import GROUP, PLURAL, SCALER_PLURAL
 from pdcluster_operator.api.rules.validate import check_manifest
 
 REPOSITORY = CHART.parent.parent
@@ -23,8 +23,9 @@ SAMPLES = CHART / "files" / "samples"
 RULE = "PrefixCachingHeterogeneousBlocks"
 
 
-def test_crd_is_the_generated_one():
-    name = f"{GROUP}_{PLURAL}.yaml"
+@pytest.mark.parametrize("plural", [PLURAL, SCALER_PLURAL])
+def test_crd_is_the_generated_one(plural):
+    name = f"{GROUP}_{plural}.yaml"
     ours = (CHART / "files" / name).read_text()
     assert ours == (REPOSITORY / "crds" / name).read_text(), "run `make generate`"
 

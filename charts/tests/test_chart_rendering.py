@@ -60,10 +60,18 @@ def test_lint_finds_nothing(helm, values):
     assert "[WARNING]" not in said
 
 
-def test_crd_is_the_generated_one_with_labels(helm):
-    rendered = one(helm.objects(), "CustomResourceDefinition")
+def of_name(objects, name):
+    """The one CRD of this name."""
+    crds = of_kind(objects, "CustomResourceDefinition")
+    [found] = [crd for crd in crds if crd["metadata"]["name"] == name]
+    return found
+
+
+@pytest.mark.parametrize("plural", ["pdclusters", "prefillscalers"])
+def test_crd_is_the_generated_one_with_labels(helm, plural):
+    rendered = of_name(helm.objects(), f"{plural}.pdcluster.dev")
     metadata = rendered.pop("metadata")
-    generated = yaml.safe_load((CHART / "files" / "pdcluster.dev_pdclusters.yaml").read_text())
+    generated = yaml.safe_load((CHART / "files" / f"pdcluster.dev_{plural}.yaml").read_text())
     assert metadata["name"] == generated.pop("metadata")["name"]
     assert metadata["annotations"] == {"helm.sh/resource-policy": "keep"}
     assert metadata["labels"]["app.kubernetes.io/managed-by"] == "Helm"
@@ -71,8 +79,9 @@ def test_crd_is_the_generated_one_with_labels(helm):
 
 
 def test_crd_goes_with_the_release_if_so_wanted(helm):
-    crd = one(helm.objects("--set", "crds.keep=false"), "CustomResourceDefinition")
-    assert "annotations" not in crd["metadata"]
+    objects = helm.objects("--set", "crds.keep=false")
+    for plural in ("pdclusters", "prefillscalers"):
+        assert "annotations" not in of_name(objects, f"{plural}.pdcluster.dev")["metadata"]
     assert not of_kind(helm.objects("--set", "crds.enabled=false"), "CustomResourceDefinition")
 
 

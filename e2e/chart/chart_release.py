@@ -11,6 +11,7 @@ from cluster.report import ClusterError
 
 CHART = Path(__file__).resolve().parent.parent.parent / "charts" / "pdcluster"
 CRD = "pdclusters.pdcluster.dev"
+SCALER_CRD = "prefillscalers.pdcluster.dev"
 
 
 class Release:
@@ -52,7 +53,7 @@ class Release:
         self.run("uninstall", "chart")
         self.cluster.kubectl("delete", "namespace", self.namespace, "--wait=false")
         if self.brings_crd:
-            self.cluster.kubectl("delete", "crd", CRD, "--ignore-not-found")
+            self.cluster.kubectl("delete", "crd", CRD, SCALER_CRD, "--ignore-not-found")
 
     def get(self, kind: str, name: str) -> dict:
         words = ("get", kind, name, "-n", self.namespace, "-o", "json")

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "pdcluster"
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 CRD = "pdclusters.pdcluster.dev"
+SCALER_CRD = "prefillscalers.pdcluster.dev"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def installed(cluster: Cluster) -> Iterator[None]:
         subprocess.run([*helm, "uninstall", "examples"], capture_output=True, check=False)
         cluster.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
         if brings_crd:
-            cluster.kubectl("delete", "crd", CRD, "--ignore-not-found")
+            cluster.kubectl("delete", "crd", CRD, SCALER_CRD, "--ignore-not-found")
 
 
 def review(cluster: Cluster, file: Path) -> str:

@@ -28,12 +28,12 @@ class Api:
         self._token = document["users"][0]["user"]["token"]
 
     def get(self, path: str) -> str | None:
-        """The body; None if there is no answer within 2 seconds, or its status is not 200."""
+        """The body; None if there is no answer within 10 seconds, or its status is not 200."""
         request = urllib.request.Request(
             self._server + path, headers={"Authorization": f"Bearer {self._token}"}
         )
         try:
-            with self._opener.open(request, timeout=2) as answer:
+            with self._opener.open(request, timeout=10) as answer:
                 body: bytes = answer.read()
                 return body.decode()
         except OSError:  # urllib's own errors are among them

@@ -91,6 +91,20 @@ RECIPES = {
     "llama-mqa": Recipe("LlamaConfig", overrides={"num_key_value_heads": 1}),
     # One KV cache group whose early blocks are given back.
     "mistral-window": Recipe("MistralConfig", overrides={"sliding_window": 128}),
+    # Rotary embeddings for long contexts: which ones count depends on --max-model-len.
+    "phi3-longrope": Recipe(
+        "Phi3Config",
+        overrides={
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 16,
+                "long_factor": [1.0 + number for number in range(16)],
+                "original_max_position_embeddings": 512,
+            },
+        },
+    ),
     # Groups with and without a window.
     "gemma3-hybrid": Recipe(
         "Gemma3TextConfig",

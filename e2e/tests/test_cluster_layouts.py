@@ -17,7 +17,7 @@ from pdcluster_operator.api.labels import LAUNCHER_PORT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
-END_SECONDS = 120.0  # the pods' grace period is 90
+END_SECONDS = 240.0  # the pods' grace period is 90
 
 
 def test_engines_of_two_ranks_in_one_pod_and_in_two(

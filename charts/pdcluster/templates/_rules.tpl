@@ -1,10 +1,10 @@
 {{- /* What the operator may do in a namespace that it watches. */}}
 {{- define "pdcluster.watchedRules" -}}
 - apiGroups: [pdcluster.dev]
-  resources: [pdclusters]
+  resources: [pdclusters, prefillscalers]
   verbs: [get, list, watch]
 - apiGroups: [pdcluster.dev]
-  resources: [pdclusters/status]
+  resources: [pdclusters/status, prefillscalers/status]
   verbs: [get, update, patch]
 # Some API servers ask for this right when an owner reference blocks deletion.
 - apiGroups: [pdcluster.dev]

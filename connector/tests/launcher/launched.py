@@ -40,7 +40,7 @@ def http(url: str, body: Any = None, method: str = "GET") -> tuple[int, Any]:
         return status, text.decode()
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 120.0) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if answer := what():

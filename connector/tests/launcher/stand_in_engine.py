@@ -1,8 +1,9 @@
 """What the launcher starts instead of vLLM in tests: a real process, told how to behave.
 
 ``STAND_IN`` is a ``;``-separated list: ``serve``, ``say:TEXT``, ``err:TEXT``, ``exit:CODE``,
-``signal:N``, ``children``, ``deaf`` (ignores SIGTERM), ``slow:SECONDS``, ``busy:SECONDS``,
-``busy:FILE`` (as long as it exists), ``prompts:REASON=NUMBER`` (counts as a decode engine),
+``signal:N``, ``children``, ``deaf`` (ignores SIGTERM), ``slow:SECONDS`` or ``busy:SECONDS``, and
+``slow:FILE`` or ``busy:FILE`` (as long as it exists), ``prompts:REASON=NUMBER`` (counts as a
+decode engine),
 ``log:FILE``, ``hungry`` (takes memory until it ends), ``core:DOING`` (waits for a process
 EngineCore that is ``idle``, ``hungry`` or ``stopped``, and fails as vLLM's API server does).
 """
@@ -68,6 +69,14 @@ def start_children() -> list[int]:
         subprocess.Popen(forever, start_new_session=True).pid,
         int(parent.stdout),
     ]
+
+
+def be_slow(value: str) -> None:
+    if not value.startswith("/"):
+        time.sleep(float(value))
+        return
+    while Path(value).exists():
+        time.sleep(0.05)
 
 
 def be_busy(value: str) -> None:
@@ -139,7 +148,7 @@ def take(step: str) -> None:
     elif name == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif name == "slow":
-        time.sleep(float(value))
+        be_slow(value)
     elif name in STATES:
         STATES[name](value)
 

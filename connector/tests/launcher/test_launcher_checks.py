@@ -176,7 +176,7 @@ def test_the_same_port_on_another_address_is_free():
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
 def test_an_address_of_another_machine(host):
     (problem,) = port_problems(port(host, 5600))
-    assert "is no address of this machine" in problem
+    assert "is not an address of this machine" in problem
 
 
 # Shared memory: any file system will do.

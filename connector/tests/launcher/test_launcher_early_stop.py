@@ -65,7 +65,7 @@ def start(bundle: Path, model: Path, behaviour: str, moment: int, *before: str) 
 def ended(process: subprocess.Popen) -> str:
     """What it said until its end; one that goes on fails the test."""
     try:
-        return process.communicate(timeout=60)[1]
+        return process.communicate(timeout=240)[1]
     except subprocess.TimeoutExpired:
         process.kill()
         raise AssertionError(f"it goes on: {process.communicate()[1]}") from None

@@ -20,7 +20,7 @@ def test_the_page_shows_the_engines_metrics_and_nothing_else(launch):
     engine = launch("serve", "--metrics-port", str(port))
     engine.ready()
     page = f"http://127.0.0.1:{port}"
-    with urllib.request.urlopen(f"{page}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"{page}/metrics", timeout=60) as answer:
         text = answer.read().decode()
         assert answer.headers["Content-Type"] == CONTENT_TYPE
     assert text == http(f"{engine.api}/metrics")[1]

@@ -63,10 +63,13 @@ def test_a_follower_waits_for_its_leader_and_takes_its_identity(node):
     assert ours["PDCLUSTER_CONTROL_TOKEN"] == theirs["PDCLUSTER_CONTROL_TOKEN"]
 
 
-def test_a_follower_is_ready_only_with_its_leader(node):
-    leader, follower = node(0, "slow:3;serve"), node(1)
+def test_a_follower_is_ready_only_with_its_leader(node, tmp_path):
+    loading = tmp_path / "loading"
+    loading.touch()
+    leader, follower = node(0, f"slow:{loading};serve"), node(1)
     follower.told()
     assert http(f"{follower.url}/readyz")[0] == 503
+    loading.unlink()
     leader.ready()
     follower.ready()
 

@@ -33,7 +33,7 @@ def test_ucx_patches_libc_only_where_it_is_asked_to(asked: str | None, munmap: s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.stdout.split()[-1:] == [munmap], done.stdout + done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -148,6 +149,19 @@ def test_a_rank_reads_on_when_another_of_its_engine_has_released() -> None:
     assert table.renew("r", 1, "d/1_dp1", 30.0) is Standing.HELD
     assert table.release("r", 1, "d/1_dp1")
     assert table.renew("r", 1, "d/1_dp2", 30.0) is Standing.GONE
+
+
+@pytest.mark.parametrize("holder", ["d/1", "_dp0", "/_dp0"])
+def test_whoever_claimed_first_holds_the_lease_whatever_its_name(holder: str) -> None:
+    """An id that is nothing but a data-parallel rank has an empty engine."""
+    table = LeaseTable()
+    table.arm("r", 1)
+    table.grant("r", 10.0)
+    assert table.renew("r", 1, holder, 20.0) is Standing.HELD
+    assert table.renew("r", 1, "e/1", 20.0) is Standing.CLAIMED
+    assert not table.release("r", 1, "e/1")
+    assert table.renew("r", 1, holder, 20.0) is Standing.HELD
+    assert table.release("r", 1, holder)
 
 
 def test_a_renewal_never_shortens_a_lease() -> None:

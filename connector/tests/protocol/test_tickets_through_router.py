@@ -87,7 +87,7 @@ def router(prefill: Engine, decode: Engine) -> Iterator[str]:
         process.wait(10)
 
 
-def complete(url: str, seconds: float = 60.0) -> None:
+def complete(url: str, seconds: float = 120.0) -> None:
     body = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 4}).encode()
     request = Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     until = time.monotonic() + seconds

@@ -238,6 +238,7 @@ def test_regions_are_bounded_over_all_shards() -> None:
 def test_lease_seconds_is_a_sane_number(seconds: float) -> None:
     metadata = msgspec.structs.replace(engine(EngineShape(), ()), lease_seconds=seconds)
     assert isinstance(m.decode_handshake_reply(m.encode(metadata)), m.Malformed)
+    assert isinstance(m.decode_lease_reply(m.encode(m.LeaseReply(seconds))), m.Malformed)
 
 
 @settings(max_examples=300, deadline=None)

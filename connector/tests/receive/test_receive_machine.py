@@ -470,6 +470,17 @@ def test_what_landed_before_the_agent_was_destroyed_is_read_again() -> None:
     assert machine.on(Landed(0), 6) == (Action.FENCE,)
 
 
+def test_what_is_read_again_counts_as_posted_when_it_was_posted_again() -> None:
+    machine = ready(0)
+    machine.on(Posted(), 3)
+    assert machine.posted_at == 3
+    assert machine.on(AgentDestroyed(DESTROYED), 4) == (Action.CONNECT,)
+    machine.on(Connected(), 5)
+    machine.on(Opened(1), 5)
+    machine.on(Posted(), 6)
+    assert machine.posted_at == 6
+
+
 def test_a_lease_that_has_ended_is_not_begun_again() -> None:
     machine = ready(0)
     assert machine.on(AgentDestroyed(DESTROYED), LEASE_END) == (Action.REPORT,)

@@ -64,7 +64,7 @@ def connect(book: PeerBook, port: int, engine_id: str = PREFILL, seconds: float 
     return answer
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> float:
+def until(condition: Callable[[], object], seconds: float = 120.0) -> float:
     """Wait for a condition; return how long it took, or fail."""
     start = time.monotonic()
     while not condition():

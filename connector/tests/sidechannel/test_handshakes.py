@@ -107,7 +107,7 @@ def test_more_peers_than_may_be_tried_at_once_are_refused_by_name(
 
 def test_retried_until_the_engine_listens(serve: Serve, books: Books) -> None:
     port = free_port()
-    answer = connect(books(), port, seconds=20.0)
+    answer = connect(books(), port, seconds=200.0)
     time.sleep(1.0)
     assert not answer.values
     serve(port=port)
@@ -158,6 +158,7 @@ def test_a_refusal_reaches_all_at_once_and_is_remembered_for_a_while(
         assert failure.reason is Reason.BLOCK_INTERIOR_OPAQUE
         assert "32" in failure.message
         assert "16" in failure.message
+    assert isinstance(connect(book, server.port).wait(), Failure)
     assert server.counts["refusals"] == 1
     monkeypatch.setattr(peers_module, "REFUSAL_SECONDS", 0.1)
     forgetful = books(**packed)
@@ -165,6 +166,21 @@ def test_a_refusal_reaches_all_at_once_and_is_remembered_for_a_while(
     time.sleep(0.2)
     connect(forgetful, server.port).wait()
     assert server.counts["refusals"] == 3
+
+
+def test_a_refusal_that_was_forgotten_early_ends_no_later_attempt(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of the first refusal runs out while the engine is connected."""
+    monkeypatch.setattr(peers_module, "REFUSAL_SECONDS", 0.5)
+    other = serve("ns.c.prefill.r.1/00000000000000cc")
+    book, right = books(), serve()
+    assert isinstance(connect(book, other.port).wait(), Failure)
+    book.forget(PREFILL, Failure(Reason.BACKEND_ERROR, "forgotten by the test"))
+    assert isinstance(connect(book, right.port).wait(), m.EngineMetadata)
+    time.sleep(0.6)
+    assert isinstance(connect(book, right.port).wait(), m.EngineMetadata)
+    assert right.counts["handshakes"] == 1
 
 
 @pytest.mark.parametrize(
@@ -203,7 +219,7 @@ def handshake_of_protocol(newest: int, port: int) -> tuple[int, m.EngineMetadata
     """What a decode engine of protocols 1 to ``newest`` is answered."""
     request = m.encode(m.HandshakeRequest((1, newest), "d/1", SHAPE, (0, 0)))
     try:
-        with urlopen(f"http://127.0.0.1:{port}/v1/handshake", request, timeout=5) as response:
+        with urlopen(f"http://127.0.0.1:{port}/v1/handshake", request, timeout=60) as response:
             status, raw = response.status, response.read()
     except HTTPError as error:
         status, raw = error.code, error.read()

@@ -167,7 +167,7 @@ def test_a_renewal_and_an_expiry_at_the_same_moment() -> None:
 def test_retried_until_prefill_listens_again(serve: Serve, client: LeaseClient) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    client.release("127.0.0.1", port, PREFILL, "r", 1, soon(20))
+    client.release("127.0.0.1", port, PREFILL, "r", 1, soon(200))
     client.release("127.0.0.1", port, PREFILL, "hopeless", 2, soon(0.4))
     time.sleep(0.6)
     leases = desk(("r", 1))

@@ -44,7 +44,7 @@ def probe(_: EngineMetadata, /, *, check: bool = False) -> Future[Probed]:
 
 
 def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, Any]:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         connection.request(method, path, None if body is None else json.dumps(body))
         response = connection.getresponse()
         text = response.read()

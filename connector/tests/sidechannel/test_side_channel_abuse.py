@@ -212,9 +212,9 @@ def test_connections_over_the_limit_are_turned_away_at_once(
     server = serve()
     guard = server._guard
     assert isinstance(guard, ConnectionGuard)
-    crowd = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(8)]
+    crowd = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(8)]
     until(lambda: len(guard._server.connections) == 8)
-    late = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    late = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     with late, contextlib.suppress(ConnectionError):
         assert late.recv(100) == b""
     for peer in crowd:

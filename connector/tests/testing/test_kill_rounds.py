@@ -32,7 +32,7 @@ def one_round(world: World, victim: str, state: State) -> None:
         busy.set()
     else:
         assert hold is not None
-        assert world.run(lambda: world.stands("D1", request_id, state), 5.0), state
+        assert world.run(lambda: world.stands("D1", request_id, state)), state
         world.kill(victim)
         hold.release()
     if survivor is not None:

@@ -18,7 +18,7 @@ def test_the_example_prints_what_the_page_says() -> None:
     printed = re.search(r"It prints:\n\n```\n(.*?)```", PAGE, re.DOTALL)
     assert printed is not None
     ended = subprocess.run(
-        [sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", example], capture_output=True, text=True, timeout=240, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == printed[1]

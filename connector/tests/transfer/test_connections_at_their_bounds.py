@@ -255,3 +255,55 @@ def test_a_peer_source_that_says_nothing_is_not_waited_for_longer(bench: Bench) 
     request = bench.send(bench.prefill("p/1"))
     bench.pass_time(LEASE + HANDSHAKE_GRACE_SECONDS)
     assert bench.take().failed[request].reason is Reason.LEASE_EXPIRED
+
+
+# Why a connection broke: the first cause, unless a later one says more.
+
+UNREACHABLE = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "p does not answer")
+RESTARTED = Failure(Reason.PEER_RESTARTED, "p has another incarnation")
+TRANSPORT = Failure(Reason.BACKEND_ERROR, "the transport broke")
+
+
+def break_off(bench: Bench, *failures: Failure) -> tuple[Prefill, str]:
+    """Break a connection off on which a transfer hangs; return its peer and the request."""
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+    bench.hanging.add(prefill.engine_id)
+    under_way = bench.send(prefill)
+    for failure in failures:
+        bench.connections.break_off(bench.connections.by_engine["p/1"], failure)
+    bench.hanging.clear()
+    return prefill, under_way
+
+
+def test_a_peer_that_answers_again_is_read_over_the_same_connection(bench: Bench) -> None:
+    prefill, under_way = break_off(bench, UNREACHABLE)
+    connection = bench.connections.by_engine["p/1"]
+    assert bench.send(prefill) in bench.take().received
+    assert bench.connections.by_engine["p/1"] is connection
+    bench.fabric.land()
+    bench.turns()
+    assert under_way in bench.take().received
+
+
+@pytest.mark.parametrize(
+    "failures", [(TRANSPORT, UNREACHABLE), (UNREACHABLE, TRANSPORT), (RESTARTED, UNREACHABLE)]
+)
+def test_a_connection_that_broke_for_another_cause_is_not_used_again(
+    bench: Bench, failures: tuple[Failure, ...]
+) -> None:
+    """That the peer answers a handshake says nothing of the transport."""
+    prefill, under_way = break_off(bench, *failures)
+    connection = bench.connections.by_engine["p/1"]
+    later = bench.send(prefill)
+    at_once = bench.take()
+    bench.fabric.land()
+    bench.turns()
+    assert bench.connections.by_engine.get("p/1") is not connection
+    ended = bench.take()
+    assert under_way in ended.received
+    if RESTARTED in failures:
+        assert at_once.failed == {later: RESTARTED}
+    else:  # it waited for the connection to close
+        assert not at_once.finished
+        assert later in ended.received

@@ -82,7 +82,7 @@ def test_every_byte_arrives_in_its_place(
                 [decode.request(request_id, ticket, blocks["decode"], start=start)]
             )
     for decode in ranks:
-        results = decode.wait(*(request[0] for request in sent), timeout=30)
+        results = decode.wait(*(request[0] for request in sent), timeout=60)
         assert results.failed == {}
         touched = np.zeros(96, bool)
         for request_id, seed, blocks, start, tokens in sent:
@@ -97,7 +97,7 @@ def test_every_byte_arrives_in_its_place(
 def test_probes_measure_the_link(
     prefill: PrefillProcess, decodes: Callable[[int], list[Decode]]
 ) -> None:
-    result = decodes(1)[0].receiver.probe(prefill.metadata["prefill-tp4/1"]).result(timeout=20)
+    result = decodes(1)[0].receiver.probe(prefill.metadata["prefill-tp4/1"]).result(timeout=60)
     assert result.failure is None
     assert result.nbytes == 4 * PROBE_BYTES
     assert result.bytes_per_second > 1e6
@@ -139,7 +139,7 @@ class OverTcp:
     def works(self, request_id: str) -> None:
         ticket = self.prefill.ticket(self.engine, 5, [3, 1, 2], 48)
         self.decode.receiver.receive([self.decode.request(request_id, ticket, [151, 152, 153])])
-        results = self.decode.wait(request_id, timeout=20)
+        results = self.decode.wait(request_id, timeout=60)
         assert request_id in results.received, results.failed
         assert self.decode.cache.wrong_tokens(5, [151, 152, 153], 0, 48) == []
 
@@ -170,9 +170,9 @@ def test_a_killed_prefill_engine_fails_the_request_and_its_successor_serves(tcp:
     rig.stop_in_the_middle(lease=30)
     rig.prefill.signal(signal.SIGKILL)
     killed = time.monotonic()
-    failure = rig.decode.wait("r", timeout=15).failed["r"]
+    failure = rig.decode.wait("r", timeout=60).failed["r"]
     assert failure.reason is Reason.BACKEND_ERROR
-    assert time.monotonic() - killed < 5
+    assert time.monotonic() - killed < 25, "it waited for the lease's end"
     rig.restart(2)
     rig.works("after")
     rig.restart(3)  # killed while idle
@@ -185,7 +185,7 @@ def test_what_lands_late_lands_before_the_report(tcp: int) -> None:
     rig.stop_in_the_middle(lease=2)
     rig.decode.nothing(2.2)  # past the lease's end, and the blocks are not given back
     rig.prefill.signal(signal.SIGCONT)
-    assert rig.decode.wait("r", timeout=15).failed["r"].reason is Reason.TRANSFER_STALLED
+    assert rig.decode.wait("r", timeout=60).failed["r"].reason is Reason.TRANSFER_STALLED
     rig.decode.cache.bytes[:] = 0xEE
     time.sleep(0.5)
     assert (rig.decode.cache.bytes == 0xEE).all()
@@ -195,7 +195,7 @@ def test_what_lands_late_lands_before_the_report(tcp: int) -> None:
 def test_nothing_lands_after_the_agent_was_destroyed(tcp: int) -> None:
     rig = OverTcp(0.5, tcp)
     rig.stop_in_the_middle(lease=2)
-    assert rig.decode.wait("r", timeout=15).failed["r"].reason is Reason.TRANSFER_STALLED
+    assert rig.decode.wait("r", timeout=60).failed["r"].reason is Reason.TRANSFER_STALLED
     rig.decode.cache.bytes[:] = 0xEE
     rig.prefill.signal(signal.SIGCONT)
     time.sleep(1.0)
@@ -209,19 +209,19 @@ def test_a_link_that_carries_nothing_for_a_while_is_named_and_heals(tcp: int) ->
     rig = OverTcp(60, tcp)
     metadata = rig.prefill.metadata[rig.engine]
     time.sleep(RECENT_SECONDS)
-    assert rig.decode.receiver.probe(metadata, check=True).result(timeout=10).failure is None
+    assert rig.decode.receiver.probe(metadata, check=True).result(timeout=60).failure is None
     rig.prefill.signal(signal.SIGSTOP)
     began = time.monotonic()
-    failure = rig.decode.receiver.probe(metadata, check=True).result(timeout=10).failure
+    failure = rig.decode.receiver.probe(metadata, check=True).result(timeout=60).failure
     took = time.monotonic() - began
     rig.prefill.signal(signal.SIGCONT)
     assert failure is not None
     assert failure.reason is Reason.TRANSFER_STALLED
     assert rig.engine in failure.message
-    assert took < 7.0
+    assert took < 15.0, "a check waits shorter than a probe"
     eventually(lambda: rig.decode.receiver._connections.by_engine.get(rig.engine) is None)
     rig.works("healed")
-    assert rig.decode.receiver.probe(metadata).result(timeout=30).failure is None
+    assert rig.decode.receiver.probe(metadata).result(timeout=60).failure is None
     rig.end()
 
 

@@ -51,7 +51,7 @@ def test_reads_across_the_seams_are_right(
         assert (len(decode.cache.memory) > 4) == (kind == "sliced")
         decode.cache.bytes[:] = 0xEE
         decode.receiver.receive([decode.request("r", ticket, ours, start=32)])
-        assert decode.wait("r", timeout=20).failed == {}
+        assert decode.wait("r", timeout=60).failed == {}
         assert decode.cache.wrong_tokens(7, ours, 32, 950) == []
         assert (np.delete(decode.cache.bytes, ours, axis=1) == 0xEE).all()
         assert decode.receiver.close()

@@ -204,7 +204,7 @@ class Decode:
         assert not set(results.failed) & set(results.received)
         return results
 
-    def wait(self, *request_ids: str, timeout: float = 60.0) -> ReceiveResults:
+    def wait(self, *request_ids: str, timeout: float = 120.0) -> ReceiveResults:
         """Take results until all of ``request_ids`` are in; returns them merged."""
         merged = ReceiveResults()
         until = time.monotonic() + timeout
@@ -226,7 +226,7 @@ class Decode:
             time.sleep(0.001)
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+def eventually(condition: Callable[[], bool], timeout: float = 120.0) -> None:
     until = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < until, "it did not happen"

@@ -69,7 +69,7 @@ class Pair:
     def check_nothing_held(self) -> None:
         """No request and no block is left in either engine; releases travel by themselves."""
         for engine in (self.prefill, self.decode):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 30  # half a lease
             while engine.held() and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert engine.held() == 0

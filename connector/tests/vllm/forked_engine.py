@@ -8,6 +8,7 @@ does: leases end and orders reach workers only in steps.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -36,6 +37,9 @@ def _host(folder: Path) -> None:
 
     cache_hook.install()
     _pipeline_buffers()
+    # vLLM collects garbage at each start. Without this it walks through all that was imported.
+    gc.collect()
+    gc.freeze()
     # Children end on their own account; nobody here waits for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = Listener(str(folder / "host"), "AF_UNIX")
@@ -221,6 +225,11 @@ class Commands:
 
     def held(self) -> int:
         return len(self._scheduler.requests)
+
+    def readers(self) -> int:
+        """Decode engines whose claims on this engine's leases have come."""
+        leases = self._scheduler.connector._scheduler._leases._table._leases
+        return sum(len(lease.readers) for lease in leases.values())
 
     def free_blocks(self) -> int:
         return self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

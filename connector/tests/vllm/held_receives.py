@@ -48,6 +48,20 @@ def hold(state: str) -> None:
                 connect(*args)
 
         _release.append(go_on)
+    elif state == State.FENCE.name:
+        # Planned and not posted: from the planning on, the connection stays for the fence.
+        post, planned = receives._post, []
+
+        def keep(job: Any, failure: Failure | None) -> None:
+            planned.append((job, failure)) if _is_in(job, state) else post(job, failure)
+
+        def post_fences() -> None:
+            receives._post = post
+            for job, failure in planned:
+                post(job, failure)
+
+        receives._post = keep
+        _release.append(lambda: receiver._thread.put(post_fences))
     else:
         transfers = receives._transfers
         poll = transfers.poll

@@ -74,7 +74,7 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert "lease_seconds: 0 is not between" in message
     assert "allow_insecure: 'yes'" in message
     assert "ticket_key_file: 'relative/key' is not the absolute path" in message
-    assert "ticket_audience: 7 is no text" in message
+    assert "ticket_audience: 7 is not a text" in message
     assert "side_channel_host: ''" in message
 
 
@@ -83,9 +83,9 @@ def test_all_mistakes_are_told_at_once() -> None:
     [
         (["UCX", "GDS"], "names GDS, which moves data between memory and storage.*use UCX"),
         (["LIBFABRIC"], "names LIBFABRIC, which is not known to carry KV"),
-        ([], "is no list of NIXL backends"),
-        ("UCX", "is no list of NIXL backends"),
-        ([1], "is no list of NIXL backends"),
+        ([], "is not a list of NIXL backends"),
+        ("UCX", "is not a list of NIXL backends"),
+        ([1], "is not a list of NIXL backends"),
     ],
 )
 def test_a_backend_that_carries_no_kv_is_refused_with_the_reason(backends, why) -> None:
@@ -95,7 +95,7 @@ def test_a_backend_that_carries_no_kv_is_refused_with_the_reason(backends, why) 
 
 @pytest.mark.parametrize("threads", [-1, 65, True, "4", 4.0, None])
 def test_threads_are_a_small_number(threads: object) -> None:
-    with pytest.raises(ConfigError, match=r"num_threads: .* is no whole number from 0 to 64"):
+    with pytest.raises(ConfigError, match=r"num_threads: .* is not a whole number from 0 to 64"):
         parse_options({"num_threads": threads})
 
 
@@ -117,8 +117,8 @@ def test_threads_are_a_small_number(threads: object) -> None:
         ({"UCX": {"num_workers": True}}, "which is not a whole number"),
         ({"UCX": {"ucx_devices": ""}}, "which is not a text of 1 to 1024 characters"),
         ({"UCX": {"ucx_devices": "x" * 1025}}, "which is not a text"),
-        ({"UCX": []}, "is no options by backend"),
-        (["UCX"], "is no options by backend"),
+        ({"UCX": []}, "does not map backends to options"),
+        (["UCX"], "does not map backends to options"),
     ],
     ids=str,
 )
@@ -142,7 +142,7 @@ def test_tls_names_three_files() -> None:
         (True, "is not"),
         ({"ca": "a", "certificate": "b"}, "is not"),
         ({"ca": "a", "certificate": "b", "key": "c", "password": "d"}, "is not"),
-        ({"ca": "a", "certificate": "", "key": "c"}, "certificate that is no path"),
+        ({"ca": "a", "certificate": "", "key": "c"}, "certificate that is not a path"),
         ({"ca": "a", "certificate": "b", "key": "c", "names": "any"}, "engines or hosts"),
         ({"ca": "a", "certificate": "b", "key": "c", "names": []}, "engines or hosts"),
     ],

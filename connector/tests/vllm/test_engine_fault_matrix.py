@@ -1,6 +1,15 @@
 """Each fault in each state of a receive, with real engines: every answer is judged by its tokens.
 
-The same faults on the in-memory NIXL are in connector/tests/testing/test_fault_matrix.py.
+Requests are held in a state while the fault happens (``held_receives``). The same faults on the
+in-memory NIXL are in connector/tests/testing/test_fault_matrix.py. What engines on one machine
+cannot show:
+
+* A cut of the KV's own way: they read each other's memory, which nothing cuts. Here only the side
+  channel is cut, and with one pair it is the same to cut off P or D.
+  connector/tests/transfer/test_cut_network.py cuts NIXL over TCP.
+* What a client of a killed decode engine sees: there is no router. Its requests count as lost, and
+  their tickets are tried again at the engine that starts in its place.
+* Why a request failed, where the policy is ``fail``: vLLM's answer does not say it.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ from pdcluster_connector.testing.judge import Judge, Verdict
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]
 
-STATES = (State.NEW, State.HANDSHAKE, State.POSTED)
+STATES = (State.NEW, State.HANDSHAKE, State.POSTED, State.FENCE)
 LEASE_SECONDS = 3.0
 LASTS = 1.5 * LEASE_SECONDS
 TOKENS = 8
@@ -169,8 +178,8 @@ class World:
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("policy", ["recompute"])
-@pytest.mark.parametrize("fault", ["kill P"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("fault", ["kill P", "kill D", "stop P", "stop D"])
 def test_each_answer_is_a_single_engines_or_a_clean_error(
     engines: Callable[..., Engine],
     judge: Judge,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster_connector.vllm.fingerprint import PIECE_BYTES, model_digest
+from pdcluster_connector.vllm.fingerprint import PIECE_BYTES, context_variant, model_digest
 
 CONFIG = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2}
 
@@ -61,6 +61,39 @@ def test_config_shape_and_variant_count(tmp_path: Path) -> None:
     nested = {**CONFIG, "text_config": {"dtype": "float32", "hidden_size": 8}}
     other = {**CONFIG, "text_config": {"dtype": "bfloat16", "hidden_size": 8}}
     assert model_digest(nested, None) == model_digest(other, None)
+
+
+LONG_ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [
+        ({"rope_parameters": LONG_ROPE}, 4096),
+        ({"text_config": {"rope_scaling": LONG_ROPE}}, 4096),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"model_type": "llama4"}, 32768),
+        ({"text_config": {"model_type": "llama4_text"}}, 32768),
+    ],
+)
+def test_an_engine_for_longer_contexts_is_another_model_where_its_kv_differs(
+    config: dict[str, object], bound: int
+) -> None:
+    shorter = context_variant(config, bound // 2)
+    assert context_variant(config, bound) == shorter
+    assert context_variant(config, bound + 1) != shorter
+    assert context_variant(config, 2 * bound) == context_variant(config, bound + 1)
+
+
+def test_a_long_rope_without_a_known_bound_needs_equal_contexts() -> None:
+    config = {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}
+    assert context_variant(config, 1000) != context_variant(config, 1001)
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn", "llama3", "dynamic"])
+def test_other_models_may_have_other_contexts(kind: str) -> None:
+    rope = {"rope_type": kind, "original_max_position_embeddings": 4096}
+    assert context_variant({"model_type": "llama", "rope_parameters": rope}, 8192) == ""
 
 
 def write_scales(folder: Path, scales: list[float]) -> Path:

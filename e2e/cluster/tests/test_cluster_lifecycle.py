@@ -107,7 +107,7 @@ def test_down_leaves_nothing(places):
     program = places.links / "kubectl"
     # A pod that is running, with a network of its own, when the end comes.
     run(program, *kubectl, "run", "idle", "--image=local/pod:1", "--image-pull-policy=Never")
-    run(program, *kubectl, "wait", "--for=condition=Ready", "pod/idle", "--timeout=60s")
+    run(program, *kubectl, "wait", "--for=condition=Ready", "pod/idle", "--timeout=120s")
     during = fingerprint()
     assert network.HOST_LINK in during["links"]
     assert during["node"]

@@ -101,7 +101,7 @@ class Namespace:
                 }
             )
         )
-        self.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=60s")
+        self.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=120s")
 
     def ask(self, client: str, url: str) -> str:
         """What the pod `client` gets from a URL; nothing where it gets no answer."""
@@ -116,19 +116,19 @@ def space(cluster: Cluster) -> Iterator[Namespace]:
     name = f"test-{time.time_ns():x}"
     cluster.kubectl("create", "namespace", name)
     yield Namespace(cluster, name)
-    cluster.kubectl("delete", "namespace", name, "--timeout=60s")
+    cluster.kubectl("delete", "namespace", name, "--timeout=120s")
 
 
 @pytest.fixture(scope="module")
 def peers(space: Namespace) -> Namespace:
     space.apply(PEERS)
-    space.kubectl("rollout", "status", "statefulset/peer", "--timeout=60s")
+    space.kubectl("rollout", "status", "statefulset/peer", "--timeout=120s")
     space.client("friend", "friend")
     space.client("stranger", "stranger")
     return space
 
 
-def eventually(condition, seconds: float = 15.0) -> bool:
+def eventually(condition, seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -165,17 +165,17 @@ def test_host_reaches_pods_and_services(peers):
 
     address = peers.kubectl("get", "service", "balanced", "-o", "jsonpath={.spec.clusterIP}")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{address}/", timeout=5) as answer:
+    with opener.open(f"http://{address}/", timeout=60) as answer:
         assert answer.read().decode().strip() in ("peer-0", "peer-1")
 
 
 def test_policy_admits_friends_and_nobody_else(peers):
     url = f"http://peer-0.peers.{peers.name}.svc:8080/"
-    assert peers.ask("stranger", url) == "peer-0"
+    assert eventually(lambda: peers.ask("stranger", url) == "peer-0")
     peers.apply(FRIENDS_ONLY)
     try:
         assert eventually(lambda: peers.ask("stranger", url) == "")
-        assert peers.ask("friend", url) == "peer-0"
+        assert eventually(lambda: peers.ask("friend", url) == "peer-0")
         # Egress rules count too: both policies must allow the connection.
         peers.apply(NO_EGRESS)
         assert eventually(lambda: peers.ask("friend", url) == "")
@@ -209,7 +209,7 @@ def test_policy_ends_what_was_open_before_it(peers):
         lines = peers.kubectl("logs", "beat", "--tail=1").split()
         return lines[0] if lines else ""
 
-    peers.kubectl("wait", "--for=condition=Ready", "pod/beat", "--timeout=60s")
+    peers.kubectl("wait", "--for=condition=Ready", "pod/beat", "--timeout=120s")
     try:
         assert eventually(lambda: last() == "ok")
         peers.apply(FRIENDS_ONLY)
@@ -244,4 +244,4 @@ def test_pod_that_is_deleted_comes_back_under_its_name(peers):
         )
         return now not in ("", before) and peers.ask("friend", url) == "peer-1"
 
-    assert eventually(replaced, 30)
+    assert eventually(replaced)

@@ -13,21 +13,23 @@ from operator_runs import Operator
 from real_api import RealApi, running_api
 from rights import CERTIFICATE_RULES, RBAC, SUBJECT, WATCHED_RULES
 
-CRD = Path(__file__).parents[3] / "crds" / "pdcluster.dev_pdclusters.yaml"
+CRD_FILES = sorted((Path(__file__).parents[3] / "crds").glob("*.yaml"))
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="session")
 def real() -> Iterator[RealApi]:
-    """A control plane with our CRD, whose user `operator` has no rights yet."""
+    """A control plane with our CRDs, whose user `operator` has no rights yet."""
     with running_api() as api:
-        status, answer = api.call("POST", CRDS, yaml.safe_load(CRD.read_text()))
-        assert status == 201, answer
         deadline = time.monotonic() + 30
-        while api.call("GET", "/apis/pdcluster.dev/v1alpha1/pdclusters")[0] != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        for path in CRD_FILES:
+            status, answer = api.call("POST", CRDS, yaml.safe_load(path.read_text()))
+            assert status == 201, answer
+            plural = answer["spec"]["names"]["plural"]
+            while api.call("GET", f"/apis/pdcluster.dev/v1alpha1/{plural}")[0] != 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
         yield api
 
 

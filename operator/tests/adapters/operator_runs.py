@@ -70,8 +70,13 @@ class Operator:
                 preexec_fn=die_with_us,  # noqa: PLW1509
             )
         if ready:
-            until(self.is_ready, 60, self.said)
+            until(self.is_ready, 120, self.said)
         return self
+
+    def start_if_ended(self) -> None:
+        """Do as the kubelet would."""
+        if self.process is not None and self.process.poll() is not None:
+            self.start(ready=False)
 
     def is_ready(self) -> bool:
         assert self.process is not None
@@ -106,7 +111,7 @@ class Operator:
             return None
         self.process.terminate()
         try:
-            return self.process.wait(20)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -170,6 +175,17 @@ def owned(real: RealApi, namespace: str, kind: str | None = None) -> list[str]:
 def events(real: RealApi, namespace: str) -> list[dict[str, Any]]:
     items = real.call("GET", f"/apis/events.k8s.io/v1/namespaces/{namespace}/events")[1]["items"]
     return [item for item in items if item["reportingController"] == "pdcluster.dev/operator"]
+
+
+def at_rest(real: RealApi, operator: Operator) -> None:
+    """Wait until nothing was written for three seconds."""
+
+    def quiet() -> bool:
+        before = len(real.writes())
+        time.sleep(3)
+        return real.writes(before) == []
+
+    until(quiet, 120, operator.said)
 
 
 def until(check: Callable[[], Any], seconds: float, explain: Callable[[], Any]) -> Any:

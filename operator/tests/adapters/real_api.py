@@ -26,7 +26,7 @@ from loopback import free_ports
 TOKEN = "the-token-of-the-tests"
 CONTROLLERS = (
     "garbagecollector,statefulset,deployment,replicaset,disruption,namespace,"
-    "horizontalpodautoscaling"
+    "horizontal-pod-autoscaler-controller"
 )
 AUDIT = {
     "apiVersion": "audit.k8s.io/v1",
@@ -191,8 +191,9 @@ class RealApi:
     def writes(self, since: int = 0) -> list[dict[str, Any]]:
         """Every write of the user `operator` that the audit log holds."""
         path = self.folder / "audit.log"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines[since:]]
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # the last line may be half written
+        return [json.loads(line) for line in whole.splitlines()[since:]]
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()[-4000:]

@@ -6,8 +6,12 @@ RBAC = "/apis/rbac.authorization.k8s.io/v1"
 READ = ["get", "list", "watch"]
 APPLY = [*READ, "create", "patch", "delete"]
 WATCHED_RULES = [
-    {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters"], "verbs": READ},
-    {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/status"], "verbs": ["patch"]},
+    {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters", "prefillscalers"], "verbs": READ},
+    {
+        "apiGroups": ["pdcluster.dev"],
+        "resources": ["pdclusters/status", "prefillscalers/status"],
+        "verbs": ["patch"],
+    },
     {"apiGroups": ["pdcluster.dev"], "resources": ["pdclusters/finalizers"], "verbs": ["update"]},
     {
         "apiGroups": ["apps"],

@@ -54,11 +54,14 @@ def test_an_etcd_that_starts_again_loses_nothing(real, operator, namespace):
     time.sleep(3)
     real.start_etcd()
     until(real.ready, 60, lambda: real.log("kube-apiserver"))
-    if operator.process is not None and operator.process.poll() is not None:
-        operator.start()  # as the kubelet would
     until(lambda: edit(real, namespace, {"decode": {"replicas": 2}})[0] == 200, 60, operator.said)
+
+    def grown():
+        operator.start_if_ended()
+        return before < set(owned(real, namespace, "StatefulSet"))
+
     until(
-        lambda: before < set(owned(real, namespace, "StatefulSet")),
+        grown,
         120,
         lambda: (owned(real, namespace), operator.said()),
     )

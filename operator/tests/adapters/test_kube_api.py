@@ -118,7 +118,7 @@ async def test_a_child_that_was_made_anew_is_looked_at(real, api, live, namespac
     theirs = copy.deepcopy(dict(wanted))
     theirs["metadata"]["ownerReferences"][0]["controller"] = False
     assert real.call("POST", CHILDREN["Service"].format(namespace), theirs)[0] == 201
-    with pytest.raises(ApiError, match="belongs to something else"):
+    with pytest.raises(ApiError, match="does not belong to this PDCluster"):
         await api.apply(wanted, "the-uid-of-one-that-is-gone")
 
 
@@ -167,7 +167,7 @@ async def test_objects_of_others_are_not_taken(real, api, live, namespace):
     del theirs["metadata"]["ownerReferences"], theirs["metadata"]["namespace"]
     path = CHILDREN["ServiceAccount"].format(namespace)
     assert real.call("POST", path, theirs)[0] == 201
-    with pytest.raises(ApiError, match="exists and belongs to something else") as refused:
+    with pytest.raises(ApiError, match="exists and does not belong to this PDCluster") as refused:
         await api.apply(wanted)
     assert refused.value.reason == NAME_CONFLICT
     assert "ownerReferences" not in read(real, wanted)[1]["metadata"]
@@ -236,7 +236,7 @@ async def test_the_ticket_key_is_minted_once_and_rotated(real, api, live, namesp
     assert await api.read_ticket_key(key, uid) == TicketKey("1")
     owners = real.call("GET", path)[1]["metadata"]["ownerReferences"]
     assert [owner["uid"] for owner in owners] == [uid]
-    with pytest.raises(ApiError, match="Secret tiny-ticket-key exists and belongs to") as caught:
+    with pytest.raises(ApiError, match="Secret tiny-ticket-key exists and does not") as caught:
         await api.read_ticket_key(key, "another")
     assert caught.value.reason == NAME_CONFLICT
 
@@ -264,7 +264,7 @@ async def test_certificates_come_and_go_with_their_engines(real, api, live, name
     assert data.keys() == {"ca.crt", *(f"{one}.{end}" for one in wanted.engines
                                        for end in ("crt", "key"))}  # fmt: skip
     assert seen == [], "keys are not for the store"
-    with pytest.raises(ApiError, match="Secret tiny-certificates exists and belongs to") as caught:
+    with pytest.raises(ApiError, match="Secret tiny-certificates exists and does not") as caught:
         await api.read_certificates(key, "another")
     assert caught.value.reason == NAME_CONFLICT
 

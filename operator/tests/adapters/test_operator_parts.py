@@ -8,16 +8,24 @@ import logging
 import pytest
 
 from pdcluster_operator.adapters.admission.webhook_process import ask_review
+from pdcluster_operator.adapters.api_server.client import NotFound
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, slim
+from pdcluster_operator.adapters.api_server.sweep import Sweeper
+from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import Metrics, resource_of
 from pdcluster_operator.cli import operator as command
 from pdcluster_operator.plan.deletions import MANAGED_KINDS
+from pdcluster_operator.runtime.control_loop import ControlLoop
 
 
 def test_every_kind_that_the_planner_makes_is_watched():
-    assert {kind.name for kind in WATCHED} == MANAGED_KINDS | {"PDCluster", "Pod"}
-    assert all(kind.selector for kind in WATCHED if kind.name != "PDCluster")
+    assert {kind.name for kind in WATCHED} == MANAGED_KINDS | {
+        "PDCluster",
+        "PrefillScaler",
+        "Pod",
+    }
+    assert all(kind.selector for kind in WATCHED if kind.group != "pdcluster.dev")
 
 
 @pytest.mark.parametrize(
@@ -146,3 +154,27 @@ def test_the_charts_command_lines_are_read():
 
 async def test_a_server_that_does_not_answer_is_not_ready():
     assert "not answered" in (await ask_review(1) or "")
+
+
+async def test_a_kind_whose_crd_is_not_installed_is_left_out_if_it_is_optional():
+    """A chart without CRDs may be older than the operator."""
+    asked = []
+
+    class WithoutScalers:
+        async def list(self, kind, namespaces):
+            asked.append(kind.name)
+            if kind.name == missing:
+                raise NotFound("the server could not find the requested resource")
+            return []
+
+    loop = ControlLoop(
+        api=WithoutScalers(), launchers=None, events=None, connector=None, clock=None
+    )
+    missing = "PrefillScaler"
+    sweeper = Sweeper(WithoutScalers(), loop, WatchHealth(), (), 300.0)
+    await sweeper.first()
+    assert sweeper.done
+    assert set(asked) == {kind.name for kind in WATCHED}
+    missing = "PDCluster"
+    with pytest.raises(NotFound):
+        await sweeper._sweep()

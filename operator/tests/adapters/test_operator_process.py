@@ -9,6 +9,7 @@ import pytest
 from operator_runs import (
     CHILDREN,
     Operator,
+    at_rest,
     cluster,
     condition,
     create,
@@ -51,9 +52,13 @@ def settled(real, operator, namespace, wanted=None):
             counts(real, namespace) == (wanted or KINDS)
             and condition(real, namespace, "Ready").get("reason") == "ContainerCreating"
         ),
-        30,
+        60,
         lambda: (counts(real, namespace), get(real, namespace).get("status"), operator.said()),
     )
+
+
+def notes(real, namespace):
+    return [event["note"] for event in events(real, namespace)]
 
 
 def test_from_a_manifest_to_objects_and_a_status(real, operator, namespace):
@@ -66,9 +71,12 @@ def test_from_a_manifest_to_objects_and_a_status(real, operator, namespace):
     assert "annotations" not in live["metadata"]
     managers = {entry["manager"] for entry in live["metadata"]["managedFields"]}
     assert managers == {"pdcluster-operator-status", "Python-urllib"}
-    notes = [event["note"] for event in events(real, namespace)]
-    assert sum(note.startswith("Accepted is True") for note in notes) == 1
-    assert operator.metric('pdcluster_reconciles_total{outcome="done"}') > 0
+    # Events are posted, and reconciles are counted, after the status was written.
+    done = 'pdcluster_reconciles_total{outcome="done"}'
+    until(lambda: operator.metric(done) > 0, 60, operator.said)
+    accepted = "Accepted is True"
+    until(lambda: any(accepted in note for note in notes(real, namespace)), 60, operator.said)
+    assert sum(note.startswith(accepted) for note in notes(real, namespace)) == 1
     assert operator.metric('pdcluster_reconciles_total{outcome="failed"}') == 0
     assert operator.metric("pdcluster_reconcile_seconds_count") > 0
     assert operator.metric("pdcluster_clusters") == 1
@@ -81,12 +89,13 @@ def test_at_rest_nothing_is_written(real, operator, namespace):
     operator.start()
     create(real, namespace, cluster())
     settled(real, operator, namespace)
-    time.sleep(3)
+    at_rest(real, operator)
     before = len(real.writes())
-    reconciles = operator.metric('pdcluster_reconciles_total{outcome="done"}')
+    done = 'pdcluster_reconciles_total{outcome="done"}'
+    reconciles = operator.metric(done)
     time.sleep(15)
+    until(lambda: operator.metric(done) > reconciles, 60, operator.said)
     assert [write["requestURI"] for write in real.writes(before)] == []
-    assert operator.metric('pdcluster_reconciles_total{outcome="done"}') > reconciles, "idle?"
 
 
 def test_each_write_was_needed(real, operator, namespace):
@@ -94,7 +103,7 @@ def test_each_write_was_needed(real, operator, namespace):
     operator.start()
     create(real, namespace, cluster())
     settled(real, operator, namespace)
-    time.sleep(3)
+    at_rest(real, operator)
     writes = [write for write in real.writes(before) if write["verb"] != "create"]
     children = [write for write in writes if write["objectRef"].get("subresource") != "status"]
     applied = [write["objectRef"]["name"] for write in children]
@@ -110,17 +119,17 @@ def test_what_is_removed_or_bent_by_hand_comes_back(real, operator, namespace):
     settled(real, operator, namespace)
     service = f"{CHILDREN['Service'].format(namespace)}/tiny-router"
     real.call("DELETE", service)
-    until(lambda: real.call("GET", service)[0] == 200, 10, operator.said)
+    until(lambda: real.call("GET", service)[0] == 200, 60, operator.said)
     port = [{"op": "replace", "path": "/spec/ports/0/port", "value": 81}]
     assert real.call("PATCH", service, port, "application/json-patch+json")[0] == 200
     until(
-        lambda: real.call("GET", service)[1]["spec"]["ports"][0]["port"] == 8000, 10, operator.said
+        lambda: real.call("GET", service)[1]["spec"]["ports"][0]["port"] == 8000, 60, operator.said
     )
     unlabelled = [{"op": "remove", "path": "/metadata/labels/pdcluster.dev~1cluster"}]
     assert real.call("PATCH", service, unlabelled, "application/json-patch+json")[0] == 200
     until(
         lambda: real.call("GET", service)[1]["metadata"]["labels"]["pdcluster.dev/cluster"],
-        10,
+        60,
         operator.said,
     )
 
@@ -149,7 +158,7 @@ def test_a_name_that_is_taken_is_said_and_not_taken(real, operator, namespace):
             condition(real, namespace, "Progressing").get("reason") == "NameConflict"
             and condition(real, namespace, "Progressing")
         ),
-        20,
+        60,
         operator.said,
     )
     assert "Service tiny-router" in said["message"]
@@ -166,7 +175,7 @@ def test_deletion_leaves_nothing_with_the_operator_running_or_not(real, operator
         if _ == 1:
             operator.stop()
         delete(real, namespace)
-        until(lambda: not owned(real, namespace), 30, lambda: owned(real, namespace))
+        until(lambda: not owned(real, namespace), 60, lambda: owned(real, namespace))
         time.sleep(2)
         assert not owned(real, namespace), "nothing is brought back to life"
 
@@ -183,7 +192,7 @@ def test_a_cluster_made_anew_at_once_gets_children_of_its_own(real, operator, na
         owners = {one["uid"] for item in sets for one in item["metadata"]["ownerReferences"]}
         return owners == {uid} and counts(real, namespace) == KINDS
 
-    until(its_own, 40, lambda: (counts(real, namespace), operator.said()))
+    until(its_own, 60, lambda: (counts(real, namespace), operator.said()))
 
 
 @pytest.mark.timeout(300)
@@ -224,11 +233,14 @@ def test_an_api_server_that_goes_away_and_comes_back(real, operator, namespace):
     real.kill_api_server()
     time.sleep(5)
     real.start_api_server()
-    if operator.process is not None and operator.process.poll() is not None:
-        operator.start()  # as the kubelet would
-    assert edit(real, namespace, {"decode": {"replicas": 2}})[0] == 200
+    until(lambda: edit(real, namespace, {"decode": {"replicas": 2}})[0] == 200, 60, operator.said)
+
+    def grown():
+        operator.start_if_ended()
+        return len(owned(real, namespace, "StatefulSet")) == 3
+
     until(
-        lambda: len(owned(real, namespace, "StatefulSet")) == 3,
+        grown,
         120,
         lambda: (owned(real, namespace), operator.said()),
     )
@@ -244,9 +256,9 @@ def test_it_waits_for_an_api_server_that_is_not_there(real, namespace):
     )
     (real.folder / "nobody.kubeconfig").write_text(text)
     operator.start(ready=False)
-    until(lambda: operator.page("/healthz")[0] == 200, 20, operator.said)
+    until(lambda: operator.page("/healthz")[0] == 200, 60, operator.said)
     assert operator.page("/readyz")[0] == 503
-    until(lambda: "waiting for Secret" in operator.said(), 10, operator.said)
+    until(lambda: "waiting for Secret" in operator.said(), 60, operator.said)
     assert operator.stop() == 0
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from operator_runs import CHILDREN, cluster, condition, create, edit, until
+from operator_runs import CHILDREN, at_rest, cluster, condition, create, edit, get, until
 
 pytestmark = pytest.mark.cluster
 
@@ -39,8 +39,10 @@ def settled(real, operator, namespace):
     """
 
     def quiet():
+        live = get(real, namespace)
         return (
-            len(items(real, namespace, "StatefulSet")) == 2
+            live["status"]["observedGeneration"] == live["metadata"]["generation"]
+            and len(items(real, namespace, "StatefulSet")) == 2
             and len(items(real, namespace, "Pod")) >= 3
             and condition(real, namespace, "Ready").get("reason") == "ContainerCreating"
             and "changed" not in condition(real, namespace, "Progressing")["message"]
@@ -82,7 +84,7 @@ def test_an_upgrade_writes_nothing_and_the_next_change_brings_the_new_connector(
     operator.start()
     until(
         lambda: operator.metric('pdcluster_reconciles_total{outcome="done"}') >= 3,
-        30,
+        60,
         operator.said,
     )
     assert [write["requestURI"] for write in real.writes(before)] == []
@@ -90,7 +92,7 @@ def test_an_upgrade_writes_nothing_and_the_next_change_brings_the_new_connector(
 
     prefill = uids(real, namespace, "StatefulSet", "-prefill-")
     edit(real, namespace, variable("2"))
-    until(lambda: len(revisions(real, namespace)) == 3, 30, operator.said)
+    until(lambda: len(revisions(real, namespace)) == 3, 60, operator.said)
     settled(real, operator, namespace)
     assert uids(real, namespace, "StatefulSet", "-prefill-") == prefill
     assert len(uids(real, namespace, "StatefulSet") - engines) == 1
@@ -100,7 +102,7 @@ def test_an_upgrade_writes_nothing_and_the_next_change_brings_the_new_connector(
     edit(real, namespace, variable("1"))
     until(
         lambda: {one["revision"] for one in revisions(real, namespace).values()} == {1, 2, 3},
-        30,
+        60,
         operator.said,
     )
     settled(real, operator, namespace)
@@ -128,14 +130,14 @@ def test_a_template_that_the_server_refuses_replaces_nothing(real, operator, nam
 
     bogus = {"spec": {"tolerations": [{"key": "a", "operator": "Bogus"}]}}
     edit(real, namespace, {"decode": {"podTemplate": bogus}})
-    until(lambda: refused("Bogus"), 30, operator.said)
+    until(lambda: refused("Bogus"), 60, operator.said)
     edit(real, namespace, {"decode": {"podTemplate": None}})
     settled(real, operator, namespace)
 
     # Pod Security refuses pods and no StatefulSets.
     enforce(real, namespace, "restricted")
     edit(real, namespace, variable("2"))
-    until(lambda: refused("violates PodSecurity"), 30, operator.said)
+    until(lambda: refused("violates PodSecurity"), 60, operator.said)
     assert condition(real, namespace, "Progressing")["status"] == "False"
     assert condition(real, namespace, "Progressing")["reason"] == "TemplateRefused"
     assert len(revisions(real, namespace)) == 2
@@ -159,8 +161,9 @@ def test_engines_of_an_operator_that_stored_no_revisions_are_adopted(
         assert real.call("DELETE", f"{path}/{name}")[0] == 200
     operator.bring(with_another_connector(tmp_path))
     operator.start()
-    until(lambda: len(revisions(real, namespace)) == 2, 30, operator.said)
+    until(lambda: len(revisions(real, namespace)) == 2, 60, operator.said)
     settled(real, operator, namespace)
+    at_rest(real, operator)
     before = len(real.writes())
     time.sleep(5)
     assert [write["requestURI"] for write in real.writes(before)] == []

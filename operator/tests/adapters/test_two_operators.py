@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from operator_runs import CHILDREN, Operator, cluster, condition, create, owned, until
+from operator_runs import CHILDREN, Operator, at_rest, cluster, condition, create, owned, until
 from real_api import RealApi
 
 pytestmark = pytest.mark.cluster
@@ -35,17 +35,6 @@ def holders(real: RealApi, namespace: str) -> dict[str, str]:
     return {item["metadata"]["name"]: item["spec"]["holderIdentity"] for item in items}
 
 
-def at_rest(real: RealApi, operator: Operator) -> None:
-    """Wait until nothing was written for three seconds."""
-
-    def quiet() -> bool:
-        before = len(real.writes())
-        time.sleep(3)
-        return real.writes(before) == []
-
-    until(quiet, 60, operator.said)
-
-
 def test_only_one_works_and_the_other_follows_when_it_ends(real, two, namespace):
     first, second = two
     first.start()
@@ -59,7 +48,7 @@ def test_only_one_works_and_the_other_follows_when_it_ends(real, two, namespace)
     assert real.writes(before) == []
     assert uids(real, namespace) == made
     assert condition(real, namespace, "Accepted")["status"] == "True"
-    assert "left to the operator" in second.said()
+    until(lambda: "left to the operator" in second.said(), 60, second.said)
     assert holders(real, namespace) == {"pdcluster-operator": f"operator-{first.health}"}
     assert first.stop() == 0
     until(lambda: condition(real, namespace, "Accepted")["status"] == "False", 60, second.said)

@@ -22,7 +22,7 @@ def test_a_pipe_that_nobody_reads_ends_with_0(command: str) -> None:
             stdout=write,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
     finally:

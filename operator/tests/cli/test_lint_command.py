@@ -62,9 +62,9 @@ def test_several_files_and_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (None, "can't be read: No such file"),
         ("", "is empty"),
-        ("a: [1,", "is no YAML: line"),
+        ("a: [1,", "is not YAML: line"),
         ("a: b: c", "line 1, column 5"),
-        ("\x00", "is no YAML"),
+        ("\x00", "is not YAML"),
         ("just words", "must"),
         ("[1, 2]", "object"),
     ],

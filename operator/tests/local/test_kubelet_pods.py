@@ -44,7 +44,7 @@ def server_pod(name: str, code_file: Path, **container: object) -> dict:
 
 async def fetch(address: str) -> dict:
     def get() -> dict:
-        with urllib.request.urlopen(f"http://{address}:{PORT}/", timeout=2) as answer:
+        with urllib.request.urlopen(f"http://{address}:{PORT}/", timeout=60) as answer:
             return json.load(answer)
 
     return await asyncio.to_thread(get)

@@ -70,6 +70,7 @@ class SimulatedCluster:
         self.counter = 0
         self.ticket_key: TicketKey | None = None
         self.certificates = HeldCertificates("authority")
+        self.scaler: dict[str, Any] | None = None
         self.memo = Memo()
         self.refused = ""
 
@@ -84,6 +85,7 @@ class SimulatedCluster:
             self.connector,
             self.ticket_key,
             self.certificates,
+            scaler=copy.deepcopy(self.scaler),
         )
 
     def plan(self) -> Plan:
@@ -100,6 +102,8 @@ class SimulatedCluster:
                 break  # the executor stops, and says so in the status
             self.perform(step)
         self.cluster["status"] = copy.deepcopy(dict(plan.status))
+        if plan.scaler is not None and self.scaler is not None:
+            self.scaler["status"] = copy.deepcopy(dict(plan.scaler.status))
         self.now += 1
         return plan
 

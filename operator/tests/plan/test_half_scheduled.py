@@ -65,7 +65,7 @@ def test_a_half_scheduled_engine_is_released_with_the_reason_and_tried_again() -
     condition = world.condition("PrefillReady")
     assert condition["reason"] == "Unschedulable"
     assert WORDS in condition["message"]
-    assert "released after 100 s" in condition["message"]
+    assert "scheduled within 100 s" in condition["message"]
     assert world.plan().steps == (), "it is written once"
     for _ in range(20):
         step(world, 10)

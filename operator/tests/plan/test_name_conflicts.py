@@ -35,7 +35,7 @@ def test_an_object_of_another_owner_or_of_nobody_is_left_alone() -> None:
         refusal = why_not_applied(service("ours"), live)
         assert refusal is not None
         assert refusal.reason == NAME_CONFLICT
-        assert "Service tiny exists and belongs to something else" in refusal.message
+        assert "Service tiny exists and does not belong to this PDCluster" in refusal.message
 
 
 def test_an_object_of_the_former_cluster_of_that_name_is_waited_for() -> None:

@@ -29,6 +29,7 @@ from pdcluster_operator.plan.model import (
     Event,
     HeldCertificates,
     RestartPod,
+    ScalerStatus,
     TicketKey,
     TryOut,
     WriteCertificates,
@@ -110,6 +111,10 @@ class RecordingApi:
         assert version
         self._write("status")
         self.api.set_status("PDCluster", *key, dict(status), uid)
+
+    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+        self._write("scaler status")
+        self.api.set_status("PrefillScaler", *key, dict(scaler.status), scaler.uid)
 
     def _write(self, what: str) -> None:
         self.writes.append(what)

@@ -116,7 +116,10 @@ IDENTITY_RULES: tuple[Rule, ...] = (
         id="ModelMismatch",
         reason=Reason.MODEL_MISMATCH,
         description="Both engines must serve the same model: KV of another model is noise.",
-        remedy="Serve the same model, revision and weights on both engines.",
+        remedy=(
+            "Serve the same model, revision and weights on both engines. Models with LongRoPE and "
+            "Llama 4 also need the same engine.maxModelLen."
+        ),
         source="definition",
         test=equal("model", "the model's digest"),
     ),

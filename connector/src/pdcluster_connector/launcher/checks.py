@@ -157,12 +157,12 @@ def port_problems(port: Port) -> Iterator[str]:
             probe.bind((port.host, port.port))
             probe.listen(1)
     except socket.gaierror:
-        yield f"{port.host!r} ({port.use}) is no address of this machine; {port.remedy}"
+        yield f"{port.host!r} ({port.use}) is not an address of this machine; {port.remedy}"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             yield f"port {where} ({port.use}) is in use by another process; end it or {port.remedy}"
         elif error.errno == errno.EADDRNOTAVAIL:
-            yield f"{port.host} ({port.use}) is no address of this machine; {port.remedy}"
+            yield f"{port.host} ({port.use}) is not an address of this machine; {port.remedy}"
         else:
             yield f"{where} ({port.use}) cannot be bound: {_why(error)}; {port.remedy}"
 

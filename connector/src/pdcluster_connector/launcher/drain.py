@@ -1,4 +1,7 @@
-"""Whether an engine still has work that a stop would break: running requests, or leases."""
+"""Whether an engine still has work that a stop would break: running requests, or leases.
+
+``wait_until_idle`` in :mod:`.engine_polls` asks here again and again while an engine drains.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A *run* is a range of bytes that is contiguous on both sides. It lies at the same place in every
 block, or in every ``unit`` tokens of a block. All runs of a *stride class* repeat with the same
-strides, so one formula gives the indices of all of them (:mod:`transfer`).
+strides, so one formula gives the indices of all of them (:mod:`transfer`). Which heads a rank reads
+from which peer comes from :mod:`topology`.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class BlockIds(Sequence[int]):
                 for very many, so that is known before they are made.
         """
         if len(raw) < 2 or raw[0] not in _STEPS or raw[1] not in _COUNTS:
-            raise ValueError("block ids in no form that is known")
+            raise ValueError("block ids in an unknown form")
         size, rest = divmod(len(raw) - 2, raw[0] + raw[1])
         if rest:
             raise ValueError("block ids that are cut off")

@@ -41,8 +41,8 @@ class _Lease:
     engine: str = ""  # the decode engine that has claimed it
     readers: set[str] = field(default_factory=set)  # its ranks that have not released it
 
-    def is_of(self, holder: str) -> bool:
-        return self.engine in ("", parse_engine_id(holder).engine)
+    def is_free_for(self, holder: str) -> bool:
+        return not self.readers or self.engine == parse_engine_id(holder).engine
 
 
 class LeaseTable:
@@ -112,7 +112,7 @@ class LeaseTable:
         lease = self._leases.get(request_id)
         if lease is None or lease.token != token or lease.deadline is None:
             return Standing.GONE
-        if not lease.is_of(holder):
+        if not lease.is_free_for(holder):
             return Standing.CLAIMED
         lease.engine = parse_engine_id(holder).engine
         lease.readers.add(holder)
@@ -122,11 +122,11 @@ class LeaseTable:
     def release(self, request_id: str, token: int, holder: str) -> bool:
         """Note that ``holder`` reads no more; without a reader, end a lease, armed or granted.
 
-        False when it goes on: it is unknown, the token differs, another engine has claimed it, or
-        another rank of this engine reads.
+        False when it goes on: it is unknown, the token differs, or another reads: another engine
+        that has claimed it, or another rank of this one.
         """
         lease = self._leases.get(request_id)
-        if lease is None or lease.token != token or not lease.is_of(holder):
+        if lease is None or lease.token != token:
             return False
         lease.readers.discard(holder)
         if lease.readers:

@@ -8,7 +8,6 @@ skipped, so a newer peer may add fields.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
@@ -189,8 +188,6 @@ def decode_handshake_reply(raw: bytes) -> EngineMetadata | Refusal | Malformed:
         regions = sum(len(shard.regions) for shard in reply.shards)
         if regions > MAX_REGIONS_PER_ENGINE:
             return Malformed(f"{regions} regions, more than the {MAX_REGIONS_PER_ENGINE} allowed")
-        if not math.isfinite(reply.lease_seconds):
-            return Malformed("lease_seconds is not a finite number")
     return reply
 
 
@@ -201,10 +198,7 @@ def decode_lease_request(raw: bytes) -> LeaseRequest | Malformed:
 
 def decode_lease_reply(raw: bytes) -> LeaseReply | Malformed:
     """Decode the answer to ``POST /v1/leases``."""
-    reply = bounded(raw, MAX_REQUEST_BYTES, _LEASES_REPLY.decode)
-    if isinstance(reply, LeaseReply) and not math.isfinite(reply.seconds):
-        return Malformed("seconds is not a finite number")
-    return reply
+    return bounded(raw, MAX_REQUEST_BYTES, _LEASES_REPLY.decode)
 
 
 def decode_shard(raw: bytes) -> ShardMetadata | Malformed:

@@ -109,9 +109,9 @@ class Receive:
         actions: list[Action] = []
         expired = self.state is not State.QUARANTINE and now >= self.deadline
         if expired and not isinstance(event, Acknowledged | Failed):
-            # A failure knows the cause better; an acknowledgement says when it ends instead.
-            # Before the event: data that is seen landed after the lease's end may already
-            # be another request's.
+            # The lease has ended, so data that lands now may belong to another request. That is
+            # why the receive fails before it takes the event in. A Failed event is let through,
+            # because it knows the cause better, and an Acknowledged event moves the deadline.
             self._fail(self._expired(), now, actions)
         if not self.finished:
             self._take(event, now, actions)
@@ -121,7 +121,8 @@ class Receive:
         return tuple(actions)
 
     def _take(self, event: Event, now: float, actions: list[Action]) -> None:
-        match event:  # what no case fits is late or repeated news, which changes nothing
+        # An event that no case matches came late, or a second time. It changes nothing.
+        match event:
             case Started() if self.state is State.NEW:
                 self._enter(State.HANDSHAKE, now)
                 actions.append(Action.CONNECT)
@@ -139,7 +140,7 @@ class Receive:
             case Landed(transfer):
                 self.open.discard(transfer)
                 self._settle(now, actions)
-            case Acknowledged(until) if self.state is not State.QUARANTINE:
+            case Acknowledged(until):
                 self._acknowledge(until, now, actions)
             case Broken() | Failed() | Abandoned() | AgentDestroyed():
                 self._take_trouble(event, now, actions)
@@ -186,7 +187,7 @@ class Receive:
             self._enter(State.FAILED, now)
             actions.append(Action.REPORT)
         elif self.state is State.POSTED and not self.posting:
-            # Only now: what is read of a lease word while data still lands proves nothing.
+            # A lease word proves something only if it is read after all data has landed.
             self._enter(State.FENCE, now)
             self.posting = True
             actions.append(Action.FENCE)

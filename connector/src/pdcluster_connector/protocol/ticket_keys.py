@@ -41,7 +41,7 @@ class TicketKeys:
         return hmac.digest(self.signing, body, "sha256")
 
     def verify(self, body: bytes, signature: bytes) -> bool:
-        """Whether an accepted key made ``signature``; the time tells nothing about a key."""
+        """Whether an accepted key made ``signature``. The comparison takes constant time."""
         return any(
             hmac.compare_digest(hmac.digest(key, body, "sha256"), signature)
             for key in self.accepted

@@ -37,7 +37,7 @@ def tls_files(value: object) -> TlsFiles:
         raise ValueError('is not {"ca": PATH, "certificate": PATH, "key": PATH}')
     for name in _PATHS:
         if not isinstance(value[name], str) or not value[name]:
-            raise ValueError(f"holds a {name} that is no path")
+            raise ValueError(f"holds a {name} that is not a path")
     names = value.get("names", "engines")
     if not isinstance(names, str) or names not in {"engines", "hosts"}:
         raise ValueError(f"holds names {names!r}; certificates name engines or hosts")

@@ -192,7 +192,7 @@ def _not_trusted(where: str, engine_id: str, error: Exception) -> str:
     why = getattr(cause, "verify_message", "") or getattr(cause, "reason", "") or describe(cause)
     return (
         f"no TLS connection to {engine_id} at {where}: {why}. Both engines need certificates of "
-        "the same authority that name them and hold today"
+        "the same authority that name them and are valid today"
     )
 
 

@@ -1,9 +1,9 @@
-"""Tells prefill engines which leases decode is done with, or still needs.
+"""Renews and releases leases: tells prefill engines which ones decode still needs, or no more.
 
 Runs in decode's scheduler role. A message is one HTTP request to one engine and carries
 everything that waits for that engine; it is repeated until it arrives or its deadline has
 passed (the lease has ended by itself then). What prefill says of a lease comes back as a
-:class:`LeaseAnswer`.
+:class:`LeaseAnswer`. ``vllm/ticket_book.py`` decides when a lease is renewed.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             why = "is in use; set side_channel_port to a free port or stop the process that has it"
         elif error.errno in {errno.EADDRNOTAVAIL, socket.EAI_NONAME}:
-            why = "is no address of this machine; set side_channel_host to one that is"
+            why = "is not an address of this machine; set side_channel_host to one that is"
         elif error.errno == errno.EACCES:
             why = "needs privileges; set side_channel_port to a port above 1023"
         else:

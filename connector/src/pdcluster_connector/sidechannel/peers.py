@@ -73,7 +73,6 @@ class _Peer:
     port: int
     waiters: list[_Waiter] = field(default_factory=list)
     answer: EngineMetadata | Failure | None = None
-    answer_until: float = 0.0  # loop time; a refusal's only
     last_error: TryAgain | None = None
     task: asyncio.Task[None] | None = None
 
@@ -141,12 +140,10 @@ class PeerBook(PeerSource):
                 _tell(waiter, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
                 return
             peer = self._peers[engine_id] = _Peer(engine_id, host, port)
-        if isinstance(peer.answer, EngineMetadata) or (
-            peer.answer is not None and loop.time() < peer.answer_until
-        ):
+        if peer.answer is not None:
             _tell(waiter, peer.answer)
             return
-        peer.answer, peer.host, peer.port = None, host, port
+        peer.host, peer.port = host, port
         peer.waiters.append(waiter)
         wait = max(0.0, waiter.deadline - time.monotonic())
         waiter.timer = loop.call_later(wait, self._too_late, peer, waiter)
@@ -177,7 +174,6 @@ class PeerBook(PeerSource):
             peer.answer = outcome
             if isinstance(outcome, Failure):
                 logger.warning("no KV from %s: %s", peer.engine_id, outcome)
-                peer.answer_until = self._thread.loop.time() + REFUSAL_SECONDS
                 self._thread.loop.call_later(REFUSAL_SECONDS, self._drop_refused, peer)
             waiters, peer.waiters = peer.waiters, []
             for waiter in waiters:
@@ -248,7 +244,7 @@ class PeerBook(PeerSource):
 
     def _drop_refused(self, peer: _Peer) -> None:
         """Forget a refusal: an incarnation that is gone is never asked for again."""
-        if self._peers.get(peer.engine_id) is peer and peer.task is None:
+        if self._peers.get(peer.engine_id) is peer:
             del self._peers[peer.engine_id]
 
     def _trim(self) -> None:

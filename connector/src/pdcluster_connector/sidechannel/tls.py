@@ -220,7 +220,7 @@ def _meet_oneself(contexts: _Contexts, name: str, files: TlsFiles) -> None:
                 raise TlsError(
                     f"tls.certificate: {files.certificate} does not serve this engine: "
                     f"{getattr(error, 'verify_message', '') or error}. It must be signed by an "
-                    f"authority of {files.ca}, hold today, be allowed for servers and clients, "
+                    f"authority of {files.ca}, be valid today, be allowed for servers and clients, "
                     f"and have the DNS name {name}"
                 ) from None
             done.add(number)

@@ -168,7 +168,7 @@ class Transfers:
                     release(source.agent, transfer.handle)
                     self._give_back(transfer.word)
                 self._failed(number, job, connection, error)
-            except BaseException as error:  # noqa: BLE001 - nobody knows how it is
+            except BaseException as error:  # noqa: BLE001 - its state is unknown
                 del self._under_way[number]
                 self._lost(job, f"polling failed: {type(error).__name__}: {error}")
             else:

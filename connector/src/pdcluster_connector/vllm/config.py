@@ -190,13 +190,13 @@ def _path(value: Any) -> str:
 
 def _audience(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 512:
-        raise ValueError("is no text of at most 512 characters")
+        raise ValueError("is not a text of at most 512 characters")
     return value
 
 
 def _backends(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
-        raise ValueError('is no list of NIXL backends, such as ["UCX"]')
+        raise ValueError('is not a list of NIXL backends, such as ["UCX"]')
     for name in value:
         if why := why_not(name):
             raise ValueError(f"names {name[:64]}, which {why}; use UCX")
@@ -205,13 +205,15 @@ def _backends(value: Any) -> tuple[str, ...]:
 
 def _threads(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_THREADS:
-        raise ValueError(f"is no whole number from 0 to {MAX_THREADS}")
+        raise ValueError(f"is not a whole number from 0 to {MAX_THREADS}")
     return value
 
 
 def _backend_options(value: Any) -> tuple[tuple[str, str, str], ...]:
     if not isinstance(value, dict) or not all(isinstance(given, dict) for given in value.values()):
-        raise ValueError('is no options by backend, such as {"UCX": {"ucx_devices": "mlx5_0"}}')
+        raise ValueError(
+            'does not map backends to options, as {"UCX": {"ucx_devices": "mlx5_0"}} does'
+        )
     found = []
     for backend, given in value.items():
         for name, setting in given.items():

@@ -1,9 +1,8 @@
 """Scheduler role of a decode engine: which prompt tokens come from a prefill engine.
 
-Each live request has an :class:`Incoming`. A ticket is used once, only for the prompt that it
-was made for, and released as soon as its KV is no longer needed: after the receive (also a
-failed one), or without one when the request never got that far. Nobody is told about a
-ticket that an engine of ours did not sign: whoever sent it would say where decode connects to.
+Each live request has an :class:`Incoming`. Its ticket is judged when it arrives
+(:mod:`ticket_check`), and released as soon as its KV is no longer needed: after the receive (also a
+failed one), or without one when the request never got that far.
 """
 
 from __future__ import annotations
@@ -15,28 +14,23 @@ from typing import Any, Final
 
 from vllm.v1.request import Request, RequestStatus
 
-from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import has_key, without_names
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
-from pdcluster_connector.protocol.ticket import Rejected, Ticket, passed_on, ticket_of
+from pdcluster_connector.protocol.ticket import Ticket, passed_on
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.incoming import Incoming, Stage
 from pdcluster_connector.vllm.metrics import StatsCollector
-from pdcluster_connector.vllm.prefill import DIGEST_TOKENS_A_STEP, is_prefill
-from pdcluster_connector.vllm.prompt import digest_of_prompt, prompt_reader
+from pdcluster_connector.vllm.prefill import is_prefill
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
 from pdcluster_connector.vllm.ticket_book import LeaseSender, TicketBook
+from pdcluster_connector.vllm.ticket_check import TicketCheck
 
 # Why a request was decoded without a transfer.
 NO_TICKET: Final = LocalReason.NO_TICKET.value
-LEASE_EXPIRED: Final = Reason.LEASE_EXPIRED.value
-PROMPT_MISMATCH: Final = LocalReason.PROMPT_MISMATCH.value
-TICKET_SPENT: Final = LocalReason.TICKET_SPENT.value
 CACHE_RESET: Final = LocalReason.CACHE_RESET.value
-TICKET_TOO_LONG: Final = LocalReason.TICKET_TOO_LONG.value
 PREFIX_HIT: Final = LocalReason.PREFIX_HIT.value
 PREFIX_READING_OFF: Final = LocalReason.PREFIX_READING_OFF.value
 SHORT_PROMPT: Final = LocalReason.SHORT_PROMPT.value
@@ -75,13 +69,16 @@ class DecodeRole:
         self._groups = groups
         self._block = smallest_block(groups)
         self._recomputes = recomputes
-        self._leaves_last_token = leaves_last_token(groups)
         self._tickets = TicketBook(leases, lease_seconds, clock)
         self._stats = stats
-        self._wall_clock = wall_clock
-        self._ticket_keys, self._audience = keys, audience
+        self._check = TicketCheck(
+            self._tickets,
+            wall_clock,
+            leaves_last_token=leaves_last_token(groups),
+            keys=keys,
+            audience=audience,
+        )
         self._show_names, self._key = show_names, key
-        self._may_read = DIGEST_TOKENS_A_STEP
         self._requests: dict[str, Incoming] = {}
         self._aborted: dict[str, Incoming] = {}  # finished while parked; blocks still held
         self._orders: list[ReceiveOrder] = []
@@ -94,40 +91,10 @@ class DecodeRole:
         if is_prefill(request):
             return
         params = request.kv_transfer_params
-        keys = self._ticket_keys()
-        ticket = ticket_of(params, keys, self._audience)
-        if ticket is None:
-            incoming = Incoming(None, Stage.SETTLED, NO_TICKET)
-        elif isinstance(ticket, Rejected):
-            incoming = Incoming(None, Stage.SETTLED, ticket.reason.value, ticket.message)
-        else:
-            incoming = Incoming(ticket, Stage.WAITING, self._objection(request, ticket))
-            if keys is not None:
-                self._hold(incoming, ticket)
-            if not incoming.reason:
-                incoming.reading = prompt_reader(request, ticket.tokens)
-                self._compare(request, incoming, ticket)
+        incoming = self._check.arrived(request)
         incoming.named = self._show_names or has_key(params, self._key)
         incoming.repeated = passed_on(params)
         self._requests[request.request_id] = incoming
-
-    def _compare(self, request: Request, incoming: Incoming, ticket: Ticket) -> None:
-        """Read on in the prompt, and say at its end whether it is the ticket's."""
-        digest = None
-        if incoming.reading is not None:
-            self._may_read -= incoming.reading.read(self._may_read)
-            if incoming.reading.left:
-                return
-            digest = digest_of_prompt(request, ticket.tokens, incoming.reading)
-            incoming.reading = None
-        if digest != ticket.prompt_digest:
-            incoming.reason = PROMPT_MISMATCH
-        elif not incoming.held:
-            self._hold(incoming, ticket)
-
-    def _hold(self, incoming: Incoming, ticket: Ticket) -> None:
-        incoming.held = True
-        self._tickets.use(ticket)
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens that a transfer brings beyond ``computed``, loaded asynchronously).
@@ -144,7 +111,7 @@ class DecodeRole:
         if incoming.reason:
             return 0, False
         if incoming.reading is not None:
-            self._compare(request, incoming, incoming.ticket)
+            self._check.compare(request, incoming, incoming.ticket)
             if incoming.reading is not None:
                 return None, False
         if incoming.reason or self._tickets.objection(incoming.ticket) is not None:
@@ -239,7 +206,7 @@ class DecodeRole:
     def take_orders(self) -> tuple[list[ReceiveOrder], list[str]]:
         """(receives to start, parked requests that were aborted); each is given out once."""
         self._tickets.renew_all()
-        self._may_read = DIGEST_TOKENS_A_STEP
+        self._check.begin_step()
         orders, self._orders = self._orders, []
         abandoned, self._abandoned = self._abandoned, []
         return orders, abandoned
@@ -305,17 +272,6 @@ class DecodeRole:
             self._aborted[request_id] = incoming
         elif incoming.stage is Stage.WAITING:
             self._settle(request_id, incoming)
-
-    def _objection(self, request: Request, ticket: Ticket) -> str:
-        """Why a true ticket must not be used, apart from its prompt; empty if it may."""
-        if self._tickets.is_spent(ticket):
-            # Released by an earlier request of this engine: the blocks may be reused already.
-            return TICKET_SPENT
-        if ticket.expires_at <= self._wall_clock():
-            return LEASE_EXPIRED
-        if self._leaves_last_token and ticket.tokens >= request.num_tokens:
-            return TICKET_TOO_LONG
-        return ""
 
     def _settle(self, request_id: str, incoming: Incoming) -> None:
         """Nothing will be loaded any more."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,9 @@ _VOLATILE: Final = frozenset(
         "dtype", "use_cache", "_attn_implementation_autoset",
     }
 )  # fmt: skip
+_LONG_ROPES: Final = frozenset({"longrope", "su"})
+# vLLM 0.32 scales the attention of these models by temperature in engines that allow more tokens.
+_TUNED: Final = ("llama4", 32_768)
 _WEIGHT_PATTERNS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -56,16 +59,45 @@ def digest_of_engine(model_config: Any) -> str:
         # Only differences from the class's defaults: they change less between versions.
         config = model_config.hf_config.to_diff_dict()
     overrides = getattr(model_config, "hf_overrides", None)
-    variant = json.dumps(
-        {
-            "quantization": model_config.quantization,
-            "overrides": overrides if isinstance(overrides, dict) else repr(type(overrides)),
-            "dummy": str(getattr(model_config, "load_format", "")) == "dummy",
-        },
-        sort_keys=True,
-        default=str,
-    )
-    return model_digest(config, folder, variant)
+    variant = {
+        "quantization": model_config.quantization,
+        "overrides": overrides if isinstance(overrides, dict) else repr(type(overrides)),
+        "dummy": str(getattr(model_config, "load_format", "")) == "dummy",
+    }
+    said = {"config": config, "overrides": overrides}
+    if context := context_variant(said, int(model_config.max_model_len)):
+        variant["context"] = context
+    return model_digest(config, folder, json.dumps(variant, sort_keys=True, default=str))
+
+
+def context_variant(config: Any, max_model_len: int) -> str:
+    """Return what a model computes otherwise in an engine that allows longer contexts.
+
+    With LongRoPE, all keys of such an engine are rotated by other angles, those of short prompts
+    too. Empty for models whose KV does not depend on ``max_model_len``.
+
+    Source: vLLM 0.32 model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py
+    (use_long_rope), model_executor/models/llama4.py (attn_temperature_tuning).
+    """
+    parts = list(_mappings(config))
+    kinds = {str(part.get(key)) for part in parts for key in ("rope_type", "type")}
+    found = []
+    if kinds & _LONG_ROPES:
+        bounds = {part.get("original_max_position_embeddings") for part in parts} - {None}
+        found += [f"{bound}:{max_model_len > int(bound)}" for bound in sorted(bounds)]
+        found = found or [str(max_model_len)]  # from where on is not known
+    model, bound = _TUNED
+    if any(str(part.get("model_type", "")).startswith(model) for part in parts):
+        found.append(f"{model}:{max_model_len > bound}")
+    return ",".join(found)
+
+
+def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the mappings in a configuration, the nested ones too."""
+    if isinstance(value, Mapping):
+        yield value
+        for item in value.values():
+            yield from _mappings(item)
 
 
 def _canonical(value: Mapping[str, Any]) -> bytes:

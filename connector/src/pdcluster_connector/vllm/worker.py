@@ -173,7 +173,7 @@ class WorkerRole:
             return
         if orders.abandon:
             self._receiver.abandon(orders.abandon)
-        # Last, and all or nothing: what raises before has started no receive.
+        # Receives start last, and all of them or none: if a line above raises, none has started.
         if orders.receive:
             requests = [self._request(order) for order in orders.receive]
             for request in requests if self._tails is not None else ():
@@ -189,7 +189,7 @@ class WorkerRole:
             self._receiver.refuse(orders.lost)
 
     def _until(self, seconds: float) -> float:
-        """When a lease ends that the scheduler gave so long; the forward pass does not count."""
+        """Return when a lease ends that had ``seconds`` left at the beginning of this step."""
         return min(self._bound_at, time.monotonic()) + seconds
 
     def fail_orders(self, orders: StepOrders, error: Exception) -> None:
@@ -199,7 +199,7 @@ class WorkerRole:
 
     def results(self) -> KVConnectorTransferResults:
         """Requests that this rank is through with, each exactly once."""
-        # First, for nothing is taken from its place yet should it raise.
+        # This call comes first because it may raise, and the lines below empty sets.
         ended = ReceiveResults() if self._receiver is None else self._receiver.results()
         sent, self._sent = self._sent, set()
         unreceivable, self._unreceivable = self._unreceivable, {}

@@ -75,14 +75,14 @@ class EnginesHttp:
         """See :class:`..runtime.ports.Launchers`."""
         document = await self._call("GET", target, "/readyz", (200, 503))
         if (report := parse_engine_report(document)) is None:
-            raise LauncherError(f"{target.url}/readyz answers with something else than a report")
+            raise LauncherError(f"{target.url}/readyz did not answer with the state of an engine")
         return report
 
     async def links(self, target: Target) -> LinksReport:
         """See :class:`..runtime.ports.Launchers`."""
         document = await self._call("GET", target, "/v1/links", (200,))
         if (report := parse_links_report(document)) is None:
-            raise LauncherError(f"{target.url}/v1/links answers with something else than links")
+            raise LauncherError(f"{target.url}/v1/links did not answer with a list of links")
         return report
 
     async def changed(self, target: Target, seen: str) -> str | None:

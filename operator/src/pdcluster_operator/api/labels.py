@@ -18,6 +18,8 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "PDCluster"
 PLURAL = "pdclusters"
+SCALER_KIND = "PrefillScaler"
+SCALER_PLURAL = "prefillscalers"
 FIELD_MANAGER = "pdcluster-operator"
 STATUS_FIELD_MANAGER = "pdcluster-operator-status"
 OPERATOR_LABELS = {
@@ -210,6 +212,6 @@ def router_policy_name(cluster: str) -> str:
     return f"{cluster}-router"
 
 
-def cluster_selector(cluster: str) -> str:
-    """Label selector of the leading pod of each decode engine, for /scale."""
-    return f"{CLUSTER_LABEL}={cluster},{ROLE_LABEL}={Role.DECODE.value},{POD_INDEX_LABEL}=0"
+def role_selector(cluster: str, role: Role) -> str:
+    """Label selector of the leading pod of each engine of a role, for /scale."""
+    return f"{CLUSTER_LABEL}={cluster},{ROLE_LABEL}={role.value},{POD_INDEX_LABEL}=0"

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.cli.rollout_arguments import add_rollout, add_where, rollout_command
 
 DESCRIPTION = """\
 One PDCluster manifest describes vLLM engines that compute prompts (prefill), engines that
@@ -21,12 +22,14 @@ EXAMPLES = """\
 start here:
   pdcluster lint cluster.yaml           every mistake at once, without a cluster
   pdcluster plan cluster.yaml           what the operator would create
+  pdcluster plan cluster.yaml --against what it would do to the cluster that runs
+  pdcluster rollout status llama        wait until a change has reached the engines
   pdcluster up cluster.yaml             run it on this machine: no Kubernetes needed
   pdcluster up cluster.yaml --once "Why is the sky blue?"
                                         one answer, and what its KV cache did; then stop
 
 exit codes: 0 done, 1 the manifest is wrong, 2 the command line is wrong, 3 not Ready in time,
-4 the request failed, 5 the KV cache did not move, 6 this machine lacks something, 130 Ctrl-C
+4 a request failed, 5 the KV cache did not move, 6 this machine lacks something, 130 Ctrl-C
 """
 NO_LOCAL_MODE = (
     "this installation has no local mode, because the operator's image leaves it out; install "
@@ -44,6 +47,23 @@ rules out --once.
 
 A manifest usually names a model folder of the nodes (model.source.hostPath). --model-dir puts a
 folder of this machine in its place, whatever source the manifest names.
+"""
+PLAN_DETAILS = """\
+Without --against: the steps for a cluster of which nothing exists yet, without Kubernetes; with
+-o yaml, the objects themselves.
+
+With --against: what would follow if you applied FILE now. Nothing is written. It prints which
+engines are replaced, and which field of the spec makes that necessary; every step of the operator,
+in order, and what the operator waits for in between; the engines and GPUs at the peak; whether
+requests fail meanwhile; and what the API server says to the new pods, by a dry run.
+
+The steps come from the operator's own planner. The forecast assumes that everything goes well: new
+pods find a node, all engines of a role become ready at once, and the operator has this command's
+version. What the engines' launchers say is taken from the status. You need the rights to read the
+PDCluster and its objects, and to change the PDCluster.
+
+Exit codes with --against: 0 the change would be complete; 1 the manifest or the new pods are
+refused; 3 the change would stop before it is complete; 4 the API server refuses the questions.
 """
 
 
@@ -66,11 +86,28 @@ def parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser(
         "plan",
-        help="print what the operator would do for a new cluster",
-        description="Prints the steps in order; with -o yaml, the objects themselves.",
+        help="print what the operator would do, for a new cluster or for one that runs",
+        description=PLAN_DETAILS,
+        formatter_class=raw,
     )
     plan.add_argument("file", metavar="FILE", help="manifest in YAML; - is stdin")
-    plan.add_argument("-o", "--output", choices=("steps", "yaml"), default="steps")
+    plan.add_argument(
+        "-o",
+        "--output",
+        choices=("steps", "yaml"),
+        default="steps",
+        help="yaml: the objects themselves (not with --against)",
+    )
+    plan.add_argument(
+        "--against",
+        nargs="?",
+        const="",
+        metavar="CONTEXT",
+        help="plan the change of the PDCluster that runs there; default: the current context",
+    )
+    add_where(plan)
+
+    add_rollout(commands)
 
     up = commands.add_parser(
         "up",
@@ -141,6 +178,14 @@ def _command(options: argparse.Namespace) -> Callable[[], Exit]:
         from pdcluster_operator.cli.lint import lint
 
         return partial(lint, options.files)
+    if options.command == "rollout":
+        return rollout_command(options)
+    if options.command == "plan" and options.against is not None:
+        from pdcluster_operator.cli.against import show_plan_against
+        from pdcluster_operator.cli.connection import Where
+
+        where = Where(options.against or None, options.namespace)
+        return partial(show_plan_against, options.file, where)
     if options.command == "plan":
         from pdcluster_operator.cli.plan import show_plan
 
@@ -165,7 +210,7 @@ def _command(options: argparse.Namespace) -> Callable[[], Exit]:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

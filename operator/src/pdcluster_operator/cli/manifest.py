@@ -28,7 +28,7 @@ def read_documents(file: str) -> list[Any]:
     try:
         documents = [document for document in yaml.safe_load_all(data) if document is not None]
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{file} is no YAML: {_first_problem(error)}", Exit.MANIFEST) from error
+        raise UserError(f"{file} is not YAML: {_first_problem(error)}", Exit.MANIFEST) from error
     if not documents:
         raise UserError(f"{file} is empty", Exit.MANIFEST)
     return documents

@@ -132,7 +132,7 @@ async def _post(
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise UserError(f"{url}: {error}", Exit.REQUEST_FAILED) from error
     if not isinstance(document, dict):
-        raise UserError(f"{url} answers with no JSON object", Exit.REQUEST_FAILED)
+        raise UserError(f"{url} did not answer with a JSON object", Exit.REQUEST_FAILED)
     return document
 
 

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=1.0,
         metavar="N",
-        help="ask a launcher at most this often; one with no news keeps the question (default 1)",
+        help="wait at least N seconds between two requests to one launcher (default 1)",
     )
     run.add_argument(
         "--operator-class",

@@ -26,6 +26,7 @@ from pdcluster_operator.api.labels import (
     KIND,
     LAUNCHER_PORT,
     ROUTER_METRICS_PORT,
+    SCALER_KIND,
     SIDE_CHANNEL_PORT,
     certificates_name,
     ticket_key_name,
@@ -40,6 +41,7 @@ from pdcluster_operator.plan.model import (
     Event,
     HeldCertificates,
     RestartPod,
+    ScalerStatus,
     TicketKey,
     TryOut,
     WriteCertificates,
@@ -209,6 +211,9 @@ class _ApiPort:
         self, key: Key, uid: str, status: Mapping[str, Any], version: str = ""
     ) -> None:
         self._api.set_status(KIND, key.namespace, key.name, dict(status), uid)
+
+    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+        self._api.set_status(SCALER_KIND, key.namespace, key.name, dict(scaler.status), scaler.uid)
 
 
 class _Events:

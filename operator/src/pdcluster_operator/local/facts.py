@@ -105,7 +105,7 @@ def _folder(path: str) -> Folder:
     if not Path(path).exists():
         return Folder(path, "does not exist")
     if not Path(path).is_dir():
-        return Folder(path, "is no folder")
+        return Folder(path, "is not a folder")
     try:
         with os.scandir(path) as entries:
             names = frozenset(entry.name for entry in itertools.islice(entries, MOST_NAMES))

@@ -167,7 +167,7 @@ def _volume_problem(volume: Manifest) -> Problem | None:
         folder = Path(path)
         remedy = "put the model there, or name its folder with --model-dir"
         if not folder.is_dir():
-            what = f"{path} (volume {name}) is no folder here"
+            what = f"{path} (volume {name}) is not a folder on this machine"
             return Problem(CONFIG, Lack.VOLUME_UNUSABLE, name, what, remedy)
         if not os.access(folder, os.R_OK | os.X_OK):
             return Problem(

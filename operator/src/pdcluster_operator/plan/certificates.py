@@ -17,7 +17,12 @@ from pdcluster_operator.plan.builders.certificates import (
     has_certificates,
     mounts_certificate,
 )
-from pdcluster_operator.plan.model import Observed, WriteCertificates
+from pdcluster_operator.plan.model import (
+    HeldCertificates,
+    Manifest,
+    Observed,
+    WriteCertificates,
+)
 from pdcluster_operator.plan.rollout.desired import live_engines
 
 DAY = 86_400.0
@@ -54,6 +59,13 @@ def certificates_step(
         begin + PERIODS * PERIOD_SECONDS,
         _why(observed, issue),
     )
+
+
+def certificates_as_due(children: Iterable[Manifest], now: float) -> HeldCertificates:
+    """Return what the Secret holds if nothing is left to write, for who may not read it."""
+    names = (engine_of(child) for child in children if child.get("kind") == "StatefulSet")
+    entries = frozenset(entry_of(name) for name in names if name is not None)
+    return HeldCertificates("", f".{int(_period_start(now))}", entries)
 
 
 def seconds_to_renewal(observed: Observed, cluster: Cluster, now: float) -> float | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pdcluster_operator.api.labels import EngineName, engine_of
+from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.model import Delete, Manifest, Observed
 from pdcluster_operator.plan.rollout.desired import Desired, identity, live_engines
 from pdcluster_operator.plan.rollout.stored import REVISION_KIND
@@ -54,8 +55,16 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
             name,
             str(metadata.get("uid", "")),
             str(metadata.get("resourceVersion", "")),
-            "the spec does not want it any more",
+            "the spec no longer asks for it",
         )
+
+
+def existing_engines(children: Iterable[Manifest], role: Role) -> int:
+    """Return how many engines of a role exist and are not being deleted."""
+    engines = (
+        engine_of(c) for c in children if c.get("kind") == "StatefulSet" and not is_being_deleted(c)
+    )
+    return sum(engine is not None and engine.role is role for engine in engines)
 
 
 def is_being_deleted(manifest: Manifest) -> bool:

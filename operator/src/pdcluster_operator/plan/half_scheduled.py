@@ -54,8 +54,8 @@ def with_releases(
         stuck = None if name in found else _stuck(_pods_of(observed.pods, name))
         if stuck is not None and now - stuck[0] > timeout:
             because = (
-                f"released after {timeout:.0f} s, in which only some of its pods were scheduled; "
-                f"it is tried again later: {stuck[1]}"
+                f"only some of its pods could be scheduled within {timeout:.0f} s, so they were "
+                f"deleted; they are created again later: {stuck[1]}"
             )
             found[name] = _without_pods(engine, timestamp(now), because[:LONGEST_WORDS])
             break

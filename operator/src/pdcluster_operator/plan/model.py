@@ -85,6 +85,7 @@ class Observed:
             the operator decides.
         one_node: whether all pods run on one machine, as in local mode.
         rewrites: what something else made of children as they were applied, by kind and name.
+        scaler: the PrefillScaler of the cluster's name; None if there is none.
     """
 
     cluster: Manifest
@@ -99,6 +100,7 @@ class Observed:
     host_path_models: bool = True
     one_node: bool = False
     rewrites: Rewrites = field(default_factory=dict)
+    scaler: Manifest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,14 @@ class PeerAssignment:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalerStatus:
+    """The ``status`` to write to a PrefillScaler, if it is still the object with this UID."""
+
+    uid: str
+    status: Manifest
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """A Kubernetes event about the cluster. There is at most one for each change of a condition."""
 
@@ -227,6 +237,7 @@ class Plan:
         requeue_after: seconds until this cluster should be looked at again; None if an
             event will tell.
         events: to be published once the status is written.
+        scaler: the status of the PrefillScaler; None if there is nothing to write.
     """
 
     steps: tuple[Step, ...]
@@ -234,3 +245,4 @@ class Plan:
     peers: tuple[PeerAssignment, ...] = ()
     requeue_after: float | None = None
     events: tuple[Event, ...] = ()
+    scaler: ScalerStatus | None = None

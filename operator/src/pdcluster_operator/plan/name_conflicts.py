@@ -44,6 +44,6 @@ def name_conflict(kind: str, name: str) -> Refusal:
     """Return the refusal for an object that has the name of a child and another owner."""
     return Refusal(
         NAME_CONFLICT,
-        f"{kind} {name} exists and belongs to something else: "
-        "rename it, or name the PDCluster otherwise",
+        f"{kind} {name} exists and does not belong to this PDCluster: "
+        "rename it, or give the PDCluster another name",
     )

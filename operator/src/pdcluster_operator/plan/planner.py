@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.findings import Findings
@@ -25,6 +26,7 @@ from pdcluster_operator.plan.links import observe_pairs
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
+from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
 from pdcluster_operator.plan.restarts import restarts
 from pdcluster_operator.plan.rewrites import is_settled
 from pdcluster_operator.plan.rollout.desired import (
@@ -52,6 +54,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         now: seconds since the epoch; only transition times and deadlines depend on it.
         memo: of the last plans for this cluster. The plan is the same without it, only slower.
     """
+    observed = replace(observed, cluster=as_scaled(observed.cluster, observed.scaler))
     memo = memo or Memo()
     before = observed.cluster.get("status") or {}
     if is_being_deleted(observed.cluster):
@@ -87,6 +90,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         peers=peers,
         requeue_after=min((wait for wait in waits if wait is not None), default=None),
         events=transitions(before, status, secured=has_certificates(cluster)),
+        scaler=scaler_status(observed),
     )
 
 

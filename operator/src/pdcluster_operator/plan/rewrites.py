@@ -47,5 +47,5 @@ def rewritten_event(desired: Manifest, rewrite: Rewrite) -> Event:
         "Warning",
         StatusReason.REWRITTEN,
         f"{desired['kind']} {desired['metadata']['name']}: something else, such as a mutating "
-        f"webhook, changes what the operator applies: {shown}. The operator leaves it so",
+        f"webhook, changes what the operator applies: {shown}. The operator leaves that change",
     )

@@ -115,7 +115,7 @@ class NamespaceLeases:
         await self._write(claim, live, self._me)
         claim.until, claim.other = began + ACT_SECONDS, ""
         if not had:
-            log.info("namespace %s: its PDClusters are ours now", claim.namespace)
+            log.info("namespace %s: this operator works on its PDClusters now", claim.namespace)
             self.acquired(claim.namespace)
 
     async def _give_back(self, claim: _Claim) -> None:

@@ -16,6 +16,7 @@ from pdcluster_operator.plan.model import (
     Event,
     HeldCertificates,
     RestartPod,
+    ScalerStatus,
     TicketKey,
     TryOut,
     WriteCertificates,
@@ -80,6 +81,10 @@ class Api(Protocol):
             version: resourceVersion of the cluster as it was seen. While it is the latest, the
                 cluster need not be read.
         """
+        ...
+
+    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+        """Replace the status of the PrefillScaler of this name, if it is still the one seen."""
         ...
 
 

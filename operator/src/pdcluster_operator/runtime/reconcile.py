@@ -135,6 +135,8 @@ class Reconciler:
             status = with_failure(status, cluster, failure.reason, str(failure), now)
         self._monitor.assign(key, plan.peers)
         wait = await self._write_status(key, cluster, status)
+        if plan.scaler is not None and self._may_write(key):
+            await self._api.write_scaler_status(key, plan.scaler)
         await self._events.publish(cluster, events)
         if failure is not None:
             raise failure
@@ -167,4 +169,5 @@ class Reconciler:
             host_path_models=self._place.host_path_models,
             one_node=self._place.one_node,
             rewrites=self._rewrites.of(key),
+            scaler=self._store.scaler(key),
         )

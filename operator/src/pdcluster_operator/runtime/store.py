@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from pdcluster_operator.api.labels import CLUSTER_LABEL
+from pdcluster_operator.api.labels import CLUSTER_LABEL, SCALER_KIND
 from pdcluster_operator.plan.ownership import controller_uid, own_pods
 from pdcluster_operator.runtime.queue import Key
 
@@ -90,6 +90,10 @@ class Store:
         """Return the PDCluster itself."""
         return self._held((CLUSTER_KIND, key.namespace, key.name))
 
+    def scaler(self, key: Key) -> Manifest | None:
+        """Return the PrefillScaler of the cluster's name."""
+        return self._held((SCALER_KIND, key.namespace, key.name))
+
     def children(self, key: Key) -> tuple[Manifest, ...]:
         """Objects whose controller is this very cluster (by UID), pods aside."""
         cluster = self.cluster(key)
@@ -131,7 +135,7 @@ def key_of(manifest: Mapping[str, Any]) -> Key | None:
     """Return the key of the cluster that an object is, belongs to, or names in its label."""
     metadata = manifest["metadata"]
     namespace = metadata.get("namespace", "")
-    if manifest["kind"] == CLUSTER_KIND:
+    if manifest["kind"] in (CLUSTER_KIND, SCALER_KIND):
         return Key(namespace, metadata["name"])
     for owner in metadata.get("ownerReferences") or ():
         if owner.get("kind") == CLUSTER_KIND:

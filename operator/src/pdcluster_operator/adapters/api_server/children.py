@@ -14,6 +14,7 @@ from pdcluster_operator.adapters.api_server.kinds import (
     BY_NAME,
     PDCLUSTER,
     POD,
+    PREFILL_SCALER,
     SECRET,
     Kind,
     slim,
@@ -36,6 +37,7 @@ from pdcluster_operator.plan.model import (
     Delete,
     HeldCertificates,
     RestartPod,
+    ScalerStatus,
     TicketKey,
     TryOut,
     WriteCertificates,
@@ -198,18 +200,25 @@ class KubeApi:
         """
         if version:
             try:
-                return await self._apply_status(key, status, version)
+                return await self._apply_status(PDCLUSTER, key, status, version)
             except Conflict:
                 pass
-        live = await self._read(PDCLUSTER, key.namespace, key.name)
-        if live is not None and live["metadata"]["uid"] == uid:
-            await self._apply_status(key, status, live["metadata"]["resourceVersion"])
+        await self._status_of_live(PDCLUSTER, key, uid, status)
         return None
 
-    async def _apply_status(self, key: Key, status: Manifest, version: str) -> None:
+    async def write_scaler_status(self, key: Key, scaler: ScalerStatus) -> None:
+        """Apply the status of a PrefillScaler, if it is still the one that was seen."""
+        await self._status_of_live(PREFILL_SCALER, key, scaler.uid, scaler.status)
+
+    async def _status_of_live(self, kind: Kind, key: Key, uid: str, status: Manifest) -> None:
+        live = await self._read(kind, key.namespace, key.name)
+        if live is not None and live["metadata"]["uid"] == uid:
+            await self._apply_status(kind, key, status, live["metadata"]["resourceVersion"])
+
+    async def _apply_status(self, kind: Kind, key: Key, status: Manifest, version: str) -> None:
         body = {
-            "apiVersion": PDCLUSTER.api_version,
-            "kind": PDCLUSTER.name,
+            "apiVersion": kind.api_version,
+            "kind": kind.name,
             "metadata": {
                 "name": key.name,
                 "namespace": key.namespace,
@@ -217,12 +226,12 @@ class KubeApi:
             },
             "status": dict(status),
         }
-        path = PDCLUSTER.path(key.namespace, key.name) + "/status"
+        path = kind.path(key.namespace, key.name) + "/status"
         try:
             answer = await self._apply(path, body, manager=STATUS_FIELD_MANAGER)
         except NotFound:
             return
-        self._keep(PDCLUSTER, answer)
+        self._keep(kind, answer)
 
     async def list(self, kind: Kind, namespaces: Iterable[str | None]) -> list[dict[str, Any]]:
         """Return all objects of a kind that concern us; ``None`` is every namespace."""

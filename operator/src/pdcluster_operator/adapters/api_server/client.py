@@ -33,6 +33,7 @@ TRIES = 5
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+DEFAULT_NAMESPACE = "default"
 NO_ANSWER = 0
 NOT_FOUND, CONFLICT, INVALID, TOO_MANY = 404, 409, 422, 429
 TERMINAL = frozenset({400, 405, 406, 413, 415})
@@ -138,11 +139,14 @@ def classified(status: int, document: Mapping[str, Any]) -> ApiError:
     return ApiError(reason, message, terminal=status in TERMINAL)
 
 
-async def find_configuration(kubeconfig: str | None = None) -> client.Configuration:
+async def find_configuration(
+    kubeconfig: str | None = None, context: str | None = None
+) -> client.Configuration:
     """Return how to reach the API server: a ServiceAccount's pod first, else a kubeconfig.
 
     Args:
         kubeconfig: a file that wins over both.
+        context: of a kubeconfig, which then wins over the ServiceAccount.
 
     Raises:
         NotConnected: neither is there, or what is there cannot be read.
@@ -153,11 +157,11 @@ async def find_configuration(kubeconfig: str | None = None) -> client.Configurat
     # A cluster's CA often lacks the extensions that Python's strict mode asks for.
     configuration.disable_strict_ssl_verification = True
     try:
-        if kubeconfig is None and (ACCOUNT / "token").exists():
+        if kubeconfig is None and context is None and (ACCOUNT / "token").exists():
             config.load_incluster_config(client_configuration=configuration)
         else:
             await config.load_kube_config(
-                config_file=kubeconfig, client_configuration=configuration
+                config_file=kubeconfig, context=context, client_configuration=configuration
             )
     except (config.ConfigException, OSError) as error:
         raise NotConnected(
@@ -165,6 +169,17 @@ async def find_configuration(kubeconfig: str | None = None) -> client.Configurat
             "KUBECONFIG"
         ) from error
     return configuration
+
+
+def namespace_of_context(context: str | None) -> str:
+    """Return the namespace that a context of the kubeconfig names, as kubectl takes it."""
+    try:
+        known, current = config.list_kube_config_contexts()
+    except (config.ConfigException, OSError):
+        return own_namespace() or DEFAULT_NAMESPACE
+    named = [one for one in known if one["name"] == context]
+    chosen = (named[0] if named else current)["context"]
+    return str(chosen.get("namespace") or DEFAULT_NAMESPACE)
 
 
 def own_namespace() -> str | None:

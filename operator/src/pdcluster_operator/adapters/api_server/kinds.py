@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.labels import CLUSTER_LABEL, GROUP, PLURAL, VERSION
+from pdcluster_operator.api.labels import (
+    CLUSTER_LABEL,
+    GROUP,
+    PLURAL,
+    SCALER_KIND,
+    SCALER_PLURAL,
+    VERSION,
+)
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
 from pdcluster_operator.plan.contents import pod_spec_that_is_read, without_contents
 from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
@@ -20,6 +27,7 @@ class Kind:
         group: API group; empty for the core group.
         selector: label selector of the objects that concern us; empty for all of them.
         namespaced: whether its objects live in namespaces.
+        optional: whether the API server may not have the kind.
         page: how many objects of a LIST are asked for at once: a page is in memory as a whole.
     """
 
@@ -29,6 +37,7 @@ class Kind:
     name: str
     selector: str = CLUSTER_LABEL
     namespaced: bool = True
+    optional: bool = False
     page: int = 500
 
     @property
@@ -50,6 +59,7 @@ class Kind:
 
 SMALLEST_PAGE = 50
 PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
+PREFILL_SCALER = Kind(GROUP, VERSION, SCALER_PLURAL, SCALER_KIND, selector="", optional=True)
 POD = Kind("", "v1", "pods", "Pod")
 SECRET = Kind("", "v1", "secrets", "Secret")
 LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
@@ -63,6 +73,7 @@ WEBHOOK_CONFIGURATION = Kind(
 )
 WATCHED = (
     PDCLUSTER,
+    PREFILL_SCALER,
     Kind("apps", "v1", "statefulsets", "StatefulSet"),
     Kind("apps", "v1", "deployments", "Deployment"),
     # A StatefulSet has revisions of its own, with the labels of its pods.

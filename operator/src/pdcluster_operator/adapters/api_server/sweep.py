@@ -64,6 +64,11 @@ class Sweeper:
         for kind in WATCHED:
             self._loop.store.begin(kind.name)
             began = self._health.now()
-            listed = await self._api.list(kind, self._namespaces)
+            try:
+                listed = await self._api.list(kind, self._namespaces)
+            except NotFound:
+                if not kind.optional:
+                    raise
+                listed = []  # its CRD is not installed
             self._health.listed(kind.name, listed, began)
             self._loop.sweep(kind.name, listed)

@@ -75,7 +75,7 @@ class WatchHealth:
 
 
 def _behind(told: _Told | None, wanted: _Told | None) -> bool:
-    """Whether a report does not hold yet what is wanted."""
+    """Whether the watch has reported neither the wanted version nor a later one."""
     if wanted is None:
         return False
     return told is None or told.uid != wanted.uid or told.version < wanted.version

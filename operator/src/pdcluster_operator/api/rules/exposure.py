@@ -11,10 +11,10 @@ from pdcluster_operator.api.spec.pod_templates import containers
 from pdcluster_operator.api.spec.types import Cluster
 
 HOST_FIELDS = {
-    "hostPID": "see the processes of the node, and may stop those of their user",
-    "hostIPC": "share memory segments and semaphores with every process of the node that does",
-    "hostNetwork": "share the node's network: two engines on a node want the same ports, and no "
-    "NetworkPolicy holds",
+    "hostPID": "see all processes of the node, and can stop those of the same user",
+    "hostIPC": "can read shared memory of all processes on the node that also use hostIPC",
+    "hostNetwork": "use the node's network: two engines on one node need the same ports, and "
+    "NetworkPolicies do not protect them",
 }
 
 
@@ -36,7 +36,7 @@ def exposure_warnings(cluster: Cluster) -> Iterator[FieldError]:
             security = container.get("securityContext")
             if isinstance(security, Mapping) and security.get("privileged") is True:
                 where = f"{owner}.podTemplate.{place}.securityContext.privileged"
-                yield _host(where, f"these {what} may do on the node whatever root may do")
+                yield _host(where, f"these {what} have the rights of root on the node")
 
 
 def _host(path: str, message: str) -> FieldError:

@@ -87,7 +87,7 @@ def image_warnings(cluster: Cluster) -> Iterator[FieldError]:
             own.path,
             shown(f"prefill {prefill.reference}, decode {decode.reference}"),
             Rule.IMAGES_DIFFER,
-            "another vLLM may lay out its KV cache in another way",
+            "another version of vLLM may order the bytes of its KV cache differently",
             "Use one image for both roles, in spec.engine.image.",
             (other.path,),
         )

@@ -91,7 +91,7 @@ def _within(part: _Network, whole: _Network) -> bool:
 
 
 def _no_cidr(path: str, value: str) -> FieldError:
-    message = "is no range of addresses: the first address, then the length of the prefix"
+    message = "is not a range of addresses in CIDR form: first address, slash, prefix length"
     return FieldError(
         path, value, Rule.BAD_FORMAT, message, "Write for example 10.0.0.0/8 or fd00::/8."
     )

@@ -145,7 +145,7 @@ def _object(path: str, kind: str, value: object) -> Iterator[FieldError]:
                 f"{path}.{key}",
                 "",
                 Rule.UNKNOWN_FIELD,
-                "is no field of a Kubernetes pod template",
+                "is not a field of a Kubernetes pod template",
                 _remedy(path, kind, str(key), known),
             )
 

@@ -108,7 +108,7 @@ def _names(path: str, given: Resources | RouterResources) -> Iterator[FieldError
                 f"{path}.{kind}.{name}",
                 shown(text),
                 Rule.BAD_FORMAT,
-                f"{name} is no resource of Kubernetes; others are written as domain/name",
+                f"{name} is not a resource of Kubernetes; others are written as domain/name",
                 "Write for example cpu, memory or nvidia.com/gpu.",
             )
 
@@ -121,7 +121,7 @@ def _whole(given: dict[str, Amount]) -> Iterator[FieldError]:
                 amount.path,
                 shown(amount.text),
                 Rule.BAD_FORMAT,
-                f"Kubernetes hands out {name} in whole pieces only",
+                f"Kubernetes gives a container a whole number of {name}, never a part of one",
                 "Write a whole number.",
             )
 
@@ -140,7 +140,7 @@ def _pairs(requests: dict[str, Amount], limits: dict[str, Amount]) -> Iterator[F
         if most is None:
             continue
         if is_countable(name) and number != most:
-            message = f"the limit is {limit.text}, and of {name} request and limit must be equal"
+            message = f"the limit is {limit.text}; for {name}, request and limit must be equal"
             yield _mismatch(request, message, (limit.path,), limit.text)
         elif number > most:
             yield _mismatch(request, f"is above the limit {limit.text}", (limit.path,), limit.text)

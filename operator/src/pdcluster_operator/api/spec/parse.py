@@ -49,7 +49,7 @@ def parse_cluster(manifest: object) -> ParseResult:
     for message, remedy in name_errors(name):
         reader.error("metadata.name", name, Rule.NAME_UNUSABLE, message, remedy)
     if "spec" not in manifest:
-        reader.error("spec", "", Rule.REQUIRED, "is missing", "Say at least spec.model.source.")
+        reader.error("spec", "", Rule.REQUIRED, "is missing", "Give at least spec.model.source.")
     spec = reader.read_object(Spec, manifest.get("spec", {}), "spec")
     generation = metadata.get("generation")
     cluster = Cluster(

@@ -67,7 +67,7 @@ class Reader:
             remedy = f"Did you mean {near}?" if near else f"Known are: {', '.join(known)}."
         where = f"{path}.{key}" if path else str(key)
         self.errors.append(
-            FieldError(where, "", Rule.UNKNOWN_FIELD, "is no field of this API", remedy)
+            FieldError(where, "", Rule.UNKNOWN_FIELD, "is not a field of this API", remedy)
         )
 
     def read_object(self, cls: type[Any], value: object, path: str) -> Any:

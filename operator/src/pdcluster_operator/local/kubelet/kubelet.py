@@ -147,7 +147,7 @@ class PodRun:
                 Lack.VOLUME_UNUSABLE,
                 "volumes",
                 what,
-                "the pod starts once that is put right",
+                "the pod starts as soon as this is corrected",
             )
         return None
 

@@ -1,7 +1,11 @@
-"""Who may reach a cluster's pods. Nothing else protects the KV side channel: it has no TLS yet."""
+"""Who may reach a cluster's pods.
+
+Without ``spec.transfer.tls``, nothing else protects the side channel and the launchers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.api.labels import (
@@ -50,6 +54,17 @@ def build_engines_policy(cluster: Cluster, operator_namespace: str | None) -> di
     ]
     name = engines_policy_name(cluster.name)
     return _policy(cluster, name, "engine", _engines(cluster), ingress)
+
+
+def operator_namespace_in(policy: Mapping[str, Any]) -> str | None:
+    """Return the namespace of the operator that a policy of engines lets in; None if it is any."""
+    for rule in (policy.get("spec") or {}).get("ingress") or ():
+        for peer in rule.get("from") or ():
+            pods = (peer.get("podSelector") or {}).get("matchLabels")
+            if pods == OPERATOR_LABELS:
+                labels = (peer.get("namespaceSelector") or {}).get("matchLabels") or {}
+                return labels.get(NAMESPACE_LABEL)
+    return None
 
 
 def build_router_policy(cluster: Cluster) -> dict[str, Any] | None:

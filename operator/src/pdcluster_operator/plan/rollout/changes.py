@@ -11,6 +11,8 @@ from pdcluster_operator.plan.model import Manifest
 # None of these is a part of an engine.
 ELSEWHERE = ("rollout", "monitoring", "verification", "operatorClass")
 ONLY_FIELD_OF_THE_ROUTER = "apiKeySecretRef"
+PARTLY = (*(role.value for role in Role), "router")
+"""Parts of the spec of which engines have some fields."""
 MOST_SHOWN = 3
 
 
@@ -22,9 +24,24 @@ def spec_of_engines(cluster: Manifest) -> dict[str, Any]:
         for name, value in (given.items() if isinstance(given, Mapping) else ())
         if name not in ELSEWHERE
     }
-    for role in Role:
-        _keep(spec, role.value, lambda name: name != "replicas")
-    _keep(spec, "router", lambda name: name == ONLY_FIELD_OF_THE_ROUTER)
+    for part in PARTLY:
+        _keep(spec, part)
+    return spec
+
+
+def with_spec_of_engines(given: Manifest, engines: Manifest) -> dict[str, Any]:
+    """Return a spec with its engines' part replaced; see :func:`spec_of_engines`.
+
+    ``rollout.renew`` is left out, because it asks for a newer revision than the one of ``engines``.
+    """
+    spec = {**engines, **{name: given[name] for name in ELSEWHERE if name in given}}
+    for part in PARTLY:
+        old = given.get(part)
+        stays = {n: v for n, v in old.items() if not _is_of_engines(part, n)} if old else {}
+        if stays:
+            spec[part] = {**(spec.get(part) or {}), **stays}
+    if isinstance(rollout := spec.get("rollout"), Mapping):
+        spec["rollout"] = {name: value for name, value in rollout.items() if name != "renew"}
     return spec
 
 
@@ -67,9 +84,14 @@ def in_words(paths: list[str]) -> str:
     return f"{', '.join(unique[:MOST_SHOWN])}{tail} changed"
 
 
-def _keep(spec: dict[str, Any], part: str, wanted: Any) -> None:
-    """Keep only the wanted fields of one part of the spec; leave out a part that has none."""
+def _keep(spec: dict[str, Any], part: str) -> None:
+    """Keep only what engines have of one part of the spec; leave out a part that has none."""
     given = spec.pop(part, None)
-    kept = {n: v for n, v in given.items() if wanted(n)} if isinstance(given, Mapping) else {}
+    items = given.items() if isinstance(given, Mapping) else ()
+    kept = {name: value for name, value in items if _is_of_engines(part, name)}
     if kept:
         spec[part] = kept
+
+
+def _is_of_engines(part: str, name: str) -> bool:
+    return name == ONLY_FIELD_OF_THE_ROUTER if part == "router" else name != "replicas"

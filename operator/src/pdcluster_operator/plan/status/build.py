@@ -19,16 +19,22 @@ from pdcluster_operator.api.conditions import (
     timestamp,
 )
 from pdcluster_operator.api.findings import Findings, Rule
-from pdcluster_operator.api.labels import ROLE_LABEL, cluster_selector
+from pdcluster_operator.api.labels import role_selector
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.router_service import endpoint
-from pdcluster_operator.plan.deletions import is_being_deleted
+from pdcluster_operator.plan.deletions import existing_engines
 from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.links import PairState, PairView
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Event, Observed
+from pdcluster_operator.plan.prefill_scaler import who_decides
 from pdcluster_operator.plan.reports import LinksReport
-from pdcluster_operator.plan.status.engine_conditions import accepted, role_ready, with_warnings
+from pdcluster_operator.plan.status.engine_conditions import (
+    accepted,
+    role_ready,
+    with_scaler,
+    with_warnings,
+)
 from pdcluster_operator.plan.status.link_conditions import (
     links_established,
     path_verified,
@@ -69,7 +75,7 @@ def build_status(
     """Return the whole status. It is equal to the last one if nothing has changed."""
     before = observed.cluster.get("status") or {}
     since = progressing_since(before, cluster.generation, now)
-    verdicts = _verdicts(before, cluster, findings, view, since, now, memo)
+    verdicts = _verdicts(observed, cluster, findings, view, since, now, memo)
     conditions = set_conditions(before, verdicts.items(), cluster.generation, now)
     prefill, decode = (view.engines[role] for role in Role)
     established, troubled = memo.get("counted", (view.pairs,), _counted)
@@ -81,8 +87,8 @@ def build_status(
         "decode": _count(decode),
         "links": f"{established}/{len(view.pairs)}",
         "endpoint": endpoint(cluster) if findings.ok else str(before.get("endpoint") or ""),
-        "selector": cluster_selector(cluster.name),
-        "replicas": _existing(observed, Role.DECODE),
+        "selector": role_selector(cluster.name, Role.DECODE),
+        "replicas": existing_engines(observed.children, Role.DECODE),
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
         "failedLinks": _failed_links(before, troubled, now),
     }
@@ -96,18 +102,8 @@ def _on_its_way(progressing: Verdict) -> bool:
     return progressing.status is Status.TRUE or exceeded
 
 
-def _existing(observed: Observed, role: Role) -> int:
-    """Return how many engines of a role exist and are not being deleted."""
-    return sum(
-        child.get("kind") == "StatefulSet"
-        and (child["metadata"].get("labels") or {}).get(ROLE_LABEL) == role.value
-        and not is_being_deleted(child)
-        for child in observed.children
-    )
-
-
 def _verdicts(
-    before: Mapping[str, Any],
+    observed: Observed,
     cluster: Cluster,
     findings: Findings,
     view: View,
@@ -115,6 +111,7 @@ def _verdicts(
     now: float,
     memo: Memo,
 ) -> dict[ConditionType, Verdict]:
+    before = observed.cluster.get("status") or {}
     prefill, decode = (view.engines[role] for role in Role)
 
     def of_links(
@@ -124,7 +121,9 @@ def _verdicts(
 
     verdicts = {
         ConditionType.ACCEPTED: with_warnings(accepted(findings), findings),
-        ConditionType.PREFILL_READY: role_ready(prefill, findings),
+        ConditionType.PREFILL_READY: with_scaler(
+            role_ready(prefill, findings), who_decides(observed.cluster, observed.scaler)
+        ),
         ConditionType.DECODE_READY: role_ready(decode, findings),
         ConditionType.KV_LINKS_ESTABLISHED: of_links(
             ConditionType.KV_LINKS_ESTABLISHED, links_established

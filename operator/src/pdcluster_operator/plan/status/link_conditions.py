@@ -20,7 +20,7 @@ RDMA_LEAST_MBPS = 1000
 
 
 def links_established(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict:
-    """Whether every pair's shards shook hands and read each other's memory."""
+    """Whether each decode engine shook hands with each prefill engine and read its memory."""
     if not pairs:
         return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
     failed = [pair for pair in pairs if pair.state is PairState.FAILED]

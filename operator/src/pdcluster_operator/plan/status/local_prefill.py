@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z]{1,64}")
 
 REMEDIES: Mapping[str, str] = {
     LocalReason.NO_TICKET: (
-        "the requests bring no ticket; send them to the router and not to decode engines, and see "
+        "the requests carry no ticket; send them to the router and not to decode engines, and see "
         "whether prefill hands over KV (kubectl logs of the prefill engines)"
     ),
     LocalReason.PROMPT_MISMATCH: (
@@ -32,22 +32,21 @@ REMEDIES: Mapping[str, str] = {
         "chat template, and send one prompt in each request"
     ),
     LocalReason.TICKET_SPENT: (
-        "a ticket comes a second time; whoever repeats a request must send it through prefill again"
+        "a request was repeated with its old ticket; send repeated requests through prefill again"
     ),
     LocalReason.TICKET_TOO_LONG: (
         "prefill and decode disagree about the last token; give both roles the same image"
     ),
     Reason.LEASE_EXPIRED: (
-        "requests reach decode after prefill gave their KV up; raise spec.transfer.leaseSeconds, "
+        "requests reach decode after their lease has ended; raise spec.transfer.leaseSeconds, "
         "or add decode engines"
     ),
     Reason.LEASE_LOST: (
-        "prefill gave KV up while decode asked for it; raise spec.transfer.leaseSeconds, or add "
+        "the lease ended before decode asked for the KV; raise spec.transfer.leaseSeconds, or add "
         "decode engines"
     ),
     Reason.LEASE_CLAIMED: (
-        "two decode engines get the same ticket; whoever repeats a request must send it through "
-        "prefill again"
+        "two decode engines got the same ticket; send repeated requests through prefill again"
     ),
     Reason.UNSIGNED: (
         "prefill does not sign its tickets, but decode has a ticket key; start both roles with the "

@@ -1,0 +1,143 @@
+"""Looks at one cluster as the operator does, and asks the API server for dry runs.
+
+It has the rights of whoever runs the command, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pdcluster_operator.adapters.api_server.children import KubeApi
+from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
+from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, slim
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.plan.builders.network_policies import operator_namespace_in
+from pdcluster_operator.plan.certificates import certificates_as_due
+from pdcluster_operator.plan.forecast.from_status import reports_in
+from pdcluster_operator.plan.forecast.kubectl_apply import merge_patch, server_side_manager
+from pdcluster_operator.plan.model import ConnectorBundle, HeldCertificates, Observed, TicketKey
+from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.store import Store
+
+Manifest = Mapping[str, Any]
+FORBIDDEN = "Forbidden"
+MANAGER = "pdcluster"
+
+
+def reader(client: KubeClient) -> KubeApi:
+    """Return an API that is only read. The authority that belongs to it signs nothing."""
+    return KubeApi(client, EngineAuthority.new(time.time())[0])
+
+
+async def read_cluster(client: KubeClient, key: Key) -> dict[str, Any] | None:
+    """Return the PDCluster as the API server has it; None if there is none."""
+    try:
+        return await client.call("GET", PDCLUSTER.path(key.namespace, key.name))
+    except NotFound:
+        return None
+
+
+async def observe(
+    client: KubeClient, key: Key, cluster: Manifest, connector: ConnectorBundle
+) -> Observed:
+    """Return what the operator observes of a cluster, as far as somebody else can tell.
+
+    What launchers say is taken from the status.
+
+    Args:
+        cluster: the live PDCluster, or one that does not exist yet.
+        connector: the one that the operator is assumed to ship.
+    """
+    api, store = reader(client), Store()
+    for kind in WATCHED:
+        try:
+            listed = await api.list(kind, (key.namespace,))
+        except NotFound:
+            if not kind.optional:
+                raise
+            listed = []  # its CRD is not installed
+        for manifest in listed:
+            store.put(manifest)
+    store.put(slim(cluster, PDCLUSTER))
+    children = store.children(key)
+    engines, links = reports_in(cluster, children)
+    policies = (one for one in children if one["kind"] == "NetworkPolicy")
+    return Observed(
+        cluster=slim(cluster, PDCLUSTER),
+        children=children,
+        pods=store.pods(key),
+        engines=engines,
+        links=links,
+        connector=connector,
+        ticket_key=await _ticket_key(api, key, cluster) if children else None,
+        certificates=await _certificates(api, key, cluster, children),
+        operator_namespace=next(filter(None, map(operator_namespace_in, policies)), None),
+        scaler=store.scaler(key),
+    )
+
+
+async def dry_apply(client: KubeClient, document: Manifest, live: Manifest | None) -> Manifest:
+    """Return the PDCluster as it would be after ``kubectl apply``; nothing is written.
+
+    Args:
+        document: what is applied, with its namespace.
+        live: the PDCluster as it is; None if there is none.
+    """
+    metadata = document["metadata"]
+    path = PDCLUSTER.path(metadata["namespace"], metadata["name"])
+    if live is None:
+        query = {"dryRun": "All", "fieldManager": MANAGER}
+        collection = PDCLUSTER.path(metadata["namespace"])
+        return await client.call("POST", collection, query=query, body=document)
+    manager = server_side_manager(live)
+    if manager is not None:
+        query = {"dryRun": "All", "fieldManager": manager}
+        return await client.call("PATCH", path, query=query, body=document, content=APPLY)
+    query = {"dryRun": "All", "fieldManager": MANAGER}
+    return await client.call(
+        "PATCH", path, query=query, body=merge_patch(live, document), content=MERGE
+    )
+
+
+async def change_spec(
+    client: KubeClient, live: Manifest, spec: Manifest, *, dry_run: bool = False
+) -> None:
+    """Replace the spec of the very PDCluster that was read; one that changed is a Conflict."""
+    metadata = live["metadata"]
+    query = {"fieldManager": MANAGER, **({"dryRun": "All"} if dry_run else {})}
+    path = PDCLUSTER.path(metadata["namespace"], metadata["name"])
+    await client.call("PUT", path, query=query, body={**live, "spec": dict(spec)})
+
+
+def lacks_a_right(error: ApiError) -> bool:
+    """Whether an answer says that this account may not ask, and nothing about what was asked."""
+    return "User " in str(error) and " cannot " in str(error)
+
+
+async def _ticket_key(api: KubeApi, key: Key, cluster: Manifest) -> TicketKey | None:
+    try:
+        return await api.read_ticket_key(key, str(cluster["metadata"]["uid"]))
+    except ApiError as error:
+        if error.reason != FORBIDDEN:
+            raise
+    # Few people may read Secrets. The operator has made this one, and replaced it when asked.
+    annotations = cluster["metadata"].get("annotations") or {}
+    return TicketKey(str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, "")))
+
+
+async def _certificates(
+    api: KubeApi, key: Key, cluster: Manifest, children: Iterable[Manifest]
+) -> HeldCertificates:
+    """Return what is held of the engines' certificates, and by which authority."""
+    try:
+        held = await api.read_certificates(key, str(cluster["metadata"]["uid"]))
+    except ApiError as error:
+        if error.reason != FORBIDDEN:
+            raise
+        return certificates_as_due(children, time.time())
+    return replace(held, authority=(held.issue or "").rpartition(".")[0])

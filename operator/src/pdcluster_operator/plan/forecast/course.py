@@ -1,0 +1,180 @@
+"""The course of a change, before it is made: the operator's own plans, one after another.
+
+``make_plan`` is called as the operator calls it. Between two plans, :mod:`.world` lets the others
+do one thing. So the steps are those that the operator would take if everything goes well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pdcluster_operator.api.conditions import (
+    ConditionType,
+    Status,
+    StatusReason,
+    find_condition,
+)
+from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.plan.drift import applied_hash
+from pdcluster_operator.plan.forecast.world import World
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.model import Apply, Observed, Rewrite, Step
+from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.prefill_scaler import as_scaled
+from pdcluster_operator.plan.rewrites import rewrite_of
+from pdcluster_operator.plan.rollout.changes import spec_of_engines, what_changed
+from pdcluster_operator.plan.rollout.desired import identity
+from pdcluster_operator.plan.rollout.targets import find_targets, live_by_role
+from pdcluster_operator.plan.stages import stages
+
+MOST_ROUNDS = 500
+"""A course that is longer has no end. Each round is a plan, or something that others do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Steps that follow each other without a wait.
+
+    Attributes:
+        after: what the operator waited for; empty for the first round.
+    """
+
+    after: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Engines of one role that a change replaces.
+
+    Attributes:
+        fields: paths of the fields of the spec that make it necessary.
+    """
+
+    role: Role
+    engines: tuple[EngineName, ...]
+    fields: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a change goes, if everything goes well.
+
+    Attributes:
+        rounds: what the operator does, in order.
+        engines: how many engines hold GPUs before, and at the peak.
+        gpus: how many GPUs they hold before, and at the peak.
+        served: whether the cluster serves before the change.
+        interrupted: whether it serves nothing for a while, although it does before.
+        complete: whether nothing is left to do in the end.
+        end: what Ready says in the end, or Progressing if it says why nothing goes on.
+    """
+
+    rounds: tuple[Round, ...]
+    replaced: tuple[Replaced, ...]
+    engines: tuple[int, int]
+    gpus: tuple[int, int]
+    served: bool
+    interrupted: bool
+    complete: bool
+    end: str
+
+
+def forecast(observed: Observed, now: float) -> Course:
+    """Return the course from what is observed to the spec of the observed cluster.
+
+    Args:
+        now: seconds since the epoch.
+    """
+    world, memo = World(observed), Memo()
+    rounds: list[Round] = []
+    after = ""
+    steps: list[Step] = []
+    before = peak = world.engines()
+    available: list[bool] = []
+    for _ in range(MOST_ROUNDS):
+        plan = make_plan(world.observed(), now, memo)
+        world.write_status(plan.status)
+        available.append(_is_true(plan.status, ConditionType.AVAILABLE))
+        now += 1.0
+        todo = [step for stage in stages(plan.steps) for step in stage]
+        for step in todo:
+            world.perform(step, now)
+        steps += todo
+        held = world.engines()
+        peak = max(peak[0], held[0]), max(peak[1], held[1])
+        if todo:
+            continue
+        if steps:
+            rounds.append(Round(after, tuple(steps)))
+            after, steps = "", []
+        done = world.others_act()
+        if not done:
+            break
+        after = done
+    said = find_condition(plan.status, ConditionType.READY)
+    progress = find_condition(plan.status, ConditionType.PROGRESSING)
+    if progress.get("status") == Status.FALSE and progress.get("reason") != StatusReason.COMPLETE:
+        said = progress
+    served = _is_true(observed.cluster.get("status"), ConditionType.AVAILABLE)
+    return Course(
+        rounds=tuple(rounds),
+        replaced=tuple(_replaced(observed)),
+        engines=(before[0], peak[0]),
+        gpus=(before[1], peak[1]),
+        served=served,
+        interrupted=served and not all(available),
+        complete=progress.get("reason") == StatusReason.COMPLETE,
+        end=f"{said.get('reason')}: {said.get('message')}",
+    )
+
+
+def with_rewrites(observed: Observed, now: float) -> tuple[Observed, tuple[Step, ...]]:
+    """Return what is observed with the rewrites that the operator has noted.
+
+    What a mutating webhook made of a child, the operator leaves as it is. It remembers that; we
+    know such a child by the hash of what was applied last.
+
+    Returns also the steps that the operator has still to take for the spec as it is.
+    """
+    live = {identity(child): child for child in observed.children}
+    noted: dict[tuple[str, str], Rewrite] = {}
+    for step in make_plan(observed, now).steps:
+        child = live.get(identity(step.manifest)) if isinstance(step, Apply) else None
+        if child is None or not isinstance(step, Apply):
+            continue
+        found = rewrite_of(child, step.manifest)
+        if found is not None and applied_hash(child) == applied_hash(step.manifest):
+            noted[identity(step.manifest)] = found
+    noticed = replace(observed, rewrites=noted)
+    return noticed, make_plan(noticed, now).steps
+
+
+def _replaced(observed: Observed) -> Iterator[Replaced]:
+    cluster = as_scaled(observed.cluster, observed.scaler)
+    parsed = parse_cluster(cluster)
+    if parsed.errors:
+        return
+    live = live_by_role(observed)
+    targets = find_targets(observed, parsed.cluster, live)
+    spec = spec_of_engines(cluster)
+    for role in Role:
+        wanted = targets.wanted[role]
+        old = [name for name in live[role] if name.revision != wanted.name]
+        fields: set[str] = set()
+        for revision in {name.revision for name in old}:
+            known = targets.named(role, revision)
+            if known is not None:
+                rekeyed = known.pairing_key != wanted.pairing_key
+                fields.update(what_changed(known.spec, spec, role, rekeyed=rekeyed))
+                if known.renew != wanted.renew:
+                    fields.add("rollout.renew")
+        if old:
+            yield Replaced(role, tuple(sorted(old)), tuple(sorted(fields)))
+
+
+def _is_true(status: object, kind: ConditionType) -> bool:
+    return find_condition(status, kind).get("status") == Status.TRUE

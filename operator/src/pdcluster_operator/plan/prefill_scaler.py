@@ -1,0 +1,86 @@
+"""A PrefillScaler decides how many prefill engines the PDCluster of its name has.
+
+The number is put into the spec before anything looks at it. So every rule holds for it, and
+nothing else knows where it comes from. The scaler may bound it by the number of decode engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster_operator.api.labels import role_selector
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.deletions import existing_engines, is_being_deleted
+from pdcluster_operator.plan.model import Manifest, Observed, ScalerStatus
+
+LEAST_SHARE = "minPercentOfDecode"
+MOST_SHARE = "maxPercentOfDecode"
+
+
+def as_scaled(cluster: Manifest, scaler: Manifest | None) -> Manifest:
+    """Return the PDCluster with the number of prefill engines that its scaler wants."""
+    scaled = _scaled(cluster, scaler)
+    if scaled is None:
+        return cluster  # there is no scaler, or the rules say what is wrong with the spec
+    spec = cluster["spec"]
+    prefill = {**(spec.get("prefill") or {}), "replicas": scaled.number}
+    return {**cluster, "spec": {**spec, "prefill": prefill}}
+
+
+def who_decides(cluster: Manifest, scaler: Manifest | None) -> str:
+    """Return that a scaler decides, for the message of PrefillReady; empty without one."""
+    scaled = _scaled(cluster, scaler)
+    if scaled is None:
+        return ""
+    words = f"PrefillScaler {cluster['metadata']['name']} decides how many"
+    if not scaled.bound:
+        return words
+    return f"{words}: it asks for {scaled.asked}, and its {scaled.bound} allows {scaled.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    asked: int
+    number: int
+    bound: str = ""
+
+
+def _scaled(cluster: Manifest, scaler: Manifest | None) -> _Scaled | None:
+    """Return the number of prefill engines; None if no scaler decides it."""
+    if scaler is None or is_being_deleted(scaler):
+        return None
+    wanted, spec = scaler.get("spec") or {}, cluster.get("spec")
+    if not isinstance(spec, Mapping):
+        return None
+    prefill, decode = spec.get("prefill") or {}, spec.get("decode") or {}
+    asked = wanted.get("replicas")
+    others = decode.get("replicas", 1) if isinstance(decode, Mapping) else None
+    if not (isinstance(asked, int) and isinstance(others, int) and isinstance(prefill, Mapping)):
+        return None
+    least, most = (_share(wanted.get(name), others) for name in (LEAST_SHARE, MOST_SHARE))
+    if least is not None and asked < least:
+        return _Scaled(asked, least, LEAST_SHARE)
+    if most is not None and asked > most:
+        return _Scaled(asked, most, MOST_SHARE)
+    return _Scaled(asked, asked)
+
+
+def _share(percent: Any, engines: int) -> int | None:
+    """Return a share of a number of engines, rounded up; None without a share."""
+    return -(-percent * max(0, engines) // 100) if isinstance(percent, int) else None
+
+
+def scaler_status(observed: Observed) -> ScalerStatus | None:
+    """Return the status to write to the scaler; None if it has it, or if there is no scaler."""
+    scaler = observed.scaler
+    if scaler is None or is_being_deleted(scaler):
+        return None
+    status: dict[str, Any] = {
+        "replicas": existing_engines(observed.children, Role.PREFILL),
+        "selector": role_selector(str(observed.cluster["metadata"]["name"]), Role.PREFILL),
+    }
+    if scaler.get("status") == status:
+        return None
+    return ScalerStatus(str(scaler["metadata"].get("uid", "")), status)

@@ -1,0 +1,63 @@
+"""How far a rollout is, in one line, from what the status says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdcluster_operator.api.conditions import (
+    ConditionType,
+    Status,
+    StatusReason,
+    find_condition,
+)
+from pdcluster_operator.plan.model import Manifest
+
+WITHOUT_AN_END = frozenset(
+    {
+        StatusReason.NOT_ACCEPTED,
+        StatusReason.PAUSED,
+        StatusReason.TEMPLATE_REFUSED,
+        StatusReason.INSUFFICIENT_CAPACITY,
+        StatusReason.PROGRESS_DEADLINE_EXCEEDED,
+    }
+)
+"""With one of these reasons, Progressing stays False until somebody does something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Where a rollout stands.
+
+    Attributes:
+        line: for people.
+        complete: whether nothing is left to do; None while it goes on.
+    """
+
+    line: str
+    complete: bool | None
+
+
+def announce(cluster: Manifest) -> Announcement:
+    """Return how far the rollout of a PDCluster's spec is."""
+    status, metadata = cluster.get("status") or {}, cluster["metadata"]
+    generation = metadata.get("generation", 0)
+    if status.get("observedGeneration", 0) < generation:
+        return Announcement(f"waits until the operator sees generation {generation}", None)
+    counts = (
+        f"prefill {status.get('prefill')} ready, decode {status.get('decode')} ready, "
+        f"links {status.get('links')}"
+    )
+    ready = find_condition(status, ConditionType.READY)
+    progressing = find_condition(status, ConditionType.PROGRESSING)
+    if ready.get("status") == Status.TRUE:
+        return Announcement(f"complete: {counts}", True)
+    if progressing.get("reason") == StatusReason.COMPLETE:
+        return Announcement(f"complete: {counts}; {ready.get('message')}", True)
+    accepted = find_condition(status, ConditionType.ACCEPTED)
+    if accepted.get("status") == Status.FALSE:
+        return Announcement(f"not accepted: {accepted.get('message')}", False)
+    why = f"{progressing.get('reason')}: {progressing.get('message')}"
+    held = progressing.get("status") == Status.FALSE
+    if held and progressing.get("reason") in WITHOUT_AN_END:
+        return Announcement(f"{counts}; {why}", False)
+    return Announcement(f"{counts}; {why}", None)

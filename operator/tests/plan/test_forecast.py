@@ -1,0 +1,177 @@
+"""A forecast: the planner's own steps, what they replace, and what they need."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.plan.certificates import certificates_as_due
+from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
+from pdcluster_operator.plan.forecast.from_status import reports_in
+from pdcluster_operator.plan.forecast.kubectl_apply import (
+    LAST_APPLIED,
+    merge_patch,
+    server_side_manager,
+)
+from pdcluster_operator.plan.model import Observed
+
+GPUS = {"transfer": {"device": "CUDA"}, "engine": {"blockSize": 16}}
+
+
+def running(**spec: Any) -> SimulatedCluster:
+    world = SimulatedCluster(manifest(**spec))
+    world.bring_up()
+    return world
+
+
+def seen(world: SimulatedCluster) -> Observed:
+    """As somebody sees it who does not reach the launchers."""
+    observed = world.observed()
+    engines, links = reports_in(observed.cluster, observed.children)
+    return replace(observed, engines=engines, links=links)
+
+
+def after(world: SimulatedCluster, **spec: Any) -> Course:
+    """Forecast an edit without making it."""
+    edited = copy.deepcopy(world.cluster)
+    edited["spec"].update(spec)
+    edited["metadata"]["generation"] += 1
+    return forecast(replace(seen(world), cluster=edited), world.now)
+
+
+def kinds(course: Course) -> list[str]:
+    return [type(step).__name__ for one in course.rounds for step in one.steps]
+
+
+def env(value: str) -> dict[str, Any]:
+    return {"engine": {"env": [{"name": "A", "value": value}]}}
+
+
+def test_what_does_not_change_has_no_steps() -> None:
+    world = running()
+    course = after(world)
+    assert course.rounds == ()
+    assert course.replaced == ()
+    assert course.complete
+    assert not course.interrupted
+
+
+def test_the_status_stands_for_what_launchers_say() -> None:
+    """A forecast from the status is the forecast from the launchers' own reports."""
+    world = running(rollout={"type": "Surge"}, decode={"replicas": 2})
+    edited = copy.deepcopy(world.cluster)
+    edited["spec"]["decode"] = {"replicas": 2, **env("1")}
+    told = forecast(replace(world.observed(), cluster=edited), world.now)
+    assert forecast(replace(seen(world), cluster=edited), world.now) == told
+    assert len(told.rounds) > 2
+
+
+@pytest.mark.parametrize(
+    ("how", "peak", "interrupted"), [("Recreate", 2, True), ("Surge", 4, False)]
+)
+def test_gpus_at_the_peak_and_whether_it_serves(how: str, peak: int, interrupted: bool) -> None:
+    world = running(rollout={"type": how}, **copy.deepcopy(GPUS))
+    course = after(world, engine={**GPUS["engine"], "blockSize": 32})
+    assert course.gpus == (2, peak)
+    assert course.interrupted is interrupted
+    assert course.complete
+    assert [(one.role.value, one.fields) for one in course.replaced] == [
+        ("prefill", ("engine.blockSize",)),
+        ("decode", ("engine.blockSize",)),
+    ]
+
+
+def test_a_change_that_stops_says_why() -> None:
+    world = running(rollout={"type": "Replace"})
+    course = after(world, decode=env("1"))
+    assert not course.complete
+    assert course.end.startswith("InsufficientCapacity")
+    assert "Delete" not in kinds(course)
+    paused = after(world, decode=env("1"), rollout={"paused": True})
+    assert paused.rounds == ()
+    assert not paused.complete
+    assert paused.end.startswith("Paused")
+
+
+def test_renew_is_the_field_that_forces_it() -> None:
+    world = running()
+    course = after(world, rollout={"renew": "today"})
+    assert {one.fields for one in course.replaced} == {("rollout.renew",)}
+
+
+def test_the_forecast_ends_as_the_cluster_does() -> None:
+    """Its steps are taken in the simulated cluster, which reacts in steps of its own."""
+    world = running(rollout={"type": "Surge"})
+    course = after(world, engine={"blockSize": 32})
+    world.edit(engine={"blockSize": 32})
+    taken = []
+    for _ in range(30):
+        plan = world.step()
+        taken += plan.steps
+        if not plan.steps:
+            world.others_act()
+
+    def named(steps: Any) -> list[tuple[str, str]]:
+        stored = [getattr(one, "stored", None) or getattr(one, "manifest", None) for one in steps]
+        return sorted(
+            (m["kind"], m["metadata"]["name"]) if m else (one.kind, one.name)
+            for one, m in zip(steps, stored, strict=True)
+        )
+
+    assert named(taken) == named([step for one in course.rounds for step in one.steps])
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_a_child_that_a_webhook_rewrites_is_left_as_it_is() -> None:
+    world = running()
+    deployment = next(c for (kind, _), c in world.children.items() if kind == "Deployment")
+    deployment["spec"]["template"]["spec"]["containers"][0]["image"] = "mirror/router"
+    observed, left = with_rewrites(seen(world), world.now)
+    assert left == ()
+    assert forecast(observed, world.now).rounds == ()
+    deployment["metadata"]["annotations"]["pdcluster.dev/applied"] = "something else"
+    _, left = with_rewrites(seen(world), world.now)
+    assert len(left) == 1, "it was not applied as it is wanted now"
+
+
+def test_apply_removes_what_the_last_manifest_had_and_keeps_what_others_set() -> None:
+    live = {
+        "metadata": {
+            "annotations": {
+                LAST_APPLIED: '{"metadata":{"labels":{"a":"1"}},'
+                '"spec":{"decode":{"engine":{"env":[]}},"engine":{"blockSize":32}}}'
+            }
+        },
+        "spec": {"decode": {"replicas": 7}},
+    }
+    wanted = {"metadata": {"name": "x"}, "spec": {"decode": {}, "model": {"name": "m"}}}
+    assert merge_patch(live, wanted) == {
+        "metadata": {"labels": None},
+        "spec": {"decode": {"engine": None}, "engine": None, "model": {"name": "m"}},
+    }
+    assert merge_patch({"metadata": {}}, wanted)["spec"] == wanted["spec"]
+    assert merge_patch({"metadata": {"annotations": {LAST_APPLIED: "no JSON"}}}, wanted)
+
+
+def test_who_applied_the_spec_on_the_server_side() -> None:
+    ours = {"operation": "Apply", "manager": "operator", "fieldsV1": {"f:status": {}}}
+    theirs = {"operation": "Apply", "manager": "flux", "fieldsV1": {"f:spec": {}}}
+    by_hand = {"operation": "Update", "manager": "edit", "fieldsV1": {"f:spec": {}}}
+    live = {"metadata": {"managedFields": [ours, by_hand]}}
+    assert server_side_manager(live) is None
+    live["metadata"]["managedFields"].append(theirs)
+    assert server_side_manager(live) == "flux"
+
+
+def test_certificates_are_made_for_new_engines_and_left_alone_otherwise() -> None:
+    world = running(transfer={"device": "CPU", "tls": "Enabled"}, rollout={"type": "Surge"})
+    # Few people may read Secrets; then those of the engines that exist are taken for made.
+    due = certificates_as_due(world.observed().children, world.now)
+    assert forecast(replace(seen(world), certificates=due), world.now).rounds == ()
+    course = after(world, decode=env("1"))
+    assert kinds(course).count("WriteCertificates") == 2, "for the new engine, and without the old"
+    assert course.complete

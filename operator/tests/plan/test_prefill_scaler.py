@@ -1,0 +1,134 @@
+"""A PrefillScaler decides how many prefill engines there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.api.schema.scaler_crd import scaler_crd
+
+SCHEMA = scaler_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+
+def scaler(replicas: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PrefillScaler",
+        "metadata": {"name": "llama", "namespace": "default", "uid": "scaler"},
+        "spec": {"replicas": replicas},
+    }
+
+
+def counts(world: SimulatedCluster) -> tuple[int, int]:
+    return len(world.leaders("prefill")), len(world.leaders("decode"))
+
+
+def test_it_decides_while_it_exists_and_says_what_exists() -> None:
+    world = SimulatedCluster(manifest(prefill={"replicas": 2}))
+    world.scaler = scaler(3)
+    world.bring_up()
+    assert counts(world) == (3, 1)
+    assert world.scaler["status"] == {
+        "replicas": 3,
+        "selector": "pdcluster.dev/cluster=llama,pdcluster.dev/role=prefill,"
+        "apps.kubernetes.io/pod-index=0",
+    }
+    jsonschema.validate(world.scaler, SCHEMA)
+    assert world.cluster["status"]["prefill"] == "3/3"
+    assert world.plan().scaler is None, "nothing is written at rest"
+    world.scaler["spec"]["replicas"] = 1
+    world.step()
+    world.reap()
+    world.settle()
+    assert counts(world) == (1, 1)
+    assert world.scaler["status"]["replicas"] == 1
+    assert world.cluster["spec"]["prefill"] == {"replicas": 2}, "the user's own words stay"
+    world.scaler = None
+    world.settle()
+    assert counts(world) == (2, 1)
+
+
+def test_scaling_prefill_replaces_no_engine() -> None:
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    before = {name: child["metadata"]["uid"] for (_, name), child in world.children.items()}
+    world.scaler = scaler(2)
+    world.settle()
+    assert counts(world) == (2, 1)
+    after = {name: child["metadata"]["uid"] for (_, name), child in world.children.items()}
+    engines = {name for name in before if "-prefill-" in name or "-decode-" in name}
+    assert all(after[name] == before[name] for name in engines)
+
+
+def test_rules_hold_for_its_number_too() -> None:
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    world.scaler = scaler(1001)
+    world.step()
+    condition = world.condition("Accepted")
+    assert condition["status"] == "False"
+    assert "spec.prefill.replicas" in condition["message"]
+    assert counts(world) == (1, 1)
+
+
+def test_one_that_is_being_deleted_decides_nothing() -> None:
+    world = SimulatedCluster(manifest())
+    world.scaler = scaler(3)
+    world.scaler["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+    world.step()
+    assert counts(world) == (1, 1)
+    assert world.plan().scaler is None
+
+
+@pytest.mark.parametrize("spec", [{"prefill": 3}, {"prefill": None}, {}])
+def test_a_spec_of_any_shape_can_be_scaled(spec: dict[str, Any]) -> None:
+    world = SimulatedCluster(manifest(**spec))
+    world.scaler = scaler(2)
+    world.step()
+    assert counts(world)[0] == (0 if spec.get("prefill") == 3 else 2)
+
+
+def test_zero_is_a_state() -> None:
+    world = SimulatedCluster(manifest())
+    world.scaler = scaler(0)
+    world.settle()
+    assert counts(world) == (0, 1)
+    assert world.condition("PrefillReady")["reason"] == "ScaledToZero"
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "most", "decode", "engines"),
+    [
+        (9, None, 200, 2, 4),
+        (9, None, 50, 1, 1),
+        (0, 50, None, 3, 2),
+        (2, 50, 100, 3, 2),
+        (5, 25, 100, 0, 0),
+    ],
+)
+def test_its_bounds_follow_the_decode_engines(
+    asked: int, least: int | None, most: int | None, decode: int, engines: int
+) -> None:
+    world = SimulatedCluster(manifest(decode={"replicas": decode}))
+    world.scaler = scaler(asked)
+    bounds = {"minPercentOfDecode": least, "maxPercentOfDecode": most}
+    world.scaler["spec"] |= {name: share for name, share in bounds.items() if share is not None}
+    jsonschema.validate(world.scaler, SCHEMA)
+    world.step()
+    assert counts(world)[0] == engines
+    said = world.condition("PrefillReady")["message"]
+    assert "PrefillScaler llama decides how many" in said
+    assert (f"it asks for {asked}" in said) is (engines != asked)
+    # More decode engines allow, and ask for, more prefill engines.
+    world.edit(decode={"replicas": 2 * decode})
+    world.step()
+    assert counts(world)[0] >= engines
+
+
+def test_without_a_scaler_nobody_says_that_it_decides() -> None:
+    world = SimulatedCluster(manifest())
+    world.step()
+    assert "PrefillScaler" not in world.condition("PrefillReady")["message"]

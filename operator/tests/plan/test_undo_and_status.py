@@ -1,0 +1,156 @@
+"""The step back to the spec before, and how far a rollout is in one line."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.rollout.announce import announce
+from pdcluster_operator.plan.rollout.changes import spec_of_engines, with_spec_of_engines
+from pdcluster_operator.plan.rollout.undo import undo
+
+
+def env(value: str) -> dict[str, Any]:
+    return {"env": [{"name": "A", "value": value}]}
+
+
+def rolled(world: SimulatedCluster, **spec: Any) -> dict[Role, str]:
+    """Edit, let it come to rest, and return the revisions that serve."""
+    world.edit(**spec)
+    for _ in range(20):
+        world.step()
+        world.others_act()
+    assert world.condition("Ready")["status"] == "True"
+    return revisions(world)
+
+
+def revisions(world: SimulatedCluster) -> dict[Role, str]:
+    return {role: world.leaders(role.value)[0].revision for role in Role}
+
+
+def test_undo_goes_back_one_change_and_forward_again() -> None:
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    assert undo(world.observed()) is None, "there is nothing to go back to"
+    first = revisions(world)
+    second = rolled(world, decode={"engine": env("1")})
+    third = rolled(world, engine={"blockSize": 32})
+    assert len({first[Role.DECODE], second[Role.DECODE], third[Role.DECODE]}) == 3
+    assert first[Role.PREFILL] == second[Role.PREFILL] != third[Role.PREFILL]
+
+    back = undo(world.observed())
+    assert back is not None
+    assert back.revisions == second
+    assert back.fields == ("engine.blockSize",)
+    assert back.spec.get("engine") is None
+    world.cluster["spec"] = copy.deepcopy(dict(back.spec))
+    assert rolled(world) == second
+
+    again = undo(world.observed())
+    assert again is not None
+    assert again.revisions == third
+
+
+def test_undo_keeps_what_is_no_part_of_the_engines() -> None:
+    world = SimulatedCluster(manifest(decode={"replicas": 1}, router={"replicas": 1}))
+    world.bring_up()
+    first = revisions(world)
+    second = rolled(
+        world,
+        decode={"replicas": 2, "engine": env("1")},
+        router={"replicas": 2},
+        rollout={"type": "Surge", "renew": "today"},
+    )
+    back = undo(world.observed())
+    assert back is not None
+    assert back.spec["decode"] == {"replicas": 2}
+    assert back.spec["router"] == {"replicas": 2}
+    assert back.spec["rollout"] == {"type": "Surge"}, "renew would ask for a newer revision"
+    world.cluster["spec"] = copy.deepcopy(dict(back.spec))
+    assert back.revisions == {
+        Role.PREFILL: second[Role.PREFILL],  # nothing but `renew` has changed for it
+        Role.DECODE: first[Role.DECODE],
+    }
+    assert rolled(world) == back.revisions
+
+
+def test_a_refused_change_is_undone_to_what_runs() -> None:
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    running = revisions(world)
+    world.refused = "no"
+    world.edit(decode={"engine": env("1")})
+    world.step()
+    back = undo(world.observed())
+    assert back is not None
+    assert back.revisions == running
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"model": {}, "decode": {"replicas": 3, "engine": env("1")}, "prefill": {"replicas": 2}},
+        {"model": {}, "router": {"replicas": 2, "apiKeySecretRef": {"name": "x"}}},
+        {"model": {}, "rollout": {"type": "Surge"}, "monitoring": {}, "operatorClass": "blue"},
+    ],
+)
+def test_a_spec_is_its_engines_part_and_the_rest(spec: dict[str, Any]) -> None:
+    assert with_spec_of_engines(spec, spec_of_engines({"spec": spec})) == spec
+
+
+def test_each_state_of_a_rollout_has_its_line() -> None:
+    world = SimulatedCluster(manifest())
+    assert announce(world.cluster).complete is None
+    assert "generation 1" in announce(world.cluster).line
+    world.step()
+    assert announce(world.cluster).complete is None
+    assert "prefill 0/1 ready" in announce(world.cluster).line
+    world.bring_up()
+    said = announce(world.cluster)
+    assert said.complete is True
+    assert said.line == "complete: prefill 1/1 ready, decode 1/1 ready, links 1/1"
+
+    world.edit(decode={"engine": env("1")})
+    assert "generation 2" in announce(world.cluster).line
+    world.step()
+    assert announce(world.cluster).complete is None
+    assert "decode.engine.env changed" in announce(world.cluster).line
+
+
+def test_what_waits_for_somebody_ends_the_wait() -> None:
+    def said(**spec: Any) -> tuple[bool | None, str]:
+        world = SimulatedCluster(manifest())
+        world.bring_up()
+        world.edit(**spec)
+        for _ in range(5):
+            world.step()
+            world.others_act()
+        found = announce(world.cluster)
+        return found.complete, found.line
+
+    complete, line = said(rollout={"paused": True}, decode={"engine": env("1")})
+    assert complete is False
+    assert "Paused" in line
+    complete, line = said(rollout={"type": "Replace"}, decode={"engine": env("1")})
+    assert complete is False
+    assert "InsufficientCapacity" in line
+    complete, line = said(decode={"replicas": -1})
+    assert complete is False
+    assert "not accepted" in line
+    complete, line = said(decode={"replicas": 0})
+    assert complete is True
+    assert "no decode engine is wanted" in line
+
+
+def test_a_deadline_that_has_passed_ends_the_wait() -> None:
+    world = SimulatedCluster(manifest(rollout={"progressDeadlineSeconds": 10}))
+    world.step()
+    world.now += 60
+    world.step()
+    found = announce(world.cluster)
+    assert found.complete is False
+    assert "ProgressDeadlineExceeded" in found.line
