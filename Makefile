@@ -72,6 +72,14 @@ image: ## build the operator's image with docker, podman or buildah: REPOSITORY=
 router-image: ## build an image of the router's release, for spec.router.image: REPOSITORY=… PUSH=1
 	@$(PYTHON) dev/image.py router
 
+# In a network of its own, because simulated launchers have port 5590 of very many addresses of
+# 127/8. The API server asks for an address that is not loopback.
+bench-operator: PDCLUSTERS ?= 100
+bench-operator: ## many PDClusters on one operator, on a real API server with simulated pods (as root)
+	PYTHONPATH=$$PYTHONPATH:$(CURDIR)/operator/tests/adapters unshare --net sh -c \
+		'ip link set lo up && ip address add 192.0.2.1/24 dev lo && \
+		ip route add default via 192.0.2.1 dev lo && exec $(PY) -m bench_operator --pdclusters $(PDCLUSTERS)'
+
 charts: ## render and lint the chart with helm 3 and helm 4 (built with Go at their first use)
 	$(PY) -m pytest charts/tests
 
@@ -95,4 +103,4 @@ lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
 .PHONY: help env model demo check test e2e local-e2e cluster-e2e soak fast repeat charts cluster-programs \
-	image router-image cluster-demo cluster-up cluster-down newest-vllm format generate lock
+	bench-operator image router-image cluster-demo cluster-up cluster-down newest-vllm format generate lock

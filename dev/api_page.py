@@ -30,6 +30,9 @@ cluster.
 
 `pdcluster lint FILE` checks a manifest by the rules of the admission webhook. A field that this
 page does not name is refused, with the nearest name that exists.
+
+`kubectl explain prefillscaler.spec` shows the fields of the other kind, `PrefillScaler`;
+[operations.md](operations.md#scale-by-hand-or-with-an-autoscaler) says what they do.
 """
 
 

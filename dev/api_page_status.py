@@ -32,6 +32,10 @@ MEANINGS: Mapping[ConditionType, str] = {
     ),
     ConditionType.READY: "What the spec wants is there and verified. It summarizes the others.",
 }
+UNREACHABLE = (
+    "the side channel at 10.244.1.7:5600: no answer in time. Check that the engine runs, and that "
+    "network policies and firewalls allow the port of its side channel"
+)
 EXAMPLE: Mapping[str, Any] = {
     "observedGeneration": 3,
     "model": "llama",
@@ -39,7 +43,7 @@ EXAMPLE: Mapping[str, Any] = {
     "selector": role_selector("llama", Role.DECODE),
     "replicas": 1,
     "prefill": "1/1",
-    "decode": "0/1",
+    "decode": "1/1",
     "links": "0/1",
     "progressingSince": "2026-11-22T11:58:00Z",
     "conditions": [
@@ -47,7 +51,7 @@ EXAMPLE: Mapping[str, Any] = {
             "type": "Ready",
             "status": "False",
             "reason": "SideChannelUnreachable",
-            "message": "0 of 1 links established",
+            "message": f"llama-prefill-5d8bf-0 -> llama-decode-7f9c4-0: {UNREACHABLE}",
             "observedGeneration": 3,
             "lastTransitionTime": "2026-11-22T12:00:00Z",
         }
@@ -56,9 +60,9 @@ EXAMPLE: Mapping[str, Any] = {
         {
             "name": "llama-decode-7f9c4-0",
             "role": "decode",
-            "state": "Starting",
+            "state": "Ready",
             "engineId": "llm.llama.decode.7f9c4.0/8d6f0c1b2a394e57",
-            "message": "starting vLLM",
+            "message": "",
         }
     ],
     "failedLinks": [
@@ -66,7 +70,7 @@ EXAMPLE: Mapping[str, Any] = {
             "prefill": "llama-prefill-5d8bf-0",
             "decode": "llama-decode-7f9c4-0",
             "reason": "SideChannelUnreachable",
-            "message": "connection refused",
+            "message": UNREACHABLE,
             "lastTransitionTime": "2026-11-22T12:00:00Z",
         }
     ],

@@ -97,6 +97,14 @@ NODE_PROGRAMS = (
 )
 HELM_PROGRAMS = (_helm(3), _helm(4))
 PROGRAMS = (*NODE_PROGRAMS, *HELM_PROGRAMS)
+# Simulates nodes and pods. Only `make bench-operator` needs it.
+KWOK = Program(
+    "kwok",
+    "kwok",
+    "sigs.k8s.io/kwok/cmd/kwok",
+    ("--version",),
+    "sigs.k8s.io/kwok/pkg/consts.Version",
+)
 # More names for a person's shell, so that the commands of the chart's notes work.
 CALLED = {"helm": "helm4"}
 

@@ -19,7 +19,9 @@ from cluster.places import Places
 from cluster.report import ClusterError
 
 
-@pytest.mark.parametrize("program", binaries.PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.parametrize(
+    "program", [*binaries.PROGRAMS, binaries.KWOK], ids=lambda program: program.name
+)
 def test_every_program_has_a_pinned_module(program):
     folder = binaries.TOOLS / program.tool
     assert (folder / "go.mod").exists()

@@ -44,8 +44,9 @@ AUDIT = {
 class RealApi:
     """A control plane without nodes: StatefulSets get pods, and pods stay Pending."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, audit: dict[str, Any]) -> None:
         self.folder = folder
+        self._audit = audit
         self._programs = _programs()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._etcd, self._peer, self._port = free_ports(3)
@@ -57,7 +58,7 @@ class RealApi:
         (keys / "tokens.csv").write_text(
             f'{TOKEN},admin,admin,"system:masters"\noperator-token,operator,operator,""\n'
         )
-        (self.folder / "audit.json").write_text(json.dumps(AUDIT))
+        (self.folder / "audit.json").write_text(json.dumps(self._audit))
         self.start_etcd()
         self.start_api_server()
         self.kubeconfig("admin", TOKEN)
@@ -230,9 +231,9 @@ def _programs() -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def running_api() -> Iterator[RealApi]:
+def running_api(audit: dict[str, Any] = AUDIT) -> Iterator[RealApi]:
     folder = Path(tempfile.mkdtemp(prefix="pdcluster-api-", dir=os.environ.get("TMPDIR")))
-    api = RealApi(folder)
+    api = RealApi(folder, audit)
     try:
         api.start()
         yield api

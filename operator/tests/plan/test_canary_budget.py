@@ -20,7 +20,7 @@ def interval(replicas: int, ranks: int = 1, **canary: int) -> int:
         world.engines[name] = replace(report, data_parallel_size=ranks)
     bodies = [assignment.body for assignment in world.plan().peers]
     assert len(bodies) == replicas
-    assert len(bodies[0]["peers"]) == replicas, "each prefill engine is covered"
+    assert len({peer["engine"] for body in bodies for peer in body["peers"]}) == replicas
     [seconds] = {body["canary_interval_seconds"] for body in bodies}
     return int(seconds)
 
@@ -30,7 +30,7 @@ def test_few_links_have_the_interval_of_the_spec() -> None:
     assert interval(2, intervalSeconds=5) == 5
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(8, 1), (8, 4), (9, 1)])
+@pytest.mark.parametrize(("replicas", "ranks"), [(8, 1), (8, 4)])
 def test_very_many_links_share_their_canaries(replicas: int, ranks: int) -> None:
     seconds = interval(replicas, ranks, intervalSeconds=5)
     canaries = replicas * replicas * ranks

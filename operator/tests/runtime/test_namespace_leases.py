@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.plan.lease import (
-    ACT_SECONDS,
-    LEASE_SECONDS,
+    LONGEST_SECONDS,
+    SHORTEST_SECONDS,
     Holding,
+    Term,
     holding_of,
     lease_manifest,
     lease_name,
     may_hold,
+    term_of,
 )
 from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
@@ -121,7 +123,7 @@ async def test_a_holder_that_is_killed_keeps_others_away_for_the_duration_only()
     two = Process(server, "two")
     two.holds()
     await asyncio.sleep(0.05)
-    two.now += LEASE_SECONDS - 1
+    two.now += SHORTEST_SECONDS - 1
     await asyncio.sleep(0.05)
     assert not two.holds()
     two.now += 2
@@ -135,15 +137,45 @@ async def test_a_holder_that_cannot_renew_stops_before_another_may_begin() -> No
     one = Process(server, "one")
     await until(one.holds)
     server.down = True
-    one.now += ACT_SECONDS - 1
+    one.now += Term().act_seconds - 1
     assert one.holds()
     one.now += 2
     assert not one.holds()
-    assert ACT_SECONDS < LEASE_SECONDS
     server.down = False
     await until(one.holds)
     assert one.woken == ["ns", "ns"], "what changed meanwhile is looked at"
     await one.leases.stop()
+
+
+async def test_a_process_with_many_namespaces_renews_less_often() -> None:
+    server = Server()
+    one = Process(server, "one")
+    one.clusters = {f"ns-{number}" for number in range(25)}
+    await until(lambda: all(one.leases.holds(name) for name in one.clusters))
+
+    def durations() -> set[int]:
+        return {lease["spec"]["leaseDurationSeconds"] for lease in server.held.values()}
+
+    await until(lambda: durations() == {75})
+    server.down = True
+    one.now += 75 * 2 / 3 - 1
+    assert all(one.leases.holds(name) for name in one.clusters), "it acts for longer, too"
+    one.now += 2
+    assert not any(one.leases.holds(name) for name in one.clusters)
+    server.down = False
+    await one.leases.stop()
+
+
+@pytest.mark.parametrize("leases", [0, 1, 10, 11, 30, 40, 1_000])
+def test_the_term_grows_until_there_is_a_renewal_a_second(leases: int) -> None:
+    term = term_of(leases)
+    assert SHORTEST_SECONDS <= term.seconds <= LONGEST_SECONDS
+    assert term.renew_seconds * 2 <= term.act_seconds + 0.01, (
+        "a renewal that fails has a second try"
+    )
+    assert term.seconds - term.act_seconds >= 10, "seconds between two holders"
+    if term.seconds < LONGEST_SECONDS:
+        assert leases / term.renew_seconds <= 1.0
 
 
 async def test_a_process_that_starts_again_under_its_name_goes_on_at_once() -> None:

@@ -120,10 +120,11 @@ class LeaseTable:
         return Standing.HELD
 
     def release(self, request_id: str, token: int, holder: str) -> bool:
-        """Note that ``holder`` reads no more; without a reader, end a lease, armed or granted.
+        """Note that ``holder`` has stopped reading. End the lease if nobody else reads.
 
-        False when it goes on: it is unknown, the token differs, or another reads: another engine
-        that has claimed it, or another rank of this one.
+        Returns:
+            True if the lease has ended now. False if it is not known, if the token differs, or if
+            somebody else still reads: another engine that has claimed it, or another rank.
         """
         lease = self._leases.get(request_id)
         if lease is None or lease.token != token:

@@ -42,7 +42,7 @@ class LinkState(StrEnum):
 
 
 class PeerEntry(Struct, frozen=True):
-    """One prefill engine that a decode engine shall keep a link to.
+    """One prefill engine that a decode engine keeps a link to.
 
     Attributes:
         engine: its logical id.

@@ -1,4 +1,4 @@
-"""Renews and releases leases: tells prefill engines which ones decode still needs, or no more.
+"""Renews and releases leases: tells prefill engines which ones decode still needs.
 
 Runs in decode's scheduler role. A message is one HTTP request to one engine and carries
 everything that waits for that engine; it is repeated until it arrives or its deadline has

@@ -29,7 +29,7 @@ class Incoming:
     ``named``: whoever sent it is told between which engines its KV moved.
     ``computed``: tokens of it in this engine's prefix cache when vLLM last asked.
     ``reading``: the prompt is still compared with the ticket.
-    ``held``: the ticket's lease is renewed, and released when the request needs it no more.
+    ``held``: the ticket's lease is renewed, and released when the request no longer needs it.
     ``repeated``: what the answer repeats of the request.
     """
 

@@ -1,7 +1,7 @@
 """The tickets that a decode engine holds: renewed while in use, released once, never reused.
 
 One ticket can come with several requests (``n=4``, a list of prompts): it is released when the
-last of them needs it no more. Afterwards prefill may reuse the blocks at any time, so a
+last of them no longer needs it. Afterwards prefill may reuse the blocks at any time, so a
 released ticket is remembered and refused.
 
 Prefill answers each renewal. The first answer claims the lease for this engine, and a ticket

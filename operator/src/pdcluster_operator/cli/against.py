@@ -64,7 +64,7 @@ def show_plan_against(file: str, where: Where) -> Exit:
         if left:
             console.print(
                 Text(
-                    f"  The operator has still {len(left)} steps to take for the spec as it is. "
+                    f"  The operator still has {len(left)} steps to take for the spec as it is. "
                     "They are among the steps below.",
                     "yellow",
                 )

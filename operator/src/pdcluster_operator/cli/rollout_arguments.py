@@ -36,7 +36,7 @@ is no place for them, or it is paused, or the spec is not accepted; or --timeout
 UNDO = """\
 Writes the spec that the PDCluster had before the last change that replaced engines. The operator
 finds the revision that it stored for it, and makes the same engines again. Replicas, the rollout's
-settings, monitoring and the router stay as they are. To undo twice goes forward again, as with
+settings, monitoring and the router stay as they are. A second undo brings the change back, as with
 kubectl. rollout.revisionHistoryLimit says how many revisions are kept.
 """
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -107,5 +107,5 @@ def _verb(verbs: Any, word: str, summary: str, description: str) -> argparse.Arg
 def _seconds(text: str) -> float:
     number, unit = (text[:-1], text[-1:]) if text[-1:] in UNITS else (text, "s")
     if not number.isdecimal() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 90s, 30m or 1h")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 30m or 1h")
     return int(number) * UNITS[unit]

@@ -8,6 +8,7 @@ the last renewal, because clocks of two machines differ.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -15,11 +16,38 @@ from typing import Any
 from pdcluster_operator.api.labels import FIELD_MANAGER, OPERATOR_LABELS
 from pdcluster_operator.plan.model import Manifest
 
-LEASE_SECONDS = 30
-"""For how long a holder that renews no more keeps others away."""
-ACT_SECONDS = 20.0
-"""For how long after a renewal a holder acts. It stops well before another may begin."""
-RENEW_SECONDS = 10.0
+SHORTEST_SECONDS, LONGEST_SECONDS = 30, 120
+RENEWALS_PER_SECOND = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """For how long a Lease is held.
+
+    Attributes:
+        seconds: for how long a holder that renews no more keeps others away.
+    """
+
+    seconds: int = SHORTEST_SECONDS
+
+    @property
+    def act_seconds(self) -> float:
+        """For how long after a renewal a holder acts. It stops well before another may begin."""
+        return self.seconds * 2 / 3
+
+    @property
+    def renew_seconds(self) -> float:
+        """The time between two renewals."""
+        return self.seconds / 3
+
+
+def term_of(leases: int) -> Term:
+    """Return the term of each Lease of a process that holds so many.
+
+    With the shortest term, a thousand namespaces were 100 renewals a second.
+    """
+    wanted = math.ceil(3 * leases / RENEWALS_PER_SECOND)
+    return Term(min(max(wanted, SHORTEST_SECONDS), LONGEST_SECONDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +84,12 @@ def may_hold(held: Holding, me: str, unchanged_seconds: float) -> bool:
 
 
 def lease_manifest(
-    live: Manifest | None, namespace: str, name: str, me: str, now: float
+    live: Manifest | None,
+    namespace: str,
+    name: str,
+    me: str,
+    now: float,
+    term: Term = Term(),
 ) -> dict[str, Any]:
     """Return the Lease to write, over ``live``, which the API server compares by version.
 
@@ -76,7 +109,7 @@ def lease_manifest(
         "metadata": metadata,
         "spec": {
             "holderIdentity": me,
-            "leaseDurationSeconds": LEASE_SECONDS if me else 1,
+            "leaseDurationSeconds": term.seconds if me else 1,
             "acquireTime": before if before and held.holder == me else moment,
             "renewTime": moment,
             "leaseTransitions": held.transitions + (me != "" and held.holder not in ("", me)),

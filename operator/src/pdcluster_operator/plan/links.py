@@ -1,13 +1,15 @@
-"""The link table: every pair of a prefill and a decode engine, and what is known of it."""
+"""The link table: the pairs of a prefill and a decode engine, and what is known of each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.plan.engines import EngineView
+from pdcluster_operator.plan.link_sample import sample_links
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.reports import CanaryReport, LinkReport, LinksReport, LinkState
 
@@ -62,12 +64,43 @@ def observe_pairs(
     links: Mapping[str, LinksReport],
     memo: Memo,
 ) -> tuple[PairView, ...]:
-    """Return all pairs of one pairing key, in a stable order."""
+    """Return the pairs of one pairing key that have a link, in a stable order."""
+    kept = links_of(prefill, decode)
     rows = (
-        memo.get(("pairs", one.name), (prefill, one, links.get(one.name.logical)), _row)
-        for one in decode
+        memo.get(("pairs", one.name), (peers, one, links.get(one.name.logical)), _row)
+        for one, peers in zip(decode, kept, strict=True)
     )
     return tuple(pair for row in rows for pair in row)
+
+
+def links_of(
+    prefill: tuple[EngineView, ...], decode: tuple[EngineView, ...]
+) -> list[tuple[EngineView, ...]]:
+    """Return for each decode engine of one pairing key the prefill engines that it has links to."""
+    sample = sample_links(_names(prefill), _names(decode))
+    names = (sample[reader] for reader in _names(decode))
+    return [
+        prefill
+        if len(kept) == len(prefill)
+        else tuple(one for one in prefill if one.name.logical in kept)
+        for kept in names
+    ]
+
+
+def by_pairing_key(
+    prefill: Iterable[EngineView], decode: Iterable[EngineView], keys: Mapping[EngineName, str]
+) -> Iterator[tuple[tuple[EngineView, ...], tuple[EngineView, ...]]]:
+    """Yield the engines of each pairing key. Engines of two keys are never paired."""
+    prefill, decode = tuple(prefill), tuple(decode)
+    for key in sorted({keys.get(view.name, "") for view in (*prefill, *decode)}):
+        yield (
+            tuple(view for view in prefill if keys.get(view.name, "") == key),
+            tuple(view for view in decode if keys.get(view.name, "") == key),
+        )
+
+
+def _names(engines: tuple[EngineView, ...]) -> tuple[str, ...]:
+    return tuple(engine.name.logical for engine in engines)
 
 
 def _row(

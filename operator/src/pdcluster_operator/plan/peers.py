@@ -1,20 +1,22 @@
-"""Which prefill engines each decode engine reads from.
+"""Which prefill engines each decode engine keeps links to.
 
-Every decode engine of a pairing key gets the same document. The planner remembers nothing, so
-the generation of the document is a hash of its content. Launchers only look whether it changed.
+The planner remembers nothing, so the generation of a document is a hash of its content. Launchers
+only look whether it changed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
-from pdcluster_operator.api.labels import HTTP_PORT, SIDE_CHANNEL_PORT
+from pdcluster_operator.api.labels import HTTP_PORT, SIDE_CHANNEL_PORT, EngineName
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.launchers import url_host
+from pdcluster_operator.plan.links import links_of
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import LinksReport
 
@@ -25,48 +27,50 @@ CANARIES_PER_SECOND = 4
 
 def assign_peers(
     cluster: Cluster,
-    prefill: Sequence[EngineView],
-    decode: Sequence[EngineView],
+    prefill: tuple[EngineView, ...],
+    decode: tuple[EngineView, ...],
     links: Mapping[str, LinksReport],
 ) -> tuple[PeerAssignment, ...]:
-    """Return one assignment for each decode engine that has an address.
+    """Return one assignment for each decode engine of a pairing key that has an address.
 
     A prefill engine becomes a peer when it is ready. Before that, its start would look like a
     failed link. It stays a peer when it no longer answers or starts again: the link then shows it.
     """
     linked = {link.prefill for report in links.values() for link in report.links}
-    peers = [
-        engine
+    kept = links_of(prefill, decode)
+    peers = {
+        engine.name: _peer(engine)
         for engine in prefill
         if engine.address
         and engine.engine_id
         and all(_rank_hosts(engine))
         and (engine.ready is not False or engine.name.logical in linked)
-    ]
-    document = {
-        "model": cluster.served_name,
-        "canary_interval_seconds": _canary_interval(cluster, prefill, decode),
-        "peers": [_peer(engine) for engine in peers],
     }
-    text = json.dumps(document, sort_keys=True)
-    generation = int(hashlib.sha256(text.encode()).hexdigest()[:GENERATION_DIGITS], 16)
-    body = {"generation": generation, **document}
+    known = {
+        "model": cluster.served_name,
+        "canary_interval_seconds": _canary_interval(cluster, (*prefill, *decode), kept),
+    }
+
+    @cache
+    def body(names: tuple[EngineName, ...]) -> dict[str, Any]:
+        document = {**known, "peers": [peers[name] for name in names if name in peers]}
+        text = json.dumps(document, sort_keys=True)
+        generation = int(hashlib.sha256(text.encode()).hexdigest()[:GENERATION_DIGITS], 16)
+        return {"generation": generation, **document}
+
     return tuple(
-        PeerAssignment(engine.name.logical, body)
-        for engine in decode
+        PeerAssignment(engine.name.logical, body(tuple(one.name for one in linked_to)))
+        for engine, linked_to in zip(decode, kept, strict=True)
         if engine.address and engine.engine_id
     )
 
 
 def _canary_interval(
-    cluster: Cluster, prefill: Sequence[EngineView], decode: Sequence[EngineView]
+    cluster: Cluster, engines: Iterable[EngineView], kept: Iterable[tuple[EngineView, ...]]
 ) -> int:
-    """Return the interval of the spec, or a longer one if there are very many links.
-
-    64 engines of each role have 4,096 links. Every five minutes, those were 14 requests a second.
-    """
-    ranks = max((engine.data_parallel_size for engine in (*prefill, *decode)), default=1)
-    canaries = len(prefill) * len(decode) * ranks
+    """Return the interval of the spec, or a longer one if there are very many canaries."""
+    ranks = max((engine.data_parallel_size for engine in engines), default=1)
+    canaries = sum(map(len, kept)) * ranks
     asked = cluster.spec.verification.canary.interval_seconds
     return max(asked, -(-canaries // CANARIES_PER_SECOND))
 

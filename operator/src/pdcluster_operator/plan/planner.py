@@ -7,22 +7,21 @@ object that already is as wanted is not applied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.certificates import has_certificates
 from pdcluster_operator.plan.certificates import certificates_step, seconds_to_renewal
 from pdcluster_operator.plan.deletions import deletions, is_being_deleted
 from pdcluster_operator.plan.drift import stamped
-from pdcluster_operator.plan.engines import EngineView, observe_engines
+from pdcluster_operator.plan.engines import observe_engines
 from pdcluster_operator.plan.half_scheduled import with_releases
-from pdcluster_operator.plan.links import observe_pairs
+from pdcluster_operator.plan.links import by_pairing_key, observe_pairs
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
@@ -76,7 +75,7 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         prefill, decode = (view.engines[role] for role in Role)
         peers = tuple(
             assignment
-            for group in _groups(prefill, decode, desired.keys)
+            for group in by_pairing_key(prefill, decode, desired.keys)
             for assignment in assign_peers(cluster, *group, observed.links)
         )
     progress = find_condition(status, ConditionType.PROGRESSING)
@@ -136,17 +135,6 @@ def _steps(
     yield from restarts(observed, desired, applied)
 
 
-def _groups(
-    prefill: Sequence[EngineView], decode: Sequence[EngineView], keys: Mapping[EngineName, str]
-) -> Iterator[tuple[tuple[EngineView, ...], tuple[EngineView, ...]]]:
-    """Yield the engines of each pairing key. Engines of two keys are never paired."""
-    for key in sorted({keys.get(view.name, "") for view in (*prefill, *decode)}):
-        yield (
-            tuple(view for view in prefill if keys.get(view.name, "") == key),
-            tuple(view for view in decode if keys.get(view.name, "") == key),
-        )
-
-
 def _children(
     observed: Observed, cluster: Cluster, desired: Desired, now: float
 ) -> tuple[Wanted, ...]:
@@ -192,7 +180,7 @@ def _view(
     engines = {
         role: observe_engines(observed, desired.names[role], parallelism, memo) for role in Role
     }
-    groups = _groups(engines[Role.PREFILL], engines[Role.DECODE], desired.keys)
+    groups = by_pairing_key(engines[Role.PREFILL], engines[Role.DECODE], desired.keys)
     pairs = tuple(pair for group in groups for pair in observe_pairs(*group, observed.links, memo))
     wanted = {name.stateful_set for names in desired.names.values() for name in names}
     created = [

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from pdcluster_operator.plan.lease import (
-    ACT_SECONDS,
-    RENEW_SECONDS,
+    Term,
     holding_of,
     lease_manifest,
     may_hold,
+    term_of,
 )
 from pdcluster_operator.runtime.errors import ApiError
 
@@ -43,6 +43,7 @@ class NamespaceLeases:
 
     Args:
         me: who holds them; differs between processes that may run at the same time.
+        renew: seconds between two renewals; as ``plan.lease`` says if None.
 
     Attributes:
         needed: whether a namespace has PDClusters of ours.
@@ -55,7 +56,7 @@ class NamespaceLeases:
         name: str,
         me: str,
         *,
-        renew: float = RENEW_SECONDS,
+        renew: float | None = None,
         retry: float = RETRY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,7 +92,8 @@ class NamespaceLeases:
             except ApiError as error:
                 log.warning("the Lease of namespace %s: %s", claim.namespace, error)
             held = self._clock() < claim.until
-            await asyncio.sleep(self._renew if held else self._retry)
+            renew = self._renew or self._term().renew_seconds
+            await asyncio.sleep(renew if held else self._retry)
         await self._give_back(claim)
         del self._claims[claim.namespace]
 
@@ -108,12 +110,13 @@ class NamespaceLeases:
                 claim.other = held.holder
                 log.warning(
                     "namespace %s: its PDClusters are left to the operator %s, which holds the "
-                    "Lease %s. If both shall work there, give one of them an operator class",
+                    "Lease %s. If both should work there, give one of them an operator class",
                     claim.namespace, held.holder, self._name,
                 )  # fmt: skip
             return
-        await self._write(claim, live, self._me)
-        claim.until, claim.other = began + ACT_SECONDS, ""
+        term = self._term()
+        await self._write(claim, live, self._me, term)
+        claim.until, claim.other = began + term.act_seconds, ""
         if not had:
             log.info("namespace %s: this operator works on its PDClusters now", claim.namespace)
             self.acquired(claim.namespace)
@@ -123,12 +126,15 @@ class NamespaceLeases:
         try:
             live = await self._api.read_lease(claim.namespace, self._name)
             if live is not None and holding_of(live).holder == self._me:
-                await self._write(claim, live, "")
+                await self._write(claim, live, "", self._term())
         except ApiError as error:
             log.warning("the Lease of namespace %s is not given back: %s", claim.namespace, error)
 
-    async def _write(self, claim: _Claim, live: Manifest | None, holder: str) -> None:
-        lease = lease_manifest(live, claim.namespace, self._name, holder, time.time())
+    def _term(self) -> Term:
+        return term_of(len(self._claims))
+
+    async def _write(self, claim: _Claim, live: Manifest | None, holder: str, term: Term) -> None:
+        lease = lease_manifest(live, claim.namespace, self._name, holder, time.time(), term)
         await self._api.write_lease(lease)
 
 

@@ -19,6 +19,10 @@ from typing import NamedTuple
 log = logging.getLogger(__name__)
 
 
+WORKERS = 8
+"""Keys that are worked on at once. A worker waits for the API server most of its time."""
+
+
 class Key(NamedTuple):
     """A PDCluster, by name."""
 
@@ -56,7 +60,7 @@ class KeyedQueue:
         self,
         handler: Handler,
         *,
-        workers: int = 4,
+        workers: int = WORKERS,
         backoff: Backoff | None = None,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:

@@ -138,7 +138,7 @@ def with_rewrites(observed: Observed, now: float) -> tuple[Observed, tuple[Step,
     What a mutating webhook made of a child, the operator leaves as it is. It remembers that; we
     know such a child by the hash of what was applied last.
 
-    Returns also the steps that the operator has still to take for the spec as it is.
+    Returns also the steps that the operator still has to take for the spec as it is.
     """
     live = {identity(child): child for child in observed.children}
     noted: dict[tuple[str, str], Rewrite] = {}

@@ -11,7 +11,7 @@ from pdcluster_operator.api.spec.quantity import parse_quantity
 from pdcluster_operator.api.spec.resources import is_accelerator
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.engines import EngineView, observe_engines
-from pdcluster_operator.plan.links import observe_pairs
+from pdcluster_operator.plan.links import by_pairing_key, observe_pairs
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.rollout.moves import Fleet, Pair, RoleFleet
@@ -117,6 +117,9 @@ def _verified(
     keys: Mapping[EngineName, str],
     memo: Memo,
 ) -> frozenset[Pair]:
-    pairs = observe_pairs(views[Role.PREFILL], views[Role.DECODE], observed.links, memo)
-    names = ((pair.prefill.name, pair.decode.name) for pair in pairs if pair.verified)
-    return frozenset(pair for pair in names if keys[pair[0]] == keys[pair[1]])
+    return frozenset(
+        (pair.prefill.name, pair.decode.name)
+        for group in by_pairing_key(views[Role.PREFILL], views[Role.DECODE], keys)
+        for pair in observe_pairs(*group, observed.links, memo)
+        if pair.verified
+    )

@@ -147,11 +147,13 @@ def _verdicts(
 def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> tuple[Event, ...]:
     """Return one event for each condition whose status flipped.
 
+    Ready needs what the other conditions say. When it becomes True, its event is the only one.
+
     Args:
         secured: whether the engines of the spec speak TLS. If not, a new cluster is told so.
     """
     events = []
-    for condition in after["conditions"]:
+    for condition in _flipped_to_ready(before, after) or after["conditions"]:
         kind, status = condition["type"], condition["status"]
         old = find_condition(before, kind).get("status")
         # A new cluster is not ready yet. That needs no event.
@@ -164,6 +166,12 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
         if old is None and not bad and not secured:
             events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
     return tuple(events)
+
+
+def _flipped_to_ready(before: object, after: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    ready = find_condition(after, ConditionType.READY)
+    flipped = find_condition(before, ConditionType.READY).get("status") != Status.TRUE
+    return (ready,) if flipped and ready.get("status") == Status.TRUE else ()
 
 
 def _counted(pairs: Sequence[PairView]) -> tuple[int, tuple[PairView, ...]]:

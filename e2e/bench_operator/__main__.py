@@ -1,0 +1,159 @@
+"""`make bench-operator`: many PDClusters on one operator, measured, and held against thresholds."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from operator_runs import Operator
+from real_api import RealApi
+
+from bench_operator import account, measure
+from bench_operator.anchor import Anchor
+from bench_operator.plane import BENCH, SAMPLE, running_plane
+from bench_operator.thresholds import missed
+from pdcluster_operator.adapters.api_server.client import KubeClient, find_configuration
+
+SAMPLE_NAME = "some-sample"
+REST_SECONDS = 60.0
+SETTLE_SECONDS = 20.0
+"""By then a process that has started again has looked at each PDCluster, and may write."""
+LONGEST = 3600.0
+"""Seconds that one number of PDClusters may take to become Ready, or to come to rest."""
+
+
+def say(text: str) -> None:
+    """Tell a person how far it is."""
+    print(f"bench-operator: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+async def run(real: RealApi, count: int, sources: Path | None) -> dict[str, Any]:
+    """Return everything that is measured with ``count`` PDClusters."""
+    operator = Operator(
+        real, "run", f"--namespace={SAMPLE}", f"--namespace={BENCH}", "--allow-host-path-models"
+    )
+    if sources is not None:
+        operator.bring(sources)
+    configuration = await find_configuration(str(real.folder / "admin.kubeconfig"))
+    async with KubeClient(configuration) as client:
+        try:
+            operator.start()
+            await _sample(client, real)
+            anchor = Anchor(real, SAMPLE_NAME)
+            say(f"a cluster has {anchor.children} children; the anchor, first half")
+            raw = [await anchor.objects_per_second(client, count // 2)]
+            say(f"raw: {raw[0]:.0f} objects/s; {count} PDClusters")
+            found = await _create(client, real, operator, anchor.children, count)
+            say(f"created: {found}; the anchor, second half")
+            raw.append(await anchor.objects_per_second(client, count - count // 2))
+            found["raw_objects_per_second"] = [round(one, 1) for one in raw]
+            mean = 2 / (1 / raw[0] + 1 / raw[1])
+            found["share_of_raw_objects"] = round(found["objects_per_second"] / mean, 2)
+            share = found["clusters_per_second"] * anchor.children / mean
+            found["share_of_raw_clusters"] = round(share, 2)
+            await asyncio.sleep(10.0)  # the controllers' pods for the second half
+            say(f"at rest for {REST_SECONDS:.0f} s: {found}")
+            found["rest"] = await measure.rest(real, operator, REST_SECONDS)
+            found["rss_megabytes"], found["rss_peak_megabytes"] = map(
+                round, measure.memory(operator)
+            )
+            say("changes")
+            found["reaction_seconds"] = await measure.reactions(real.folder, client, BENCH, count)
+            await measure.until_quiet(real, LONGEST)
+            say("starting again")
+            found["restart"] = await _restart(real, operator)
+        except Exception:
+            say(f"the end of the operator's log:\n{operator.said()}")
+            raise
+        finally:
+            operator.stop()
+    return found
+
+
+async def _sample(client: KubeClient, real: RealApi) -> None:
+    path = f"/apis/pdcluster.dev/v1alpha1/namespaces/{SAMPLE}/pdclusters"
+    await client.call("POST", path, body=measure.pdcluster(SAMPLE_NAME))
+    await measure.until_ready(client, SAMPLE, 1, 60.0)
+    await measure.until_quiet(real, 60.0)
+
+
+async def _create(
+    client: KubeClient, real: RealApi, operator: Operator, children: int, count: int
+) -> dict[str, Any]:
+    seen, read = len(real.writes()), measure.reads(operator)
+    cpu, began = measure.used(operator), time.time()
+    await measure.create(client, BENCH, count)
+    await measure.until_ready(client, BENCH, count, LONGEST)
+    ready = time.time() - began
+    await measure.until_quiet(real, LONGEST)
+    cpu = measure.used(operator) - cpu
+    lines = account.of_operator(real.writes(seen), BENCH)
+    written = [line for line in lines if account.is_child(line) and not account.is_dry_run(line)]
+    first, last = account.span(written)
+    after = measure.reads(operator)
+    gets = {name: number - read.get(name, 0) for name, number in after.items()}
+    kept = [line for line in lines if line["objectRef"]["resource"] != "leases"]
+    writes = account.by_resource(line for line in kept if not account.is_dry_run(line))
+    return {
+        "pdclusters": count,
+        "children": children,
+        "objects_per_second": round(children * count / (last - first), 1),
+        "clusters_per_second": round(count / (last - began), 2),
+        "seconds_until_all_are_ready": round(ready, 1),
+        "reads_of_one": round(sum(gets.values()) / count, 2),
+        "reads": {name: number for name, number in gets.items() if number},
+        "writes_of_one": round(sum(writes.values()) / count, 2),
+        "writes": writes,
+        "processor_milliseconds_of_one": round(1000 * cpu / count),
+    }
+
+
+async def _restart(real: RealApi, operator: Operator) -> dict[str, Any]:
+    operator.kill()
+    seen, began = len(real.writes()), time.monotonic()
+    operator.start()
+    listed = time.monotonic() - began
+    await asyncio.sleep(SETTLE_SECONDS)
+    await measure.until_quiet(real, LONGEST)
+    lines = real.writes(seen)
+    now, peak = measure.memory(operator)
+    return {
+        "seconds_until_listed": round(listed, 1),
+        "rss_megabytes": round(now),
+        "rss_peak_megabytes": round(peak),
+        "writes": account.by_resource(
+            line for line in lines if line["user"]["username"] == "operator"
+        ),
+    }
+
+
+def main() -> int:
+    """Print the numbers as JSON; return 1 if a threshold is missed."""
+    parser = argparse.ArgumentParser(prog="make bench-operator", description=__doc__)
+    parser.add_argument("--pdclusters", type=int, nargs="+", default=[100], metavar="N")
+    parser.add_argument(
+        "--sources", type=Path, help="folder with an older pdcluster_operator to measure instead"
+    )
+    parser.add_argument("--output", type=Path, help="file that gets the numbers, one line a number")
+    options = parser.parse_args()
+    late = []
+    for count in options.pdclusters:
+        with running_plane() as real:
+            found = asyncio.run(run(real, count, options.sources))
+        print(json.dumps(found, indent=2), flush=True)
+        if options.output is not None:
+            with options.output.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        late += missed(found)
+    for line in late:
+        say(line)
+    return int(bool(late))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

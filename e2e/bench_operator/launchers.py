@@ -1,0 +1,143 @@
+"""All launchers of all simulated pods, in one process.
+
+One server listens on every address of 127/8, and sees at which address a request came in. Each
+engine is ready after a few seconds. Each link that the operator asks for is established and has had
+its canary.
+It answers as `pdcluster_connector.launcher` does, and keeps a question for news as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from bench_operator.watching import events
+from pdcluster_operator.api.labels import LAUNCHER_PORT, engine_of
+
+PATIENCE = 1.5
+LOAD_SECONDS = 3.0
+"""How long an engine starts."""
+INCARNATION = "0123456789abcdef"
+
+
+class Launcher:
+    """What one launcher knows: its engine, and the peers that it was told."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.peers: list[dict[str, Any]] = []
+        self._told = 0
+        self._loaded = time.monotonic() + LOAD_SECONDS
+        self.news = asyncio.Event()
+
+    @property
+    def known(self) -> dict[str, Any]:
+        return {"engine": self.engine, "engine_id": f"{self.engine}/{INCARNATION}"}
+
+    @property
+    def loads(self) -> float:
+        """For how many more seconds the engine starts."""
+        return max(0.0, self._loaded - time.monotonic())
+
+    @property
+    def revision(self) -> str:
+        return f"{'starting' if self.loads else 'ready'}-{self._told}"
+
+    def take(self, peers: list[dict[str, Any]]) -> None:
+        self.peers = peers
+        self._told += 1
+        self.news.set()
+        self.news = asyncio.Event()
+
+    async def wait(self, seen: str, seconds: float) -> str:
+        if seen == self.revision:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.news.wait(), min(seconds, self.loads or seconds))
+        return self.revision
+
+
+def server(launchers: dict[str, Launcher]) -> web.Application:
+    """Return the server for the launchers, by address."""
+
+    async def here(request: web.Request) -> Launcher:
+        assert request.transport is not None
+        address = request.transport.get_extra_info("sockname")[0]
+        # The operator may hear of a pod before this process does.
+        ends = time.monotonic() + PATIENCE
+        while address not in launchers:
+            if time.monotonic() > ends:
+                raise web.HTTPServiceUnavailable
+            await asyncio.sleep(0.1)
+        return launchers[address]
+
+    async def readyz(request: web.Request) -> web.Response:
+        launcher = await here(request)
+        ready = not launcher.loads
+        known = {**launcher.known, "state": "Ready" if ready else "Starting", "ready": ready}
+        return web.json_response(known, status=200 if ready else 503)
+
+    async def put_peers(request: web.Request) -> web.Response:
+        (await here(request)).take((await request.json())["peers"])
+        return web.Response(status=204)
+
+    async def links(request: web.Request) -> web.Response:
+        launcher = await here(request)
+        rows = [
+            {
+                "prefill": peer["engine"],
+                "prefill_engine_id": peer["engine_id"],
+                "state": "Established",
+                "shards": "1/1",
+                "bytes_per_second": 5e9,
+                "canary": {"state": "Passed", "bytes": 4096},
+            }
+            for peer in launcher.peers
+        ]
+        return web.json_response({**launcher.known, "links": rows})
+
+    async def changes(request: web.Request) -> web.Response:
+        seconds = min(float(request.query.get("wait", 0)), 30.0)
+        told = await (await here(request)).wait(request.query.get("seen", ""), seconds)
+        return web.json_response({"revision": told})
+
+    app = web.Application()
+    app.router.add_get("/readyz", readyz)
+    app.router.add_put("/v1/peers", put_peers)
+    app.router.add_get("/v1/links", links)
+    app.router.add_get("/v1/changes", changes)
+    return app
+
+
+async def follow_pods(folder: Path, launchers: dict[str, Launcher]) -> None:
+    """Have a launcher at the address of each engine's pod."""
+    async for event in events(folder, "/api/v1/pods", "pdcluster.dev/cluster"):
+        pod = event["object"]
+        address, engine = (pod.get("status") or {}).get("podIP"), engine_of(pod)
+        if not address or engine is None:
+            continue
+        if event["type"] == "DELETED":
+            launchers.pop(address, None)
+        elif address not in launchers or launchers[address].engine != engine.logical:
+            launchers[address] = Launcher(engine.logical)
+
+
+async def main(folder: Path) -> None:
+    """Run until the process is ended."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    launchers: dict[str, Launcher] = {}
+    runner = web.AppRunner(server(launchers), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "0.0.0.0", LAUNCHER_PORT, backlog=4096).start()
+    await follow_pods(folder, launchers)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

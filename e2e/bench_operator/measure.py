@@ -1,0 +1,163 @@
+"""What is measured of one operator process: how it creates, reacts, rests and starts again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from operator_runs import CHILDREN, GROUP, Operator
+from operator_runs import cluster as pdcluster
+from real_api import RealApi
+
+from bench_operator import account
+from bench_operator.watching import events
+from pdcluster_operator.adapters.api_server.client import MERGE, KubeClient
+
+SIDE_BY_SIDE = 32
+QUIET_SECONDS = 10.0
+CHANGES = 100
+LONGEST_REACTION = 60.0
+MEGABYTE = 1e6
+
+
+def used(operator: Operator) -> float:
+    """Return the seconds of a processor that the process has taken so far."""
+    assert operator.process is not None
+    times = psutil.Process(operator.process.pid).cpu_times()
+    return times.user + times.system
+
+
+def memory(operator: Operator) -> tuple[float, float]:
+    """Return the process's memory (RSS) now and at its highest, in MB."""
+    assert operator.process is not None
+    text = Path(f"/proc/{operator.process.pid}/status").read_text()
+    now, peak = (re.search(rf"{name}:\s+(\d+) kB", text) for name in ("VmRSS", "VmHWM"))
+    assert now
+    assert peak
+    return int(now[1]) * 1024 / MEGABYTE, int(peak[1]) * 1024 / MEGABYTE
+
+
+def reads(operator: Operator) -> dict[str, int]:
+    """Count the GETs of the process so far, by resource and code."""
+    page = operator.page("/metrics", operator.metrics)[1]
+    found = re.findall(
+        r'pdcluster_api_calls_total\{code="(\d+)",method="GET",resource="([^"]+)"\} (\S+)', page
+    )
+    return {f"{resource} {code}": int(float(number)) for code, resource, number in found}
+
+
+async def create(client: KubeClient, namespace: str, count: int, name: str = "c") -> None:
+    """Create PDClusters."""
+    bound = asyncio.Semaphore(SIDE_BY_SIDE)
+    path = f"{GROUP}/namespaces/{namespace}/pdclusters"
+
+    async def one(number: int) -> None:
+        async with bound:
+            await client.call("POST", path, body=pdcluster(f"{name}-{number}"))
+
+    await asyncio.gather(*map(one, range(count)))
+
+
+async def until_ready(client: KubeClient, namespace: str, count: int, seconds: float) -> float:
+    """Wait until so many PDClusters are Ready; return how long that took.
+
+    Raises:
+        TimeoutError: they were not.
+    """
+    began = time.monotonic()
+    while (ready := await _ready(client, namespace)) < count:
+        if time.monotonic() - began > seconds:
+            raise TimeoutError(f"{ready} of {count} PDClusters are Ready after {seconds} s")
+        await asyncio.sleep(max(0.2, count / 500))
+    return time.monotonic() - began
+
+
+async def _ready(client: KubeClient, namespace: str) -> int:
+    items = (await client.call("GET", f"{GROUP}/namespaces/{namespace}/pdclusters"))["items"]
+    conditions = (
+        condition
+        for item in items
+        for condition in (item.get("status") or {}).get("conditions") or ()
+    )
+    return sum(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+async def until_quiet(real: RealApi, seconds: float) -> int:
+    """Wait until the operator writes nothing but Leases; return how many lines the log has.
+
+    Raises:
+        TimeoutError: it still writes.
+    """
+    ends = time.monotonic() + seconds
+    seen = len(real.writes())
+    while True:
+        await asyncio.sleep(QUIET_SECONDS)
+        news = real.writes(seen)
+        seen += len(news)
+        if not [line for line in news if not _is_rest(line)]:
+            return seen
+        if time.monotonic() > ends:
+            raise TimeoutError(f"after {seconds} s it writes {account.by_resource(news)}")
+
+
+def _is_rest(line: account.Line) -> bool:
+    return line["user"]["username"] != "operator" or line["objectRef"]["resource"] == "leases"
+
+
+async def rest(real: RealApi, operator: Operator, seconds: float) -> dict[str, Any]:
+    """Return what the process takes and writes while nothing happens."""
+    before, seen, began = used(operator), len(real.writes()), time.monotonic()
+    await asyncio.sleep(seconds)
+    core = (used(operator) - before) / (time.monotonic() - began)
+    news = [line for line in real.writes(seen) if line["user"]["username"] == "operator"]
+    return {"core": round(core, 4), "writes": account.by_resource(news), "seconds": seconds}
+
+
+async def reactions(
+    folder: Path, client: KubeClient, namespace: str, count: int
+) -> dict[str, float]:
+    """Return how many seconds a change of a PDCluster needs to become a StatefulSet.
+
+    Each change adds a decode engine to another cluster, after the last change had its effect.
+
+    Raises:
+        TimeoutError: a change had no effect.
+    """
+    made: dict[str, asyncio.Event] = {}
+    known = asyncio.Event()
+
+    async def look() -> None:
+        path = CHILDREN["StatefulSet"].format(namespace)
+        async for event in events(folder, path, "pdcluster.dev/cluster"):
+            name = event["object"]["metadata"]["labels"]["pdcluster.dev/cluster"]
+            known.set()
+            if event["type"] == "ADDED" and name in made:
+                made[name].set()
+
+    looking = asyncio.create_task(look())
+    took = []
+    try:
+        await known.wait()
+        await asyncio.sleep(3.0)  # the watch begins with what is there
+        for number in random.Random(0).sample(range(count), min(CHANGES, count)):
+            path = f"{GROUP}/namespaces/{namespace}/pdclusters/c-{number}"
+            done = made[f"c-{number}"] = asyncio.Event()
+            body = {"spec": {"decode": {"replicas": 2}}}
+            began = time.monotonic()
+            await client.call("PATCH", path, body=body, content=MERGE)
+            await asyncio.wait_for(done.wait(), LONGEST_REACTION)
+            took.append(time.monotonic() - began)
+    finally:
+        looking.cancel()
+    took.sort()
+    return {
+        "p50": round(statistics.median(took), 3),
+        "p99": round(took[min(len(took) - 1, int(0.99 * len(took)))], 3),
+        "changes": len(took),
+    }

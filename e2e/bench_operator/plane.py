@@ -1,0 +1,217 @@
+"""A control plane whose nodes and pods kwok simulates, and the launchers in these pods.
+
+kwok gives each pod an address of 127/8, where one process answers for all launchers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from operator_runs import until
+from real_api import RealApi, die_with_us, running_api
+
+from cluster import binaries
+from cluster.places import Places
+
+ROOT = Path(__file__).resolve().parents[2]
+CRD = ROOT / "crds" / "pdcluster.dev_pdclusters.yaml"
+SAMPLE, RAW, BENCH, DOOMED = NAMESPACES = ("sample", "raw", "bench", "doomed")
+NODES = 10
+PODS = "127.64.0.1/10"
+"""4 million addresses. Linux delivers all of them to the loopback interface."""
+MERGE = "application/merge-patch+json"
+ROOM = {"cpu": "1000000", "memory": "1000Ti", "pods": "100000", "ephemeral-storage": "1000Ti"}
+AUDIT = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [
+        {"level": "None", "verbs": ["get", "list", "watch"]},
+        {"level": "Request", "users": ["operator"], "namespaces": [SAMPLE]},
+        {"level": "Metadata", "users": ["operator"]},
+        {"level": "Metadata", "users": ["admin"], "namespaces": [RAW]},
+        {"level": "None"},
+    ],
+}
+"""Bodies are kept of one cluster only: those of a thousand would be 400 MB."""
+STAGES = """
+apiVersion: kwok.x-k8s.io/v1alpha1
+kind: Stage
+metadata: {name: node-ready}
+spec:
+  resourceRef: {apiGroup: v1, kind: Node}
+  selector:
+    matchExpressions:
+    - {key: .status.conditions, operator: DoesNotExist}
+  next:
+    statusTemplate: |
+      conditions:
+      - {type: Ready, status: "True", lastTransitionTime: {{ Now | Quote }}}
+---
+apiVersion: kwok.x-k8s.io/v1alpha1
+kind: Stage
+metadata: {name: pod-runs}
+spec:
+  resourceRef: {apiGroup: v1, kind: Pod}
+  selector:
+    matchExpressions:
+    - {key: .metadata.deletionTimestamp, operator: DoesNotExist}
+    - {key: .status.podIP, operator: DoesNotExist}
+  next:
+    statusTemplate: |
+      {{ $now := Now }}
+      phase: Running
+      startTime: {{ $now | Quote }}
+      {{ $addresses := PodIPsWith .spec.nodeName false .metadata.uid .metadata.name .metadata.namespace }}
+      podIP: {{ index $addresses 0 | Quote }}
+      podIPs:
+      {{ range $addresses }}
+      - ip: {{ . | Quote }}
+      {{ end }}
+      conditions:
+      - {type: Initialized, status: "True", lastTransitionTime: {{ $now | Quote }}}
+      containerStatuses:
+      {{ range .spec.containers }}
+      - image: {{ .image | Quote }}
+        imageID: {{ .image | Quote }}
+        name: {{ .name | Quote }}
+        ready: false
+        started: false
+        restartCount: 0
+        state: {running: {startedAt: {{ $now | Quote }}}}
+      {{ end }}
+---
+apiVersion: kwok.x-k8s.io/v1alpha1
+kind: Stage
+metadata: {name: pod-is-ready}
+spec:
+  resourceRef: {apiGroup: v1, kind: Pod}
+  selector:
+    matchExpressions:
+    - {key: .metadata.deletionTimestamp, operator: DoesNotExist}
+    - {key: .status.podIP, operator: Exists}
+    - {key: '.status.conditions.[] | select( .type == "Ready" ) | .status', operator: NotIn, values: ["True"]}
+  delay: {durationMilliseconds: 4000}
+  next:
+    statusTemplate: |
+      {{ $now := Now }}
+      conditions:
+      {{ range $type := (list "ContainersReady" "Ready") }}
+      - {type: {{ $type | Quote }}, status: "True", lastTransitionTime: {{ $now | Quote }}}
+      {{ end }}
+      containerStatuses:
+      {{ range .spec.containers }}
+      - image: {{ .image | Quote }}
+        imageID: {{ .image | Quote }}
+        name: {{ .name | Quote }}
+        ready: true
+        started: true
+        restartCount: 0
+        state: {running: {startedAt: {{ $now | Quote }}}}
+      {{ end }}
+---
+apiVersion: kwok.x-k8s.io/v1alpha1
+kind: Stage
+metadata: {name: pod-delete}
+spec:
+  resourceRef: {apiGroup: v1, kind: Pod}
+  selector:
+    matchExpressions:
+    - {key: .metadata.deletionTimestamp, operator: Exists}
+  next:
+    delete: true
+"""  # noqa: E501 - one template
+
+
+@contextlib.contextmanager
+def running_plane() -> Iterator[RealApi]:
+    """Start everything but the operator, and end it."""
+    wanted = [one for one in binaries.PROGRAMS if one.name == "kube-scheduler"]
+    programs = binaries.provide([*wanted, binaries.KWOK], Places.of_user())
+    with running_api(AUDIT) as real, contextlib.ExitStack() as stack:
+        _install(real)
+        admin = str(real.folder / "admin.kubeconfig")
+        stages = real.folder / "stages.yaml"
+        stages.write_text(STAGES)
+        commands = {
+            "kube-scheduler": (
+                str(programs["kube-scheduler"]),
+                f"--kubeconfig={admin}",
+                "--leader-elect=false",
+                "--secure-port=0",
+                "--kube-api-qps=500",
+                "--kube-api-burst=1000",
+            ),
+            "kwok": (
+                str(programs["kwok"]),
+                f"--kubeconfig={admin}",
+                f"--config={stages}",
+                f"--cidr={PODS}",
+                "--manage-all-nodes=true",
+                "--node-lease-duration-seconds=0",
+            ),
+            "launchers": (sys.executable, "-m", "bench_operator.launchers", str(real.folder)),
+        }
+        for name, command in commands.items():
+            stack.enter_context(_started(real.folder / f"{name}.log", command))
+        yield real
+
+
+def _install(real: RealApi) -> None:
+    """Install the CRD, and give the user `operator` all rights: rights are not measured here."""
+    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    _create(real, crds, yaml.safe_load(CRD.read_text()))
+    rbac = "rbac.authorization.k8s.io"
+    binding = {
+        "apiVersion": f"{rbac}/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": "operator"},
+        "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": "cluster-admin"},
+        "subjects": [{"kind": "User", "name": "operator", "apiGroup": rbac}],
+    }
+    _create(real, f"/apis/{rbac}/v1/clusterrolebindings", binding)
+    for name in NAMESPACES:
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+        _create(real, "/api/v1/namespaces", body)
+    for number in range(NODES):
+        _node(real, f"node-{number}")
+    ours = "/apis/pdcluster.dev/v1alpha1/pdclusters"
+    until(lambda: real.call("GET", ours)[0] == 200, 30, lambda: "the CRD is not served")
+
+
+def _node(real: RealApi, name: str) -> None:
+    status = {"allocatable": ROOM, "capacity": ROOM}
+    body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "status": status}
+    _create(real, "/api/v1/nodes", body)
+    # Admission taints a new node. The controller that would take this back does not run here.
+    patched = real.call("PATCH", f"/api/v1/nodes/{name}", {"spec": {"taints": None}}, MERGE)
+    assert patched[0] == 200, patched
+
+
+def _create(real: RealApi, path: str, body: dict[str, Any]) -> None:
+    status, answer = real.call("POST", path, body)
+    assert status == 201, json.dumps(answer)
+
+
+@contextlib.contextmanager
+def _started(log: Path, command: tuple[str, ...]) -> Iterator[None]:
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            preexec_fn=die_with_us,  # noqa: PLW1509
+        ) as process,
+    ):
+        try:
+            yield
+        finally:
+            process.kill()

@@ -1,0 +1,96 @@
+"""What the benchmark reads from the audit log, and when its gate refuses a run."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from bench_operator import account
+from bench_operator.thresholds import BOUNDS, missed
+
+GOOD = {
+    "share_of_raw_objects": 0.6,
+    "reads_of_one": 2.0,
+    "writes_of_one": 21.0,
+    "rest": {"core": 0.01, "writes": {"leases": 12}},
+    "restart": {"writes": {"leases": 3}},
+    "rss_peak_megabytes": 150,
+}
+
+
+def line(
+    resource: str, *, user: str = "operator", second: int = 0, query: str = "", part: str = ""
+):
+    return {
+        "user": {"username": user},
+        "requestURI": f"/apis/x/v1/namespaces/bench/{resource}/one?fieldManager=x{query}",
+        "objectRef": {
+            "resource": resource,
+            "namespace": "bench",
+            "name": "one",
+            **({"subresource": part} if part else {}),
+        },
+        "stageTimestamp": f"2026-01-01T00:00:{second:02}.500000Z",
+    }
+
+
+def test_requests_are_counted_by_resource_and_dry_runs_apart() -> None:
+    lines = [
+        line("services"),
+        line("services", query="&dryRun=All"),
+        line("pdclusters", part="status"),
+        line("services", user="admin"),
+    ]
+    ours = account.of_operator(lines, "bench")
+    assert account.by_resource(ours) == {
+        "services": 1,
+        "services (dry run)": 1,
+        "pdclusters/status": 1,
+    }
+    assert account.of_operator(lines, "raw") == []
+
+
+@pytest.mark.parametrize("resource", ["pdclusters", "events", "leases"])
+def test_what_a_cluster_does_not_own_is_no_child(resource: str) -> None:
+    assert not account.is_child(line(resource))
+    assert account.is_child(line("secrets"))
+
+
+def test_an_object_without_a_name_in_its_path_has_one_in_its_body() -> None:
+    posted = line("secrets")
+    del posted["objectRef"]["name"]
+    posted["requestObject"] = {"metadata": {"name": "two"}}
+    assert account.name_of(posted) == ("secrets", "two")
+
+
+def test_the_span_ends_with_the_last_answer() -> None:
+    first, last = account.span([line("services", second=9), line("services", second=2)])
+    assert last - first == 7.0
+
+
+def test_a_good_run_passes() -> None:
+    assert missed(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("share_of_raw_objects",), 0.1),
+        (("reads_of_one",), 100.0),
+        (("writes_of_one",), 100.0),
+        (("rest", "core"), 0.5),
+        (("rest", "writes"), {"leases": 12, "pdclusters/status": 1}),
+        (("restart", "writes"), {"statefulsets": 1}),
+        (("rss_peak_megabytes",), 517),
+    ],
+    ids=[bound.what for bound in BOUNDS],
+)
+def test_each_bound_can_be_missed(where: tuple[str, ...], value: object) -> None:
+    found = copy.deepcopy(GOOD)
+    place = found
+    for name in where[:-1]:
+        place = place[name]
+    place[where[-1]] = value
+    [said] = missed(found)
+    assert said.startswith(".".join(where))

@@ -1,0 +1,69 @@
+"""Which links are kept: all of a few, and of very many a sample that reaches each engine."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.plan.link_sample import ALL_LINKS, sample_links
+
+numbers = st.integers(1, 80)
+
+
+def names(role: str, count: int) -> tuple[str, ...]:
+    return tuple(f"ns.c.{role}.r.{number}" for number in range(count))
+
+
+@given(numbers, numbers)
+def test_each_engine_has_a_link_and_the_number_is_bounded(prefill: int, decode: int) -> None:
+    wanted, readers = names("prefill", prefill), names("decode", decode)
+    sample = sample_links(wanted, readers)
+    links = sum(map(len, sample.values()))
+    assert set(sample) == set(readers)
+    assert all(sample.values()), "each decode engine has a link"
+    assert set().union(*sample.values()) == set(wanted), "each prefill engine has a link"
+    assert links >= min(prefill * decode, ALL_LINKS)
+    assert links <= ALL_LINKS + prefill + decode
+    if prefill * decode <= ALL_LINKS:
+        assert links == prefill * decode
+
+
+@given(numbers, numbers, st.randoms(use_true_random=False))
+def test_the_order_of_the_engines_does_not_matter(prefill: int, decode: int, random) -> None:
+    wanted, readers = names("prefill", prefill), names("decode", decode)
+    shuffled = random.sample(wanted, prefill), random.sample(readers, decode)
+    assert sample_links(*map(tuple, shuffled)) == sample_links(wanted, readers)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(12, 12), (40, 40), (64, 64), (10, 70)])
+def test_an_engine_more_changes_few_links_of_the_others(prefill: int, decode: int) -> None:
+    wanted, readers = names("prefill", prefill + 1), names("decode", decode)
+    few, many = sample_links(wanted[:-1], readers), sample_links(wanted, readers)
+    gained = {(reader, name) for reader in readers for name in many[reader] - few[reader]}
+    assert {name for _, name in gained} == {wanted[-1]}, "no other engine gets a new link"
+    lost = sum(len(few[reader] - many[reader]) for reader in readers)
+    assert lost <= len(gained)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(0, 3), (3, 0), (0, 0)])
+def test_without_a_role_there_are_no_links(prefill: int, decode: int) -> None:
+    sample = sample_links(names("prefill", prefill), names("decode", decode))
+    assert not any(sample.values())
+
+
+def test_a_cluster_with_very_many_links_is_ready_by_its_sample() -> None:
+    roles = {role: {"replicas": 9} for role in ("prefill", "decode")}
+    world = SimulatedCluster(manifest(**roles))
+    world.settle()
+    world.run_pods()
+    world.speak()
+    peers = {
+        one.decode: {peer["engine"] for peer in one.body["peers"]} for one in world.plan().peers
+    }
+    assert len(peers) == 9
+    assert len(set().union(*peers.values())) == 9, "each prefill engine is covered"
+    links = sum(map(len, peers.values()))
+    assert ALL_LINKS <= links < 81
+    assert world.plan().status["links"].endswith(f"/{links}"), "the status counts the same links"
