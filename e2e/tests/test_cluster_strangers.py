@@ -25,6 +25,7 @@ from pdcluster_operator.api.labels import CLUSTER_LABEL, LAUNCHER_PORT, ROLE_LAB
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 HOUR = 3600.0
+STRANGERS = ("nobody", "another CA", "expired", "other cluster", "wrong role")
 # Prints the status of each request, or 0 if the server ended the connection.
 ASK = """
 import base64, http.client, json, ssl, sys, tempfile
@@ -111,7 +112,7 @@ def pem_of(authority: EngineAuthority, name: str, start: float, end: float) -> b
     return signed.certificate + signed.key
 
 
-@pytest.mark.parametrize("who", ["nobody", "another CA", "expired", "other cluster", "wrong role"])
+@pytest.mark.parametrize("who", STRANGERS)
 def test_strangers_get_no_metadata_no_kv_and_no_drain(
     tiny: ClusterRun, stranger: str, authority: EngineAuthority, who: str
 ) -> None:
@@ -134,7 +135,7 @@ def test_strangers_get_no_metadata_no_kv_and_no_drain(
     assert set(launcher.values()) == {without}
     assert tiny.restarts("prefill") == before
     tiny.wait_ready(10)
-    moved(tiny, text(60, 9000 + len(who)))
+    moved(tiny, text(60, 9000 + STRANGERS.index(who)))
 
 
 def test_the_same_requests_are_answered_to_who_is_known(
