@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -16,11 +17,14 @@ from cluster_access import Proxy
 from cluster import audit, cgroups
 from cluster.session import Cluster
 from images.for_cluster import load_engine_image, operator_values
+from pdcluster_operator.adapters.tls.authority_secret import CERTIFICATE, KEY
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from waiting import until
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "pdcluster"
 NAMESPACE = "pdcluster-system"
 RELEASE = "pdcluster"
+AUTHORITY = f"{RELEASE}-engine-ca"
 OPERATOR, WEBHOOK = f"{RELEASE}-operator", f"{RELEASE}-webhook"
 OPERATOR_USER = f"system:serviceaccount:{NAMESPACE}:{OPERATOR}"
 
@@ -68,6 +72,11 @@ class Installation:
         selector = "--selector=app.kubernetes.io/instance=pdcluster"
         logs = ("logs", selector, "--tail=40", "--prefix", "--ignore-errors")
         return self.kubectl(*words) + self.kubectl(*logs)
+
+    def authority(self) -> EngineAuthority:
+        """The CA of the engines' certificates."""
+        data = json.loads(self.kubectl("get", "secret", AUTHORITY, "--output=json"))["data"]
+        return EngineAuthority(*(base64.b64decode(data[name]) for name in (CERTIFICATE, KEY)))
 
     def pods(self, component: str) -> list[dict[str, Any]]:
         label = f"app.kubernetes.io%2Fcomponent%3D{component}"

@@ -59,6 +59,14 @@ def broken_under_load(run: ClusterRun, pod: str, seed: int, *words: str) -> None
             assert 500 <= reply.status < 600, reply.text
 
 
+ASK_ONESELF = """
+import ssl, sys, urllib.request
+context = ssl.create_default_context(cafile="/pdcluster-tls/ca.crt")
+context.check_hostname = False
+context.load_cert_chain("/pdcluster-tls/tls.crt", "/pdcluster-tls/tls.key")
+url = "https://localhost:5590" + sys.argv[1]
+print(urllib.request.urlopen(url, timeout=10, context=context).read().decode())
+"""
 KILLED = ("--force", "--grace-period=0")
 
 
@@ -167,11 +175,14 @@ class ClusterRun:
         return "\n".join(lines)
 
     def pods(self, role: str = "") -> list[dict[str, Any]]:
-        """Return the pods of an engine's role or of the ``router``; all our pods if empty."""
+        """Return the pods of an engine's role or of the ``router``; all our pods if empty.
+
+        A pod that only has a role's labels is none of an engine.
+        """
         chosen = f"pdcluster.dev/cluster={self.name}"
         if role:
             label = "app.kubernetes.io/component" if role == "router" else "pdcluster.dev/role"
-            chosen += f",{label}={role}"
+            chosen += f",{label}={role}" + ("" if role == "router" else ",pdcluster.dev/engine")
         found = self.proxy.get(
             f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={chosen.replace('=', '%3D')}"
         )
@@ -192,9 +203,23 @@ class ClusterRun:
         return pod["metadata"]["uid"], sum(counts)
 
     def at_pod(self, pod: str, port: int, method: str, path: str, body: object = None) -> Reply:
-        """A request to a pod, sent by the API server."""
-        url = f"/api/v1/namespaces/{self.namespace}/pods/{pod}:{port}/proxy{path}"
+        """A request to a pod, sent by the API server, which shows no certificate."""
+        scheme = "https:" if port == LAUNCHER_PORT and self.secured else ""
+        url = f"/api/v1/namespaces/{self.namespace}/pods/{scheme}{pod}:{port}/proxy{path}"
         return ask("127.0.0.1", self.proxy.port, method, url, body)
+
+    @property
+    def secured(self) -> bool:
+        """Whether the spec gives the engines certificates."""
+        transfer = (self.get() or {}).get("spec", {}).get("transfer") or {}
+        return bool(transfer.get("tls") == "Enabled")
+
+    def at_own_launcher(self, pod: str, path: str) -> dict[str, Any]:
+        """What an engine's launcher tells the engine itself, which may have a certificate."""
+        if not self.secured:
+            return self.at_pod(pod, LAUNCHER_PORT, "GET", path).document
+        answer = self.kubectl("exec", pod, "--", "python3", "-c", ASK_ONESELF, path)
+        return dict(json.loads(answer))
 
     def complete(
         self, prompt: str, *, role: str = "router", tokens: int = 16, **more: Any

@@ -9,6 +9,7 @@ from cluster_run import ClusterRun, manifest, running
 
 from cluster.session import Cluster
 from images.for_cluster import missing_variables
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +33,18 @@ def operator(cluster: Cluster, proxy: Proxy) -> Installation:
 
 
 @pytest.fixture(scope="session")
+def authority(operator: Installation) -> EngineAuthority:
+    """The operator's CA: with its key a test can make what no stranger could make."""
+    return operator.authority()
+
+
+@pytest.fixture(scope="session")
 def tiny(cluster: Cluster, proxy: Proxy, operator: Installation) -> ClusterRun:
-    """The example, Ready at its first use. A test that breaks it waits until it is Ready again."""
-    with running(cluster, proxy, manifest("tiny"), "tiny") as run:
+    """The example with TLS, Ready at its first use.
+
+    A test that breaks it waits until it is Ready again.
+    """
+    document = manifest("tiny", transfer={"tls": "Enabled"})
+    with running(cluster, proxy, document, "tiny") as run:
         run.wait_ready()
         yield run

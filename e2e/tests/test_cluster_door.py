@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
+from client_pod import client
 from cluster_access import Proxy
 from cluster_install import Installation
 from cluster_run import ClusterRun, manifest, running
 
 from cluster.session import Cluster
-from images.for_cluster import template
 from pdcluster_operator.api.labels import HTTP_PORT
-from pdcluster_operator.plan.merge import merge
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -35,24 +33,6 @@ except urllib.error.HTTPError as error:
 except OSError:
     print(0)
 """
-
-
-def client(name: str, image: str) -> dict[str, Any]:
-    """A pod that waits, so that a test can send requests from it."""
-    spec = {
-        "terminationGracePeriodSeconds": 0,
-        "automountServiceAccountToken": False,
-        "containers": [{"name": "client", "image": image, "command": ["sleep", "3600"]}],
-    }
-    pod: dict[str, Any] = merge({"spec": spec}, template_of_client())
-    labels = {"client": name}
-    metadata = {"name": name, "labels": labels}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, **pod}
-
-
-def template_of_client() -> dict[str, Any]:
-    text = json.dumps(template("router"))
-    return json.loads(text.replace('"name": "router"', '"name": "client"'))  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

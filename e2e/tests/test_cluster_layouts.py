@@ -32,7 +32,7 @@ def test_engines_of_two_ranks_in_one_pod_and_in_two(
         assert (leader[-2:], follower[-2:]) == ("-0", "-1")
         before = _engine_id(run, leader)
         assert _engine_id(run, follower) == before, "one engine id in all ranks"
-        links = run.at_pod(run.pod("decode"), LAUNCHER_PORT, "GET", "/v1/links").document
+        links = run.at_own_launcher(run.pod("decode"), "/v1/links")
         [link] = links["links"]
         assert link["shards"] == "2/2", "every decode rank has its link"
         for seed in range(8):

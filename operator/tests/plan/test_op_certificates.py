@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -228,3 +229,83 @@ def test_without_tls_there_is_no_secret_and_the_side_channel_says_so() -> None:
     for engine in engines(world):
         assert transfer_config(engine)["allow_insecure"] is True
         assert "tls" not in transfer_config(engine)
+
+
+def replaced(world: SimulatedCluster) -> None:
+    """Let a replacement of engines end."""
+    for _ in range(8):
+        world.step()
+        world.reap()
+        world.run_pods()
+        world.speak()
+        world.link()
+        world.route()
+
+
+def of_an_older_operator(**given: str) -> SimulatedCluster:
+    """Return a cluster whose engines were made when the API had no ``spec.transfer.tls``.
+
+    Args:
+        given: what the API server of today makes of it.
+    """
+    world = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Disabled"}))
+    world.bring_up()
+    for child in world.children.values():
+        if child["kind"] == "ControllerRevision":
+            del child["data"]["spec"]["transfer"]["tls"]
+    world.cluster["spec"]["transfer"] = {"device": "CPU", **given}
+    return world
+
+
+def test_engines_from_before_there_was_tls_may_stay_without_it() -> None:
+    world = of_an_older_operator()
+    before = copy.deepcopy(engines(world))
+    world.edit(transfer={"device": "CPU", "tls": "Disabled"})
+    world.settle()
+    assert engines(world) == before
+    prefill = {engine.revision for engine in world.leaders("prefill")}
+    world.edit(decode={"engine": {"env": [{"name": "A", "value": "1"}]}})
+    replaced(world)
+    assert {engine.revision for engine in world.leaders("prefill")} == prefill
+    assert not any(certificate_of(engine["spec"]["template"]) for engine in engines(world))
+    world.edit(transfer={"device": "CPU", "tls": "Enabled"})
+    replaced(world)
+    assert all(certificate_of(engine["spec"]["template"]) for engine in engines(world))
+
+
+@pytest.mark.parametrize("given", [{}, {"tls": "Enabled"}])
+def test_engines_from_before_there_was_tls_go_on_without_it(given: dict[str, str]) -> None:
+    world = of_an_older_operator(**given)
+    before = copy.deepcopy(engines(world))
+    assert [type(step) for step in world.step().steps] == [WriteCertificates]
+    world.settle()
+    assert engines(world) == before
+    world.edit(decode={"replicas": 2})
+    world.settle()
+    assert len(engines(world)) == 3
+    assert revisions(world) == {name.revision for name in map(engine_of, before) if name}
+    assert world.condition("Progressing")["status"] != "False"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"decode": {"engine": {"env": [{"name": "A", "value": "1"}]}}},
+        {"prefill": {"engine": {"env": [{"name": "A", "value": "1"}]}}},
+        {"rollout": {"type": "Recreate", "renew": "tls"}},
+    ],
+)
+def test_when_one_role_changes_both_get_tls_because_else_they_could_not_pair(
+    change: dict[str, Any],
+) -> None:
+    world = of_an_older_operator()
+    before = revisions(world)
+    world.settle()
+    world.edit(**change)
+    replaced(world)
+    now = engines(world)
+    assert len(now) == 2
+    assert not revisions(world) & before
+    assert all(certificate_of(engine["spec"]["template"]) for engine in now)
+    assert len({engine["metadata"]["labels"]["pdcluster.dev/pairing-key"] for engine in now}) == 1
+    assert world.condition("Ready")["status"] == "True"

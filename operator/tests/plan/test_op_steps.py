@@ -11,27 +11,35 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.protocol.link_documents import PeersDocument, decode_peers
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.model import Apply, Delete, RestartPod, WriteTicketKey
+from pdcluster_operator.plan.certificates import DAY
+from pdcluster_operator.plan.model import (
+    Apply,
+    Delete,
+    RestartPod,
+    WriteCertificates,
+    WriteTicketKey,
+)
 
 
 def kinds(plan):
     return [
         (type(step).__name__, step.kind if isinstance(step, Delete) else step.manifest["kind"])
         for step in plan.steps
-        if isinstance(step, Apply | WriteTicketKey | Delete)
+        if isinstance(step, Apply | WriteTicketKey | WriteCertificates | Delete)
     ]
 
 
 def test_a_new_cluster_gets_its_fences_first_and_the_router_last():
     plan = SimulatedCluster(manifest()).plan()
     assert [kind for _, kind in kinds(plan)] == [
-        "Secret", "ServiceAccount", "NetworkPolicy", "NetworkPolicy",
+        "Secret", "Secret", "ServiceAccount", "NetworkPolicy", "NetworkPolicy",
         "PodDisruptionBudget", "PodDisruptionBudget",
         "ConfigMap", "ControllerRevision", "Service", "StatefulSet",
         "ControllerRevision", "Service", "StatefulSet", "Deployment", "Service",
     ]  # fmt: skip
     assert isinstance(plan.steps[0], WriteTicketKey)
-    assert all(isinstance(step, Apply) for step in plan.steps[1:])
+    assert isinstance(plan.steps[1], WriteCertificates)
+    assert all(isinstance(step, Apply) for step in plan.steps[2:])
     assert all(step.why for step in plan.steps)
 
 
@@ -106,7 +114,7 @@ def test_a_ready_cluster_at_rest_needs_nothing():
     plan = world.plan()
     assert plan.steps == ()
     assert plan.status == before
-    assert plan.requeue_after is None
+    assert (plan.requeue_after or 0) > DAY, "only new certificates are due one day"
     assert plan.events == ()
 
 
@@ -136,7 +144,9 @@ def test_scaling_up_adds_and_scaling_down_removes_with_preconditions():
     world = SimulatedCluster(manifest())
     world.bring_up()
     world.edit(decode={"replicas": 2})
-    assert kinds(world.step()) == [("Apply", "Service"), ("Apply", "StatefulSet")]
+    assert kinds(world.step()) == [
+        ("WriteCertificates", "Secret"), ("Apply", "Service"), ("Apply", "StatefulSet"),
+    ]  # fmt: skip
     world.run_pods()
     world.edit(decode={"replicas": 1})
     plan = world.step()
@@ -148,7 +158,7 @@ def test_scaling_up_adds_and_scaling_down_removes_with_preconditions():
     # Its address goes when its last pod is gone.
     assert world.step().steps == ()
     world.reap()
-    assert kinds(world.step()) == [("Delete", "Service")]
+    assert kinds(world.step()) == [("WriteCertificates", "Secret"), ("Delete", "Service")]
 
 
 def test_a_change_of_decode_replaces_decode_alone_and_waits_for_the_old_to_go():

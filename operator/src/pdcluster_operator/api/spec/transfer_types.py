@@ -86,7 +86,7 @@ class Transfer:
             "Disabled, whoever reaches an engine's ports can read where its KV lies. KV itself is "
             "not encrypted in either case."
         ),
-    ] = Switch.DISABLED
+    ] = Switch.ENABLED
     internal_names: Annotated[
         Visibility,
         Example("Hidden"),

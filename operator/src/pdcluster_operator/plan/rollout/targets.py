@@ -26,6 +26,7 @@ from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
 from pdcluster_operator.plan.drift import covers
 from pdcluster_operator.plan.model import Manifest, Observed
+from pdcluster_operator.plan.rollout.before_tls import speaking_alike, spec_with_tls
 from pdcluster_operator.plan.rollout.changes import spec_of_engines
 from pdcluster_operator.plan.rollout.revision import pairing_key, short_hash
 from pdcluster_operator.plan.rollout.stored import (
@@ -81,6 +82,8 @@ def find_targets(
     usable = [one for one in known if _is_usable(one, observed, cluster, live)]
     fits = {role: list(_fitting(usable, observed, cluster, spec, role)) for role in Role}
     chosen = _of_one_key(fits)
+    if len(chosen) < len(Role):
+        chosen = _of_one_key({role: speaking_alike(cluster, fits[role]) for role in Role})
     key = next((one.pairing_key for one in chosen.values()), "") or pairing_key(cluster)
     digest = observed.connector.digest
     wanted = {
@@ -153,7 +156,7 @@ def _fitting(
             continue
         if today is None:
             today = _meaning(cluster, role)
-        parsed = parse_cluster({**observed.cluster, "spec": dict(one.spec)})
+        parsed = parse_cluster({**observed.cluster, "spec": spec_with_tls(one, cluster)})
         if not parsed.errors and _meaning(parsed.cluster, role) == today:
             yield one
 

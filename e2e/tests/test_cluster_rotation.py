@@ -1,0 +1,88 @@
+"""New certificates under load: nothing restarts, and no request fails."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+
+import pytest
+from cluster_install import Installation
+from cluster_run import ClusterRun
+from kv_load import Load, text
+
+from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.api.labels import CERTIFICATES_ANNOTATION, certificates_name
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+HOUR = 3600.0
+KUBELET_SECONDS = 240.0
+# Prints the serial numbers that the launcher and the side channel of this pod show.
+SERVED = """
+import os, socket, ssl
+context = ssl.create_default_context(cafile="/pdcluster-tls/ca.crt")
+context.check_hostname = False
+context.load_cert_chain("/pdcluster-tls/tls.crt", "/pdcluster-tls/tls.key")
+for port in (5590, 5600):
+    with socket.create_connection((os.environ["POD_IP"], port), 10) as plain:
+        with context.wrap_socket(plain) as peer:
+            print(peer.getpeercert()["serialNumber"])
+"""
+
+
+def served(run: ClusterRun) -> list[str]:
+    """Return the serial numbers of the certificates in use: of prefill's two servers, decode's."""
+    return [
+        serial
+        for role in ("prefill", "decode")
+        for serial in run.kubectl("exec", run.pod(role), "--", "python3", "-c", SERVED).split()
+    ]
+
+
+def give_other_certificates(run: ClusterRun, authority: EngineAuthority) -> None:
+    """Do what the operator does when a period begins: sign again, for another time."""
+    name = certificates_name(run.name)
+    held = json.loads(run.kubectl("get", "secret", name, "--output=json"))["data"]
+    data = {}
+    for entry in (file.removesuffix(".crt") for file in held if file != "ca.crt"):
+        engine = engine_name(f"{run.namespace}.{run.name}.{entry.replace('-', '.')}")
+        signed = authority.sign(engine, time.time() - HOUR, time.time() + HOUR)
+        for kind, text_of in (("crt", signed.certificate), ("key", signed.key)):
+            data[f"{entry}.{kind}"] = base64.b64encode(text_of).decode()
+    run.kubectl("patch", "secret", name, "--type=merge", "--patch", json.dumps({"data": data}))
+
+
+def test_new_certificates_restart_nothing_and_fail_no_request(
+    tiny: ClusterRun, operator: Installation, authority: EngineAuthority
+) -> None:
+    tiny.wait_ready()
+    of_the_operator = served(tiny)
+    assert len(set(of_the_operator)) == 2, "one for each engine"
+    pods = [tiny.restarts(role) for role in ("prefill", "decode")]
+    with Load(tiny, lambda number: text(60, 40_000 + number)) as load:
+        tiny.wait("request that is answered", lambda: load.answered, 30)
+        give_other_certificates(tiny, authority)
+
+        def all_others() -> bool:
+            return not set(served(tiny)) & set(of_the_operator)
+
+        took = tiny.wait("use of the other certificates", all_others, KUBELET_SECONDS)
+        print(f"other certificates in use after {took:.0f} s")
+
+        # The operator does not find its own name on them, and makes them again.
+        name = certificates_name(tiny.name)
+        note = f"{CERTIFICATES_ANNOTATION}=somebody"
+        tiny.kubectl("annotate", "secret", name, note, "--overwrite")
+        operator.kill()  # a new one reads the Secret at once
+        took = tiny.wait(
+            "use of the operator's", lambda: served(tiny) == of_the_operator, KUBELET_SECONDS
+        )
+        print(f"the operator's certificates in use after {took:.0f} s")
+        tiny.wait_ready(60)
+    print(f"{len(load.replies)} requests")
+    assert load.broken == []
+    assert {reply.status for reply in load.replies} == {200}
+    assert {reply.kv_path["outcome"] for reply in load.replies} == {"transferred"}
+    assert [tiny.restarts(role) for role in ("prefill", "decode")] == pods

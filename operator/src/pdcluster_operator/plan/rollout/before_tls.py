@@ -1,0 +1,31 @@
+"""Revisions from before there was ``spec.transfer.tls``: they say nothing of it, and have none.
+
+An upgrade replaces no engine, so their engines go on without TLS. Engines with TLS and engines
+without it never pair. So when one role gets another revision, the other role may need one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.certificates import has_certificates, mounts_certificate
+from pdcluster_operator.plan.rollout.stored import Revision
+
+
+def spec_with_tls(one: Revision, cluster: Cluster) -> dict[str, Any]:
+    """Return the spec of a revision. One from before there was TLS agrees with ``cluster``.
+
+    So neither today's default nor a spec that says Disabled replaces its engines.
+    """
+    transfer = one.spec.get("transfer") or {}
+    if "tls" in transfer or mounts_certificate(one.template):
+        return dict(one.spec)
+    return {**one.spec, "transfer": {**transfer, "tls": cluster.spec.transfer.tls.value}}
+
+
+def speaking_alike(cluster: Cluster, found: Iterable[Revision]) -> list[Revision]:
+    """Return the revisions whose engines can pair with one that is rendered today."""
+    secured = has_certificates(cluster)
+    return [one for one in found if mounts_certificate(one.template) is secured]
