@@ -1,17 +1,22 @@
 """Plays the nodes: pods on the real API server get addresses, run, and their launchers answer.
 
 Every launcher says that its engine is ready, and that KV moved over each link that it was told of.
+It speaks TLS with the files that its pod mounts.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.server
 import itertools
 import json
 import os
+import ssl
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any, Self
 
 from operator_runs import CHILDREN
@@ -62,6 +67,11 @@ class PlayedNodes:
         engine = engine_of(pod)
         if engine is not None:
             server = _Server((address, LAUNCHER_PORT), _launcher(engine))
+            if (tls := self._tls(pod)) is not None:
+                # Each thread makes its own handshake, so a silent client stops nobody.
+                server.socket = tls.wrap_socket(
+                    server.socket, server_side=True, do_handshake_on_connect=False
+                )
             threading.Thread(target=server.serve_forever, daemon=True).start()
             self._servers[pod["metadata"]["uid"]] = server
         moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -86,6 +96,26 @@ class PlayedNodes:
         name = pod["metadata"]["name"]
         merge = "application/merge-patch+json"
         self._real.call("PATCH", f"{self._path}/{name}/status", {"status": status}, merge)
+
+    def _tls(self, pod: dict[str, Any]) -> ssl.SSLContext | None:
+        """Return what the pod's certificate makes of connections; None if it mounts none."""
+        for volume in pod["spec"]["volumes"]:
+            files = {one["path"]: one["key"] for one in volume.get("secret", {}).get("items", ())}
+            if "tls.crt" in files:
+                break
+        else:
+            return None
+        secrets = self._path.removesuffix("/pods") + "/secrets"
+        data = self._real.call("GET", f"{secrets}/{volume['secret']['secretName']}")[1]["data"]
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        with tempfile.TemporaryDirectory() as folder:
+            for path, key in files.items():
+                (Path(folder) / path).write_bytes(base64.b64decode(data[key]))
+            context.load_cert_chain(f"{folder}/tls.crt", f"{folder}/tls.key")
+            context.load_verify_locations(f"{folder}/ca.crt")
+        return context
 
 
 class _Server(http.server.ThreadingHTTPServer):

@@ -75,7 +75,12 @@ def test_the_end_is_what_a_fresh_cluster_is(
 ) -> None:
     chance = random.Random(seed)
     operator = Operator(
-        real, "run", f"--namespace={namespace}", "--allow-host-path-models", "--sweep-seconds=5"
+        real,
+        "run",
+        f"--namespace={namespace}",
+        f"--authority-secret={namespace}/authority",
+        "--allow-host-path-models",
+        "--sweep-seconds=5",
     )
     operator._environment["KUBECONFIG"] = str(gate.kubeconfig(real))
     operator.start()
