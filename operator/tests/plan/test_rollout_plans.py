@@ -204,6 +204,46 @@ def test_old_engines_stay_until_the_pods_of_their_routers_are_gone() -> None:
     assert not engines(world) & old
 
 
+@pytest.mark.parametrize("trouble", ["deleted", "another selector"])
+@pytest.mark.parametrize("how", ["Surge", "Replace"])
+def test_a_service_that_somebody_breaks_comes_back_to_the_engines_that_serve(
+    how: str, trouble: str
+) -> None:
+    world = up(how, prefill={"replicas": 2}, decode={"replicas": 2})
+    key = selector(world)
+    world.edit(**KEY)
+    for _ in range(4):
+        world.step()
+        world.make_pods()  # of the new engines no pod starts yet
+    before = engines(world)
+    if trouble == "deleted":
+        del world.children["Service", "llama-router"]
+    else:
+        world.children["Service", "llama-router"]["spec"]["selector"][PAIRING_LABEL] = "nobody"
+    for _ in range(6):
+        world.step()
+        assert selector(world) == key
+        assert key in routers(world)
+        assert engines(world) == before
+    world.others_act()
+    go_on(world)
+    assert selector(world) != key
+
+
+def test_a_router_that_is_asked_for_in_the_middle_begins_with_the_engines_that_serve() -> None:
+    world = up("Surge", router={"replicas": 0})
+    world.edit(**KEY)
+    world.step()
+    before = engines(world)
+    world.edit(router={"replicas": 1})
+    for _ in range(4):
+        world.step()
+        assert before <= engines(world)
+    world.others_act()
+    go_on(world)
+    assert len(engines(world) & before) == 0
+
+
 def test_replace_rolls_two_engines_of_each_role_without_another_gpu() -> None:
     world = up("Replace", prefill={"replicas": 2}, decode={"replicas": 2})
     old = engines(world)
