@@ -64,6 +64,13 @@ def observe_fleet(
         ending=_ending(observed),
         served_key=_served(observed, cluster, keys),
         surge=cluster.spec.rollout.max_surge,
+        unheard=frozenset(
+            view.name
+            for found in views.values()
+            for view in found
+            if view.ready is False and not view.engine_id
+        )
+        | lost,
     )
 
 
