@@ -87,6 +87,16 @@ def test_a_file_that_somebody_deleted_is_missed(authority: EngineAuthority, lost
     assert held_certificates(secret, authority) != whole
 
 
+@pytest.mark.parametrize("changed", ["ca.crt", "prefill-aaaaa-0.crt", "prefill-aaaaa-0.key"])
+def test_a_file_that_somebody_changed_is_made_again(
+    authority: EngineAuthority, changed: str
+) -> None:
+    secret = with_certificates(step_of(), authority)
+    whole = held_certificates(secret, authority)
+    secret["data"][changed] = secret["data"]["decode-bbbbb-0.crt"]
+    assert held_certificates(secret, authority).issue != whole.issue
+
+
 def test_a_certificate_names_one_engine_and_is_no_ca(authority: EngineAuthority) -> None:
     data = with_certificates(step_of(), authority)["data"]
     pem = base64.b64decode(data["decode-bbbbb-0.crt"])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.plan.link_sample import ALL_LINKS, sample_links
+from pdcluster_operator.plan.reports import LinksReport
 
 numbers = st.integers(1, 80)
 
@@ -67,3 +68,34 @@ def test_a_cluster_with_very_many_links_is_ready_by_its_sample() -> None:
     links = sum(map(len, peers.values()))
     assert ALL_LINKS <= links < 81
     assert world.plan().status["links"].endswith(f"/{links}"), "the status counts the same links"
+
+
+class Told(SimulatedCluster):
+    """Decode engines have links to the prefill engines that they were told of, and no others."""
+
+    def link(self, **changes: object) -> None:
+        super().link(**changes)
+        for one in self.plan().peers:
+            told = {peer["engine"] for peer in one.body["peers"]}
+            rows = (row for row in self.links[one.decode].links if row.prefill in told)
+            self.links[one.decode] = LinksReport(one.decode, "any", tuple(rows))
+
+
+@pytest.mark.parametrize("how", ["Surge", "Replace"])
+@pytest.mark.parametrize("name", ["b", "c"])
+def test_the_first_new_engines_are_linked_though_the_others_have_to_wait(
+    how: str, name: str
+) -> None:
+    roles = {role: {"replicas": 12} for role in ("prefill", "decode")}
+    world = Told(manifest(name, rollout={"type": how}, **roles))
+    for _ in range(4):
+        world.step()
+        world.others_act()
+    assert world.step().status["conditions"][-1]["status"] == "True"
+    old = {engine.revision for engine in world.leaders("decode")}
+    world.edit(engine={"blockSize": 32})
+    for _ in range(40):
+        world.step()
+        world.others_act()
+    assert not old & {engine.revision for engine in world.leaders("decode")}
+    assert world.condition("Ready")["status"] == "True"

@@ -309,3 +309,29 @@ def test_when_one_role_changes_both_get_tls_because_else_they_could_not_pair(
     assert all(certificate_of(engine["spec"]["template"]) for engine in now)
     assert len({engine["metadata"]["labels"]["pdcluster.dev/pairing-key"] for engine in now}) == 1
     assert world.condition("Ready")["status"] == "True"
+
+
+@pytest.mark.parametrize("given", [{}, {"tls": "Enabled"}])
+def test_a_change_that_is_taken_back_brings_no_engines_without_tls_back(
+    given: dict[str, str],
+) -> None:
+    world = of_an_older_operator(**given)
+    world.settle()
+    world.edit(decode={"engine": {"env": [{"name": "A", "value": "1"}]}})
+    replaced(world)
+    world.edit(decode={})
+    replaced(world)
+    assert all(certificate_of(engine["spec"]["template"]) for engine in engines(world))
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_without_prefill_engines_those_of_decode_stay_as_an_older_operator_made_them() -> None:
+    world = of_an_older_operator()
+    before = {name.revision for name in world.leaders("decode")}
+    world.edit(prefill={"replicas": 0})
+    replaced(world)
+    assert {name.revision for name in world.leaders("decode")} == before
+    world.edit(prefill={"replicas": 1})
+    replaced(world)
+    assert {name.revision for name in world.leaders("decode")} == before
+    assert world.condition("Ready")["status"] == "True"

@@ -204,6 +204,86 @@ def test_old_engines_stay_until_the_pods_of_their_routers_are_gone() -> None:
     assert not engines(world) & old
 
 
+@pytest.mark.parametrize("trouble", ["deleted", "another selector"])
+@pytest.mark.parametrize("how", ["Surge", "Replace"])
+def test_a_service_that_somebody_breaks_comes_back_to_the_engines_that_serve(
+    how: str, trouble: str
+) -> None:
+    world = up(how, prefill={"replicas": 2}, decode={"replicas": 2})
+    key = selector(world)
+    world.edit(**KEY)
+    for _ in range(4):
+        world.step()
+        world.make_pods()  # of the new engines no pod starts yet
+    before = engines(world)
+    if trouble == "deleted":
+        del world.children["Service", "llama-router"]
+    else:
+        world.children["Service", "llama-router"]["spec"]["selector"][PAIRING_LABEL] = "nobody"
+    for _ in range(6):
+        world.step()
+        assert selector(world) == key
+        assert key in routers(world)
+        assert engines(world) == before
+    world.others_act()
+    go_on(world)
+    assert selector(world) != key
+
+
+def test_a_router_that_is_asked_for_in_the_middle_begins_with_the_engines_that_serve() -> None:
+    world = up("Surge", router={"replicas": 0})
+    world.edit(**KEY)
+    world.step()
+    before = engines(world)
+    world.edit(router={"replicas": 1})
+    for _ in range(4):
+        world.step()
+        assert before <= engines(world)
+    world.others_act()
+    go_on(world)
+    assert len(engines(world) & before) == 0
+
+
+@pytest.mark.parametrize("what", ["restarts", "is evicted"])
+def test_an_old_engine_that_comes_back_outlives_a_rollout_that_is_stuck(what: str) -> None:
+    world = up("Surge")
+    world.edit(**KEY)
+    for _ in range(3):
+        world.step()
+        world.make_pods()  # the new engines never start: a bad image, say
+    [old] = [
+        name
+        for name in world.pods
+        if world.pods[name]["status"]["phase"] == "Running" and "decode" in name
+    ]
+    before = engines(world)
+    pod = world.pods[old]
+    if what == "restarts":  # once, and the kubelet starts it again
+        ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+        pod["status"]["containerStatuses"] = [{"name": "engine", "restartCount": 1, "state": ended}]
+    else:  # its StatefulSet makes it again elsewhere
+        pod["metadata"]["deletionTimestamp"] = timestamp(world.now + 30)
+    world.step()
+    world.step()
+    assert engines(world) == before, "only this engine can serve again"
+
+
+@pytest.mark.parametrize("how", ["Surge", "Replace"])
+def test_engines_that_nobody_hears_for_a_moment_are_not_deleted(how: str) -> None:
+    """As when the control plane is cut off from the nodes: clients may still be served."""
+    world = up(how, prefill={"replicas": 2}, decode={"replicas": 2})
+    world.edit(**KEY)
+    for _ in range(3):
+        world.step()
+        world.make_pods()  # of the new engines no pod starts yet
+    before = engines(world)
+    for pod in world.pods.values():
+        pod["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    world.engines.clear()
+    world.step()
+    assert engines(world) == before
+
+
 def test_replace_rolls_two_engines_of_each_role_without_another_gpu() -> None:
     world = up("Replace", prefill={"replicas": 2}, decode={"replicas": 2})
     old = engines(world)

@@ -147,6 +147,47 @@ async def test_a_holder_that_cannot_renew_stops_before_another_may_begin() -> No
     await one.leases.stop()
 
 
+async def test_a_shorter_term_holds_although_the_answer_to_its_write_is_lost() -> None:
+    server = Server()
+    one, two = Process(server, "one"), Process(server, "two")
+    terms = [Term(LONGEST_SECONDS)]
+    one.leases._term = lambda: terms[-1]  # type: ignore[method-assign]
+    await until(one.holds)
+
+    class Mute:
+        """The server takes one more write of ``one``, and then ``one`` is cut off."""
+
+        written = False
+
+        async def read_lease(self, namespace: str, name: str) -> Mapping[str, Any] | None:
+            return await self._ask(server.read_lease(namespace, name))
+
+        async def write_lease(self, manifest: Mapping[str, Any]) -> None:
+            await self._ask(server.write_lease(manifest))
+            self.written = True
+            raise ApiError("ApiServerUnreachable", "no answer")
+
+        async def _ask(self, call: Any) -> Any:
+            if self.written:
+                call.close()
+                raise ApiError("ApiServerUnreachable", "no answer")
+            return await call
+
+    mute = Mute()
+    one.now = two.now = LONGEST_SECONDS / 3
+    terms.append(Term(SHORTEST_SECONDS))
+    one.leases._api = mute
+    await until(lambda: mute.written)
+    two.holds()
+    await asyncio.sleep(0.05)
+    one.now = two.now = LONGEST_SECONDS / 3 + SHORTEST_SECONDS + 1
+    await until(two.holds)
+    assert not one.holds()
+    one.leases._api = server
+    await one.leases.stop()
+    await two.leases.stop()
+
+
 async def test_a_process_with_many_namespaces_renews_less_often() -> None:
     server = Server()
     one = Process(server, "one")

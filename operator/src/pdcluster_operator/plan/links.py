@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
 
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.plan.engines import EngineView
-from pdcluster_operator.plan.link_sample import sample_links
+from pdcluster_operator.plan.link_sample import ALL_LINKS, sample_links
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.reports import CanaryReport, LinkReport, LinksReport, LinkState
+
+Group = tuple[tuple[EngineView, ...], tuple[EngineView, ...]]
+"""The prefill engines and the decode engines of one pairing key."""
 
 
 class PairState(StrEnum):
@@ -90,7 +94,7 @@ def links_of(
 
 def by_pairing_key(
     prefill: Iterable[EngineView], decode: Iterable[EngineView], keys: Mapping[EngineName, str]
-) -> Iterator[tuple[tuple[EngineView, ...], tuple[EngineView, ...]]]:
+) -> Iterator[Group]:
     """Yield the engines of each pairing key. Engines of two keys are never paired."""
     prefill, decode = tuple(prefill), tuple(decode)
     for key in sorted({keys.get(view.name, "") for view in (*prefill, *decode)}):
@@ -98,6 +102,22 @@ def by_pairing_key(
             tuple(view for view in prefill if keys.get(view.name, "") == key),
             tuple(view for view in decode if keys.get(view.name, "") == key),
         )
+
+
+def to_sample(group: Group, blocked: AbstractSet[EngineName] = frozenset()) -> Group:
+    """Return the engines of one pairing key among which links are kept.
+
+    A sample that counted engines which may not be made yet could give those that exist no link.
+    They would never be verified, and the others wait for that.
+
+    Args:
+        blocked: engines that wait until others are gone.
+    """
+    prefill, decode = group
+    if len(prefill) * len(decode) <= ALL_LINKS:
+        return group
+    made = tuple(tuple(one for one in side if one.name not in blocked) for side in group)
+    return (made[0], made[1]) if all(made) else group
 
 
 def _names(engines: tuple[EngineView, ...]) -> tuple[str, ...]:

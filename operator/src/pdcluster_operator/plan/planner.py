@@ -21,7 +21,7 @@ from pdcluster_operator.plan.deletions import deletions, is_being_deleted
 from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.engines import observe_engines
 from pdcluster_operator.plan.half_scheduled import with_releases
-from pdcluster_operator.plan.links import by_pairing_key, observe_pairs
+from pdcluster_operator.plan.links import by_pairing_key, observe_pairs, to_sample
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
 from pdcluster_operator.plan.peers import assign_peers
@@ -76,7 +76,9 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         peers = tuple(
             assignment
             for group in by_pairing_key(prefill, decode, desired.keys)
-            for assignment in assign_peers(cluster, *group, observed.links)
+            for assignment in assign_peers(
+                cluster, *to_sample(group, desired.blocked), observed.links
+            )
         )
     progress = find_condition(status, ConditionType.PROGRESSING)
     settled = progress.get("reason") == StatusReason.COMPLETE
@@ -187,7 +189,11 @@ def _view(
         role: observe_engines(observed, desired.names[role], parallelism, memo) for role in Role
     }
     groups = by_pairing_key(engines[Role.PREFILL], engines[Role.DECODE], desired.keys)
-    pairs = tuple(pair for group in groups for pair in observe_pairs(*group, observed.links, memo))
+    pairs = tuple(
+        pair
+        for group in groups
+        for pair in observe_pairs(*to_sample(group, desired.blocked), observed.links, memo)
+    )
     wanted = {name.stateful_set for names in desired.names.values() for name in names}
     created = [
         seconds(child["metadata"].get("creationTimestamp"))

@@ -85,6 +85,11 @@ def listed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozens
     return frozenset(name for name in engines if name.api_url in known)
 
 
+def routed_keys(observed: Observed) -> frozenset[str]:
+    """Return the pairing keys that have routers."""
+    return frozenset(map(_key, _deployments(observed)))
+
+
 def served_key(observed: Observed, cluster: Cluster) -> str:
     """Return the pairing key that the Service for clients selects; empty if it selects none."""
     for child in observed.children:

@@ -115,6 +115,8 @@ class NamespaceLeases:
                 )  # fmt: skip
             return
         term = self._term()
+        # The write may be done and its answer lost. It may give others an earlier turn than before.
+        claim.until = min(claim.until, began + term.act_seconds)
         await self._write(claim, live, self._me, term)
         had = self._clock() < claim.until  # a slow renewal may have come too late
         claim.until, claim.other = began + term.act_seconds, ""

@@ -2,6 +2,7 @@
 
 An upgrade replaces no engine, so their engines go on without TLS. Engines with TLS and engines
 without it never pair. So when one role gets another revision, the other role may need one too.
+Once their engines are gone, such a revision is not used again where the spec wants TLS.
 """
 
 from __future__ import annotations
@@ -27,5 +28,9 @@ def spec_with_tls(one: Revision, cluster: Cluster) -> dict[str, Any]:
 
 def speaking_alike(cluster: Cluster, found: Iterable[Revision]) -> list[Revision]:
     """Return the revisions whose engines can pair with one that is rendered today."""
-    secured = has_certificates(cluster)
-    return [one for one in found if mounts_certificate(one.template) is secured]
+    return [one for one in found if speaks_alike(one, cluster)]
+
+
+def speaks_alike(one: Revision, cluster: Cluster) -> bool:
+    """Whether the engines of a revision can pair with one that is rendered today."""
+    return mounts_certificate(one.template) is has_certificates(cluster)

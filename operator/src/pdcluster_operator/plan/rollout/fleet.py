@@ -62,9 +62,22 @@ def observe_fleet(
         routed=routed_engines(observed, live_names, now),
         listed=listed_engines(observed, live_names),
         ending=_ending(observed),
-        served_key=served_key(observed, cluster),
+        served_key=_served(observed, cluster, keys),
         surge=cluster.spec.rollout.max_surge,
+        unheard=frozenset(
+            view.name
+            for found in views.values()
+            for view in found
+            if view.ready is False and not view.engine_id
+        )
+        | lost,
     )
+
+
+def _served(observed: Observed, cluster: Cluster, keys: Mapping[EngineName, str]) -> str:
+    """Return the key that the Service selects; empty if no engine has it."""
+    key = served_key(observed, cluster)
+    return key if key in keys.values() else ""
 
 
 def _ending(observed: Observed) -> frozenset[EngineName]:

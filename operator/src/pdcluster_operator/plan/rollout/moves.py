@@ -78,6 +78,7 @@ class Fleet:
         served_key: pairing key of the routers behind the Service; empty if there are none, and
             clients then reach every engine.
         surge: engines of each role that may exist beside its replicas.
+        unheard: engines that are not known to have run at any time.
     """
 
     roles: Mapping[Role, RoleFleet]
@@ -89,6 +90,7 @@ class Fleet:
     ending: AbstractSet[EngineName]
     served_key: str
     surge: int
+    unheard: AbstractSet[EngineName] = frozenset()
 
     def reached(self, name: EngineName) -> bool:
         """Whether clients reach an engine."""
@@ -117,7 +119,9 @@ def next_moves(fleet: Fleet, how: RolloutType) -> Moves:
     leaving = _surplus(fleet)
     if how is RolloutType.RECREATE:
         return _recreate(fleet, leaving)
-    leaving |= {name for side in fleet.roles.values() for name in side.old if _useless(name, fleet)}
+    spare = 1 if how is RolloutType.REPLACE else 0
+    for side in fleet.roles.values():
+        leaving |= _useless(side, fleet, spare)
     for side in fleet.roles.values():
         leaving |= _replaced(side, fleet, leaving)
     stuck = _make_room(fleet, leaving) if how is RolloutType.REPLACE else ""
@@ -149,9 +153,21 @@ def _surplus(fleet: Fleet) -> set[EngineName]:
     return found
 
 
-def _useless(name: EngineName, fleet: Fleet) -> bool:
-    """Whether an old engine serves nobody: it does not run, or the Service has another key."""
-    return name in fleet.idle or not fleet.reached(name)
+def _useless(side: RoleFleet, fleet: Fleet, spare: int) -> set[EngineName]:
+    """Return the old engines that serve nobody: the Service has another key, or they do not run.
+
+    One that does not run may be back in a moment, and new engines may never be. So, as with a
+    Deployment, such engines leave only as far as others are there in their place.
+
+    Args:
+        spare: how many engines of a role may be missing.
+    """
+    found = {name for name in side.old if name in fleet.unheard or not fleet.reached(name)}
+    proven = {name for pair in fleet.verified for name in pair}
+    waiting = sum(name not in proven for name in side.made)
+    there = len(side.live) - len(side.going) - len(found)
+    stopped = [name for name in reversed(side.old) if name in fleet.idle and name not in found]
+    return found | set(stopped[: max(0, there - len(side.wanted) - waiting + spare)])
 
 
 def _recreate(fleet: Fleet, surplus: AbstractSet[EngineName]) -> Moves:

@@ -13,7 +13,7 @@ from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.model import Observed
 from pdcluster_operator.plan.rollout.moves import Fleet, Moves
-from pdcluster_operator.plan.routers import routers_run
+from pdcluster_operator.plan.routers import routed_keys, routers_run
 
 Members = Mapping[Role, tuple[EngineName, ...]]
 
@@ -38,7 +38,7 @@ def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: 
         target: pairing key of the wanted engines.
         hold: the Service stays where it is.
     """
-    served = fleet.served_key or target
+    served = fleet.served_key or _first_key(observed, fleet, target)
     members = {key: _members(fleet, moves, key) for key in dict.fromkeys((served, target))}
     members = {key: found for key, found in members.items() if all(found.values())}
     movable = served not in members or routers_run(observed, target)
@@ -47,6 +47,15 @@ def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: 
     return Routing(
         served, {key: found for key, found in members.items() if key in (served, target)}
     )
+
+
+def _first_key(observed: Observed, fleet: Fleet, target: str) -> str:
+    """Return the key for a Service that is new, or that somebody deleted: of what serves now."""
+    live = {fleet.keys[name] for side in fleet.roles.values() for name in side.live}
+    others = (live & routed_keys(observed) or {fleet.keys[one] for one, _ in fleet.verified}) - {
+        target
+    }
+    return target if not others or routers_run(observed, target) else min(others)
 
 
 def _members(fleet: Fleet, moves: Moves, key: str) -> Members:

@@ -26,7 +26,11 @@ from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
 from pdcluster_operator.plan.drift import covers
 from pdcluster_operator.plan.model import Manifest, Observed
-from pdcluster_operator.plan.rollout.before_tls import speaking_alike, spec_with_tls
+from pdcluster_operator.plan.rollout.before_tls import (
+    speaking_alike,
+    speaks_alike,
+    spec_with_tls,
+)
 from pdcluster_operator.plan.rollout.changes import spec_of_engines
 from pdcluster_operator.plan.rollout.revision import pairing_key, short_hash
 from pdcluster_operator.plan.rollout.stored import (
@@ -79,7 +83,13 @@ def find_targets(
     spec = spec_of_engines(observed.cluster)
     stored = stored_revisions(observed)
     known = (*stored, *_adopted(observed, spec, live, {one.role for one in stored}))
-    usable = [one for one in known if _is_usable(one, observed, cluster, live)]
+    running = _pairing_keys(live)
+    usable = [
+        one
+        for one in known
+        if _is_usable(one, observed, cluster, live)
+        and (speaks_alike(one, cluster) or one.pairing_key in running)
+    ]
     fits = {role: list(_fitting(usable, observed, cluster, spec, role)) for role in Role}
     chosen = _of_one_key(fits)
     if len(chosen) < len(Role):
@@ -176,6 +186,12 @@ def _of_one_key(fits: Mapping[Role, list[Revision]]) -> dict[Role, Revision]:
             if one.pairing_key == other.pairing_key:
                 return {Role.PREFILL: one, Role.DECODE: other}
     return {Role.PREFILL: prefill[0]}
+
+
+def _pairing_keys(live: Mapping[Role, Mapping[EngineName, Manifest]]) -> frozenset[str]:
+    engines = (engine for found in live.values() for engine in found.values())
+    labels = (engine["metadata"].get("labels") or {} for engine in engines)
+    return frozenset(str(found.get(PAIRING_LABEL, "")) for found in labels)
 
 
 def _is_usable(
