@@ -22,6 +22,7 @@ from pdcluster_operator.adapters.tls.engine_certificates import (
     held_certificates,
     with_certificates,
 )
+from pdcluster_operator.api.labels import CERTIFICATES_HASH_ANNOTATION
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import HeldCertificates, WriteCertificates
@@ -94,7 +95,25 @@ def test_a_file_that_somebody_changed_is_made_again(
     secret = with_certificates(step_of(), authority)
     whole = held_certificates(secret, authority)
     secret["data"][changed] = secret["data"]["decode-bbbbb-0.crt"]
-    assert held_certificates(secret, authority).issue != whole.issue
+    assert held_certificates(secret, authority) != whole
+
+
+@pytest.mark.parametrize("note", ["", "{", "[]", "[" * 100_000, '{"ca.crt": 1}', "null"])
+def test_a_spoiled_note_of_what_was_written_makes_all_again(
+    authority: EngineAuthority, note: str
+) -> None:
+    secret = with_certificates(step_of(), authority)
+    secret["metadata"]["annotations"][CERTIFICATES_HASH_ANNOTATION] = note
+    held = held_certificates(secret, authority)
+    assert (held.issue, held.engines) == ("", frozenset())
+
+
+def test_entries_of_others_are_left_alone(authority: EngineAuthority) -> None:
+    """An apply does not remove them, so to count them would write the Secret for ever."""
+    secret = with_certificates(step_of(), authority)
+    whole = held_certificates(secret, authority)
+    secret["data"] |= {"foo.crt": "Zm9v", "foo.key": "Zm9v", "note": "Zm9v"}
+    assert held_certificates(secret, authority) == whole
 
 
 def test_a_certificate_names_one_engine_and_is_no_ca(authority: EngineAuthority) -> None:

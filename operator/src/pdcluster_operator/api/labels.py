@@ -44,7 +44,7 @@ ROTATE_TICKET_KEY_ANNOTATION = f"{GROUP}/rotate-ticket-key"
 CERTIFICATES_ANNOTATION = f"{GROUP}/certificates"
 """On the Secret with engines' certificates: which authority made them, and for which time."""
 CERTIFICATES_HASH_ANNOTATION = f"{GROUP}/certificates-hash"
-"""On the same Secret: a hash of what was written, which shows that somebody changed it."""
+"""On the same Secret: a hash of each entry that was written, which shows what somebody changed."""
 
 HTTP_PORT = 8000
 LAUNCHER_PORT = 5590

@@ -20,18 +20,19 @@ Manifest = Mapping[str, Any]
 def held_certificates(secret: Manifest | None, authority: EngineAuthority) -> HeldCertificates:
     """Return what the planner may know of the live Secret.
 
-    Content that is not what was written counts as no issue, so that it is made again.
+    What is not as it was written does not count, so it is made again. Entries that somebody else
+    added are left alone.
     """
     if secret is None:
         return HeldCertificates(authority.fingerprint)
     annotations = secret["metadata"].get("annotations") or {}
     data = secret.get("data") or {}
-    engines = {name.removesuffix(".crt") for name in data if name.endswith(".crt")}
-    complete = {name for name in engines if f"{name}.key" in data}
+    written = _written(annotations.get(CERTIFICATES_HASH_ANNOTATION, ""))
+    whole = {entry for entry, value in written.items() if value == _hash(data, entry)}
     issue = str(annotations.get(CERTIFICATES_ANNOTATION, ""))
-    if AUTHORITY_FILE not in data or annotations.get(CERTIFICATES_HASH_ANNOTATION) != _hash(data):
+    if AUTHORITY_FILE not in whole:
         issue = ""
-    return HeldCertificates(authority.fingerprint, issue, frozenset(complete))
+    return HeldCertificates(authority.fingerprint, issue, frozenset(whole - {AUTHORITY_FILE}))
 
 
 def with_certificates(step: WriteCertificates, authority: EngineAuthority) -> dict[str, Any]:
@@ -41,11 +42,26 @@ def with_certificates(step: WriteCertificates, authority: EngineAuthority) -> di
         signed = authority.sign(engine_name(logical), step.start, step.end)
         files |= {f"{entry}.crt": signed.certificate, f"{entry}.key": signed.key}
     data = {name: base64.b64encode(text).decode() for name, text in files.items()}
+    hashes = {entry: _hash(data, entry) for entry in (AUTHORITY_FILE, *step.engines)}
     metadata = step.manifest["metadata"]
-    annotations = {**metadata["annotations"], CERTIFICATES_HASH_ANNOTATION: _hash(data)}
+    annotations = {
+        **metadata["annotations"],
+        CERTIFICATES_HASH_ANNOTATION: json.dumps(hashes, sort_keys=True),
+    }
     return {**step.manifest, "metadata": {**metadata, "annotations": annotations}, "data": data}
 
 
-def _hash(data: Mapping[str, Any]) -> str:
-    """Return a hash of the content. Keys are random, so it tells nothing of them."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+def _written(annotation: str) -> dict[str, str]:
+    """Return the hash of each entry that was written; nothing if somebody spoiled the note."""
+    try:
+        found = json.loads(annotation or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _hash(data: Mapping[str, Any], entry: str) -> str:
+    """Return a short hash of an entry's files. Keys are random, so it tells nothing of them."""
+    names = (entry, f"{entry}.crt", f"{entry}.key")
+    text = json.dumps([data.get(name) for name in names])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
