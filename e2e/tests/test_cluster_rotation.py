@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import time
 
@@ -11,9 +10,10 @@ from cluster_install import Installation
 from cluster_run import ClusterRun
 from kv_load import Load, text
 
-from pdcluster_connector.protocol.peer_name import engine_name
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.tls.engine_certificates import with_certificates
 from pdcluster_operator.api.labels import CERTIFICATES_ANNOTATION, certificates_name
+from pdcluster_operator.plan.model import WriteCertificates
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -44,14 +44,18 @@ def served(run: ClusterRun) -> list[str]:
 def give_other_certificates(run: ClusterRun, authority: EngineAuthority) -> None:
     """Do what the operator does when a period begins: sign again, for another time."""
     name = certificates_name(run.name)
-    held = json.loads(run.kubectl("get", "secret", name, "--output=json"))["data"]
-    data = {}
-    for entry in (file.removesuffix(".crt") for file in held if file != "ca.crt"):
-        engine = engine_name(f"{run.namespace}.{run.name}.{entry.replace('-', '.')}")
-        signed = authority.sign(engine, time.time() - HOUR, time.time() + HOUR)
-        for kind, text_of in (("crt", signed.certificate), ("key", signed.key)):
-            data[f"{entry}.{kind}"] = base64.b64encode(text_of).decode()
-    run.kubectl("patch", "secret", name, "--type=merge", "--patch", json.dumps({"data": data}))
+    live = json.loads(run.kubectl("get", "secret", name, "--output=json"))
+    entries = [file.removesuffix(".crt") for file in live["data"] if file.endswith(".crt")]
+    engines = {
+        entry: f"{run.namespace}.{run.name}.{entry.replace('-', '.')}"
+        for entry in entries
+        if entry != "ca"
+    }
+    step = WriteCertificates(live, engines, time.time() - HOUR, time.time() + HOUR, "a test")
+    secret = with_certificates(step, authority)
+    annotations = secret["metadata"]["annotations"]
+    change = {"metadata": {"annotations": annotations}, "data": secret["data"]}
+    run.kubectl("patch", "secret", name, "--type=merge", "--patch", json.dumps(change))
 
 
 def test_new_certificates_restart_nothing_and_fail_no_request(
