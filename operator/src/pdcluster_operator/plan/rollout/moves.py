@@ -92,6 +92,11 @@ class Fleet:
     surge: int
     unheard: AbstractSet[EngineName] = frozenset()
 
+    @property
+    def proven(self) -> AbstractSet[EngineName]:
+        """Engines of a verified pair."""
+        return {name for pair in self.verified for name in pair}
+
     def reached(self, name: EngineName) -> bool:
         """Whether clients reach an engine."""
         return self.served_key in ("", self.keys[name])
@@ -163,8 +168,7 @@ def _useless(side: RoleFleet, fleet: Fleet, spare: int) -> set[EngineName]:
         spare: how many engines of a role may be missing.
     """
     found = {name for name in side.old if name in fleet.unheard or not fleet.reached(name)}
-    proven = {name for pair in fleet.verified for name in pair}
-    waiting = sum(name not in proven for name in side.made)
+    waiting = len(set(side.made) - fleet.proven)
     there = len(side.live) - len(side.going) - len(found)
     stopped = [name for name in reversed(side.old) if name in fleet.idle and name not in found]
     return found | set(stopped[: max(0, there - len(side.wanted) - waiting + spare)])
@@ -202,7 +206,7 @@ def _affordable(side: RoleFleet, surge: int) -> set[EngineName]:
 
 def _replaced(side: RoleFleet, fleet: Fleet, leaving: set[EngineName]) -> set[EngineName]:
     """Return the old engines whose work verified new ones do."""
-    fresh = [name for name in side.made if any(name in pair for pair in fleet.verified)]
+    fresh = fleet.proven & set(side.made)
     old = [name for name in side.old if name not in leaving]
     found: set[EngineName] = set()
     for name in reversed(old[max(0, len(side.wanted) - len(fresh)) :]):
@@ -246,7 +250,7 @@ def _needs_room(side: RoleFleet, fleet: Fleet) -> bool:
     made = side.made
     if len(made) == len(side.wanted) or len(_affordable(side, 0)) > len(made):
         return False
-    return all(any(name in pair for pair in fleet.verified) for name in made)
+    return fleet.proven >= set(made)
 
 
 def _no_room(role: Role) -> str:

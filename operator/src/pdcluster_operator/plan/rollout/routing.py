@@ -66,7 +66,7 @@ def _members(fleet: Fleet, moves: Moves, key: str) -> Members:
     serves, because it ends when it gets no more requests. If none of a role is known or verified
     yet, the routers get all that are wanted, and wait for them.
     """
-    verified = {name for pair in fleet.verified for name in pair}
+    verified = fleet.proven
     known = verified | fleet.listed
     found = {}
     for role, side in fleet.roles.items():
