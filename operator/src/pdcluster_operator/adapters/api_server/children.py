@@ -57,7 +57,7 @@ REPAIR_MANAGER = f"{FIELD_MANAGER}-repair"
 
 
 class KubeApi:
-    """See :class:`pdcluster_operator.runtime.ports.Api`.
+    """See :class:`pdcluster_operator.runtime.interfaces.Api`.
 
     Args:
         authority: signs the engines' certificates.
