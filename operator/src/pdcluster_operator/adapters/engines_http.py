@@ -72,28 +72,28 @@ class EnginesHttp:
             await self._http.close()
 
     async def ready(self, target: Target) -> EngineReport:
-        """See :class:`..runtime.ports.Launchers`."""
+        """See :class:`..runtime.interfaces.Launchers`."""
         document = await self._call("GET", target, "/readyz", (200, 503))
         if (report := parse_engine_report(document)) is None:
             raise LauncherError(f"{target.url}/readyz did not answer with the state of an engine")
         return report
 
     async def links(self, target: Target) -> LinksReport:
-        """See :class:`..runtime.ports.Launchers`."""
+        """See :class:`..runtime.interfaces.Launchers`."""
         document = await self._call("GET", target, "/v1/links", (200,))
         if (report := parse_links_report(document)) is None:
             raise LauncherError(f"{target.url}/v1/links did not answer with a list of links")
         return report
 
     async def changed(self, target: Target, seen: str) -> str | None:
-        """See :class:`..runtime.ports.Launchers`."""
+        """See :class:`..runtime.interfaces.Launchers`."""
         path = f"/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS}"
         document = await self._call("GET", target, path, (200, 403, 404), timeout=WAIT_TIMEOUT)
         revision = document.get("revision") if isinstance(document, Mapping) else None
         return revision if isinstance(revision, str) and len(revision) <= LONGEST_REVISION else None
 
     async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
-        """See :class:`..runtime.ports.Launchers`."""
+        """See :class:`..runtime.interfaces.Launchers`."""
         await self._call("PUT", target, "/v1/peers", (200, 204), body)
 
     async def _call(

@@ -24,18 +24,14 @@ from pdcluster_operator.plan.half_scheduled import with_releases
 from pdcluster_operator.plan.links import by_pairing_key, observe_pairs, to_sample
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
+from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
 from pdcluster_operator.plan.restarts import restarts
 from pdcluster_operator.plan.rewrites import is_settled
-from pdcluster_operator.plan.rollout.desired import (
-    Desired,
-    Wanted,
-    desire,
-    identity,
-    live_engines,
-)
+from pdcluster_operator.plan.rollout.desired import Desired, desire, live_engines
 from pdcluster_operator.plan.rollout.fleet import engine_keys
+from pdcluster_operator.plan.rollout.wanted_children import Wanted
 from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.status.build import View, build_status, transitions
 from pdcluster_operator.plan.status.progress import ChangeView

@@ -23,8 +23,8 @@ from pdcluster_operator.plan.status.failed_step import with_failure
 from pdcluster_operator.plan.status.pace import wait_before_writing
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.executor import Executor
+from pdcluster_operator.runtime.interfaces import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
-from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
 from pdcluster_operator.runtime.store import Store
