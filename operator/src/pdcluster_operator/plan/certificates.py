@@ -58,6 +58,7 @@ def certificates_step(
         begin - CLOCKS_DIFFER,
         begin + PERIODS * PERIOD_SECONDS,
         _why(observed, issue),
+        held.uid,
     )
 
 

@@ -42,11 +42,13 @@ class HeldCertificates:
         authority: fingerprint of the CA that the operator signs with.
         issue: which authority made the certificates, and for which time; None without a Secret.
         engines: names under which the Secret holds a certificate.
+        uid: of the Secret; empty without one.
     """
 
     authority: str = ""
     issue: str | None = None
     engines: frozenset[str] = frozenset()
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ class WriteCertificates:
         engines: logical id of each engine, by the name that its certificate has in the Secret.
         start: when the certificates begin to be valid, in seconds since the epoch.
         end: when they expire.
+        uid: of the Secret that is changed; empty if there is none.
     """
 
     manifest: Manifest
@@ -147,6 +150,7 @@ class WriteCertificates:
     start: float
     end: float
     why: str
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
