@@ -46,6 +46,7 @@ class Authority:
         trusting: tuple[Authority, ...] = (),
         named: bool | None = True,
         name: str = "",
+        days: int = 10,
         common_name: str = "engine",
     ) -> TlsFiles:
         """Write three files.
@@ -56,14 +57,14 @@ class Authority:
             trusting: authorities that the holder trusts beside this one.
             named: whether certificates name engines; if not, it is ``localhost``'s. None for one
                 without a subjectAltName.
+            days: how long it is valid, from two days ago on.
             common_name: what its subject says.
         """
         folder.mkdir(parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         start = datetime.now(UTC) - timedelta(days=2)
         held = name or (engine_name(engine_id) if named else "localhost")
-        days = 1 if expired else 10
-        builder = self._builder(_name(common_name), key.public_key(), start, days)
+        builder = self._builder(_name(common_name), key.public_key(), start, 1 if expired else days)
         if named is not None:
             names = x509.SubjectAlternativeName([x509.DNSName(held)])
             builder = builder.add_extension(names, critical=False)

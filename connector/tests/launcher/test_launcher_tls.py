@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -22,6 +23,7 @@ from pdcluster_connector.launcher.readiness import Readiness
 from pdcluster_connector.launcher.rendezvous import Followers, Leader
 from pdcluster_connector.link_health.control_agent import ControlAgent
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name
+from pdcluster_connector.sidechannel import tls as tls_module
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.tls import Tls
 
@@ -61,6 +63,17 @@ class Launched:
         return context
 
     async def ask(self, context: ssl.SSLContext, method: str, path: str) -> int:
+        async with self._answer(context, method, path) as answer:
+            return answer.status
+
+    async def read(self, context: ssl.SSLContext, path: str) -> dict[str, Any]:
+        async with self._answer(context, "GET", path) as answer:
+            return dict(await answer.json())
+
+    @asynccontextmanager
+    async def _answer(
+        self, context: ssl.SSLContext, method: str, path: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         body = NO_PEERS if method == "PUT" else None
         async with (
             aiohttp.ClientSession() as http,
@@ -72,7 +85,7 @@ class Launched:
                 server_hostname=engine_name(ENGINE.engine_id),
             ) as answer,
         ):
-            return answer.status
+            yield answer
 
 
 @asynccontextmanager
@@ -101,6 +114,22 @@ async def test_the_kubelet_may_ask_whether_it_is_ready(tmp_path: Path) -> None:
     """It shows no certificate."""
     async with launcher(tmp_path) as launched:
         assert await launched.ask(launched.context(None), "GET", "/readyz") == 503
+
+
+async def test_the_launcher_tells_when_the_certificate_in_use_expires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    async with launcher(tmp_path) as launched:
+        told = await launched.read(launched.context(None), "/readyz")
+        context = launched.context(OPERATOR_NAME)
+        revision = (await launched.read(context, "/v1/changes"))["revision"]
+        before = told["certificate_expires"]
+        assert 0 < before - time.time() < 10 * 86_400
+        launched.authority.files(tmp_path / "launcher", ENGINE.engine_id, days=20)
+        told = await launched.read(launched.context(None), "/readyz")
+        assert told["certificate_expires"] - before >= 9 * 86_400
+        assert (await launched.read(context, "/v1/changes"))["revision"] != revision
 
 
 @pytest.mark.parametrize(

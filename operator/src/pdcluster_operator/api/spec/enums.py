@@ -19,6 +19,14 @@ class Switch(StrEnum):
     DISABLED = "Disabled"
 
 
+class Certificates(StrEnum):
+    """Whose certificates engines have, as the status says it."""
+
+    OPERATOR = "Operator"
+    NONE = "None"
+    MIXED = "Mixed"
+
+
 class Device(StrEnum):
     """Where KV lives: in GPU memory or in host memory."""
 
