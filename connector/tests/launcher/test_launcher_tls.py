@@ -22,7 +22,7 @@ from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.readiness import Readiness
 from pdcluster_connector.launcher.rendezvous import Followers, Leader
 from pdcluster_connector.link_health.control_agent import ControlAgent
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name, role_name
 from pdcluster_connector.sidechannel import tls as tls_module
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.tls import Tls
@@ -46,6 +46,7 @@ class Launched:
     drained: list[int]
     folder: Path
     authority: Authority
+    by_role: bool
 
     def tls(self, engine_id: str, **kind: object) -> Tls:
         return Tls(
@@ -82,14 +83,14 @@ class Launched:
                 f"https://127.0.0.1:{self.port}{path}",
                 data=body,
                 ssl=context,
-                server_hostname=engine_name(ENGINE.engine_id),
+                server_hostname=(role_name if self.by_role else engine_name)(ENGINE.engine_id),
             ) as answer,
         ):
             yield answer
 
 
 @asynccontextmanager
-async def launcher(folder: Path) -> AsyncIterator[Launched]:
+async def launcher(folder: Path, *, by_role: bool = False) -> AsyncIterator[Launched]:
     authority = Authority()
     config = '{"kv_role":"kv_consumer"}'
     command = engine_command(
@@ -98,14 +99,15 @@ async def launcher(folder: Path) -> AsyncIterator[Launched]:
     readiness = Readiness(ENGINE, "decode", command, {})
     drained: list[int] = []
     links = LinkTable((1, 1))
-    tls = Tls(authority.files(folder / "launcher", ENGINE.engine_id), ENGINE.engine_id)
+    files = authority.files(folder / "launcher", ENGINE.engine_id, by_role=by_role)
+    tls = Tls(files, ENGINE.engine_id)
     server = LauncherServer(
         readiness, links, "secret", lambda: drained.append(1), Followers(2), tls
     )
     await server.start("127.0.0.1", 0)
     try:
         port = server.addresses[0][1]
-        yield Launched(port, links, readiness, drained, folder, authority)
+        yield Launched(port, links, readiness, drained, folder, authority, by_role)
     finally:
         await server.stop()
 
@@ -160,6 +162,18 @@ async def test_the_operator_and_the_engine_itself_may(tmp_path: Path, name: str)
         assert await launched.ask(context, "GET", "/v1/links") == 200
         assert await launched.ask(context, "POST", "/v1/drain") == 202
         assert launched.drained == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [(role_name(ENGINE.engine_id), 200), (OPERATOR_NAME, 200), (engine_name(NEIGHBOUR), 403),
+     (role_name("ns.c.prefill.r.0/a"), 403), (role_name("ns.other.decode.r.0/a"), 403)],
+)  # fmt: skip
+async def test_with_certificates_of_roles_a_launcher_is_for_its_role(
+    tmp_path: Path, name: str, status: int
+) -> None:
+    async with launcher(tmp_path, by_role=True) as launched:
+        assert await launched.ask(launched.context(name), "GET", "/v1/links") == status
 
 
 async def test_reports_need_the_token_beside_the_certificate(tmp_path: Path) -> None:

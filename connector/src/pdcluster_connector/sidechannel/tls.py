@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_connector.protocol.peer_name import engine_name, role_name
 from pdcluster_connector.protocol.tls_files import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,10 @@ class Tls:
         Raises:
             ValueError: no certificate can name this engine.
         """
-        return engine_name(engine_id) if self.named else None
+        return self._name(engine_id) if self.named else None
+
+    def _name(self, engine_id: str) -> str:
+        return role_name(engine_id) if self._files.by_role else engine_name(engine_id)
 
     def _look(self) -> None:
         """Take up changed files, for the connections that begin after this one."""
@@ -135,7 +138,7 @@ class Tls:
         if not self.named:
             return None
         try:
-            name = engine_name(self.engine_id)
+            name = self._name(self.engine_id)
         except ValueError as error:
             raise TlsError(f"engine_id: {error}") from None
         return _meet_oneself(contexts, name, self._files)
