@@ -86,6 +86,8 @@ class Observed:
         host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
             the operator decides.
         one_node: whether all pods run on one machine, as in local mode.
+        mounted_certificates: whether the operator can speak with engines whose certificates the
+            user mounts.
         rewrites: what something else made of children as they were applied, by kind and name.
         scaler: the PrefillScaler of the cluster's name; None if there is none.
     """
@@ -101,6 +103,7 @@ class Observed:
     operator_namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
+    mounted_certificates: bool = True
     rewrites: Rewrites = field(default_factory=dict)
     scaler: Manifest | None = None
 

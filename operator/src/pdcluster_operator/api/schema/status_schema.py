@@ -68,8 +68,9 @@ def _transfer() -> dict[str, Any]:
                 "enum": [source.value for source in Certificates],
                 "description": (
                     "certificates says whose certificates the engines' pods have. Operator: those "
-                    "that the operator signs. None: they speak without TLS. Mixed: not all pods "
-                    "have the same. It is left out while there are no pods."
+                    "that the operator signs. Mounted: files that the user's podTemplate mounts. "
+                    "None: they speak without TLS. Mixed: not all pods have the same. It is left "
+                    "out while there are no pods."
                 ),
             },
             "notAfter": _time(

@@ -14,7 +14,7 @@ from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.certificates import has_certificates, mounts_certificate
+from pdcluster_operator.plan.builders.certificates import certificates_of_pod, has_certificates
 from pdcluster_operator.plan.model import Observed
 from pdcluster_operator.plan.status.progress import ChangeView
 
@@ -24,7 +24,7 @@ DANGER = "whoever reaches their ports can read where their KV lies"
 def transfer_status(observed: Observed, cluster: Cluster, change: ChangeView) -> dict[str, Any]:
     """Return ``status.transfer``; nothing while there are no pods of engines."""
     found = {
-        engine: Certificates.OPERATOR if mounts_certificate(pod) else Certificates.NONE
+        engine: certificates_of_pod(pod)
         for pod in observed.pods
         if (engine := engine_of(pod)) is not None
     }
