@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, role_name
 from pdcluster_operator.api.findings import FieldError
 from pdcluster_operator.api.rules.validate import check_manifest
 
+ROOT = Path(__file__).resolve().parents[3]
 VOLUME = {"name": "own", "secret": {"secretName": "engine-certificate"}}
 MOUNT = {"name": "own", "mountPath": "/pdcluster-tls"}
 
@@ -98,3 +103,23 @@ def test_lint_warns_because_it_does_not_know_the_operator() -> None:
     assert "MountedNotSupported" in [warning.rule for warning in findings.warnings]
     plain = check_manifest(manifest("Enabled"), mounted_certificates=None)[1]
     assert "MountedNotSupported" not in [warning.rule for warning in plain.warnings]
+
+
+def test_the_example_in_docs_is_accepted_and_its_certificates_have_the_right_names() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    [text] = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    documents = list(yaml.safe_load_all(text))
+    [example] = [document for document in documents if document["kind"] == "PDCluster"]
+    assert check_manifest(example)[1].errors == ()
+    names = {
+        document["spec"]["secretName"]: document["spec"]["dnsNames"]
+        for document in documents
+        if document["kind"] == "Certificate"
+    }
+    assert names.pop("operator-certificate") == [OPERATOR_NAME]
+    namespace, cluster = example["metadata"]["namespace"], example["metadata"]["name"]
+    mounted = {}
+    for side in ("prefill", "decode"):
+        [volume] = example["spec"][side]["podTemplate"]["spec"]["volumes"]
+        mounted[volume["secret"]["secretName"]] = [role_name(f"{namespace}.{cluster}.{side}.r.0/1")]
+    assert names == mounted
