@@ -113,7 +113,7 @@ class EnginesHttp:
         path: str,
         expected: tuple[int, ...],
         body: Mapping[str, Any] | None = None,
-        timeout: aiohttp.ClientTimeout = TIMEOUT,  # noqa: ASYNC109 - the session's own kind
+        timeout: aiohttp.ClientTimeout | None = None,  # noqa: ASYNC109 - the session's own kind
     ) -> Any:
         if self._http is None:
             raise LauncherError("the client is not open")
@@ -124,7 +124,7 @@ class EnginesHttp:
                 url,
                 json=body,
                 allow_redirects=False,
-                timeout=timeout,
+                timeout=timeout or TIMEOUT,
                 **self._tls(target),
             ) as answer:
                 text = await _read(answer.content)
