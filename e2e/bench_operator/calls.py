@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.adapters.api_server.client import UNREACHABLE, KubeClient
+from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.runtime.errors import ApiError
 
 TRIES = 5
@@ -20,6 +20,6 @@ async def answered(client: KubeClient, method: str, path: str, **more: Any) -> d
         try:
             return await client.call(method, path, **more)
         except ApiError as error:
-            if error.reason != UNREACHABLE:
+            if error.reason != "ApiServerUnreachable":
                 raise
     return await client.call(method, path, **more)

@@ -36,7 +36,6 @@ MERGE = "application/merge-patch+json"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 DEFAULT_NAMESPACE = "default"
 NO_ANSWER = 0
-UNREACHABLE = "ApiServerUnreachable"
 NOT_FOUND, CONFLICT, INVALID, TOO_MANY = 404, 409, 422, 429
 TERMINAL = frozenset({400, 405, 406, 413, 415})
 
@@ -115,7 +114,7 @@ class KubeClient:
             return status, await answer.read(), answer.headers.get("Retry-After", "")
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             said = str(error) or type(error).__name__
-            raise ApiError(UNREACHABLE, f"{method} {path}: {said}") from error
+            raise ApiError("ApiServerUnreachable", f"{method} {path}: {said}") from error
         finally:
             if self._seen is not None:
                 self._seen(method, path, status, time.monotonic() - started)
