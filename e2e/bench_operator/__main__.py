@@ -79,8 +79,8 @@ async def run(real: RealApi, count: int, sources: Path | None) -> dict[str, Any]
 async def _sample(client: KubeClient, real: RealApi) -> None:
     path = f"/apis/pdcluster.dev/v1alpha1/namespaces/{SAMPLE}/pdclusters"
     await client.call("POST", path, body=measure.pdcluster(SAMPLE_NAME))
-    await measure.until_ready(client, SAMPLE, 1, 60.0)
-    await measure.until_quiet(real, 60.0)
+    await measure.until_ready(client, SAMPLE, 1, LONGEST)
+    await measure.until_quiet(real, LONGEST)
 
 
 async def _create(

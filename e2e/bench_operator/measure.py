@@ -24,7 +24,7 @@ from pdcluster_operator.runtime.errors import Conflict
 SIDE_BY_SIDE = 32
 QUIET_SECONDS = 10.0
 CHANGES = 100
-LONGEST_REACTION = 60.0
+LONGEST_REACTION = 600.0
 MEGABYTE = 1e6
 
 
