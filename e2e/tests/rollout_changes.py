@@ -11,7 +11,7 @@ from cluster_run import ClusterRun
 from local_run import condition
 from rollout_record import Record
 
-ROLL_SECONDS = 800.0  # two engines after each other, on busy cores
+ROLL_SECONDS = 1600.0  # two engines after each other, on busy cores
 
 
 def patch(run: ClusterRun, spec: dict[str, Any]) -> None:

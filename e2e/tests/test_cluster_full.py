@@ -26,7 +26,7 @@ from rollout_record import Record
 
 from cluster.session import Cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(4000)]
+pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(6000)]
 
 # The quota has no place for a fifth engine, as a cluster without another GPU.
 QUOTA = {
