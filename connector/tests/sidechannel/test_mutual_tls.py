@@ -24,6 +24,7 @@ from authority import Authority
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.protocol.peer_name import role_name
 from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.sidechannel import http_guard
 from pdcluster_connector.sidechannel import tls as tls_module
@@ -393,6 +394,45 @@ def test_wrong_files_are_refused_at_the_start(engines: Engines, fault: str, said
     with pytest.raises(TlsError) as raised:
         Tls(files, PREFILL)
     assert said in str(raised.value)
+
+
+def test_engines_whose_certificates_name_their_role_meet(engines: Engines) -> None:
+    """The other replicas of the role have the same certificate, and each revision has it, too."""
+    server = engines.serve(engines.tls(PREFILL, by_role=True))
+    for decode in (DECODE, "ns.c.decode.other.7/00000000000000dd"):
+        book = engines.book(decode, engines.tls(decode, by_role=True))
+        answer = connect(book, server.port).wait()
+        assert isinstance(answer, EngineMetadata), answer
+
+
+@pytest.mark.parametrize(
+    "stranger", [OTHER_CLUSTER, OTHER_NAMESPACE, "ns.c.prefill.r.1/00000000000000dd"]
+)
+def test_certificates_of_roles_keep_clusters_and_roles_apart(
+    engines: Engines, stranger: str
+) -> None:
+    server = engines.serve(engines.tls(PREFILL, by_role=True))
+    own = engines.book(stranger, engines.tls(stranger, by_role=True))
+    refused(connect(own, server.port).wait())
+    thief = engines.files(stranger, by_role=True, name=role_name(stranger))
+    stolen = engines.book(DECODE, Tls(replace(thief, named=False), DECODE))
+    answer = connect_to(stolen, "127.0.0.1", server.port)
+    assert isinstance(answer, Failure), "the name in the certificate is not the role's"
+    assert server.counts["handshakes"] == 0
+
+
+def test_a_server_of_another_role_is_told_nothing(engines: Engines) -> None:
+    """Decode expects the name of prefill's role, and ends the connection at any other one."""
+    impostor = engines.files(PREFILL, by_role=True, name=role_name(DECODE))
+    server = engines.serve(Tls(replace(impostor, named=False), PREFILL))
+    book = engines.book(DECODE, engines.tls(DECODE, by_role=True))
+    refused(connect(book, server.port).wait())
+    assert server.counts["handshakes"] == 0
+
+
+def test_a_certificate_of_the_wrong_role_is_refused_at_the_start(engines: Engines) -> None:
+    with pytest.raises(TlsError, match=r"have the DNS name ns\.c\.prefill\.role\.pdcluster\.dev"):
+        engines.tls(PREFILL, by_role=True, name=role_name(DECODE))
 
 
 def test_certificates_of_hosts_need_the_hosts_name(engines: Engines) -> None:
