@@ -262,6 +262,8 @@ class Commands:
         held_receives.cut(is_cut)
 
     def metrics(self) -> dict[str, float]:
+        if not self.paused:  # what the last step has counted is told in the next one
+            self.step()
         return _metrics()
 
     def reset_cache(self) -> bool:
