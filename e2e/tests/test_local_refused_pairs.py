@@ -49,7 +49,9 @@ def refused_link(run: LocalRun, reason: str) -> dict[str, Any]:
         )
 
     run.wait(f"link refused as {reason}", refused)
-    return found[0]
+    [link] = found
+    assert link["reason"] == reason
+    return link
 
 
 def test_handshake_refuses_other_weights_and_requests_are_recomputed(tmp_path: Path) -> None:
