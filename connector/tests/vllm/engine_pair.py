@@ -14,6 +14,8 @@ from loopback import free_port
 from ticket_key import KEY_FILE
 
 _incarnations = itertools.count(1)
+# Longer than this machine stands still, and than a test waits until a lease is given back.
+LEASE_SECONDS = 200.0
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
@@ -25,6 +27,7 @@ def connector_config(
     ``secured``: who signs the engine's certificate, and the folder that holds the files.
     """
     extra.setdefault("side_channel_port", free_port())
+    extra.setdefault("lease_seconds", LEASE_SECONDS)
     extra.setdefault("show_internal_names", True)
     extra.setdefault("ticket_key_file", KEY_FILE)
     engine_id = f"test.c.{ROLES[role]}.r.0/{next(_incarnations):016x}"
@@ -66,11 +69,34 @@ class Pair:
         """Prefill on one engine, decode on the other."""
         return self.decode.generate(prompt, max_tokens, self.ticket(prompt, salt), salt)
 
+    def moves_soon(self, prompt: list[int], expected: list[int], salt: str) -> None:
+        """KV moves, if not at once: a lease of seconds can end while the machine stands still.
+
+        No answer is wrong meanwhile.
+        """
+        deadline = time.monotonic() + 120
+        for number in itertools.count():
+            answer = self.generate(prompt, len(expected), f"{salt} {number}")
+            assert answer.tokens == expected or answer.finish_reason == "error"
+            if answer.path.get("outcome") == "transferred":
+                return
+            assert time.monotonic() < deadline, answer.path
+
     def check_nothing_held(self) -> None:
-        """No request and no block is left in either engine; releases travel by themselves."""
+        """No request and no block is left in either engine."""
+        nothing_held(self.prefill, self.decode)
         for engine in (self.prefill, self.decode):
-            deadline = time.monotonic() + 30  # half a lease
-            while engine.held() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert engine.held() == 0
             assert engine.free_blocks() == 255, "256 less the null block"
+
+
+def nothing_held(*engines: Engine) -> None:
+    """Wait until no engine has a request or a lease; releases travel by themselves."""
+    deadline = time.monotonic() + 120
+    while held := [engine.held() for engine in engines if engine.held()]:
+        assert time.monotonic() < deadline, held
+        time.sleep(0.02)
+
+
+def leases_expired(prefill: Engine) -> float:
+    """How many leases have ended by themselves, and were not given back."""
+    return prefill.metrics().get("pdcluster_kv_leases_expired_total", 0.0)
