@@ -20,11 +20,17 @@ ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
 def connector_config(
-    role: str, policy: str = "fail", *, secured: tuple[Authority, Path] | None = None, **extra: Any
+    role: str,
+    policy: str = "fail",
+    *,
+    secured: tuple[Authority, Path] | None = None,
+    by_role: bool = False,
+    **extra: Any,
 ) -> dict[str, Any]:
     """A kv-transfer-config as local mode writes it: answers say what the KV path did, and why.
 
     ``secured``: who signs the engine's certificate, and the folder that holds the files.
+    ``by_role``: the certificate names the role, as those that users mount do.
     """
     extra.setdefault("side_channel_port", free_port())
     extra.setdefault("lease_seconds", LEASE_SECONDS)
@@ -33,9 +39,10 @@ def connector_config(
     engine_id = f"test.c.{ROLES[role]}.r.0/{next(_incarnations):016x}"
     if secured is not None:
         authority, folder = secured
-        files = authority.files(folder / engine_id, engine_id)
+        files = authority.files(folder / engine_id, engine_id, by_role=by_role)
         paths = {"ca": files.ca, "certificate": files.certificate, "key": files.key}
         extra["tls"] = {name: str(path) for name, path in paths.items()}
+        extra["tls"]["names"] = "roles" if by_role else "engines"
     return {
         "kv_connector": "PDClusterConnector",
         "kv_connector_module_path": "pdcluster_connector.vllm.connector",

@@ -83,14 +83,17 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Path]:
 
 @pytest.fixture(scope="module")
 def pair(engines: Callable[..., Engine], secured: tuple[Authority, Path]) -> Iterator[Pair]:
-    """Chunked prefill, prefix caching, LoRA, and TLS on the side channel; decode's pool is tiny."""
+    """Chunked prefill, prefix caching, LoRA, and TLS on the side channel; decode's pool is tiny.
+
+    The certificates name roles. Those of other tests' engines name engines.
+    """
     model = str(model_path("llama"))
     prefill = engines(
-        "p", connector_config("kv_producer", secured=secured), model=model,
+        "p", connector_config("kv_producer", secured=secured, by_role=True), model=model,
         max_num_batched_tokens=64, max_num_seqs=8, **LORA,
     )  # fmt: skip
     decode = engines(
-        "d", connector_config("kv_consumer", secured=secured), model=model,
+        "d", connector_config("kv_consumer", secured=secured, by_role=True), model=model,
         max_num_batched_tokens=64, max_num_seqs=8, num_gpu_blocks_override=POOL, max_model_len=448,
         **LORA,
     )  # fmt: skip
@@ -306,8 +309,8 @@ def test_speculation_on_decode_alone(
     expected: Callable[..., list[int]],
 ) -> None:
     decode = engines(
-        "n", connector_config("kv_consumer", secured=secured), model=str(model_path("llama")),
-        max_num_seqs=8, speculative_config=NGRAM, **LORA,
+        "n", connector_config("kv_consumer", secured=secured, by_role=True),
+        model=str(model_path("llama")), max_num_seqs=8, speculative_config=NGRAM, **LORA,
     ).wait_ready()  # fmt: skip
     for seed in range(4):
         tokens = prompt(100, 60 + seed)
@@ -331,8 +334,10 @@ def test_speculation_with_a_draft_model(
     """Its layers have KV of their own, which moves too where both engines have it."""
     draft = {**DRAFT, "model": str(model_path("llama-finetuned"))}
     llm = {"model": str(model_path("llama")), "max_num_seqs": 8, "speculative_config": draft}
-    prefill = engines("dp", connector_config("kv_producer", secured=secured), **llm)
-    decode = engines("dd", connector_config("kv_consumer", "recompute", secured=secured), **llm)
+    prefill = engines("dp", connector_config("kv_producer", secured=secured, by_role=True), **llm)
+    decode = engines(
+        "dd", connector_config("kv_consumer", "recompute", secured=secured, by_role=True), **llm
+    )
     drafting = Pair(prefill.wait_ready(), decode.wait_ready())
     for seed in range(4):
         tokens = prompt(100, 70 + seed)
