@@ -440,6 +440,15 @@ def test_the_types_of_states_are_free_as_long_as_they_are_equal() -> None:
     assert first.rule == "LayoutUnsupported/quantized"
 
 
+def test_the_heads_of_states_are_divided_by_themselves() -> None:
+    """Of the layer itself, one head is stated; the heads of its states are divided."""
+    odd = replace(state(parts=(replace(PARTS[0], heads=6), *PARTS[1:])), tensor=4)
+    (found,) = check_engine(odd)
+    assert found.rule == "LayoutUnsupported/heads"
+    assert "6 heads over tensor parallel size 4 (model.layers.1.mixer conv.x)" in found.message
+    assert check_engine(replace(odd, tensor=2)) == ()
+
+
 def test_states_in_another_cut_are_another_layer() -> None:
     whole = PartShape("conv", 2, 6912, "float32")
     first = refused(check(HYBRID, state(parts=(whole, PARTS[2]))))

@@ -40,3 +40,27 @@ def test_only_what_is_bad_is_a_warning(
     assert (
         transitions(status(kind, value, "Before"), status(kind, value, reason), secured=True) == ()
     )
+
+
+def both(ready: Status, available: Status) -> dict[str, Any]:
+    kinds = {ConditionType.READY: ready, ConditionType.AVAILABLE: available}
+    found = [status(kind, value, "Because")["conditions"][0] for kind, value in kinds.items()]
+    return {"conditions": found}
+
+
+def test_ready_speaks_for_the_others_only_when_it_becomes_true() -> None:
+    yes, no = Status.TRUE, Status.FALSE
+    (event,) = transitions(both(no, no), both(yes, yes), secured=True)
+    assert event.message.startswith("Ready is True")
+    (event,) = transitions(both(yes, yes), both(yes, no), secured=True)
+    assert event.message.startswith("Available is False")
+
+
+def test_a_cluster_without_tls_is_told_so_once() -> None:
+    accepted = status(ConditionType.ACCEPTED, Status.TRUE, "PartiallyChecked")
+    events = transitions(None, accepted, secured=False)
+    assert [event.reason for event in events] == ["PartiallyChecked", "InsecureSideChannel"]
+    assert len(transitions(None, accepted, secured=True)) == 1
+    refused = status(ConditionType.ACCEPTED, Status.FALSE, "Refused")
+    assert len(transitions(None, refused, secured=False)) == 1
+    assert len(transitions(refused, accepted, secured=False)) == 1, "the cluster is not new"
