@@ -18,13 +18,13 @@ from loopback_engines import PREFILL, SHAPE, connect, shards_of, until
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.sidechannel import peers as peers_module
-from pdcluster_connector.sidechannel.peers import (
+from pdcluster_connector.sidechannel import peer_liveness
+from pdcluster_connector.sidechannel.peer_liveness import (
     HEALTH_SECONDS,
     POLL_SECONDS,
     RARE_POLL_SECONDS,
-    PeerBook,
 )
+from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import IDLE_SECONDS, SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
@@ -182,8 +182,8 @@ class Peer:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first answer is not waited for long; the second has all the time that it may need."""
-    monkeypatch.setattr(peers_module, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(peers_module, "HEALTH_SECONDS", (0.3, 20.0))
+    monkeypatch.setattr(peer_liveness, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peer_liveness, "HEALTH_SECONDS", (0.3, 20.0))
 
 
 @pytest.mark.usefixtures("quick")
@@ -201,8 +201,8 @@ def test_one_slow_answer_is_no_death(books: Books) -> None:
 
 
 def test_two_silences_in_a_row_are_a_death(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(peers_module, "HEALTH_SECONDS", (0.3, 0.3))
+    monkeypatch.setattr(peer_liveness, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peer_liveness, "HEALTH_SECONDS", (0.3, 0.3))
     peer = Peer(silent=lambda number, _: number >= 3)
     try:
         book = books()
