@@ -103,11 +103,19 @@ def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
     names = ("name", "namespace", "uid", "generation")
     known = {key: value for key, value in live.items() if key != "status"}
     known["metadata"] = {name: live["metadata"].get(name) for name in names}
-    return memo.get("checked", (known, observed.host_path_models, observed.one_node), _check)
+    allowed = observed.host_path_models, observed.one_node, observed.mounted_certificates
+    return memo.get("checked", (known, *allowed), _check)
 
 
-def _check(live: Manifest, host_paths: bool, one_node: bool) -> tuple[Cluster, Findings]:
-    return check_manifest(live, host_paths=host_paths, one_node=one_node)
+def _check(
+    live: Manifest, host_paths: bool, one_node: bool, mounted_certificates: bool
+) -> tuple[Cluster, Findings]:
+    return check_manifest(
+        live,
+        host_paths=host_paths,
+        one_node=one_node,
+        mounted_certificates=mounted_certificates,
+    )
 
 
 def _frozen(observed: Observed) -> Desired:

@@ -92,7 +92,8 @@ class KubeApi:
 
     async def write_certificates(self, step: WriteCertificates) -> None:
         """Sign the certificates and apply the Secret."""
-        await self.apply(await asyncio.to_thread(with_certificates, step, self._authority))
+        secret = await asyncio.to_thread(with_certificates, step, self._authority)
+        await self.apply(secret, step.uid)
 
     async def _own_secret(self, namespace: str, name: str, uid: str) -> dict[str, Any] | None:
         """Return a Secret of the cluster ``uid``; None if there is none."""

@@ -90,7 +90,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         role: engine_names(cluster, role, revision.name, live[role], lost) if revision else ()
         for role, revision in serving.items()
     }
-    others = {name for name in seen if name not in names[name.role]}
+    others = seen.difference(*names.values())
     keys = engine_keys(observed, names, serving)
     blocked: AbstractSet[EngineName] = frozenset()
     kept = {name for name in others if name in live[name.role]}
@@ -112,7 +112,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
             routing = Routing(key, {key: names})
     names = {role: (*names[role], *_of(kept, role)) for role in Role}
     waiting = any(serving[role] is not targets.wanted[role] for role in Role)
-    stale = any(name not in names[name.role] for name in seen) or bool(kept) or waiting
+    stale = bool(seen.difference(*names.values())) or bool(kept) or waiting
     history = keep_history(cluster, targets, seen)
     build = Build(
         cluster,
