@@ -178,14 +178,24 @@ def events(real: RealApi, namespace: str) -> list[dict[str, Any]]:
 
 
 def at_rest(real: RealApi, operator: Operator) -> None:
-    """Wait until nothing was written for three seconds."""
+    """Wait until nothing was written for three seconds in which the operator ran.
+
+    It answers again and again meanwhile, so a machine that stalls for a moment is no rest.
+    """
+
+    def idle() -> bool:
+        status, page = operator.page("/metrics", operator.metrics)
+        return status == 200 and "pdcluster_queue_depth 0.0" in page
 
     def quiet() -> bool:
         before = len(real.writes())
-        time.sleep(3)
-        return real.writes(before) == []
+        for _ in range(6):
+            if not idle():
+                return False
+            time.sleep(0.5)
+        return idle() and real.writes(before) == []
 
-    until(quiet, 120, operator.said)
+    until(quiet, 240, operator.said)
 
 
 def until(check: Callable[[], Any], seconds: float, explain: Callable[[], Any]) -> Any:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pdcluster_operator.adapters.api_server import kopf_app
@@ -30,6 +31,7 @@ from pdcluster_operator.adapters.status_pages import serve_pages
 from pdcluster_operator.adapters.tls.authority_secret import find_authority
 from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.tls.mounted_identity import MountedIdentity
 from pdcluster_operator.plan.lease import lease_name
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
@@ -63,6 +65,7 @@ class OperatorOptions:
     sweep_seconds: float = 300.0
     launcher_poll_seconds: float = 1.0
     operator_class: str = ""
+    engine_certificate: Path | None = None
 
 
 class _WallClock:
@@ -107,12 +110,14 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         if not await _unless_stopped(find(), stop):
             return
         api = KubeApi(client, authority[0])
+        folder = options.engine_certificate
+        identity = None if folder is None else MountedIdentity(folder)
         leases = NamespaceLeases(
             KubeLeases(client), lease_name(options.operator_class), own_identity()
         )
         loop = ControlLoop(
             api=api,
-            launchers=await stack.enter_async_context(EnginesHttp(authority[0])),
+            launchers=await stack.enter_async_context(EnginesHttp(authority[0], identity=identity)),
             events=KubeEvents(client),
             connector=connector,
             clock=_WallClock(),
@@ -120,6 +125,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             place=Place(
                 own_namespace(),
                 options.host_path_models,
+                mounted_certificates=identity is not None,
                 operator_class=options.operator_class,
             ),
             leases=leases,

@@ -42,6 +42,8 @@ RELEASED_BECAUSE_ANNOTATION = f"{GROUP}/released-because"
 ROTATE_TICKET_KEY_ANNOTATION = f"{GROUP}/rotate-ticket-key"
 """On a PDCluster: each new value asks for a new ticket key. On the Secret: the last such value."""
 
+TLS_LABEL = f"{GROUP}/tls"
+"""On an engine's pods: Mounted, if they use certificates that the user's pod template mounts."""
 CERTIFICATES_ANNOTATION = f"{GROUP}/certificates"
 """On the Secret with engines' certificates: which authority made them, and for which time."""
 CERTIFICATES_HASH_ANNOTATION = f"{GROUP}/certificates-hash"

@@ -89,6 +89,13 @@ class KubeClient:
             raise classified(status, document)
         return document
 
+    async def read(self, path: str) -> dict[str, Any] | None:
+        """Return an object; None if there is none."""
+        try:
+            return await self.call("GET", path)
+        except NotFound:
+            return None
+
     async def _once(
         self,
         method: str,

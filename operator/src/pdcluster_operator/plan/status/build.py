@@ -29,6 +29,7 @@ from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Event, Observed
 from pdcluster_operator.plan.prefill_scaler import who_decides
 from pdcluster_operator.plan.reports import LinksReport
+from pdcluster_operator.plan.status.certificates import transfer_status, without_tls
 from pdcluster_operator.plan.status.engine_conditions import (
     accepted,
     role_ready,
@@ -92,6 +93,8 @@ def build_status(
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
         "failedLinks": _failed_links(before, troubled, now),
     }
+    if transfer := transfer_status(observed, cluster, view.change):
+        status["transfer"] = transfer
     if _on_its_way(verdicts[ConditionType.PROGRESSING]):
         status["progressingSince"] = timestamp(since)
     return status
@@ -148,6 +151,7 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
     """Return one event for each condition whose status flipped, if the flip is news.
 
     Ready needs what the other conditions say. When it becomes True, its event is the only one.
+    Engines without TLS that should have it are one more event.
 
     Args:
         secured: whether the engines of the spec speak TLS. If not, a new cluster is told so.
@@ -164,6 +168,8 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
         events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
         if old is None and not bad and not secured:
             events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
+    if (message := without_tls(after)) and not without_tls(before):
+        events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, message))
     return tuple(events)
 
 
