@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-
-import aiohttp
+from collections.abc import Awaitable, Callable
 
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.messages import HealthReply
 from pdcluster_connector.sidechannel.handshake import (
     TryAgain,
-    ask_health,
     restarted,
     unreachable,
 )
-from pdcluster_connector.sidechannel.tls import Tls
+
+Ask = Callable[[float], Awaitable[HealthReply | Failure | TryAgain]]
 
 POLL_SECONDS = 1.0
 # Of the other ranks. No connection is kept between two questions: servers close it after 15 s.
@@ -29,29 +29,23 @@ RARE_POLL_SECONDS = (16.0, 24.0)
 HEALTH_SECONDS = (2.0, 1.0)
 
 
-async def why_gone(
-    session: aiohttp.ClientSession,
-    engine_id: str,
-    host: str,
-    port: int,
-    tls: Tls | None,
-    *,
-    often: bool,
-) -> Failure:
+async def why_gone(ask: Ask, engine_id: str, where: str, *, often: bool) -> Failure:
     """Return why the peer is gone, once it is.
 
     Args:
+        ask: asks the peer once, and waits for the answer for so many seconds.
+        where: the peer's address, for messages.
         often: ask every second, as the first rank does.
     """
     while True:
         rarely = random.uniform(*RARE_POLL_SECONDS)  # noqa: S311
         await asyncio.sleep(POLL_SECONDS if often else rarely)
-        reply = await ask_health(session, engine_id, host, port, HEALTH_SECONDS[0], tls)
+        reply = await ask(HEALTH_SECONDS[0])
         if isinstance(reply, TryAgain):  # the second time over a fresh connection
-            reply = await ask_health(session, engine_id, host, port, HEALTH_SECONDS[1], tls)
+            reply = await ask(HEALTH_SECONDS[1])
         if isinstance(reply, TryAgain):
             return unreachable(reply)
         if isinstance(reply, Failure):
             return reply
         if reply.engine_id != engine_id:
-            return restarted(engine_id, reply.engine_id, f"{host}:{port}")
+            return restarted(engine_id, reply.engine_id, where)

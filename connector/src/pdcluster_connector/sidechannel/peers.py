@@ -18,10 +18,11 @@ import aiohttp
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.protocol.messages import EngineMetadata, HealthReply
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
     TryAgain,
+    ask_health,
     client_session,
     shake_hands,
 )
@@ -144,11 +145,9 @@ class PeerBook(PeerSource):
             await self._shake_hands(peer)
             if isinstance(peer.answer, EngineMetadata):
                 failure = await why_gone(
-                    self._http(),
+                    lambda seconds: self._health(peer, seconds),
                     peer.engine_id,
-                    peer.host,
-                    peer.port,
-                    self._tls,
+                    f"{peer.host}:{peer.port}",
                     often=self._asks_often,
                 )
                 self._gone(peer, failure)
@@ -173,6 +172,11 @@ class PeerBook(PeerSource):
             waiters, peer.waiters = peer.waiters, []
             for waiter in waiters:
                 _tell(waiter, outcome)
+
+    async def _health(self, peer: _Peer, seconds: float) -> HealthReply | Failure | TryAgain:
+        return await ask_health(
+            self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
+        )
 
     def _gone(self, peer: _Peer, failure: Failure) -> None:
         logger.warning("peer %s is gone: %s", peer.engine_id, failure)
