@@ -8,15 +8,18 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cluster_access import Proxy
 
+from authority import Authority
 from cluster import audit, cgroups
 from cluster.session import Cluster
 from images.for_cluster import load_engine_image, operator_values
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
 from pdcluster_operator.adapters.tls.authority_secret import CERTIFICATE, KEY
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from waiting import until
@@ -25,8 +28,20 @@ CHART = Path(__file__).resolve().parents[2] / "charts" / "pdcluster"
 NAMESPACE = "pdcluster-system"
 RELEASE = "pdcluster"
 AUTHORITY = f"{RELEASE}-engine-ca"
+OWN_CERTIFICATE = "operator-certificate"
 OPERATOR, WEBHOOK = f"{RELEASE}-operator", f"{RELEASE}-webhook"
 OPERATOR_USER = f"system:serviceaccount:{NAMESPACE}:{OPERATOR}"
+
+
+def certificate_secret(
+    authority: Authority, secret: str, name: str, days: int = 10
+) -> dict[str, Any]:
+    """Return a Secret with the certificate of ``name``, as cert-manager would write it."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = authority.files(Path(folder), "x", name=name, days=days)
+        parts = (files.ca, files.certificate, files.key)
+        data = {part.name: base64.b64encode(part.read_bytes()).decode() for part in parts}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": secret}, "data": data}
 
 
 class Installation:
@@ -34,6 +49,7 @@ class Installation:
 
     def __init__(self, cluster: Cluster, proxy: Proxy) -> None:
         self.cluster, self._proxy = cluster, proxy
+        self.of_users = Authority("the users' CA")
 
     def kubectl(self, *words: str, stdin: str | None = None) -> str:
         return self.cluster.kubectl("--namespace", NAMESPACE, *words, stdin=stdin)
@@ -43,11 +59,15 @@ class Installation:
         load_engine_image(self.cluster)
         values: dict[str, Any] = {
             "image": operator_values(self.cluster),
-            "operator": {"allowHostPathModels": True},
+            "operator": {
+                "allowHostPathModels": True,
+                "engineCertificate": {"existingSecret": OWN_CERTIFICATE},
+            },
             "webhook": {"replicas": 1},
         }
         # A run that was killed within helm left the release locked.
         self._helm("uninstall", RELEASE, "--ignore-not-found", "--wait")
+        self._give_own_certificate()
         done = self._helm(
             *("upgrade", "--install", RELEASE, str(CHART), "--create-namespace"),
             *("--values=-", "--wait", "--timeout=180s"),
@@ -55,6 +75,13 @@ class Installation:
         )
         assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.report()}"
         return done.stdout
+
+    def _give_own_certificate(self) -> None:
+        """Write the Secret by which engines with certificates of users know the operator."""
+        space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+        secret = certificate_secret(self.of_users, OWN_CERTIFICATE, OPERATOR_NAME)
+        for document in (space, secret):
+            self.kubectl("apply", "--filename=-", stdin=json.dumps(document))
 
     def test(self) -> str:
         """`helm test`: what helm said."""

@@ -210,9 +210,9 @@ class ClusterRun:
 
     @property
     def secured(self) -> bool:
-        """Whether the spec gives the engines certificates."""
+        """Whether the engines of the spec have certificates."""
         transfer = (self.get() or {}).get("spec", {}).get("transfer") or {}
-        return bool(transfer.get("tls") == "Enabled")
+        return transfer.get("tls") in {"Enabled", "Mounted"}
 
     def at_own_launcher(self, pod: str, path: str) -> dict[str, Any]:
         """What an engine's launcher tells the engine itself, which may have a certificate."""
