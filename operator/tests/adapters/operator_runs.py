@@ -18,6 +18,8 @@ from real_api import RealApi, die_with_us
 from loopback import free_ports
 
 GROUP = "/apis/pdcluster.dev/v1alpha1"
+PATIENCE = 3
+LOOKS = 10
 CHILDREN = {
     "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
     "ControllerRevision": "/apis/apps/v1/namespaces/{}/controllerrevisions",
@@ -86,7 +88,7 @@ class Operator:
     def page(self, path: str, port: int | None = None) -> tuple[int, str]:
         url = f"http://127.0.0.1:{port or self.health}{path}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -178,22 +180,33 @@ def events(real: RealApi, namespace: str) -> list[dict[str, Any]]:
 
 
 def at_rest(real: RealApi, operator: Operator) -> None:
-    """Wait until nothing was written for three seconds."""
+    """Wait until nothing is written while the operator and the API server are awake.
+
+    Each look needs an answer of both. So a process that stalls for some seconds is not taken for
+    one that has nothing left to do.
+    """
 
     def quiet() -> bool:
         before = len(real.writes())
-        time.sleep(3)
+        for _ in range(LOOKS):
+            time.sleep(0.3)
+            if not (real.ready() and operator.is_ready()):
+                return False
         return real.writes(before) == []
 
     until(quiet, 120, operator.said)
 
 
 def until(check: Callable[[], Any], seconds: float, explain: Callable[[], Any]) -> Any:
-    """Wait for something true and return it."""
-    deadline = time.monotonic() + seconds
+    """Wait for something true and return it.
+
+    Args:
+        seconds: enough on a machine that is not busy; PATIENCE times as long is waited.
+    """
+    deadline = time.monotonic() + PATIENCE * seconds
     while True:
         found = None
-        with contextlib.suppress(KeyError, IndexError):
+        with contextlib.suppress(KeyError, IndexError, OSError):
             found = check()
         if found:
             return found
