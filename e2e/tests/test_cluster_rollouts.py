@@ -57,7 +57,7 @@ def changed(
     """Change the spec under load. Returns when all is at rest again."""
     run.wait("rest", lambda: at_rest(run), ROLL_SECONDS)
     with Account(run, seed) as account, Record(run, account) as seen:
-        run.wait("answers", lambda: len(account.sent) > 10, 60)
+        run.wait("answers", lambda: len(account.sent) > 10, 180)
         seen.mark(what)
         patch(run, spec)
         run.wait("change", lambda: not at_rest(run), 30)
