@@ -26,8 +26,11 @@ LOADER_CACHE = Path("/etc/ld.so.cache")
 CONTAINERS = {"prefill": "engine", "decode": "engine", "router": "router"}
 
 
-def engine_image(home: Path | None = None) -> Image:
-    """The image of engines and routers. Its PATH names the environment that runs this code."""
+def engine_image(home: Path | None = None, build: str = "") -> Image:
+    """The image of engines and routers. Its PATH names the environment that runs this code.
+
+    ``build`` gives the same image another tag, as a newer build has one.
+    """
     home = home or images_folder()
     home.mkdir(parents=True, exist_ok=True)
     path = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
@@ -37,6 +40,7 @@ def engine_image(home: Path | None = None) -> Image:
         if Path("/", name).is_symlink()
     }
     tag = hashlib.sha256(repr((path, content)).encode()).hexdigest()[:12]
+    tag += f"-{build}" if build else ""
     image = Image("docker.io/local/engine", tag, home / f"engine-{tag}.tar")
     write_archive(image.archive, image.name, content, [], {"PATH": path})
     return image

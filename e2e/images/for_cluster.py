@@ -40,11 +40,14 @@ def operator_values(cluster: Cluster) -> dict[str, Any]:
     return {"repository": image.repository, "tag": image.tag, "pullPolicy": "Never"}
 
 
-def load_engine_image(cluster: Cluster) -> str:
-    """Return the engines' image. When this returns, our node has the image."""
+def load_engine_image(cluster: Cluster, build: str = "") -> str:
+    """Return the engines' image. When this returns, our node has the image.
+
+    ``build`` is part of its tag. Another cluster has only one build.
+    """
     if not cluster.ours:
         return os.environ["PDCLUSTER_ENGINE_IMAGE"]
-    image = engine_image()
+    image = engine_image(build=build)
     cluster.load(image.archive)
     return image.name
 

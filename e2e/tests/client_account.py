@@ -61,10 +61,12 @@ class Account:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, wrong: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        if wrong is not None:
+            print(f"until {wrong.__name__}: {self.said()}", *self.failed[:10], sep="\n")
 
     @property
     def failed(self) -> list[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -29,6 +30,7 @@ class Record:
         self._thread = threading.Thread(target=self._look)
         self._keys: dict[str, str] = {}
         self._links: list[tuple[str, str]] = []
+        self._asked = 0.0
         self.samples: list[dict[str, Any]] = []
         self.marks: list[tuple[float, str]] = []
 
@@ -37,8 +39,10 @@ class Record:
         return self
 
     def __exit__(self, *_: object) -> None:
+        died = not self._thread.is_alive()
         self._stop.set()
         self._thread.join()
+        assert not died, "nobody looked any more; the thread's error is above"
 
     def mark(self, what: str) -> None:
         self.marks.append((time.monotonic() - self._account.opened, what))
@@ -70,29 +74,30 @@ class Record:
         path.write_text(json.dumps(document))
 
     def _look(self) -> None:
-        asked = 0.0
         while not self._stop.wait(SAMPLE_SECONDS):
-            pods = self._run.pods()
-            for pod in pods:
-                if engine := engine_of(pod):
-                    self._keys[engine.logical] = pod["metadata"]["labels"][PAIRING_LABEL]
-            if time.monotonic() - asked > LINKS_SECONDS:
-                asked = time.monotonic()
-                self._links = self._ask_links(pods)
-            self.samples.append(
-                {
-                    "at": time.monotonic() - self._account.opened,
-                    "engines": {
-                        pod["metadata"]["name"]: _state(pod)
-                        for pod in pods
-                        if "pdcluster.dev/role" in pod["metadata"]["labels"]
-                    },
-                    "routers": sum(_state(pod) == "ready" for pod in self._run.pods("router")),
-                    "endpoints": self._endpoints(),
-                    "links": list(self._links),
-                    "ready": self._run.condition("Ready")["reason"],
-                }
-            )
+            with contextlib.suppress(OSError):  # a connection to the API server broke off
+                self.samples.append(self._sample())
+
+    def _sample(self) -> dict[str, Any]:
+        pods = self._run.pods()
+        for pod in pods:
+            if engine := engine_of(pod):
+                self._keys[engine.logical] = pod["metadata"]["labels"][PAIRING_LABEL]
+        if time.monotonic() - self._asked > LINKS_SECONDS:
+            self._asked = time.monotonic()
+            self._links = self._ask_links(pods)
+        return {
+            "at": time.monotonic() - self._account.opened,
+            "engines": {
+                pod["metadata"]["name"]: _state(pod)
+                for pod in pods
+                if "pdcluster.dev/role" in pod["metadata"]["labels"]
+            },
+            "routers": sum(_state(pod) == "ready" for pod in self._run.pods("router")),
+            "endpoints": self._endpoints(),
+            "links": list(self._links),
+            "ready": self._run.condition("Ready")["reason"],
+        }
 
     def _ask_links(self, pods: list[dict[str, Any]]) -> list[tuple[str, str]]:
         found = []

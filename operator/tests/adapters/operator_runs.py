@@ -19,7 +19,6 @@ from loopback import free_ports
 
 GROUP = "/apis/pdcluster.dev/v1alpha1"
 PATIENCE = 3
-LOOKS = 10
 CHILDREN = {
     "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
     "ControllerRevision": "/apis/apps/v1/namespaces/{}/controllerrevisions",
@@ -180,19 +179,22 @@ def events(real: RealApi, namespace: str) -> list[dict[str, Any]]:
 
 
 def at_rest(real: RealApi, operator: Operator) -> None:
-    """Wait until nothing is written while the operator and the API server are awake.
+    """Wait until nothing was written for three seconds in which operator and API server ran.
 
-    Each look needs an answer of both. So a process that stalls for some seconds is not taken for
-    one that has nothing left to do.
+    Both answer again and again meanwhile, so a machine that stalls for a moment is no rest.
     """
+
+    def idle() -> bool:
+        status, page = operator.page("/metrics", operator.metrics)
+        return real.ready() and status == 200 and "pdcluster_queue_depth 0.0" in page
 
     def quiet() -> bool:
         before = len(real.writes())
-        for _ in range(LOOKS):
-            time.sleep(0.3)
-            if not (real.ready() and operator.is_ready()):
+        for _ in range(6):
+            if not idle():
                 return False
-        return real.writes(before) == []
+            time.sleep(0.5)
+        return idle() and real.writes(before) == []
 
     until(quiet, 120, operator.said)
 

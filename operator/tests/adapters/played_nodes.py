@@ -47,6 +47,10 @@ class PlayedNodes:
         for server in self._servers.values():
             _end(server)
 
+    def silence(self, uid: str) -> None:
+        """Let the launcher of a pod answer nobody any more, as if its node were gone."""
+        _end(self._servers[uid])
+
     def _play(self) -> None:
         while not self._done.wait(BEAT):
             with contextlib.suppress(OSError, KeyError):

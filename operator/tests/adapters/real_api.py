@@ -26,7 +26,7 @@ from loopback import free_ports
 
 TOKEN = "the-token-of-the-tests"
 CONTROLLERS = (
-    "garbagecollector,statefulset,deployment,replicaset,disruption,namespace,"
+    "garbagecollector,podgc,statefulset,deployment,replicaset,disruption,namespace,"
     "horizontal-pod-autoscaler-controller"
 )
 AUDIT = {

@@ -5,43 +5,94 @@ from __future__ import annotations
 import time
 
 import pytest
-from operator_runs import CHILDREN, cluster, condition, create, edit, owned, until
+from operator_runs import CHILDREN, at_rest, cluster, condition, create, edit, get, owned, until
+from played_nodes import PlayedNodes
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_an_engine_on_a_node_that_is_gone_is_replaced_under_a_new_index(real, operator, namespace):
     """The pod is bound to a node without a kubelet, so nobody ever confirms that it ended."""
     operator.start()
-    create(real, namespace, cluster(router={"replicas": 0}))
-    until(lambda: len(owned(real, namespace, "Pod")) == 2, 60, operator.said)
-    [pod] = [one.partition("/")[2] for one in owned(real, namespace, "Pod") if "-prefill-" in one]
+    with PlayedNodes(real, namespace) as nodes:
+        pod = on_a_node_of_its_own(real, operator, namespace)
+        path = f"{CHILDREN['Pod'].format(namespace)}/{pod}"
+        nodes.silence(real.call("GET", path)[1]["metadata"]["uid"])
+        assert real.call("DELETE", f"{path}?gracePeriodSeconds=1")[0] == 200
+        assert real.call("GET", path)[1]["metadata"]["deletionTimestamp"]
+
+        def explain():
+            return get(real, namespace), owned(real, namespace), operator.said()
+
+        until(lambda: not ready(real, namespace), 60, explain)
+        until(lambda: replaced(real, namespace), 300, explain)
+        assert real.call("GET", path)[0] == 200, "it is still there, and blocks nothing"
+        until(lambda: ready(real, namespace), 120, explain)
+        # Somebody removes the node: no engine moves.
+        assert real.call("DELETE", f"{path}?gracePeriodSeconds=0")[0] == 200
+        at_rest(real, operator)
+        assert replaced(real, namespace)
+        until(lambda: ready(real, namespace), 60, explain)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_an_engine_comes_back_when_somebody_deletes_its_lost_node(real, operator, namespace):
+    """Kubernetes removes the pods of a node that is no object any more. They are made again."""
+    operator.start()
+    with PlayedNodes(real, namespace) as nodes:
+        pod = on_a_node_of_its_own(real, operator, namespace)
+        path = f"{CHILDREN['Pod'].format(namespace)}/{pod}"
+        before = real.call("GET", path)[1]["metadata"]["uid"]
+        nodes.silence(before)
+
+        def explain():
+            return get(real, namespace), owned(real, namespace), operator.said()
+
+        until(lambda: not ready(real, namespace), 120, explain)
+        assert real.call("DELETE", f"/api/v1/nodes/{namespace}-gone")[0] == 200
+        until(
+            lambda: real.call("GET", path)[1].get("metadata", {}).get("uid", before) != before,
+            300,
+            explain,
+        )
+        until(lambda: ready(real, namespace), 120, explain)
+
+
+def on_a_node_of_its_own(real, operator, namespace) -> str:
+    """Bring a cluster up whose prefill engine runs on a node without a kubelet; return its pod."""
+    create(real, namespace, cluster())
+    pods = until(lambda: prefill_pods(real, namespace), 60, operator.said)
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"{namespace}-gone"}}
     assert real.call("POST", "/api/v1/nodes", node)[0] == 201
-    path = f"{CHILDREN['Pod'].format(namespace)}/{pod}"
     binding = {
         "apiVersion": "v1",
         "kind": "Binding",
-        "metadata": {"name": pod},
+        "metadata": {"name": pods[0]},
         "target": {"apiVersion": "v1", "kind": "Node", "name": f"{namespace}-gone"},
     }
-    assert real.call("POST", f"{path}/binding", binding)[0] == 201
-    assert real.call("DELETE", f"{path}?gracePeriodSeconds=1")[0] == 200
-    assert real.call("GET", path)[1]["metadata"]["deletionTimestamp"]
+    path = f"{CHILDREN['Pod'].format(namespace)}/{pods[0]}/binding"
+    assert real.call("POST", path, binding)[0] == 201
+    until(lambda: ready(real, namespace), 120, operator.said)
+    return str(pods[0])
 
-    def replaced() -> bool:
-        engines = [one for one in owned(real, namespace, "StatefulSet") if "-prefill-" in one]
-        return len(engines) == 1 and engines[0].endswith("-1")
 
-    until(replaced, 200, lambda: (owned(real, namespace), operator.said()))
-    assert real.call("GET", path)[0] == 200, "it is still there, and blocks nothing"
-    assert any("-prefill-" in one and "-1-0" in one for one in owned(real, namespace, "Pod"))
-    # Somebody removes the node: no engine moves.
-    assert real.call("DELETE", f"{path}?gracePeriodSeconds=0")[0] == 200
-    time.sleep(5)
-    assert replaced()
+def prefill_pods(real, namespace) -> list[str]:
+    pods = (one.partition("/")[2] for one in owned(real, namespace, "Pod"))
+    return [one for one in pods if "-prefill-" in one]
+
+
+def replaced(real, namespace) -> bool:
+    """Whether the only prefill engine has another index, and a pod."""
+    engines = [one for one in owned(real, namespace, "StatefulSet") if "-prefill-" in one]
+    pods = prefill_pods(real, namespace)
+    return len(engines) == 1 and engines[0].endswith("-1") and any("-1-0" in one for one in pods)
+
+
+def ready(real, namespace) -> bool:
+    return condition(real, namespace, "Ready").get("status") == "True"
 
 
 @pytest.mark.timeout(300)

@@ -142,6 +142,62 @@ def test_an_engine_that_is_evicted_leaves_the_routers_if_another_one_serves(repl
     assert routers(world) == before
 
 
+def test_a_drain_of_nodes_evicts_every_engine_and_clients_always_reach_some() -> None:
+    """The budgets let the second engine go when the pod of the first is ready again.
+
+    That may be before the first is verified. The second serves until it gets no more requests, so
+    the routers keep it until then.
+    """
+    world = up("Recreate", prefill={"replicas": 2}, decode={"replicas": 2})
+    before = {name: pod["metadata"]["uid"] for name, pod in world.pods.items()}
+    everybody = routers(world)
+    first, second = (
+        [next(name for name in world.pods if f"-{role}-" in name and name.endswith(f"-{index}-0"))
+         for role in ("prefill", "decode")]
+        for index in (0, 1)
+    )  # fmt: skip
+
+    def known() -> str:
+        return routers(world)[selector(world)]
+
+    evict(world, first)
+    world.step()
+    assert not any(name in known() for name in first)
+    assert all(name in known() for name in second)
+    world.route()
+    world.reap()
+    world.run_pods()
+    world.speak()  # the first ones are ready, and not linked yet
+    world.links.clear()
+    evict(world, second)
+    world.step()
+    assert all(name in known() for name in second), "nobody else serves"
+    assert not any(name in known() for name in first), "they are not verified yet"
+    world.link()
+    world.step()
+    assert all(name in known() for name in first)
+    assert not any(name in known() for name in second)
+    world.route()
+    world.others_act()
+    world.settle()
+    world.route()
+    world.settle()
+    assert routers(world) == everybody
+    assert world.condition("Ready")["status"] == "True"
+    assert not set(before.values()) & {pod["metadata"]["uid"] for pod in world.pods.values()}
+
+
+def evict(world: SimulatedCluster, pods: list[str]) -> None:
+    """Let pods end. Their launchers say that they drain."""
+    for name in pods:
+        pod = world.pods[name]
+        pod["metadata"]["deletionTimestamp"] = timestamp(world.now + 2000)
+        engine = engine_of(pod)
+        assert engine is not None
+        report = world.engines[engine.logical]
+        world.engines[engine.logical] = replace(report, ready=False, state="Draining")
+
+
 @pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
 def test_the_last_verified_engine_is_not_too_many(how: str) -> None:
     """Decode 0 is broken. It is the one to stay, and the other one serves until it works."""
