@@ -12,6 +12,7 @@ import subprocess
 import pytest
 from chart_release import CHART, CRD, Release
 
+from cluster.report import ClusterError
 from images.for_cluster import operator_values
 from waiting import until
 
@@ -30,7 +31,7 @@ def release(cluster, request) -> Release:
         "metadata": {"name": "no-pods"},
         "spec": {"hard": {"pods": "0"}},
     }
-    cluster.kubectl("create", "namespace", one.namespace)
+    cluster.make_namespace(one.namespace)
     cluster.kubectl("apply", "-n", one.namespace, "-f", "-", stdin=json.dumps(quota))
     counted = ("--for=jsonpath={.status.hard.pods}=0", "--timeout=60s")  # else pods still start
     cluster.kubectl("wait", "-n", one.namespace, "resourcequota/no-pods", *counted)
@@ -120,6 +121,7 @@ def test_test_pod_tries_the_real_api_server(release):
     """Without the webhook, the CRD's own rules refuse the bad sample."""
     image = operator_values(release.cluster)
     release.cluster.kubectl("delete", "quota", "no-pods", "-n", release.namespace)
+    until("pods", lambda: admitted(release), 60, lambda: "the quota is still counted")
     named = (f"image.{key}={image[key]}" for key in ("repository", "tag"))
     release.install("--set", ",".join((*named, "webhook.enabled=false")))
     # Not --logs: helm 3 removes the pod that succeeded before it reads them.
@@ -131,6 +133,18 @@ def test_test_pod_tries_the_real_api_server(release):
         60,
         lambda: release.cluster.kubectl(*events),
     )
+
+
+def admitted(release: Release) -> bool:
+    """Whether the API server takes a pod here: it reads the end of a quota a moment later."""
+    words = ("run", "tried", "--image=none.example/none", "--dry-run=server")
+    try:
+        release.cluster.kubectl(*words, "-n", release.namespace)
+    except ClusterError as error:
+        if "exceeded quota" not in str(error):
+            raise
+        return False
+    return True
 
 
 # Any well-formed certificate: the API server parses a caBundle.

@@ -77,7 +77,7 @@ def processes() -> set[int]:
     return found
 
 
-def kill(patience: float = 20.0) -> None:
+def kill(patience: float = 60.0) -> None:
     """End every process of the node at once; returns when they are gone."""
     end = time.monotonic() + patience
     while left := processes():
@@ -91,7 +91,7 @@ def kill(patience: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def remove(patience: float = 10.0) -> None:
+def remove(patience: float = 60.0) -> None:
     """Remove the groups. The kernel frees the group of an ended process a moment later."""
     end = time.monotonic() + patience
     while left := [h.group for h in hierarchies() if not _removed(h.group)]:

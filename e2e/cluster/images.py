@@ -117,7 +117,7 @@ def load(archive: Path, places: Places, programs: Programs) -> None:
     )
 
 
-def load_own(places: Places, programs: Programs, patience: float = 30.0) -> None:
+def load_own(places: Places, programs: Programs, patience: float = 120.0) -> None:
     """Make and import the images that the node itself needs, as soon as containerd answers."""
     shell: dict[str, Content] = {f"bin/{name}": Link("busybox") for name in APPLETS}
     own: dict[str, dict[str, Content]] = {

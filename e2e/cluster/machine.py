@@ -91,7 +91,7 @@ def _sysctl_file(places: Places) -> Path:
     return places.node / "host-sysctls.json"
 
 
-def _first_process(places: Places, patience: float = 10.0) -> int:
+def _first_process(places: Places, patience: float = 60.0) -> int:
     """The host's number of the process that is 1 in the node."""
     end = time.monotonic() + patience
     while time.monotonic() < end:

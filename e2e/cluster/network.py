@@ -60,7 +60,7 @@ def leave_host() -> None:
         output("ip", "link", "delete", HOST_LINK)
 
 
-def join_node(patience: float = 10.0) -> None:
+def join_node(patience: float = 60.0) -> None:
     """In the node: take the pair's other end as soon as the host has made it."""
     _ip("link set lo up")
     end = time.monotonic() + patience

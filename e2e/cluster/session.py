@@ -28,6 +28,12 @@ class Cluster:
             self.programs["kubectl"], "--kubeconfig", self.kubeconfig, *arguments, stdin=stdin
         )
 
+    def make_namespace(self, name: str) -> None:
+        """Make a namespace whose pods can be made: until it has the account `default`, none can."""
+        self.kubectl("create", "namespace", name)
+        account = ("wait", "--for=create", "serviceaccount/default", "--timeout=120s")
+        self.kubectl("--namespace", name, *account)
+
     def helm(self, major: int) -> Path:
         """Path of helm 3 or helm 4, which is built at its first use."""
         helms = [helm for helm in binaries.HELM_PROGRAMS if helm.name == f"helm{major}"]

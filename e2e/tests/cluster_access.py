@@ -36,7 +36,7 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=60)
 
     def get(self, path: str) -> dict[str, Any] | None:
         """An object of the API server; None when there is none."""

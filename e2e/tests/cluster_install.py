@@ -63,7 +63,8 @@ class Installation:
                 "allowHostPathModels": True,
                 "engineCertificate": {"existingSecret": OWN_CERTIFICATE},
             },
-            "webhook": {"replicas": 1},
+            # A webhook that does not answer for some seconds is late, and no failure.
+            "webhook": {"replicas": 1, "timeoutSeconds": 30},
         }
         # A run that was killed within helm left the release locked.
         self._helm("uninstall", RELEASE, "--ignore-not-found", "--wait")

@@ -18,6 +18,7 @@ from kv_load import Load, text
 from local_run import START_SECONDS, condition
 from local_run import manifest as local_manifest
 from reply import Reply
+from status_watch import StatusWatch
 
 from cluster.report import ClusterError
 from cluster.session import Cluster
@@ -42,21 +43,43 @@ def manifest(name: str, **changes: Any) -> dict[str, Any]:
     return {**document, "metadata": {"name": name}}
 
 
-def broken_under_load(run: ClusterRun, pod: str, seed: int, *words: str) -> None:
-    """Delete a pod under load: Ready is False within 5 s, and no token is made up."""
-    with Load(run, lambda number: text(100, seed + number)) as load:
+def broken_under_load(
+    run: ClusterRun,
+    pod: str,
+    seed: int,
+    *words: str,
+    also: str = "Ready",
+    before: Callable[[], object] = lambda: None,
+) -> None:
+    """Delete a pod under load: Ready is False with a reason, and no token is made up.
+
+    Args:
+        also: another condition that is False then.
+        before: called under load, right before the deletion.
+    """
+    with Load(run, lambda number: text(100, seed + number)) as load, StatusWatch(run) as statuses:
         run.wait("request that is answered", lambda: load.answered, 120)
+        before()
+        began = time.monotonic()
         run.kubectl("delete", "pod", pod, "--wait=false", *words)
-        seen, status = run.wait_not_ready(60)
+        status = statuses.wait("Ready=False", is_false("Ready"), 60)
         ready = condition(status, "Ready")
-        print(f"{pod} deleted: Ready=False {ready['reason']} after {seen:.1f} s")
-        assert seen < 5, f"it showed only after {seen:.1f} s"
+        print(
+            f"{pod} deleted: Ready=False {ready['reason']} after {time.monotonic() - began:.1f} s"
+        )
+        assert ready["reason"]
+        statuses.wait(f"{also}=False", is_false(also), 60)
     for reply in load.replies:
         # Policy Fail: a request ends well or with an error, never with made-up tokens.
         if reply.status == 200:
             assert reply.kv_path["outcome"] == "transferred", reply.text
         else:
             assert 500 <= reply.status < 600, reply.text
+
+
+def is_false(kind: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Return what tells whether a condition is False in a status."""
+    return lambda status: condition(status, kind)["status"] == "False"
 
 
 ASK_ONESELF = """
@@ -150,15 +173,6 @@ class ClusterRun:
         if self.cluster.ours:
             address = self.service_address()
             self.wait("Service with a pod", lambda: not refuses(address, HTTP_PORT), 60)
-
-    def wait_not_ready(self, seconds: float) -> tuple[float, dict[str, Any]]:
-        """Seconds until Ready is False, with a reason; and the status that says so."""
-        began = time.monotonic()
-        status = self.wait_status(
-            "Ready=False", lambda seen: condition(seen, "Ready")["status"] == "False", seconds
-        )
-        assert condition(status, "Ready")["reason"], self.report()
-        return time.monotonic() - began, status
 
     def report(self) -> str:
         status = self.status()
@@ -271,7 +285,7 @@ class ClusterRun:
         return sorted(name for name in names if name not in own)
 
     def make_namespace(self) -> None:
-        self.cluster.kubectl("create", "namespace", self.namespace)
+        self.cluster.make_namespace(self.namespace)
 
     def delete_namespace(self) -> None:
         self.cluster.kubectl("delete", "namespace", self.namespace, "--ignore-not-found")

@@ -54,7 +54,7 @@ def guarded(cluster: Cluster, proxy: Proxy, operator: Installation) -> Iterator[
                 stdin=json.dumps(client(name, document["spec"]["router"]["image"])),
             )
         run.wait_ready()
-        run.kubectl("wait", "--for=condition=Ready", "pod/friend", "pod/stranger", "--timeout=60s")
+        run.kubectl("wait", "--for=condition=Ready", "pod/friend", "pod/stranger", "--timeout=180s")
         yield run
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from cluster_run import ClusterRun, broken_under_load
+from cluster_run import ClusterRun, broken_under_load, is_false
 from kv_load import Knocks, Load, moved, text
 from local_run import condition
+from status_watch import StatusWatch
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -21,13 +22,8 @@ def test_an_engines_pod_that_is_deleted_comes_back_and_kv_moves_again(
     other = "decode" if role == "prefill" else "prefill"
     before, survivor, other_pod = tiny.engine_id(role), tiny.engine_id(other), tiny.restarts(other)
     seed = 1000 * (1 + ["prefill", "decode"].index(role))
-    broken_under_load(tiny, tiny.pod(role), seed)
     # Ready is False for the first reason that is seen; the link may follow.
-    tiny.wait_status(
-        "link that shows it",
-        lambda seen: condition(seen, "KVLinksEstablished")["status"] == "False",
-        10,
-    )
+    broken_under_load(tiny, tiny.pod(role), seed, also="KVLinksEstablished")
 
     took = tiny.wait_ready(RECOVERY_SECONDS)
     print(f"Ready again after {took:.0f} s")
@@ -43,11 +39,15 @@ def test_a_routers_pod_that_is_deleted_loses_no_request(tiny: ClusterRun) -> Non
     tiny.wait_ready()
     engines = [tiny.restarts(role) for role in ("prefill", "decode")]
     knock = tiny.knocker()
-    with Knocks(knock) as knocks, Load(tiny, lambda number: text(60, 4000 + number)) as load:
+    with (
+        Knocks(knock) as knocks,
+        Load(tiny, lambda number: text(60, 4000 + number)) as load,
+        StatusWatch(tiny) as statuses,
+    ):
         tiny.wait("request that is answered", lambda: load.answered, 120)
         old = tiny.pod("router")
         tiny.kubectl("delete", "pod", old, "--wait=false")
-        _, status = tiny.wait_not_ready(60)
+        status = statuses.wait("Ready=False", is_false("Ready"), 60)
         assert condition(status, "Ready")["reason"] == "RouterUnavailable"
         assert condition(status, "KVPathVerified")["status"] == "True"
         took = tiny.wait_ready(120)

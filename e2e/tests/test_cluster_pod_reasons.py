@@ -16,7 +16,7 @@ from pdcluster_operator.api.conditions import StatusReason
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-SECONDS = 120.0
+SECONDS = 240.0
 # A registry that nothing answers for: the pull fails at once.
 NOWHERE = "127.0.0.1:1/nowhere:1"
 MISSING = {"secretKeyRef": {"name": "missing", "key": "key"}}

@@ -69,7 +69,8 @@ def test_what_slips_past_a_webhook_that_is_down_is_not_accepted(
     operator.kubectl("patch", hook, "--type=json", f"--patch={policy % 'Ignore'}")
     operator.scale("webhook", 0)
     try:
-        door.apply(unequal())
+        # The API server reads the other policy, and the webhook's end, a moment later.
+        door.wait("admission without a review", lambda: applied(door), 120)
         status = door.wait_status(
             "verdict", lambda seen: condition(seen, "Accepted")["status"] == "False", 120
         )
@@ -83,15 +84,25 @@ def test_what_slips_past_a_webhook_that_is_down_is_not_accepted(
     finally:
         operator.scale("webhook", 1)
         operator.kubectl("patch", hook, "--type=json", f"--patch={policy % 'Fail'}")
-    # It may be deleted although it would not be admitted.
-    door.kubectl("delete", "pdc", "door", "--timeout=60s")
     # The webhook's pod is ready. The API server reaches it a moment later.
-    door.wait("review", lambda: reviewed(door), 60)
+    door.wait("review", lambda: reviewed(door), 120)
+    # It may be deleted although it would not be admitted.
+    door.kubectl("delete", "pdc", "door", "--timeout=120s")
+
+
+def applied(door: ClusterRun) -> bool:
+    try:
+        door.apply(unequal())
+    except ClusterError as error:
+        print(error)
+        return False
+    return True
 
 
 def reviewed(door: ClusterRun) -> bool:
+    new = {**unequal(), "metadata": {"name": "another"}}
     try:
-        door.kubectl("apply", "--dry-run=server", "--filename=-", stdin=json.dumps(unequal()))
+        door.kubectl("apply", "--dry-run=server", "--filename=-", stdin=json.dumps(new))
     except ClusterError as error:
         return RULE in str(error)
     return False
@@ -128,5 +139,14 @@ def test_the_handshake_refuses_what_admission_could_not_see(
         )
         assert condition(status, "Ready")["status"] == "False"
         assert "True" not in seen
-        assert run.complete("A prompt of several blocks, as both compute it. " * 2).status == 500
+        statuses: list[int] = []
+
+        def failed() -> bool:
+            """Whether decode answered. Until the router has found both engines, it refuses."""
+            prompt = "A prompt of several blocks, as both compute it. " * 2
+            statuses.append(run.complete(prompt).status)
+            return statuses[-1] == 500
+
+        run.wait("error of decode", failed, 120)
+        assert 200 not in statuses
         assert run.complete("x", role="decode").status == 200, "the engine lives"

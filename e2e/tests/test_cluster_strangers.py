@@ -39,7 +39,7 @@ if asked["pem"]:
         context.load_cert_chain(file.name)
 said = []
 for port, method, path, body in asked["requests"]:
-    connection = http.client.HTTPSConnection(asked["host"], port, timeout=10, context=context)
+    connection = http.client.HTTPSConnection(asked["host"], port, timeout=60, context=context)
     try:
         connection.request(method, path, base64.b64decode(body))
         said.append(connection.getresponse().status)
@@ -58,7 +58,7 @@ def stranger(tiny: ClusterRun) -> Iterator[str]:
     pod = client("stranger", image, **labels)
     tiny.kubectl("apply", "--filename=-", stdin=json.dumps(pod))
     try:
-        tiny.kubectl("wait", "--for=condition=Ready", "pod/stranger", "--timeout=60s")
+        tiny.kubectl("wait", "--for=condition=Ready", "pod/stranger", "--timeout=180s")
         yield "stranger"
     finally:
         tiny.kubectl("delete", "pod", "stranger", "--force", "--grace-period=0")
@@ -134,7 +134,7 @@ def test_strangers_get_no_metadata_no_kv_and_no_drain(
     without = 403 if known or who == "nobody" else 0
     assert set(launcher.values()) == {without}
     assert tiny.restarts("prefill") == before
-    tiny.wait_ready(10)
+    tiny.wait_ready()
     moved(tiny, text(60, 9000 + STRANGERS.index(who)))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from operator_runs import Operator
+from operator_runs import Operator, until
 from real_api import RealApi, running_api
 from rights import CERTIFICATE_RULES, RBAC, SUBJECT, WATCHED_RULES
 
@@ -44,7 +44,7 @@ def namespace(real: RealApi) -> str:
 
 
 def allow(real: RealApi, namespace: str, rules: list[dict]) -> None:
-    """Bind a Role with these rules to the user `operator`."""
+    """Bind a Role with these rules to the user `operator`; returns when they are in force."""
     path = f"{RBAC}/namespaces/{namespace}"
     kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": "operator"}}
     status, answer = real.call("POST", f"{path}/roles", {**kind, "kind": "Role", "rules": rules})
@@ -52,6 +52,30 @@ def allow(real: RealApi, namespace: str, rules: list[dict]) -> None:
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"}
     binding = {**kind, "kind": "RoleBinding", "roleRef": role, "subjects": SUBJECT}
     assert real.call("POST", f"{path}/rolebindings", binding)[0] == 201
+    may(real, rules[0], namespace)
+
+
+def may(real: RealApi, rule: dict, namespace: str = "") -> None:
+    """Wait until the user `operator` may do this: the API server reads new roles a moment later."""
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": "operator",
+            "resourceAttributes": {
+                "namespace": namespace,
+                "verb": rule["verbs"][0],
+                "group": rule["apiGroups"][0],
+                "resource": rule["resources"][0],
+            },
+        },
+    }
+
+    def answer() -> dict:
+        path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+        return real.call("POST", path, review)[1]["status"]
+
+    until(lambda: answer()["allowed"], 60, answer)
 
 
 @pytest.fixture

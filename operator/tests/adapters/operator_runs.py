@@ -18,6 +18,7 @@ from real_api import RealApi, die_with_us
 from loopback import free_ports
 
 GROUP = "/apis/pdcluster.dev/v1alpha1"
+PATIENCE = 3
 CHILDREN = {
     "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
     "ControllerRevision": "/apis/apps/v1/namespaces/{}/controllerrevisions",
@@ -86,7 +87,7 @@ class Operator:
     def page(self, path: str, port: int | None = None) -> tuple[int, str]:
         url = f"http://127.0.0.1:{port or self.health}{path}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -178,14 +179,14 @@ def events(real: RealApi, namespace: str) -> list[dict[str, Any]]:
 
 
 def at_rest(real: RealApi, operator: Operator) -> None:
-    """Wait until nothing was written for three seconds in which the operator ran.
+    """Wait until nothing was written for three seconds in which operator and API server ran.
 
-    It answers again and again meanwhile, so a machine that stalls for a moment is no rest.
+    Both answer again and again meanwhile, so a machine that stalls for a moment is no rest.
     """
 
     def idle() -> bool:
         status, page = operator.page("/metrics", operator.metrics)
-        return status == 200 and "pdcluster_queue_depth 0.0" in page
+        return real.ready() and status == 200 and "pdcluster_queue_depth 0.0" in page
 
     def quiet() -> bool:
         before = len(real.writes())
@@ -195,15 +196,19 @@ def at_rest(real: RealApi, operator: Operator) -> None:
             time.sleep(0.5)
         return idle() and real.writes(before) == []
 
-    until(quiet, 240, operator.said)
+    until(quiet, 120, operator.said)
 
 
 def until(check: Callable[[], Any], seconds: float, explain: Callable[[], Any]) -> Any:
-    """Wait for something true and return it."""
-    deadline = time.monotonic() + seconds
+    """Wait for something true and return it.
+
+    Args:
+        seconds: enough on a machine that is not busy; PATIENCE times as long is waited.
+    """
+    deadline = time.monotonic() + PATIENCE * seconds
     while True:
         found = None
-        with contextlib.suppress(KeyError, IndexError):
+        with contextlib.suppress(KeyError, IndexError, OSError):
             found = check()
         if found:
             return found

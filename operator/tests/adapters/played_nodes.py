@@ -70,8 +70,9 @@ class PlayedNodes:
         address = f"127.{64 + here % 128}.{here // 128 % 256}.{number}"
         engine = engine_of(pod)
         if engine is not None:
+            tls = self._tls(pod)
             server = _Server((address, LAUNCHER_PORT), _launcher(engine))
-            if (tls := self._tls(pod)) is not None:
+            if tls is not None:
                 # Each thread makes its own handshake, so a silent client stops nobody.
                 server.socket = tls.wrap_socket(
                     server.socket, server_side=True, do_handshake_on_connect=False

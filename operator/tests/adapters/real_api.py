@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import json
 import os
 import shutil
@@ -140,7 +141,17 @@ class RealApi:
     def call(
         self, method: str, path: str, body: Any = None, content: str = "application/json"
     ) -> tuple[int, Any]:
-        """Status and answer of one call as the cluster's administrator."""
+        """Status and answer of one call as the cluster's administrator.
+
+        A server that is busy says so (429) and took nothing, so it is asked again.
+        """
+        while True:
+            status, answer = self._call(method, path, body, content)
+            if status != 429:
+                return status, answer
+            time.sleep(1)
+
+    def _call(self, method: str, path: str, body: Any, content: str) -> tuple[int, Any]:
         request = urllib.request.Request(
             self.url + path,
             None if body is None else json.dumps(body).encode(),
@@ -150,12 +161,14 @@ class RealApi:
         context = ssl.create_default_context(cafile=str(self.folder / "keys" / "ca.crt"))
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         try:
-            with urllib.request.urlopen(request, context=context, timeout=30) as answer:
+            with urllib.request.urlopen(request, context=context, timeout=60) as answer:
                 status, text, headers = answer.status, answer.read(), answer.headers
         except urllib.error.HTTPError as error:
             status, text, headers = error.code, error.read(), error.headers
+        except http.client.HTTPException as error:
+            raise OSError(f"{method} {path} broke off: {error!r}") from error
         if "json" not in headers.get("Content-Type", ""):
-            return status, text.decode()
+            return status, {"message": text.decode()}
         document = json.loads(text)
         if warnings := headers.get_all("Warning"):
             document["warnings-of-the-answer"] = warnings

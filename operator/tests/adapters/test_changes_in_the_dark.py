@@ -18,7 +18,6 @@ from operator_runs import (
     Operator,
     at_rest,
     cluster,
-    condition,
     create,
     delete,
     edit,
@@ -63,9 +62,11 @@ def content(real: RealApi, namespace: str) -> dict[str, Any]:
 
 
 def is_ready(real: RealApi, namespace: str) -> bool:
-    said, live = condition(real, namespace, "Ready"), get(real, namespace)
-    new = said.get("observedGeneration") == live["metadata"]["generation"]
-    return said.get("status") == "True" and new
+    """Whether all is done: Ready may be True while old engines still go."""
+    live = get(real, namespace)
+    new = live["status"]["observedGeneration"] == live["metadata"]["generation"]
+    said = {one["type"]: one for one in live["status"]["conditions"]}
+    return new and said["Ready"]["status"] == "True" and said["Progressing"]["reason"] == "Complete"
 
 
 @pytest.mark.timeout(600)
@@ -106,8 +107,12 @@ def test_the_end_is_what_a_fresh_cluster_is(
                 operator.start_if_ended()
                 return is_ready(real, namespace)
 
+            def rest() -> None:
+                operator.start_if_ended()
+                at_rest(real, operator)
+
             wait(back, 180, lambda: (get(real, namespace), operator.said()))
-            at_rest(real, operator)  # Ready may be True while old engines still go
+            rest()
             changed = content(real, namespace)
             delete(real, namespace)
             wait(lambda: not owned(real, namespace), 60, lambda: owned(real, namespace))

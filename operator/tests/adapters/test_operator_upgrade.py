@@ -77,6 +77,7 @@ def test_an_upgrade_writes_nothing_and_the_next_change_brings_the_new_connector(
     assert len(stored) == 2
     connectors = set(items(real, namespace, "ConfigMap"))
     assert len(connectors) == 1
+    at_rest(real, operator)  # what it still has to write, the next one would write
     operator.stop()
 
     operator.bring(with_another_connector(tmp_path))
@@ -113,9 +114,15 @@ def test_an_upgrade_writes_nothing_and_the_next_change_brings_the_new_connector(
 
 
 def enforce(real, namespace, level):
+    """Let Pod Security enforce a level; returns when it does, as it reads labels a moment later."""
     label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": level}}}
     path = f"/api/v1/namespaces/{namespace}"
     assert real.call("PATCH", path, label, "application/merge-patch+json")[0] == 200
+    spec = {"hostNetwork": True, "containers": [{"name": "a", "image": "a"}]}
+    pod = {"metadata": {"name": "forbidden"}, "spec": spec}
+    answer = 201 if level == "privileged" else 403
+    dry = f"{path}/pods?dryRun=All"
+    until(lambda: real.call("POST", dry, pod)[0] == answer, 60, lambda: real.call("POST", dry, pod))
 
 
 def test_a_template_that_the_server_refuses_replaces_nothing(real, operator, namespace):

@@ -75,8 +75,13 @@ def test_after_a_gap_children_come_back_and_what_was_deleted_stays_so(real, gate
 
         until(back, 90, operator.said)
         time.sleep(8)  # more than one sweep
+
+        def healthy() -> bool:
+            operator.start_if_ended()
+            return operator.page("/healthz")[0] == 200
+
+        until(healthy, 60, operator.said)
         assert get(real, namespace, "gone").get("code") == 404
         assert not [one for one in owned(real, namespace) if "/gone-" in one]
-        assert operator.page("/healthz")[0] == 200
     finally:
         operator.stop()
