@@ -56,8 +56,8 @@ fast: ## the tests that take seconds
 
 repeat: RUNS ?= 20
 repeat: COPIES ?= 4
-repeat: ## the tests of `make fast` RUNS times, COPIES at a time, to find tests that fail now and then
-	$(PY) dev/repeat.py --runs $(RUNS) --copies $(COPIES) -- -m "$(PURE)" $(TESTS)
+repeat: ## the tests of `make fast` RUNS times, COPIES at a time, to find tests that fail now and then; JITTER=1: stall them
+	$(PY) dev/repeat.py --runs $(RUNS) --copies $(COPIES) $(if $(JITTER),--jitter $(JITTER)) -- -m "$(PURE)" $(TESTS)
 
 cluster-programs: ## build what a cluster needs with Go, and the images, once into the cache
 	$(PY) -m cluster build

@@ -46,6 +46,14 @@ EXAMPLE: Mapping[str, Any] = {
     "decode": "1/1",
     "links": "0/1",
     "progressingSince": "2026-11-22T11:58:00Z",
+    "transfer": {
+        "certificates": "Mixed",
+        "notAfter": "2027-02-15T00:00:00Z",
+        "message": (
+            "1 of 2 engines without TLS, made before spec.transfer.tls was Enabled: whoever "
+            "reaches their ports can read where their KV lies. They are being replaced."
+        ),
+    },
     "conditions": [
         {
             "type": "Ready",
@@ -104,6 +112,8 @@ def _objects(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Mappin
     for name, field in schema["properties"].items():
         if field["type"] == "array":
             yield from _objects(f"{path}.{name}[]", field["items"])
+        elif field["type"] == "object":
+            yield from _objects(f"{path}.{name}", field)
 
 
 def _type(field: Mapping[str, Any]) -> str:

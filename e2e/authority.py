@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_connector.protocol.peer_name import engine_name, role_name
 from pdcluster_connector.protocol.tls_files import TlsFiles
 
 
@@ -45,7 +45,9 @@ class Authority:
         expired: bool = False,
         trusting: tuple[Authority, ...] = (),
         named: bool | None = True,
+        by_role: bool = False,
         name: str = "",
+        days: int = 10,
         common_name: str = "engine",
     ) -> TlsFiles:
         """Write three files.
@@ -56,14 +58,16 @@ class Authority:
             trusting: authorities that the holder trusts beside this one.
             named: whether certificates name engines; if not, it is ``localhost``'s. None for one
                 without a subjectAltName.
+            by_role: whether certificates name roles.
+            days: how long it is valid, from two days ago on.
             common_name: what its subject says.
         """
         folder.mkdir(parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         start = datetime.now(UTC) - timedelta(days=2)
-        held = name or (engine_name(engine_id) if named else "localhost")
-        days = 1 if expired else 10
-        builder = self._builder(_name(common_name), key.public_key(), start, days)
+        own = role_name if by_role else engine_name
+        held = name or (own(engine_id) if named else "localhost")
+        builder = self._builder(_name(common_name), key.public_key(), start, 1 if expired else days)
         if named is not None:
             names = x509.SubjectAlternativeName([x509.DNSName(held)])
             builder = builder.add_extension(names, critical=False)
@@ -83,7 +87,7 @@ class Authority:
             new.write_bytes(text)
             new.rename(folder / file)  # as the kubelet does, so that no half of a file is read
         paths = (folder / "ca.crt", folder / "tls.crt", folder / "tls.key")
-        return TlsFiles(*paths, named=bool(named))
+        return TlsFiles(*paths, named=bool(named), by_role=by_role)
 
     def _builder(
         self, subject: x509.Name, key: ec.EllipticCurvePublicKey, start: datetime, days: int

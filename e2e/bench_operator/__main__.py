@@ -14,7 +14,7 @@ from operator_runs import Operator
 from real_api import RealApi
 
 from bench_operator import account, measure
-from bench_operator.anchor import Anchor
+from bench_operator.anchor import MOST_CLUSTERS, Anchor
 from bench_operator.plane import BENCH, SAMPLE, running_plane
 from bench_operator.thresholds import missed
 from pdcluster_operator.adapters.api_server.client import KubeClient, find_configuration
@@ -39,6 +39,7 @@ async def run(real: RealApi, count: int, sources: Path | None) -> dict[str, Any]
     )
     if sources is not None:
         operator.bring(sources)
+    compared = min(count, MOST_CLUSTERS)
     configuration = await find_configuration(str(real.folder / "admin.kubeconfig"))
     async with KubeClient(configuration) as client:
         try:
@@ -46,11 +47,11 @@ async def run(real: RealApi, count: int, sources: Path | None) -> dict[str, Any]
             await _sample(client, real)
             anchor = Anchor(real, SAMPLE_NAME)
             say(f"a cluster has {anchor.children} children; the anchor, first half")
-            raw = [await anchor.objects_per_second(client, count // 2)]
+            raw = [await anchor.objects_per_second(client, compared // 2)]
             say(f"raw: {raw[0]:.0f} objects/s; {count} PDClusters")
             found = await _create(client, real, operator, anchor.children, count)
             say(f"created: {found}; the anchor, second half")
-            raw.append(await anchor.objects_per_second(client, count - count // 2))
+            raw.append(await anchor.objects_per_second(client, compared - compared // 2))
             found["raw_objects_per_second"] = [round(one, 1) for one in raw]
             mean = 2 / (1 / raw[0] + 1 / raw[1])
             found["share_of_raw_objects"] = round(found["objects_per_second"] / mean, 2)
@@ -78,8 +79,8 @@ async def run(real: RealApi, count: int, sources: Path | None) -> dict[str, Any]
 async def _sample(client: KubeClient, real: RealApi) -> None:
     path = f"/apis/pdcluster.dev/v1alpha1/namespaces/{SAMPLE}/pdclusters"
     await client.call("POST", path, body=measure.pdcluster(SAMPLE_NAME))
-    await measure.until_ready(client, SAMPLE, 1, 60.0)
-    await measure.until_quiet(real, 60.0)
+    await measure.until_ready(client, SAMPLE, 1, LONGEST)
+    await measure.until_quiet(real, LONGEST)
 
 
 async def _create(

@@ -14,10 +14,13 @@ from operator_runs import CHILDREN
 from real_api import RealApi
 
 from bench_operator.account import is_child, is_dry_run, name_of
+from bench_operator.calls import answered
 from bench_operator.plane import RAW, SAMPLE
 from pdcluster_operator.adapters.api_server.client import APPLY, KubeClient
 
 SIDE_BY_SIDE = 32
+MOST_CLUSTERS = 200
+"""More would say the same. Their objects would be half of what the API server has to hold."""
 PATHS = {**CHILDREN, "Secret": "/api/v1/namespaces/{}/secrets"}
 
 
@@ -47,7 +50,7 @@ class Anchor:
             path = f"{PATHS[body['kind']].format(RAW)}/{body['metadata']['name']}"
             query = {"fieldManager": "raw", "force": "true"}
             async with bound:
-                await client.call("PATCH", path, query=query, body=body, content=APPLY)
+                await answered(client, "PATCH", path, query=query, body=body, content=APPLY)
 
         began = time.monotonic()
         numbers = range(self._made, self._made + clusters)

@@ -84,6 +84,7 @@ def seeds(target: str) -> list[bytes]:
         "certificate_names": [
             b"ns.c.decode.r.0/1\nlocalhost\nns.c.decode.r.0.engine.pdcluster.dev",
             b"ns.c.prefill.r.0/1\nns.c.prefill.r.0.engine.pdcluster.dev",
+            b"ns.c.decode.r.0/1\nns.c.decode.role.pdcluster.dev",
         ],
         "tls_option": [b'{"ca":"/a","certificate":"/c","key":"/k","names":"hosts"}'],
         "tls_file": [_certificate(), _certificate(with_key=True)],

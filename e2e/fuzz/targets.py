@@ -24,7 +24,13 @@ from pdcluster_connector.protocol.block_ids import BlockIds
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.link_documents import decode_peers, decode_report
 from pdcluster_connector.protocol.messages import EngineMetadata, Malformed
-from pdcluster_connector.protocol.peer_name import engine_in, engine_name, names_in, why_not_peer
+from pdcluster_connector.protocol.peer_name import (
+    engine_in,
+    engine_name,
+    names_in,
+    role_name,
+    why_not_peer,
+)
 from pdcluster_connector.protocol.refusal import refusal_of
 from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
@@ -137,7 +143,7 @@ def certificate_names(raw: bytes) -> None:
     held = names_in({"subjectAltName": tuple(("DNS", name) for name in names)})
     engine_in(held)
     if why_not_peer("ns.c.prefill.r.0/1", held, claimed, "decode") is None:
-        assert engine_name(claimed) in held
+        assert {engine_name(claimed), role_name(claimed)}.intersection(held)
         assert claimed.lower().startswith("ns.c.decode.")
 
 

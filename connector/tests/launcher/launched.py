@@ -27,7 +27,7 @@ def http(url: str, body: Any = None, method: str = "GET") -> tuple[int, Any]:
     json_body = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, data=data, method=method, headers=json_body)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             status, text = answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -91,7 +91,7 @@ class Launched:
 
     def told(self) -> dict[str, Any]:
         """What the stand-in wrote about itself: arguments, environment, process ids."""
-        return json.loads(wait_for(lambda: self.out.startswith("{") and self.out.split("\n")[0]))
+        return json.loads(wait_for(lambda: "\n" in self.out and self.out.split("\n")[0]))
 
     def end(self, seconds: float = 60.0) -> int:
         try:

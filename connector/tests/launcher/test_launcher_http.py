@@ -74,6 +74,7 @@ async def test_readyz_follows_the_engine():
             "side_channel": "127.0.0.1:5600",
             "data_parallel_size": 1,
             "api": "http://127.0.0.1:8000",
+            "certificate_expires": None,
         }
         readiness.healthy()
         assert (await client.get("/readyz")).status == 200

@@ -128,9 +128,9 @@ def alive(engine: Launched) -> bool:
     return Path(f"/proc/{engine.told()['pid']}").exists()
 
 
-def busy(node, drain: str) -> tuple[Launched, Launched]:
-    """A leader whose requests never end, and its follower; both ready."""
-    leader, follower = node(0, "busy:600;serve", drain), node(1, drain="60")
+def busy(node, work: str) -> tuple[Launched, Launched]:
+    """A leader whose requests last as ``work`` says, and its follower; both ready."""
+    leader, follower = node(0, f"busy:{work};serve", "600"), node(1, drain="600")
     leader.ready()
     follower.ready()
     return leader, follower
@@ -141,9 +141,7 @@ def test_a_follower_lives_until_its_leader_has_drained(node, tmp_path, first):
     """Pods of one engine are told to stop at the same time, and requests may be under way."""
     work = tmp_path / "work"
     work.touch()
-    leader, follower = node(0, f"busy:{work};serve", "600"), node(1, drain="600")
-    leader.ready()
-    follower.ready()
+    leader, follower = busy(node, str(work))
     for launcher in (leader, follower) if first == "leader" else (follower, leader):
         launcher.process.send_signal(signal.SIGTERM)
         wait_for(lambda: leader.state == "Draining")  # also once its follower says that it leaves
@@ -181,11 +179,14 @@ async def test_a_follower_that_leaves_waits_through_a_connection_that_breaks(mon
     assert "409" in why, "the leader's own word ends the wait"
 
 
-def test_when_the_follower_is_told_to_stop_the_engine_drains(node):
-    leader, follower = busy(node, "3")
+def test_when_the_follower_is_told_to_stop_the_engine_drains(node, tmp_path):
+    work = tmp_path / "work"
+    work.touch()
+    leader, follower = busy(node, str(work))
     follower.process.send_signal(signal.SIGTERM)
     wait_for(lambda: leader.state == "Draining")
     assert alive(follower)
+    work.unlink()
     assert leader.end() == 1
     assert leader.termination == (
         "node 1 of this engine was told to stop; all pods of an engine end together"
@@ -194,7 +195,7 @@ def test_when_the_follower_is_told_to_stop_the_engine_drains(node):
 
 
 def test_a_second_stop_does_not_wait_for_the_leader(node):
-    _, follower = busy(node, "60")
+    _, follower = busy(node, "600")
     follower.process.send_signal(signal.SIGTERM)
     wait_for(lambda: follower.state == "Draining")
     follower.process.send_signal(signal.SIGTERM)

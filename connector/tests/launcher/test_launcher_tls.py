@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -21,7 +22,8 @@ from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.readiness import Readiness
 from pdcluster_connector.launcher.rendezvous import Followers, Leader
 from pdcluster_connector.link_health.control_agent import ControlAgent
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name, role_name
+from pdcluster_connector.sidechannel import tls as tls_module
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.tls import Tls
 
@@ -44,6 +46,7 @@ class Launched:
     drained: list[int]
     folder: Path
     authority: Authority
+    by_role: bool
 
     def tls(self, engine_id: str, **kind: object) -> Tls:
         return Tls(
@@ -61,6 +64,17 @@ class Launched:
         return context
 
     async def ask(self, context: ssl.SSLContext, method: str, path: str) -> int:
+        async with self._answer(context, method, path) as answer:
+            return answer.status
+
+    async def read(self, context: ssl.SSLContext, path: str) -> dict[str, Any]:
+        async with self._answer(context, "GET", path) as answer:
+            return dict(await answer.json())
+
+    @asynccontextmanager
+    async def _answer(
+        self, context: ssl.SSLContext, method: str, path: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         body = NO_PEERS if method == "PUT" else None
         async with (
             aiohttp.ClientSession() as http,
@@ -69,14 +83,14 @@ class Launched:
                 f"https://127.0.0.1:{self.port}{path}",
                 data=body,
                 ssl=context,
-                server_hostname=engine_name(ENGINE.engine_id),
+                server_hostname=(role_name if self.by_role else engine_name)(ENGINE.engine_id),
             ) as answer,
         ):
-            return answer.status
+            yield answer
 
 
 @asynccontextmanager
-async def launcher(folder: Path) -> AsyncIterator[Launched]:
+async def launcher(folder: Path, *, by_role: bool = False) -> AsyncIterator[Launched]:
     authority = Authority()
     config = '{"kv_role":"kv_consumer"}'
     command = engine_command(
@@ -85,14 +99,15 @@ async def launcher(folder: Path) -> AsyncIterator[Launched]:
     readiness = Readiness(ENGINE, "decode", command, {})
     drained: list[int] = []
     links = LinkTable((1, 1))
-    tls = Tls(authority.files(folder / "launcher", ENGINE.engine_id), ENGINE.engine_id)
+    files = authority.files(folder / "launcher", ENGINE.engine_id, by_role=by_role)
+    tls = Tls(files, ENGINE.engine_id)
     server = LauncherServer(
         readiness, links, "secret", lambda: drained.append(1), Followers(2), tls
     )
     await server.start("127.0.0.1", 0)
     try:
         port = server.addresses[0][1]
-        yield Launched(port, links, readiness, drained, folder, authority)
+        yield Launched(port, links, readiness, drained, folder, authority, by_role)
     finally:
         await server.stop()
 
@@ -101,6 +116,22 @@ async def test_the_kubelet_may_ask_whether_it_is_ready(tmp_path: Path) -> None:
     """It shows no certificate."""
     async with launcher(tmp_path) as launched:
         assert await launched.ask(launched.context(None), "GET", "/readyz") == 503
+
+
+async def test_the_launcher_tells_when_the_certificate_in_use_expires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    async with launcher(tmp_path) as launched:
+        told = await launched.read(launched.context(None), "/readyz")
+        context = launched.context(OPERATOR_NAME)
+        revision = (await launched.read(context, "/v1/changes"))["revision"]
+        before = told["certificate_expires"]
+        assert 0 < before - time.time() < 10 * 86_400
+        launched.authority.files(tmp_path / "launcher", ENGINE.engine_id, days=20)
+        told = await launched.read(launched.context(None), "/readyz")
+        assert told["certificate_expires"] - before >= 9 * 86_400
+        assert (await launched.read(context, "/v1/changes"))["revision"] != revision
 
 
 @pytest.mark.parametrize(
@@ -131,6 +162,18 @@ async def test_the_operator_and_the_engine_itself_may(tmp_path: Path, name: str)
         assert await launched.ask(context, "GET", "/v1/links") == 200
         assert await launched.ask(context, "POST", "/v1/drain") == 202
         assert launched.drained == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [(role_name(ENGINE.engine_id), 200), (OPERATOR_NAME, 200), (engine_name(NEIGHBOUR), 403),
+     (role_name("ns.c.prefill.r.0/a"), 403), (role_name("ns.other.decode.r.0/a"), 403)],
+)  # fmt: skip
+async def test_with_certificates_of_roles_a_launcher_is_for_its_role(
+    tmp_path: Path, name: str, status: int
+) -> None:
+    async with launcher(tmp_path, by_role=True) as launched:
+        assert await launched.ask(launched.context(name), "GET", "/v1/links") == status
 
 
 async def test_reports_need_the_token_beside_the_certificate(tmp_path: Path) -> None:
@@ -165,9 +208,11 @@ async def test_a_worker_reports_and_a_follower_meets_its_leader(tmp_path: Path) 
             waits: list[str] = []
             async with aiohttp.ClientSession() as http:
                 stranger = Leader(http, address, 1, "b", launched.tls(NEIGHBOUR))
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(stranger.meet(waits.append), 0.5)
-            assert waits
+                meeting = asyncio.create_task(stranger.meet(waits.append))
+                await asyncio.to_thread(_until, lambda: waits)
+                assert not meeting.done()
+                meeting.cancel()
+                await asyncio.gather(meeting, return_exceptions=True)
         finally:
             await asyncio.to_thread(agent.close)
             await asyncio.to_thread(peers.close)
@@ -178,7 +223,7 @@ def _never(*_: object, **__: object) -> object:
 
 
 def _until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

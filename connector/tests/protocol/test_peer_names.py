@@ -8,6 +8,7 @@ from pdcluster_connector.protocol.peer_name import (
     engine_in,
     engine_name,
     names_in,
+    role_name,
     why_not_peer,
 )
 
@@ -90,3 +91,20 @@ def test_one_of_several_names_is_enough() -> None:
     names = ("localhost", engine_name(PREFILL), engine_name(DECODE))
     assert why_not_peer(PREFILL, names, DECODE, "decode") is None
     assert why_not_peer(PREFILL, names, "ns.c.decode.r.0/another_dp1", "decode") is None
+
+
+def test_a_certificate_that_names_the_role_is_for_each_engine_of_it() -> None:
+    role = "ns.c.decode.role.pdcluster.dev"
+    assert role_name(DECODE) == role_name("NS.c.decode.other.7/cc_dp1") == role
+    for engine in (DECODE, "ns.c.decode.other.7/cc"):
+        assert why_not_peer(PREFILL, ("localhost", role), engine, "decode") is None
+    for stranger in ("ns.c.prefill.r.0/bb", "ns.other.decode.r.0/bb", "else.c.decode.r.0/bb"):
+        assert "its certificate names" in str(why_not_peer(PREFILL, (role,), stranger, "decode"))
+        own = (role_name(stranger),)
+        assert why_not_peer(PREFILL, own, stranger, "decode") is not None
+
+
+@pytest.mark.parametrize("logical", ["", "ns..decode.r.0", f"{'a' * 64}.c.decode.r.0"])
+def test_what_cannot_stand_in_a_dns_name_has_no_role_name(logical: str) -> None:
+    with pytest.raises(ValueError, match="cannot stand in a certificate"):
+        role_name(f"{logical}/bb")

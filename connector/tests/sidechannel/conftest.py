@@ -8,6 +8,8 @@ import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
 from msgspec.structs import replace
 
+from loopback import free_port
+from pdcluster_connector.sidechannel import peers as peers_module
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
 
@@ -22,7 +24,7 @@ def serve() -> Iterator[Callable[..., SideChannelServer]]:
     ) -> SideChannelServer:
         server = SideChannelServer(
             "127.0.0.1",
-            port,
+            port or free_port(),  # which nobody takes while the server is away
             engine_id,
             replace(SHAPE, **change),
             shards=shards_of(engine_id),
@@ -39,8 +41,10 @@ def serve() -> Iterator[Callable[..., SideChannelServer]]:
 
 
 @pytest.fixture
-def books() -> Iterator[Callable[..., PeerBook]]:
+def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PeerBook]]:
     """Make started peer books of a decode engine's ranks."""
+    # A machine that stalls for seconds is no death of a peer.
+    monkeypatch.setattr(peers_module, "HEALTH_SECONDS", (60.0, 60.0))
     made: list[PeerBook] = []
 
     def make(rank: tuple[int, int] = (0, 0), **change: object) -> PeerBook:

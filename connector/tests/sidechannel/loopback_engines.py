@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.sidechannel.peer_source import PeerSource
 from pdcluster_connector.sidechannel.peers import PeerBook
 
 LAYERS = tuple(
@@ -52,16 +57,33 @@ class Answer:
         self.values.append(value)
         self._came.set()
 
-    def wait(self, seconds: float = 30.0) -> m.EngineMetadata | Failure:
+    def wait(self, seconds: float = 150.0) -> m.EngineMetadata | Failure:
         assert self._came.wait(seconds), "no answer"
         assert len(self.values) == 1
         return self.values[0]
 
 
-def connect(book: PeerBook, port: int, engine_id: str = PREFILL, seconds: float = 30.0) -> Answer:
+def connect(book: PeerBook, port: int, engine_id: str = PREFILL, seconds: float = 120.0) -> Answer:
     answer = Answer()
     book.connect(engine_id, "127.0.0.1", port, time.monotonic() + seconds, answer)
     return answer
+
+
+class HeldQuestions:
+    """Holds a book's questions whether peers live, while the test replaces what they would find."""
+
+    def __init__(self, book: PeerSource, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert isinstance(book, PeerBook)
+        self._go = threading.Event()
+        self._ask = book._health
+        monkeypatch.setattr(book, "_health", self._asked)
+
+    def go(self) -> None:
+        self._go.set()
+
+    async def _asked(self, *question: Any) -> Any:
+        await asyncio.to_thread(self._go.wait, 120.0)
+        return await self._ask(*question)
 
 
 def until(condition: Callable[[], object], seconds: float = 120.0) -> float:

@@ -9,11 +9,13 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
-from loopback_engines import PREFILL, SHAPE, connect, shards_of, until
+from loopback_engines import PREFILL, SHAPE, HeldQuestions, connect, shards_of, until
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
@@ -43,13 +45,16 @@ def test_a_peer_is_asked_often_enough_to_be_missed_within_five_seconds() -> None
     assert POLL_SECONDS + sum(HEALTH_SECONDS) <= 5.0, "a stopped process answers neither of two"
 
 
-def test_a_closed_port_is_seen_and_told_once(serve: Serve, books: Books) -> None:
+def test_a_closed_port_is_seen_and_told_once(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "POLL_SECONDS", 0.02)
     server, book = serve(), books()
     gone = watch(book)
     assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
     server.stop()
     until(lambda: gone)
-    time.sleep(1.5)
+    time.sleep(0.3)
     ((engine_id, failure),) = gone
     assert engine_id == PREFILL
     assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
@@ -57,12 +62,15 @@ def test_a_closed_port_is_seen_and_told_once(serve: Serve, books: Books) -> None
     assert isinstance(again, Failure)  # the metadata of the dead is not served from memory
 
 
-def test_a_restart_on_the_same_port_is_a_restart(serve: Serve, books: Books) -> None:
+def test_a_restart_on_the_same_port_is_a_restart(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, book = serve(), books()
-    gone = watch(book)
+    gone, questions = watch(book), HeldQuestions(book, monkeypatch)
     assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
     server.stop()
     serve(AGAIN, port=server.port)
+    questions.go()
     until(lambda: gone)
     assert gone[0][0] == PREFILL
     assert gone[0][1].reason is Reason.PEER_RESTARTED
@@ -73,24 +81,30 @@ def test_a_restart_on_the_same_port_is_a_restart(serve: Serve, books: Books) -> 
     assert isinstance(connect(book, server.port, AGAIN).wait(), m.EngineMetadata)
 
 
-def test_a_living_peer_stays_and_is_asked_over_one_connection(serve: Serve, books: Books) -> None:
+def test_a_living_peer_stays_and_is_asked_over_one_connection(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "POLL_SECONDS", 0.02)
     server, book = serve(), books()
     gone = watch(book)
     connect(book, server.port).wait()
-    time.sleep(3.5)
+    until(lambda: server.counts["health_questions"] >= 10)
     assert gone == []
     assert server._guard is not None
     assert len(server._guard._server.connections) == 1
 
 
-def test_a_forgotten_peer_is_watched_no_more(serve: Serve, books: Books) -> None:
+def test_a_forgotten_peer_is_watched_no_more(
+    serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "POLL_SECONDS", 0.02)
     server, book = serve(), books()
     gone = watch(book)
     connect(book, server.port).wait()
     book.forget(PREFILL, Failure(Reason.BACKEND_ERROR, "a transport error"))
     until(lambda: not book._peers)
     server.stop()
-    time.sleep(1.5)
+    time.sleep(0.3)
     assert gone == []
 
 
@@ -105,6 +119,7 @@ def prefill_process(pipe: Connection) -> None:
 def test_a_process_that_dies_or_stops(
     books: Books,
     how: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
     ours, theirs = multiprocessing.Pipe()
@@ -113,9 +128,10 @@ def test_a_process_that_dies_or_stops(
     try:
         book = books()
         gone = watch(book)
-        assert ours.poll(30)
+        assert ours.poll(120)
         assert isinstance(connect(book, ours.recv()).wait(), m.EngineMetadata)
         assert process.pid is not None
+        monkeypatch.setattr(peers_module, "HEALTH_SECONDS", HEALTH_SECONDS)
         os.kill(process.pid, how)
         took = until(lambda: gone)
         record_property(f"seen_after_{how.name}_s", round(took, 2))
@@ -180,10 +196,10 @@ class Peer:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first answer is not waited for long; the second has all the time that it may need."""
     monkeypatch.setattr(peers_module, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(peers_module, "HEALTH_SECONDS", (0.3, 20.0))
+    monkeypatch.setattr(peers_module, "HEALTH_SECONDS", (0.3, 60.0))
 
 
 @pytest.mark.usefixtures("quick")
@@ -194,7 +210,7 @@ def test_one_slow_answer_is_no_death(books: Books) -> None:
         book = books()
         gone = watch(book)
         assert isinstance(connect(book, peer.port).wait(), m.EngineMetadata)
-        until(lambda: peer.asked > 12 or gone, seconds=30.0)
+        until(lambda: peer.asked > 12 or gone)
         assert gone == []
     finally:
         peer.close()
@@ -208,9 +224,9 @@ def test_two_silences_in_a_row_are_a_death(books: Books, monkeypatch: pytest.Mon
         book = books()
         gone = watch(book)
         assert isinstance(connect(book, peer.port).wait(), m.EngineMetadata)
-        until(lambda: gone, seconds=30.0)
+        until(lambda: gone)
         assert gone[0][1].reason is Reason.SIDE_CHANNEL_UNREACHABLE
-        assert peer.asked >= 2
+        until(lambda: peer.asked >= 2)  # it may read them late
     finally:
         peer.close()
 
@@ -218,13 +234,13 @@ def test_two_silences_in_a_row_are_a_death(books: Books, monkeypatch: pytest.Mon
 def test_a_reset_connection_alone_is_no_death(books: Books) -> None:
     """The kept connection breaks, the port answers: the peer lives."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(30.0)
+        listener.settimeout(60.0)
         book = books()
         gone = watch(book)
         waiting = connect(book, listener.getsockname()[1])
         for reply in (METADATA, HEALTH, HEALTH):  # each over a connection that is then cut
             peer, _ = listener.accept()
-            peer.settimeout(30.0)
+            peer.settimeout(60.0)
             assert peer.recv(65536)
             peer.sendall(reply)
             waiting.wait()
@@ -233,23 +249,25 @@ def test_a_reset_connection_alone_is_no_death(books: Books) -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 4], ids=["tp1", "tp4"])
-def test_a_prefill_engine_is_asked_once_a_second_by_a_decode_engine_of_any_size(
-    serve: Serve,
-    books: Books,
-    tensor: int,
-    record_property: Callable[[str, object], None],
+def test_of_a_decode_engine_of_any_size_only_the_first_rank_asks_often(
+    serve: Serve, books: Books, tensor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = serve()
-    ranks = [books(rank=(0, tensor_rank)) for tensor_rank in range(tensor)]
-    for book in ranks:
-        assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
-    start = time.monotonic()
-    until(lambda: server.counts["health_questions"] >= 4)
-    rate = server.counts["health_questions"] / (time.monotonic() - start)
-    record_property(f"health_questions_a_second_tp{tensor}", round(rate, 2))
-    assert rate <= 1.1 / POLL_SECONDS, "each rank asks"
-    assert POLL_SECONDS + sum(HEALTH_SECONDS) < min(RARE_POLL_SECONDS), "else the test sees nothing"
     assert min(RARE_POLL_SECONDS) > IDLE_SECONDS, "a connection would be kept for each rank"
+    monkeypatch.setattr(peers_module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peers_module, "RARE_POLL_SECONDS", (3600.0, 3600.0))
+    asked: Counter[int] = Counter()
+    server = serve()
+    for rank in range(tensor):
+        book = books(rank=(0, rank))
+
+        async def ask(*question: Any, rank: int = rank, ask: Any = book._health) -> Any:
+            asked[rank] += 1
+            return await ask(*question)
+
+        monkeypatch.setattr(book, "_health", ask)
+        assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
+    until(lambda: asked[0] >= 10)
+    assert set(asked) == {0}
 
 
 def test_another_rank_hears_that_a_peer_is_gone(serve: Serve, books: Books) -> None:

@@ -114,7 +114,7 @@ class World:
                 return False
         return True
 
-    def run(self, until: Callable[[], bool], seconds: float = 20.0) -> bool:
+    def run(self, until: Callable[[], bool], seconds: float = 120.0) -> bool:
         """Step all engines that are not stopped; returns whether it happened."""
         deadline = time.monotonic() + seconds
         while not until():

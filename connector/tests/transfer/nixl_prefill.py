@@ -14,6 +14,7 @@ from transfer_rig import Prefill
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 
 class Agents:
@@ -28,6 +29,11 @@ class Agents:
     def agent(self, name: str) -> NixlAgent:
         options = [("UCX", "split_batch_size", "4")] if self._threads else []
         return NixlAgent(name, num_threads=self._threads, backend_options=options)
+
+
+def patient(**changes: Any) -> ReceiverOptions:
+    """Options of a receiver: no read over real NIXL fails because this machine stands still."""
+    return ReceiverOptions(**{"probe_seconds": 60.0, "check_seconds": 60.0, **changes})
 
 
 def serve(pipe: Connection, engines: dict[str, int], cache: dict[str, Any]) -> None:
@@ -55,7 +61,7 @@ class PrefillProcess:
         self.process.start()
         theirs.close()
         self.metadata: dict[str, EngineMetadata] = {}
-        assert self.pipe.poll(60), "the prefill process did not come up"
+        assert self.pipe.poll(200), "the prefill process did not come up"
         for metadata in self.pipe.recv():
             self.metadata[metadata.engine_id] = metadata
 
@@ -68,7 +74,7 @@ class PrefillProcess:
 
     def _ask(self, *message: Any) -> Any:
         self.pipe.send(message)
-        assert self.pipe.poll(30)
+        assert self.pipe.poll(120), "the prefill process does not answer"
         return self.pipe.recv()
 
     def signal(self, number: signal.Signals) -> None:

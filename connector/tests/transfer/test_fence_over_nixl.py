@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import pytest
-from nixl_prefill import PrefillProcess
+from nixl_prefill import PrefillProcess, patient
 from transfer_rig import Decode, FakePeers, eventually
 
 from pdcluster_connector.compat.reasons import Reason
@@ -54,7 +54,7 @@ class Rig:
         self.agents: list[Watched] = []
         peers = FakePeers()
         peers.table.update(self.prefill.metadata)
-        self.decode = Decode(self, peers, **CACHE)  # type: ignore[arg-type]
+        self.decode = Decode(self, peers, options=patient(), **CACHE)  # type: ignore[arg-type]
 
     def agent(self, name: str) -> Watched:
         self.agents.append(Watched(name))

@@ -15,11 +15,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from nixl_prefill import Agents, PrefillProcess
+from nixl_prefill import Agents, PrefillProcess, patient
 from transfer_rig import Decode, FakePeers, eventually
 
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 pytestmark = pytest.mark.nixl
 
@@ -30,7 +29,8 @@ CACHE = {
     "kv_heads": 4, "layers": 4, "block_tokens": BLOCK_TOKENS, "token_bytes": 128,
     "num_blocks": 2 * BLOCKS + 1,
 }  # fmt: skip
-LEASE_SECONDS = 10.0
+LEASE_SECONDS = 60.0
+CRASH_SECONDS = 60.0  # UCX writes a backtrace before it ends the process
 
 
 class Reader:
@@ -38,7 +38,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.peers = FakePeers()
-        options = ReceiverOptions(drain_deadline_seconds=5.0, probe_seconds=20)
+        options = patient(drain_deadline_seconds=5.0)
         self.decode = Decode(Agents(), self.peers, options=options, **CACHE)  # type: ignore[arg-type]
 
     def know(self, metadata: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class ReaderProcess:
         theirs.close()
 
     def wait(self) -> Any:
-        assert self._pipe.poll(90), "no answer"
+        assert self._pipe.poll(150), "no answer"
         return self._pipe.recv()
 
     def ask(self, *message: Any) -> Any:
@@ -141,17 +141,29 @@ class Rig:
         if stopped:
             self.prefill.signal(signal.SIGCONT)
         why = self.judge(f"beside{number}", seed, HALVES[1])
-        assert self.died() or not why, f"prefill lives, and the request beside failed: {why}"
-        if self.died():
-            self.prefill.end()
-            self.prefill = self._start_prefill()
-            self.survivor.ask("know", self.prefill.metadata)
-        seed, mine = self.ticket(HALVES[0])
-        self.survivor.ask("begin", f"after{number}", mine, HALVES[0])
-        assert self.judge(f"after{number}", seed, HALVES[0]) == ""
+        if why or self.died(0.5):
+            self.restart(why)
+        if why := self.reads_again(f"after{number}"):
+            self.restart(why)  # it died only now
+            assert self.reads_again(f"at last{number}") == ""
 
-    def died(self) -> bool:
-        self.prefill.process.join(0.5)
+    def restart(self, why: str) -> None:
+        assert self.died(CRASH_SECONDS), f"prefill lives, and a request failed: {why}"
+        self.prefill.end()
+        self.prefill = self._start_prefill()
+        self.survivor.ask("know", self.prefill.metadata)
+
+    def reads_again(self, request_id: str) -> str:
+        """Have the survivor read once more; returns why that failed."""
+        try:
+            seed, mine = self.ticket(HALVES[0])
+        except (EOFError, OSError):
+            return "prefill does not answer"
+        self.survivor.ask("begin", request_id, mine, HALVES[0])
+        return self.judge(request_id, seed, HALVES[0])
+
+    def died(self, seconds: float) -> bool:
+        self.prefill.process.join(seconds)
         return not self.prefill.process.is_alive()
 
     def end(self) -> None:
@@ -179,7 +191,7 @@ def test_a_reader_that_is_killed_costs_the_other_no_wrong_token(
         record_property(f"killed_readers_{transport.replace(' ', '_')}_{rounds}", {
             **rig.outcomes, "prefill starts": rig.starts,
         })  # fmt: skip
-        assert rig.outcomes["right"] + rig.outcomes["failed"] == 2 * rounds
+        assert rig.outcomes["right"] + rig.outcomes["failed"] >= 2 * rounds
         assert rig.outcomes["right"] >= rounds
         if transport != "tcp":
             assert rig.starts == 1, "nothing ends a prefill engine whose reader dies"

@@ -6,13 +6,12 @@ import os
 
 import numpy as np
 import pytest
-from nixl_prefill import Agents, PrefillProcess
+from nixl_prefill import Agents, PrefillProcess, patient
 from transfer_rig import Decode, FakePeers
 
 from pdcluster_connector.nixl_io import nixl_agent
 from pdcluster_connector.nixl_io.interface import NixlError, NixlErrorKind
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
-from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 pytestmark = pytest.mark.nixl
 
@@ -63,12 +62,12 @@ def test_large_reads_that_threads_share_are_right_to_the_byte() -> None:
         def agent(self, name: str) -> NixlAgent:
             return NixlAgent(name, num_threads=4)
 
-    options = ReceiverOptions(descriptors_per_transfer=2048)
+    options = patient(descriptors_per_transfer=2048)
     decode = Decode(Threads(), peers, options=options, **cache)  # type: ignore[arg-type]
     blocks = np.random.default_rng(1).permutation(np.arange(1, 520))[:512].tolist()
     ticket = prefill.ticket("prefill/1", 9, blocks, 512 * 16)
     decode.receiver.receive([decode.request("r", ticket, blocks[::-1])])
-    results = decode.wait("r", timeout=30)
+    results = decode.wait("r")
     assert results.failed == {}
     assert results.received["r"].nbytes == 2 * 4 * 512 * 16 * 64
     assert decode.cache.wrong_tokens(9, blocks[::-1], 0, 512 * 16) == []

@@ -20,7 +20,7 @@ from pdcluster_connector.transfer.probe_run import RECENT_SECONDS
 from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 # Long enough for a busy machine to post a request before its lease ends.
-POSTED_IN_TIME = 1.5
+POSTED_IN_TIME = 3.0
 OF_THE_AGENT = 1  # descriptor list, of the memory that lease words are read into
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 
@@ -210,15 +210,15 @@ def test_a_call_that_does_not_return_ends_the_worker() -> None:
 
 def test_a_thread_that_waits_or_polls_for_long_is_not_hanging() -> None:
     said: list[str] = []
-    rig = Rig(options=ReceiverOptions(fatal=said.append, stall_seconds=1.0))
+    rig = Rig(options=ReceiverOptions(fatal=said.append, stall_seconds=4.0))
     try:
         rig.of_kv(Behaviour(hang=True))
         rig.send("r")
         eventually(lambda: rig.hanging == 1)
-        time.sleep(1.5)
+        time.sleep(4.5)
         rig.fabric.land()
         rig.decode.wait("r")
-        time.sleep(1.5)
+        time.sleep(4.5)
     finally:
         finish(rig)
     assert said == []
@@ -779,10 +779,14 @@ def test_a_check_that_waits_behind_kv_is_not_late(rig: Rig) -> None:
     assert link is not None
     (source,) = link.sources
     source.moved_at = 0.0
-    rig.fabric.behave = lambda _: Behaviour(hang=True)
+
+    def hang(_: Transfer) -> Behaviour:
+        source.moved_at = time.monotonic() + 600  # KV keeps landing for more than a check may take
+        return Behaviour(hang=True)
+
+    rig.fabric.behave = hang
     checked = rig.decode.receiver.probe(rig.prefill.metadata, check=True)
     eventually(lambda: rig.hanging == 1)
-    source.moved_at = time.monotonic() + 60  # KV keeps landing for more than a check may take
     time.sleep(0.6)
     assert not checked.done()
     rig.fabric.land()

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from nixl_prefill import Agents, PrefillProcess
+from nixl_prefill import Agents, PrefillProcess, patient
 from transfer_rig import PROBE_BYTES, Decode, FakePeers, eventually
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive import State
 from pdcluster_connector.transfer.probe_run import RECENT_SECONDS
 from pdcluster_connector.transfer.receiver import ReceiverOptions
 
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.nixl
 SIZES = (1, 2, 4)
 CACHE = {"kv_heads": 4, "layers": 4, "num_blocks": 96, "block_tokens": 16, "token_bytes": 32}
 BIG = {"kv_heads": 4, "layers": 2, "num_blocks": 160, "block_tokens": 16, "token_bytes": 256}
+LONG = 600.0  # a lease that ends after the test
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def decodes(prefill: PrefillProcess) -> Iterator[Callable[[int], list[Decode]]]:
             for rank in range(size):
                 peers = FakePeers()
                 peers.table.update(prefill.metadata)
-                options = ReceiverOptions(descriptors_per_transfer=64)
+                options = patient(descriptors_per_transfer=64)
                 made[size].append(
                     Decode(Agents(), peers, rank=rank, tensor=size, options=options, **CACHE)
                 )
@@ -82,7 +85,7 @@ def test_every_byte_arrives_in_its_place(
                 [decode.request(request_id, ticket, blocks["decode"], start=start)]
             )
     for decode in ranks:
-        results = decode.wait(*(request[0] for request in sent), timeout=60)
+        results = decode.wait(*(request[0] for request in sent))
         assert results.failed == {}
         touched = np.zeros(96, bool)
         for request_id, seed, blocks, start, tokens in sent:
@@ -97,10 +100,13 @@ def test_every_byte_arrives_in_its_place(
 def test_probes_measure_the_link(
     prefill: PrefillProcess, decodes: Callable[[int], list[Decode]]
 ) -> None:
-    result = decodes(1)[0].receiver.probe(prefill.metadata["prefill-tp4/1"]).result(timeout=60)
+    receiver, metadata = decodes(1)[0].receiver, prefill.metadata["prefill-tp4/1"]
+    began = time.monotonic()
+    result = receiver.probe(metadata).result(timeout=120)
+    took = time.monotonic() - began
     assert result.failure is None
     assert result.nbytes == 4 * PROBE_BYTES
-    assert result.bytes_per_second > 1e6
+    assert result.bytes_per_second >= result.nbytes / took, "its reads lasted no longer than all"
 
 
 # Peers that stop and die, over TCP as between pods: with shared memory a stopped peer can
@@ -119,13 +125,15 @@ class OverTcp:
 
     BLOCKS = tuple(range(1, 151))
 
-    def __init__(self, drain_seconds: float, threads: int) -> None:
+    def __init__(self, drain_seconds: float, threads: int, probe_seconds: float = 60.0) -> None:
         self.peers = FakePeers()
         self.prefill = self.start_prefill("prefill/1")
         self.decode = Decode(
             Agents(threads),  # type: ignore[arg-type]
             self.peers,
-            options=ReceiverOptions(drain_deadline_seconds=drain_seconds, probe_seconds=20),
+            options=ReceiverOptions(
+                drain_deadline_seconds=drain_seconds, probe_seconds=probe_seconds
+            ),
             **BIG,
         )
         self.engine = "prefill/1"
@@ -139,18 +147,25 @@ class OverTcp:
     def works(self, request_id: str) -> None:
         ticket = self.prefill.ticket(self.engine, 5, [3, 1, 2], 48)
         self.decode.receiver.receive([self.decode.request(request_id, ticket, [151, 152, 153])])
-        results = self.decode.wait(request_id, timeout=60)
+        results = self.decode.wait(request_id)
         assert request_id in results.received, results.failed
         assert self.decode.cache.wrong_tokens(5, [151, 152, 153], 0, 48) == []
 
     def stop_in_the_middle(self, lease: float) -> None:
-        """Begin a 5 MB read from an engine that has just been stopped."""
+        """Begin a 5 MB read from an engine that has just been stopped.
+
+        The lease ends so many seconds after the read was posted, whenever that was.
+        """
         ticket = self.prefill.ticket(self.engine, 6, self.BLOCKS, 2400)
         self.prefill.signal(signal.SIGSTOP)
         self.decode.cache.bytes[:] = 0xEE
-        self.decode.receiver.receive([self.decode.request("r", ticket, self.BLOCKS, lease=lease)])
-        eventually(lambda: bool(self.decode.receiver._receives._transfers))
-        self.decode.nothing(0.2)
+        self.decode.receiver.receive(
+            [self.decode.request("r", ticket, self.BLOCKS, lease=LONG, claimed=False)]
+        )
+        receives = self.decode.receiver._receives
+        eventually(lambda: bool(receives._transfers))
+        [self.job] = receives._jobs.values()
+        self.decode.receiver.acknowledge({"r": time.monotonic() + lease})
 
     def restart(self, number: int) -> None:
         self.prefill.signal(signal.SIGKILL)
@@ -167,12 +182,11 @@ class OverTcp:
 
 def test_a_killed_prefill_engine_fails_the_request_and_its_successor_serves(tcp: int) -> None:
     rig = OverTcp(20, tcp)
-    rig.stop_in_the_middle(lease=30)
+    rig.stop_in_the_middle(lease=LONG)
+    rig.decode.nothing(0.2)
     rig.prefill.signal(signal.SIGKILL)
-    killed = time.monotonic()
-    failure = rig.decode.wait("r", timeout=60).failed["r"]
+    failure = rig.decode.wait("r").failed["r"]  # long before the lease's end
     assert failure.reason is Reason.BACKEND_ERROR
-    assert time.monotonic() - killed < 25, "it waited for the lease's end"
     rig.restart(2)
     rig.works("after")
     rig.restart(3)  # killed while idle
@@ -181,11 +195,12 @@ def test_a_killed_prefill_engine_fails_the_request_and_its_successor_serves(tcp:
 
 
 def test_what_lands_late_lands_before_the_report(tcp: int) -> None:
-    rig = OverTcp(20, tcp)
-    rig.stop_in_the_middle(lease=2)
-    rig.decode.nothing(2.2)  # past the lease's end, and the blocks are not given back
+    rig = OverTcp(60, tcp)
+    rig.stop_in_the_middle(lease=0.2)
+    eventually(lambda: rig.job.machine.state is State.QUARANTINE)
+    rig.decode.nothing(0.5)  # past the lease's end, and the blocks are not given back
     rig.prefill.signal(signal.SIGCONT)
-    assert rig.decode.wait("r", timeout=60).failed["r"].reason is Reason.TRANSFER_STALLED
+    assert rig.decode.wait("r").failed["r"].reason is Reason.TRANSFER_STALLED
     rig.decode.cache.bytes[:] = 0xEE
     time.sleep(0.5)
     assert (rig.decode.cache.bytes == 0xEE).all()
@@ -194,8 +209,8 @@ def test_what_lands_late_lands_before_the_report(tcp: int) -> None:
 
 def test_nothing_lands_after_the_agent_was_destroyed(tcp: int) -> None:
     rig = OverTcp(0.5, tcp)
-    rig.stop_in_the_middle(lease=2)
-    assert rig.decode.wait("r", timeout=60).failed["r"].reason is Reason.TRANSFER_STALLED
+    rig.stop_in_the_middle(lease=0.2)
+    assert rig.decode.wait("r").failed["r"].reason is Reason.TRANSFER_STALLED
     rig.decode.cache.bytes[:] = 0xEE
     rig.prefill.signal(signal.SIGCONT)
     time.sleep(1.0)
@@ -206,22 +221,24 @@ def test_nothing_lands_after_the_agent_was_destroyed(tcp: int) -> None:
 
 
 def test_a_link_that_carries_nothing_for_a_while_is_named_and_heals(tcp: int) -> None:
-    rig = OverTcp(60, tcp)
+    rig = OverTcp(60, tcp, probe_seconds=100.0)
     metadata = rig.prefill.metadata[rig.engine]
+
+    def check() -> Failure | None:
+        """Check the link. This waits shorter than a probe would."""
+        return rig.decode.receiver.probe(metadata, check=True).result(timeout=90).failure
+
     time.sleep(RECENT_SECONDS)
-    assert rig.decode.receiver.probe(metadata, check=True).result(timeout=60).failure is None
+    eventually(lambda: check() is None)
     rig.prefill.signal(signal.SIGSTOP)
-    began = time.monotonic()
-    failure = rig.decode.receiver.probe(metadata, check=True).result(timeout=60).failure
-    took = time.monotonic() - began
+    failure = check()
     rig.prefill.signal(signal.SIGCONT)
     assert failure is not None
     assert failure.reason is Reason.TRANSFER_STALLED
     assert rig.engine in failure.message
-    assert took < 15.0, "a check waits shorter than a probe"
     eventually(lambda: rig.decode.receiver._connections.by_engine.get(rig.engine) is None)
     rig.works("healed")
-    assert rig.decode.receiver.probe(metadata).result(timeout=60).failure is None
+    assert rig.decode.receiver.probe(metadata).result(timeout=120).failure is None
     rig.end()
 
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from nixl_prefill import Agents, PrefillProcess
+from nixl_prefill import Agents, PrefillProcess, patient
 from transfer_rig import Decode, FakePeers
 
 from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.nixl_io.interface import Dlist, MemoryRange, NixlError
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 pytestmark = pytest.mark.nixl
 
@@ -45,13 +44,12 @@ def test_reads_across_the_seams_are_right(
     ticket = prefill.ticket(f"prefill-{engine}/1", 7, theirs, 950)
     for rank in range(tensor):
         agents = Agents()
-        options = ReceiverOptions()  # the rig's own are for the in-memory NIXL
         cache = {**CACHE, **KINDS[kind]}
-        decode = Decode(agents, peers, rank=rank, tensor=tensor, options=options, **cache)  # type: ignore[arg-type]
+        decode = Decode(agents, peers, rank=rank, tensor=tensor, options=patient(), **cache)  # type: ignore[arg-type]
         assert (len(decode.cache.memory) > 4) == (kind == "sliced")
         decode.cache.bytes[:] = 0xEE
         decode.receiver.receive([decode.request("r", ticket, ours, start=32)])
-        assert decode.wait("r", timeout=60).failed == {}
+        assert decode.wait("r").failed == {}
         assert decode.cache.wrong_tokens(7, ours, 32, 950) == []
         assert (np.delete(decode.cache.bytes, ours, axis=1) == 0xEE).all()
         assert decode.receiver.close()

@@ -180,7 +180,7 @@ class Decode:
         *,
         start: int = 0,
         stop: int | None = None,
-        lease: float = 20.0,
+        lease: float = 100.0,
         claimed: bool = True,
     ) -> ReceiveRequest:
         return ReceiveRequest(

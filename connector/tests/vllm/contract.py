@@ -218,7 +218,7 @@ class ContractEngine:
             if stats:
                 self.stats.append(stats)
 
-    def run(self, until: Callable[[], bool], seconds: float = 5) -> None:
+    def run(self, until: Callable[[], bool], seconds: float = 120) -> None:
         """Step until something holds."""
         deadline = time.monotonic() + seconds
         while not until():
@@ -271,6 +271,19 @@ class ContractEngine:
 
     def close(self) -> None:
         self.scheduler.shutdown()
+
+
+def stood_still(seconds: float, *engines: ContractEngine) -> bool:
+    """Step for so long; returns whether this machine stood still for a second of it."""
+    pause, last = 0.0, time.monotonic()
+    until = last + seconds
+    while last < until:
+        for engine in engines:
+            engine.step()
+        time.sleep(0.01)
+        now = time.monotonic()
+        pause, last = max(pause, now - last), now
+    return pause > 1.0
 
 
 def prompt(length: int, first: int = 5) -> list[int]:

@@ -134,6 +134,9 @@ def test_tls_names_three_files() -> None:
     by_host = parse_options({"tls": {**paths, "names": "hosts"}, **KEY}).tls
     assert by_host is not None
     assert not by_host.named
+    by_role = parse_options({"tls": {**paths, "names": "roles"}, **KEY}).tls
+    assert by_role is not None
+    assert (by_role.named, by_role.by_role) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +146,8 @@ def test_tls_names_three_files() -> None:
         ({"ca": "a", "certificate": "b"}, "is not"),
         ({"ca": "a", "certificate": "b", "key": "c", "password": "d"}, "is not"),
         ({"ca": "a", "certificate": "", "key": "c"}, "certificate that is not a path"),
-        ({"ca": "a", "certificate": "b", "key": "c", "names": "any"}, "engines or hosts"),
-        ({"ca": "a", "certificate": "b", "key": "c", "names": []}, "engines or hosts"),
+        ({"ca": "a", "certificate": "b", "key": "c", "names": "any"}, "engines, roles or hosts"),
+        ({"ca": "a", "certificate": "b", "key": "c", "names": []}, "engines, roles or hosts"),
     ],
     ids=str,
 )

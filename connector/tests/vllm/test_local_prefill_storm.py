@@ -71,7 +71,7 @@ def test_a_storm_of_local_prompts_takes_no_step_from_requests_that_run(
         left = sum(PROMPT_TOKENS - request.num_computed_tokens for request in begun)
         assert left < PROMPT_TOKENS
 
-    decode.run(lambda: len(decode.finished) == 4 + STORM + (ticket is not None), seconds=60)
+    decode.run(lambda: len(decode.finished) == 4 + STORM + (ticket is not None))
     decode.step()
     reason = "NoTicket" if ticket is None else "TicketSpent"
     assert decode.prompts()["local", reason] == STORM

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from contract import BLOCK, ContractEngine, closing_engines, prompt
+from contract import BLOCK, ContractEngine, closing_engines, prompt, stood_still
 from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
@@ -528,15 +528,13 @@ def test_an_unclaimed_lease_expires_and_is_counted(engines: Any) -> None:
 
 
 def test_decode_renews_while_it_waits(engines: Any) -> None:
-    prefill = engines("producer", lease_seconds=3)
-    decode = engines("consumer", lease_seconds=60)  # prefill's own lease decides
-    params = prefill.prefill("p0", prompt(40))
-    decode.add("d0", prompt(40), params)
-    until = time.monotonic() + 4.5
-    while time.monotonic() < until:
-        decode.step()
-        prefill.step()
-        time.sleep(0.01)
+    while True:
+        prefill = engines("producer", lease_seconds=3)
+        decode = engines("consumer", lease_seconds=60)  # prefill's own lease decides
+        params = prefill.prefill("p0", prompt(40))
+        decode.add("d0", prompt(40), params)
+        if not stood_still(4.5, decode, prefill):
+            break
     assert prefill.total("leases_held") == 1, "expired although decode still waits"
     decode.land("d0")
     decode.run(lambda: "d0" in decode.finished)

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from contract import ContractEngine, closing_engines, prompt
+from contract import ContractEngine, closing_engines, prompt, stood_still
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
@@ -75,17 +75,15 @@ def test_a_lease_ends_on_the_rank_that_granted_it_and_on_no_other(engines: Any) 
 
 
 def test_one_decode_renews_the_leases_of_both_ranks(engines: Any) -> None:
-    ranks = ranks_of(engines, "producer", lease_seconds=3)
-    decode = engines("consumer")
-    for number, prefill in enumerate(ranks):
-        ticket = prefill.prefill("p0", prompt(40, number))
-        decode.add(f"d{number}", prompt(40, number), ticket)
-    decode.run(lambda: decode.parked() == {"d0", "d1"})
-    until = time.monotonic() + 4.5
-    while time.monotonic() < until:
-        for engine in (*ranks, decode):
-            engine.step()
-        time.sleep(0.01)
+    while True:
+        ranks = ranks_of(engines, "producer", lease_seconds=3)
+        decode = engines("consumer")
+        for number, prefill in enumerate(ranks):
+            ticket = prefill.prefill("p0", prompt(40, number))
+            decode.add(f"d{number}", prompt(40, number), ticket)
+        if not stood_still(4.5, *ranks, decode):
+            break
+    assert decode.parked() == {"d0", "d1"}
     assert [held(prefill) for prefill in ranks] == [1, 1]
 
 
@@ -116,7 +114,7 @@ def test_choices_of_one_request_read_on_all_ranks_of_a_decode_engine(engines: An
         for _ in range(30):
             prefill.step()
             time.sleep(0.005)
-    assert held(prefill) == 0
+    prefill.run(lambda: held(prefill) == 0)
     paths = [rank.params[i]["kv_path"] for rank in ranks for i in ids if i in rank.params]
     assert [path["outcome"] for path in paths] == ["transferred"] * 4
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 from cryptography import x509
@@ -16,6 +17,7 @@ from cryptography import x509
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in, why_not_peer
 from pdcluster_connector.protocol.tls_files import tls_files
 from pdcluster_connector.sidechannel.tls import LOOK_SECONDS, Tls, TlsError
+from pdcluster_operator.adapters import engines_http
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.adapters.tls.engine_authority import AuthorityError, EngineAuthority
 from pdcluster_operator.adapters.tls.engine_certificates import (
@@ -140,6 +142,12 @@ def test_a_stored_authority_is_the_same_and_a_spoiled_one_is_refused() -> None:
     ):
         with pytest.raises(AuthorityError, match=why):
             EngineAuthority(certificate, key)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stalls for seconds is no launcher that does not answer."""
+    monkeypatch.setattr(engines_http, "TIMEOUT", aiohttp.ClientTimeout(total=120.0))
 
 
 def talk(server: Tls, authority: EngineAuthority, engine: str) -> tuple[str, ...]:

@@ -269,6 +269,27 @@ async def test_certificates_come_and_go_with_their_engines(real, api, live, name
     assert caught.value.reason == NAME_CONFLICT
 
 
+async def test_certificates_are_written_with_one_request(real, api, live, namespace, calls):
+    key, uid = Key(namespace, "tiny"), live["metadata"]["uid"]
+
+    async def write(now: float, held: HeldCertificates) -> list[str]:
+        """Write what a plan of that moment has; return the requests that it took."""
+        observed = Observed(live, (), (), {}, {}, CONNECTOR, TicketKey(), held)
+        [step] = [s for s in make_plan(observed, now).steps if isinstance(s, WriteCertificates)]
+        calls.clear()
+        await api.write_certificates(step)
+        return list(calls)
+
+    month = 30 * 86_400.0
+    assert await write(month, await api.read_certificates(key, uid)) == ["PATCH 201"]
+    held = await api.read_certificates(key, uid)
+    assert await write(2 * month, held) == ["PATCH 200"]
+    assert (
+        real.call("DELETE", f"/api/v1/namespaces/{namespace}/secrets/tiny-certificates")[0] == 200
+    )
+    assert await write(3 * month, held) == ["PATCH 409", "GET 404", "PATCH 201"]
+
+
 async def test_status_is_written_by_a_manager_of_its_own(real, api, live, namespace):
     key, uid = Key(namespace, "tiny"), live["metadata"]["uid"]
     await api.write_status(key, uid, status("one"))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from pdcluster_operator.adapters import engines_http
 from pdcluster_operator.adapters.engines_http import MAX_ANSWER, EnginesHttp
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.spec.enums import Role
@@ -16,6 +18,13 @@ from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.runtime.errors import LauncherError
 
 AUTHORITY, _ = EngineAuthority.new(time.time())
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stalls for seconds is no launcher that does not answer."""
+    monkeypatch.setattr(engines_http, "TIMEOUT", aiohttp.ClientTimeout(total=120.0))
+    monkeypatch.setattr(engines_http, "WAIT_TIMEOUT", aiohttp.ClientTimeout(total=120.0))
 
 
 def target_of(pod: TestServer) -> Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 
@@ -14,6 +15,7 @@ from pdcluster_operator.adapters.api_server.sweep import Sweeper
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import Metrics, resource_of
+from pdcluster_operator.adapters.operator_process import collect_rarely
 from pdcluster_operator.cli import operator as command
 from pdcluster_operator.plan.deletions import MANAGED_KINDS
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -178,3 +180,18 @@ async def test_a_kind_whose_crd_is_not_installed_is_left_out_if_it_is_optional()
     missing = "PDCluster"
     with pytest.raises(NotFound):
         await sweeper._sweep()
+
+
+def test_what_is_loaded_is_out_of_the_garbage_collectors_sight():
+    stays = [{"number": number} for number in range(1000)]
+    before = gc.get_threshold()
+    try:
+        collect_rarely()
+        watched = {id(one) for one in gc.get_objects()}
+        assert not watched.intersection(map(id, stays))
+        new = [[number] for number in range(10)]
+        assert {id(one) for one in gc.get_objects()}.issuperset(map(id, new))
+        assert gc.get_threshold() > before
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

@@ -22,8 +22,8 @@ BAD = manifest(
 )
 
 
-def judge(new, old=None, *, host_paths=True):
-    return review(new, old, host_paths=host_paths)
+def judge(new, old=None, *, host_paths=True, mounted_certificates=True):
+    return review(new, old, host_paths=host_paths, mounted_certificates=mounted_certificates)
 
 
 def test_creation_is_judged_as_the_planner_judges():
@@ -92,6 +92,20 @@ def test_another_wrong_value_is_new():
 @pytest.mark.parametrize("spec", [None, 7, {}, {"model": 1}, {"prefill": []}])
 def test_nonsense_is_refused_and_never_raises(spec):
     assert judge({**GOOD, "spec": spec}).errors
+
+
+def test_mounted_certificates_need_an_operator_that_such_engines_trust():
+    mount = {"name": "own", "mountPath": "/pdcluster-tls"}
+    spec = {
+        "containers": [{"name": "engine", "volumeMounts": [mount]}],
+        "volumes": [{"name": "own", "secret": {"secretName": "engine"}}],
+    }
+    role = {"podTemplate": {"spec": spec}}
+    new = manifest(transfer={"device": "CPU", "tls": "Mounted"}, prefill=role, decode=role)
+    assert not judge(new).errors
+    [error] = judge(new, mounted_certificates=False).errors
+    assert (error.path, error.rule) == ("spec.transfer.tls", "MountedNotSupported")
+    assert not judge(GOOD, mounted_certificates=False).errors
 
 
 def test_folders_of_nodes_need_the_operators_word():

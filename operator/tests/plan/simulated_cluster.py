@@ -18,6 +18,7 @@ from pdcluster_operator.api.labels import (
     ROTATE_TICKET_KEY_ANNOTATION,
     engine_of,
 )
+from pdcluster_operator.plan.forecast.healthy import ready_engine, running, verified_link
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
     Apply,
@@ -33,14 +34,7 @@ from pdcluster_operator.plan.model import (
     WriteTicketKey,
 )
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.reports import (
-    CanaryReport,
-    EngineReport,
-    LinkReport,
-    LinksReport,
-    LinkState,
-    parse_links_report,
-)
+from pdcluster_operator.plan.reports import EngineReport, LinksReport, parse_links_report
 
 GRACE = 30  # seconds that a pod has to end
 START = 1_800_000_000.0
@@ -194,12 +188,7 @@ class SimulatedCluster:
         """Do the kubelet's work: every pod runs and is ready."""
         self.make_pods()
         for number, pod in enumerate(self.pods.values()):
-            pod["status"] = {
-                "phase": "Running",
-                "podIP": f"10.0.0.{number + 1}",
-                "conditions": [{"type": "Ready", "status": "True"}],
-                "containerStatuses": [{"name": "engine", "state": {"running": {}}}],
-            }
+            pod["status"] = running(f"10.0.0.{number + 1}")
 
     def leaders(self, role: str) -> list[Any]:
         names = [
@@ -213,29 +202,19 @@ class SimulatedCluster:
         """Let every launcher report a ready engine."""
         for role in ("prefill", "decode"):
             for name in self.leaders(role):
-                self.engines[name.logical] = EngineReport(
-                    ready=True,
-                    engine=name.logical,
-                    engine_id=f"{name.logical}/0123456789abcdef",
-                    role=role,
-                    state="Ready",
-                )
+                self.engines[name.logical] = ready_engine(name, "0123456789abcdef")
 
     def link(self, **changes: Any) -> None:
         """Let every decode launcher report established links with passed canaries."""
         for decode in self.leaders("decode"):
+            measured: dict[str, Any] = {"shards": "1/1", "bytes_per_second": 5e9, **changes}
             rows = [
-                LinkReport(
-                    prefill=prefill.logical,
-                    prefill_engine_id=self.engines[prefill.logical].engine_id,
-                    state=LinkState.ESTABLISHED,
-                    shards="1/1",
-                    bytes_per_second=5e9,
-                    canary=CanaryReport(LinkState.PASSED, 4096),
+                replace(
+                    verified_link(prefill.logical, self.engines[prefill.logical].engine_id, 4096),
+                    **measured,
                 )
                 for prefill in self.leaders("prefill")
             ]
-            rows = [replace(row, **changes) for row in rows]
             self.links[decode.logical] = LinksReport(decode.logical, "any", tuple(rows))
 
     def count_prompts(self, prompts: int, local: int = 0, cause: str = "NoTicket") -> None:

@@ -101,6 +101,9 @@ def test_renew_is_the_field_that_forces_it() -> None:
     world = running()
     course = after(world, rollout={"renew": "today"})
     assert {one.fields for one in course.replaced} == {("rollout.renew",)}
+    world.edit(rollout={"renew": "today"})
+    world.step()
+    assert "rollout.renew changed" in world.condition("Ready")["message"], "the status says it too"
 
 
 def test_the_forecast_ends_as_the_cluster_does() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulated_cluster import SimulatedCluster
+from simulated_cluster import START, SimulatedCluster
 from simulated_cluster import manifest as cluster
 
+from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import engine_of
-from pdcluster_operator.plan.certificates import CLOCKS_DIFFER, PERIOD_SECONDS
+from pdcluster_operator.plan.certificates import CLOCKS_DIFFER, DAY, PERIOD_SECONDS
 from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.model import Apply, HeldCertificates, WriteCertificates
 
@@ -335,3 +337,70 @@ def test_without_prefill_engines_those_of_decode_stay_as_an_older_operator_made_
     replaced(world)
     assert {name.revision for name in world.leaders("decode")} == before
     assert world.condition("Ready")["status"] == "True"
+
+
+def transfer(world: SimulatedCluster) -> dict[str, Any]:
+    world.step()
+    return dict(world.cluster["status"].get("transfer", {}))
+
+
+def expires(world: SimulatedCluster, *moments: float | None) -> None:
+    """Let engines tell when their certificates expire."""
+    for (name, report), moment in zip(sorted(world.engines.items()), moments, strict=True):
+        world.engines[name] = replace(report, certificate_expires=moment)
+
+
+def test_the_status_says_whose_certificates_are_used_and_when_the_first_expires() -> None:
+    world = secured()
+    assert transfer(world) == {}, "nothing runs yet"
+    world.bring_up()
+    assert transfer(world) == {"certificates": "Operator"}, "older launchers do not tell"
+    expires(world, START + 90 * DAY, START + 60 * DAY)
+    told = {"certificates": "Operator", "notAfter": timestamp(START + 60 * DAY)}
+    assert transfer(world) == told
+    world.engines.clear()
+    assert transfer(world) == told, "an operator that starts again has not heard an engine yet"
+    world.edit(transfer={"device": "CPU", "tls": "Disabled"})
+    replaced(world)
+    assert transfer(world) == {"certificates": "None"}
+
+
+def test_engines_from_before_there_was_tls_are_not_said_to_have_it() -> None:
+    world = of_an_older_operator(tls="Enabled")
+    plan = world.step()
+    status = transfer(world)
+    assert status["certificates"] == "None"
+    assert "2 of 2 engines without TLS" in status["message"]
+    assert "spec.rollout.renew" in status["message"], "what helps"
+    said = [event for event in plan.events if event.reason == "InsecureSideChannel"]
+    assert [(event.type, event.message) for event in said] == [("Warning", status["message"])]
+    assert world.step().events == (), "once"
+    assert world.condition("Ready")["status"] == "True", "an upgrade breaks nothing"
+    world.edit(rollout={"renew": "tls", "type": "Surge"}, prefill={"replicas": 2})
+    world.step()
+    assert "They are being replaced" in transfer(world)["message"]
+    replaced(world)
+    assert transfer(world) == {"certificates": "Operator"}
+
+
+def test_engines_that_a_paused_rollout_keeps_are_not_said_to_have_tls() -> None:
+    world = SimulatedCluster(cluster(transfer={"device": "CPU", "tls": "Disabled"}))
+    world.bring_up()
+    assert transfer(world) == {"certificates": "None"}, "as the spec wants it"
+    world.edit(transfer={"device": "CPU", "tls": "Enabled"}, rollout={"paused": True})
+    world.settle()
+    assert "spec.rollout.paused" in transfer(world)["message"]
+
+
+def test_while_engines_with_and_without_tls_run_the_status_says_neither() -> None:
+    world = SimulatedCluster(
+        cluster(transfer={"device": "CPU", "tls": "Disabled"}, rollout={"type": "Surge"})
+    )
+    world.bring_up()
+    world.edit(transfer={"device": "CPU", "tls": "Enabled"})
+    world.step()  # stores the new revisions
+    world.step()  # makes their engines
+    world.run_pods()
+    status = transfer(world)
+    assert status["certificates"] == "Mixed"
+    assert "2 of 4 engines without TLS" in status["message"]

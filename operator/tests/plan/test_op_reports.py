@@ -70,6 +70,17 @@ def test_a_data_parallel_size(value, size):
     assert report.data_parallel_size == size
 
 
+@pytest.mark.parametrize(
+    ("value", "moment"),
+    [(1_800_000_000, 1.8e9), (0, None), (-1, None), ("1800000000", None), (None, None),
+     (10**18, None), (float("nan"), None), (True, None)],
+)  # fmt: skip
+def test_when_a_certificate_expires(value, moment):
+    report = parse_engine_report({"engine": "e", "certificate_expires": value})
+    assert report is not None
+    assert report.certificate_expires == moment
+
+
 def test_both_ends_of_the_peers_document_and_of_the_link_table():
     """Operator -> launcher -> operator, through the real types of both halves."""
     world = SimulatedCluster(manifest())

@@ -92,6 +92,46 @@ def test_from_nothing_to_ready(world):
     assert status["observedGeneration"] == 1
 
 
+def test_a_start_that_goes_well_is_two_events(world):
+    """An event for each flip on the way would be a dozen, one of them a warning."""
+    told = [*world.step().events]
+    world.make_pods()
+    told += world.step().events
+    world.run_pods()
+    told += world.step().events
+    world.speak()
+    told += world.step().events
+    world.link(state=LinkState.PENDING)
+    world.route()
+    told += world.step().events
+    world.link(canary=CanaryReport())
+    told += world.step().events
+    world.link()
+    told += world.step().events
+    is_(world, "Ready", "True", "Ready")
+    assert [event.message.split(" is ")[0] for event in told] == ["Accepted", "Ready"]
+    assert {event.type for event in told} == {"Normal"}
+
+
+def test_trouble_is_an_event_whether_it_comes_in_a_start_or_later(world):
+    world.step()
+    world.run_pods()
+    world.speak()
+    world.step()
+    world.link(state=LinkState.FAILED, reason="HandshakeFailed")
+    events = world.step().events
+    assert {e.message.split(" is ")[0] for e in events} == {"KVLinksEstablished"}
+    world.link()
+    world.route()
+    world.step()
+    is_(world, "Ready", "True", "Ready")
+    world.links.clear()
+    lost = {event.message.split(" is ")[0] for event in world.step().events}
+    assert {"Ready", "KVLinksEstablished", "KVPathVerified", "Available"} <= lost
+    world.link()
+    assert [event.reason for event in world.step().events] == ["Ready"]
+
+
 def test_an_image_that_cannot_be_pulled(world):
     world.bring_up()
     waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "nowhere/x:1"'}

@@ -110,7 +110,7 @@ async def test_a_stage_runs_side_by_side_within_its_bound_and_in_order() -> None
     api.go.clear()
     steps = [apply("engine", "StatefulSet"), *(apply(f"s-{number}") for number in range(20))]
     running = asyncio.create_task(executor_of(api).perform(KEY, CLUSTER, steps, []))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while api.now < SIDE_BY_SIDE:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0)
     api.go.set()

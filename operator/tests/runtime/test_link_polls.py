@@ -74,7 +74,7 @@ class Launchers:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.005)
 

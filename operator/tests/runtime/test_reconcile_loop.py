@@ -7,6 +7,7 @@ import base64
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from pdcluster_operator.plan.model import (
 )
 from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
@@ -51,6 +53,12 @@ MANIFEST: dict[str, Any] = {
     "metadata": {"name": "tiny", "namespace": "ns"},
     "spec": {"model": {"source": {"huggingFace": {"repo": "org/model"}}}},
 }
+
+
+@pytest.fixture(autouse=True)
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may wait (plan.status.pace) also waits on a slow machine."""
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: 1000.0))
 
 
 class RecordingApi:
@@ -449,7 +457,7 @@ async def test_an_operator_that_has_just_started_asks_before_it_judges() -> None
         wait = await world.reconcile()
         assert world.port.writes == []
         launchers.may_answer.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not world.monitor.all_heard(KEY):  # noqa: ASYNC110 - nothing announces it here
                 await asyncio.sleep(0.01)
         await world.reconcile()

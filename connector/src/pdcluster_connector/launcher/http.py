@@ -11,7 +11,7 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -125,8 +125,13 @@ class LauncherServer:
         return await handler(request)
 
     async def _get_readyz(self, _: web.Request) -> web.Response:
-        document = self._readiness.document()
+        document = self._state()
         return web.json_response(document, status=200 if document["ready"] else 503)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what ``/readyz`` tells: the engine's state, and when its certificate expires."""
+        expires = None if self._tls is None else self._tls.expires
+        return {**self._readiness.document(), "certificate_expires": expires}
 
     async def _put_peers(self, request: web.Request) -> web.Response:
         if self._links.set_peers(await _body(request, decode_peers)):
@@ -177,7 +182,7 @@ class LauncherServer:
     def _revision(self) -> str:
         now = time.monotonic()
         prompts = None if self._prompts is None else self._prompts.document(now)
-        return revision_of(self._readiness.document(), self._links.rows(now), prompts)
+        return revision_of(self._state(), self._links.rows(now), prompts)
 
     async def _get_rendezvous(self, request: web.Request) -> web.Response:
         if self._followers is None:

@@ -1,9 +1,11 @@
 """The names in certificates, and which peer may speak for which engine.
 
 A certificate names one engine in its subjectAltName: ``LOGICAL-ID.engine.pdcluster.dev`` (DNS),
-where LOGICAL-ID is ``namespace.cluster.role.revision.index``. The operator's own certificate has
-the name ``operator.pdcluster.dev``. Nothing has to resolve these names: a TLS client compares the
-name that it expects before it sends a byte (RFC 9525), and a server compares after the handshake.
+where LOGICAL-ID is ``namespace.cluster.role.revision.index``. A certificate that all engines of a
+role share names the role: ``namespace.cluster.ROLE.role.pdcluster.dev``. The operator's own
+certificate has the name ``operator.pdcluster.dev``. Nothing has to resolve these names. A client
+compares the name that it expects before it sends a byte (RFC 9525). A server compares after the
+handshake.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any, Final
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 
 ENGINE_SUFFIX: Final = ".engine.pdcluster.dev"
+ROLE_SUFFIX: Final = ".role.pdcluster.dev"
 OPERATOR_NAME: Final = "operator.pdcluster.dev"
 _MAX_NAME: Final = 253  # RFC 1035
 _MAX_LABEL: Final = 63
@@ -26,7 +29,21 @@ def engine_name(engine_id: str) -> str:
         ValueError: the id's logical part cannot stand in a DNS name.
     """
     logical = parse_engine_id(engine_id).logical
-    name = f"{logical}{ENGINE_SUFFIX}".lower()
+    return _dns_name(logical, logical, ENGINE_SUFFIX)
+
+
+def role_name(engine_id: str) -> str:
+    """Return the name in the certificate that all engines of the role of ``engine_id`` share.
+
+    Raises:
+        ValueError: the id's logical part cannot stand in a DNS name.
+    """
+    logical = parse_engine_id(engine_id).logical
+    return _dns_name(logical, ".".join(logical.split(".")[:3]), ROLE_SUFFIX)
+
+
+def _dns_name(logical: str, part: str, suffix: str) -> str:
+    name = f"{part}{suffix}".lower()
     labels = name.split(".")
     if len(name) > _MAX_NAME or not all(0 < len(label) <= _MAX_LABEL for label in labels):
         raise ValueError(
@@ -58,11 +75,11 @@ def why_not_peer(mine: str, names: Iterable[str], claimed: str, role: str) -> st
         role: the role that the peer must have: ``prefill`` or ``decode``.
     """
     try:
-        expected = engine_name(claimed)
+        expected = {engine_name(claimed), role_name(claimed)}
     except ValueError as error:
         return str(error)
     held = tuple(names)
-    if expected not in held:
+    if not expected.intersection(held):
         shown = ", ".join(held)[:300] or "no engine"
         return f"its certificate names {shown}, but it says that it is {claimed[:200]}"
     ours, theirs = _parts(mine), _parts(claimed)

@@ -3,6 +3,8 @@
 ::
 
     {"ca": "/tls/ca.crt", "certificate": "/tls/tls.crt", "key": "/tls/tls.key", "names": "engines"}
+
+``names`` says what a certificate names: ``engines``, ``roles`` or ``hosts``.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ class TlsFiles:
         key: its private key, without a password.
         named: whether certificates name engines. If not, everybody with a certificate of the
             authority is a peer, and a server's certificate names its host.
+        by_role: whether the certificates that name engines name the role instead. All engines of
+            one role of a PDCluster then share a certificate.
     """
 
     ca: Path
     certificate: Path
     key: Path
     named: bool = True
+    by_role: bool = False
 
 
 def tls_files(value: object) -> TlsFiles:
@@ -39,7 +44,7 @@ def tls_files(value: object) -> TlsFiles:
         if not isinstance(value[name], str) or not value[name]:
             raise ValueError(f"holds a {name} that is not a path")
     names = value.get("names", "engines")
-    if not isinstance(names, str) or names not in {"engines", "hosts"}:
-        raise ValueError(f"holds names {names!r}; certificates name engines or hosts")
+    if not isinstance(names, str) or names not in {"engines", "roles", "hosts"}:
+        raise ValueError(f"holds names {names!r}; certificates name engines, roles or hosts")
     ca, certificate, key = (Path(value[name]) for name in _PATHS)
-    return TlsFiles(ca, certificate, key, named=names == "engines")
+    return TlsFiles(ca, certificate, key, named=names != "hosts", by_role=names == "roles")

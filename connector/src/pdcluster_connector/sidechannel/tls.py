@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_connector.protocol.peer_name import engine_name, role_name
 from pdcluster_connector.protocol.tls_files import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,10 @@ class Tls:
         engine_id: this engine; its certificate has to name it if certificates name engines.
         clock: seconds; says when to look at the files again.
 
+    Attributes:
+        expires: when the certificate in use expires, in seconds since the epoch; None if
+            certificates name hosts.
+
     Raises:
         TlsError: the files cannot be used.
     """
@@ -54,6 +58,7 @@ class Tls:
         self._lock = threading.RLock()  # a try of new files ends in _look again
         self._stamp = self._stamps()
         self._looked = clock()
+        self.expires: int | None = None
         self._contexts = self._load_and_try()
         # A server keeps the context that it was given; each connection moves on to the present one.
         self._given = self._contexts
@@ -79,7 +84,10 @@ class Tls:
         Raises:
             ValueError: no certificate can name this engine.
         """
-        return engine_name(engine_id) if self.named else None
+        return self._name(engine_id) if self.named else None
+
+    def _name(self, engine_id: str) -> str:
+        return role_name(engine_id) if self._files.by_role else engine_name(engine_id)
 
     def _look(self) -> None:
         """Take up changed files, for the connections that begin after this one."""
@@ -111,7 +119,7 @@ class Tls:
     def _load_and_try(self) -> _Contexts:
         contexts = _Contexts.new()
         contexts.load(self._files)
-        self._try(contexts)
+        self.expires = self._try(contexts)
         return contexts
 
     def _stamps(self) -> tuple[tuple[int, int], ...]:
@@ -125,15 +133,15 @@ class Tls:
                 stamps.append((found.st_mtime_ns, found.st_ino))
         return tuple(stamps)
 
-    def _try(self, contexts: _Contexts) -> None:
-        """Raise TlsError if peers would not accept this certificate."""
+    def _try(self, contexts: _Contexts) -> int | None:
+        """Return when this certificate expires; raise TlsError if peers would not accept it."""
         if not self.named:
-            return
+            return None
         try:
-            name = engine_name(self.engine_id)
+            name = self._name(self.engine_id)
         except ValueError as error:
             raise TlsError(f"engine_id: {error}") from None
-        _meet_oneself(contexts, name, self._files)
+        return _meet_oneself(contexts, name, self._files)
 
 
 def tls_of(files: TlsFiles | None, engine_id: str) -> Tls | None:
@@ -202,8 +210,12 @@ def _no_password() -> str:
     raise ValueError("the key has a password; give a key without one")
 
 
-def _meet_oneself(contexts: _Contexts, name: str, files: TlsFiles) -> None:
-    """Shake hands with oneself in memory: peers will do the same checks."""
+def _meet_oneself(contexts: _Contexts, name: str, files: TlsFiles) -> int:
+    """Shake hands with oneself in memory: peers will do the same checks.
+
+    Returns:
+        When the certificate expires, in seconds since the epoch.
+    """
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         contexts.client.wrap_bio(to_client, to_server, server_hostname=name),
@@ -225,4 +237,5 @@ def _meet_oneself(contexts: _Contexts, name: str, files: TlsFiles) -> None:
                 ) from None
             done.add(number)
         if len(done) == len(ends):
-            return
+            break
+    return int(ssl.cert_time_to_seconds(str((ends[0].getpeercert() or {})["notAfter"])))

@@ -17,8 +17,10 @@ from urllib.parse import quote
 
 import aiohttp
 
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name, role_name
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.tls.mounted_identity import IdentityError, MountedIdentity
+from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.reports import (
     EngineReport,
@@ -47,10 +49,18 @@ class EnginesHttp:
     Args:
         authority: signs the operator's own certificate, and those of the engines.
         clock: seconds since the epoch.
+        identity: the operator's certificate for engines whose certificates are mounted; None if it
+            has none.
     """
 
-    def __init__(self, authority: EngineAuthority, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        authority: EngineAuthority,
+        clock: Callable[[], float] = time.time,
+        identity: MountedIdentity | None = None,
+    ) -> None:
         self._authority = authority
+        self._identity = identity
         self._clock = clock
         self._context: tuple[float, ssl.SSLContext] | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -72,28 +82,28 @@ class EnginesHttp:
             await self._http.close()
 
     async def ready(self, target: Target) -> EngineReport:
-        """See :class:`..runtime.ports.Launchers`."""
+        """See :class:`..runtime.interfaces.Launchers`."""
         document = await self._call("GET", target, "/readyz", (200, 503))
         if (report := parse_engine_report(document)) is None:
             raise LauncherError(f"{target.url}/readyz did not answer with the state of an engine")
         return report
 
     async def links(self, target: Target) -> LinksReport:
-        """See :class:`..runtime.ports.Launchers`."""
+        """See :class:`..runtime.interfaces.Launchers`."""
         document = await self._call("GET", target, "/v1/links", (200,))
         if (report := parse_links_report(document)) is None:
             raise LauncherError(f"{target.url}/v1/links did not answer with a list of links")
         return report
 
     async def changed(self, target: Target, seen: str) -> str | None:
-        """See :class:`..runtime.ports.Launchers`."""
+        """See :class:`..runtime.interfaces.Launchers`."""
         path = f"/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS}"
         document = await self._call("GET", target, path, (200, 403, 404), timeout=WAIT_TIMEOUT)
         revision = document.get("revision") if isinstance(document, Mapping) else None
         return revision if isinstance(revision, str) and len(revision) <= LONGEST_REVISION else None
 
     async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
-        """See :class:`..runtime.ports.Launchers`."""
+        """See :class:`..runtime.interfaces.Launchers`."""
         await self._call("PUT", target, "/v1/peers", (200, 204), body)
 
     async def _call(
@@ -103,7 +113,7 @@ class EnginesHttp:
         path: str,
         expected: tuple[int, ...],
         body: Mapping[str, Any] | None = None,
-        timeout: aiohttp.ClientTimeout = TIMEOUT,  # noqa: ASYNC109 - the session's own kind
+        timeout: aiohttp.ClientTimeout | None = None,  # noqa: ASYNC109 - the session's own kind
     ) -> Any:
         if self._http is None:
             raise LauncherError("the client is not open")
@@ -114,7 +124,7 @@ class EnginesHttp:
                 url,
                 json=body,
                 allow_redirects=False,
-                timeout=timeout,
+                timeout=timeout or TIMEOUT,
                 **self._tls(target),
             ) as answer:
                 text = await _read(answer.content)
@@ -135,12 +145,22 @@ class EnginesHttp:
         """Return what aiohttp has to be told so that only the target's engine is spoken to."""
         if not target.url.startswith("https:"):
             return {}
+        if target.certificates is Certificates.MOUNTED:
+            return {"ssl": self._mounted(), "server_hostname": role_name(target.engine)}
         now = self._clock()
         if self._context is None or now > self._context[0]:
             start, end = now - CLOCKS_DIFFER, now + OWN_SECONDS + CLOCKS_DIFFER
             own = self._authority.sign(OPERATOR_NAME, start, end)
             self._context = (now + OWN_SECONDS, self._authority.client_context(own))
         return {"ssl": self._context[1], "server_hostname": engine_name(target.engine)}
+
+    def _mounted(self) -> ssl.SSLContext:
+        if self._identity is None:
+            raise LauncherError("the operator has no certificate for mounted ones of engines")
+        try:
+            return self._identity.context()
+        except IdentityError as error:
+            raise LauncherError(str(error)) from error
 
 
 def _socket(info: aiohttp.AddrInfoType) -> socket.socket:

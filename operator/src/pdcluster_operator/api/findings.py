@@ -38,6 +38,8 @@ class Rule(StrEnum):
     HOST_PATH_NOT_ADMITTED = "HostPathNotAdmitted"
     HOST_NAMESPACE = "HostNamespace"
     INSECURE_SIDE_CHANNEL = "InsecureSideChannel"
+    CERTIFICATE_NOT_MOUNTED = "CertificateNotMounted"
+    MOUNTED_NOT_SUPPORTED = "MountedNotSupported"
     REQUEST_LIMIT_MISMATCH = "RequestLimitMismatch"
     NO_MEMORY_REQUEST = "NoMemoryRequest"
     NO_RDMA = "NoRdma"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pdcluster_operator.api.spec.enums import Role
 
@@ -41,6 +42,8 @@ RELEASED_BECAUSE_ANNOTATION = f"{GROUP}/released-because"
 ROTATE_TICKET_KEY_ANNOTATION = f"{GROUP}/rotate-ticket-key"
 """On a PDCluster: each new value asks for a new ticket key. On the Secret: the last such value."""
 
+TLS_LABEL = f"{GROUP}/tls"
+"""On an engine's pods: Mounted, if they use certificates that the user's pod template mounts."""
 CERTIFICATES_ANNOTATION = f"{GROUP}/certificates"
 """On the Secret with engines' certificates: which authority made them, and for which time."""
 CERTIFICATES_HASH_ANNOTATION = f"{GROUP}/certificates-hash"
@@ -126,20 +129,23 @@ def engine_of(manifest: Mapping[str, object]) -> EngineName | None:
     labels = metadata.get("labels")
     if not isinstance(labels, Mapping):
         return None
-    engine = labels.get(ENGINE_LABEL)
-    role = labels.get(ROLE_LABEL)
-    if not isinstance(engine, str) or role not in (Role.PREFILL.value, Role.DECODE.value):
+    engine, role = labels.get(ENGINE_LABEL), labels.get(ROLE_LABEL)
+    if not isinstance(engine, str) or not isinstance(role, str):
         return None
+    namespace = str(metadata.get("namespace") or "default")
+    cluster, revision = labels.get(CLUSTER_LABEL, ""), labels.get(REVISION_LABEL, "")
+    return _engine_named(namespace, str(cluster), role, str(revision), engine)
+
+
+@lru_cache(maxsize=1 << 14)
+def _engine_named(
+    namespace: str, cluster: str, role: str, revision: str, engine: str
+) -> EngineName | None:
+    """Remembered, because a plan asks for the engine of each object several times."""
     index = engine.rpartition("-")[2]
-    if not index.isdecimal():
+    if role not in (Role.PREFILL.value, Role.DECODE.value) or not index.isdecimal():
         return None
-    return EngineName(
-        str(metadata.get("namespace") or "default"),
-        str(labels.get(CLUSTER_LABEL, "")),
-        Role(role),
-        str(labels.get(REVISION_LABEL, "")),
-        int(index),
-    )
+    return EngineName(namespace, cluster, Role(role), revision, int(index))
 
 
 def cluster_labels(cluster: str, component: str) -> dict[str, str]:

@@ -78,6 +78,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="time between two lists of all objects (default 300)",
     )
+    run.add_argument(
+        "--engine-certificate-folder",
+        type=Path,
+        metavar="DIR",
+        help="folder with ca.crt, tls.crt and tls.key: who the operator is for engines with "
+        "spec.transfer.tls: Mounted; without it, such PDClusters are refused",
+    )
     webhook = commands.add_parser("webhook", help="answer admission reviews")
     webhook.add_argument(
         "--certificate-folder",
@@ -88,6 +95,11 @@ def parser() -> argparse.ArgumentParser:
     )
     webhook.add_argument(
         "--port", type=int, default=9443, help="port for admission reviews (default 9443)"
+    )
+    webhook.add_argument(
+        "--admit-mounted-certificates",
+        action="store_true",
+        help="admit spec.transfer.tls: Mounted; the operator needs --engine-certificate-folder",
     )
     for command in (run, webhook):
         command.add_argument(
@@ -160,6 +172,7 @@ def _operator(options: argparse.Namespace) -> Work:
         sweep_seconds=options.sweep_seconds,
         launcher_poll_seconds=options.launcher_poll_seconds,
         operator_class=options.operator_class,
+        engine_certificate=options.engine_certificate_folder,
     )
     return lambda stop: run_operator(chosen, stop)
 
@@ -170,6 +183,7 @@ def _webhook(options: argparse.Namespace) -> Work:
     chosen = WebhookOptions(
         folder=options.certificate_folder,
         host_path_models=options.allow_host_path_models,
+        mounted_certificates=options.admit_mounted_certificates,
         host=options.host,
         port=options.port,
         health_port=options.health_port,

@@ -48,7 +48,7 @@ from pdcluster_operator.plan.model import (
     WriteTicketKey,
 )
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.ports import ConnectorSource
+from pdcluster_operator.runtime.interfaces import ConnectorSource
 from pdcluster_operator.runtime.queue import Backoff, Key
 from pdcluster_operator.runtime.reconcile import Place
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key

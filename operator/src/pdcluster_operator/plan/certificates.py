@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdcluster_operator.api.labels import EngineName, engine_of
+from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.certificates import (
     build_certificates_secret,
+    certificates_of,
     entry_of,
-    has_certificates,
     mounts_certificate,
 )
 from pdcluster_operator.plan.model import (
@@ -58,6 +59,7 @@ def certificates_step(
         begin - CLOCKS_DIFFER,
         begin + PERIODS * PERIOD_SECONDS,
         _why(observed, issue),
+        held.uid,
     )
 
 
@@ -76,7 +78,8 @@ def seconds_to_renewal(observed: Observed, cluster: Cluster, now: float) -> floa
 
 
 def _are_needed(observed: Observed, cluster: Cluster) -> bool:
-    return has_certificates(cluster) or any(map(mounts_certificate, observed.pods))
+    signed = certificates_of(cluster) is Certificates.OPERATOR
+    return signed or any(map(mounts_certificate, observed.pods))
 
 
 def _period_start(now: float) -> float:

@@ -2,7 +2,7 @@
 
 Each cluster has a ConfigMap with the connector, of some hundred kB. The operator compares its
 content and never reads it, so it keeps the hash: a thousand clusters would need a gigabyte.
-A pod's spec is the largest part of a pod.
+A pod's spec is the largest part of a pod. Strings that many objects have are held once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ CONTENTS = ("data", "binaryData")
 MARK = "sha256:"
 SHORT = 128
 """Characters that are kept as they are."""
+LEVELS = 32
+"""A pod template's deepest field of Kubernetes' own lies at half of that."""
 
 
 def without_contents(manifest: Manifest) -> Manifest:
@@ -45,6 +47,28 @@ def pod_spec_that_is_read(spec: Manifest) -> dict[str, Any]:
         "containers": [{"resources": {"limits": one}} for one in limits if one],
     }
     return {name: value for name, value in kept.items() if value}
+
+
+def with_shared_text(value: Any, levels: int = LEVELS) -> Any:
+    """Return a copy in which equal short strings are one object.
+
+    Each JSON document brings strings of its own. The objects of a thousand clusters have the same
+    keys, images, commands and addresses, and would hold each of them thousands of times.
+
+    Args:
+        levels: how deep to look. Nobody's pod template may exhaust the stack.
+    """
+    if isinstance(value, dict) and levels:
+        return {_shared(key): with_shared_text(item, levels - 1) for key, item in value.items()}
+    if isinstance(value, list) and levels:
+        return [with_shared_text(item, levels - 1) for item in value]
+    return _shared(value) if isinstance(value, str) and len(value) <= SHORT else value
+
+
+@lru_cache(maxsize=1 << 14)
+def _shared(text: str) -> str:
+    """Not ``sys.intern``: some versions of Python never free what that was given."""
+    return text
 
 
 def _hashed(text: str) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from pdcluster_operator.api.labels import EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.model import Delete, Manifest, Observed
-from pdcluster_operator.plan.rollout.desired import Desired, identity, live_engines
+from pdcluster_operator.plan.ownership import identity
+from pdcluster_operator.plan.rollout.desired import Desired, live_engines
 from pdcluster_operator.plan.rollout.stored import REVISION_KIND
 
 MANAGED_KINDS = frozenset(

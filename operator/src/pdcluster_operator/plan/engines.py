@@ -74,23 +74,14 @@ def observe_engines(
         parallelism: of each role's engines, as the spec has it. An engine that exists is judged by
             the number of pods that its StatefulSet has: a change of the spec may be paused.
     """
-    pods: dict[str, list[Manifest]] = {}
-    for pod in observed.pods:
-        engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
-        if engine:
-            pods.setdefault(engine, []).append(pod)
-    known = known_ids(observed.cluster)
-    sizes = _sizes(observed.children)
-    without_pods = {
-        _name(child): words
-        for child in observed.children
-        if child.get("kind") == "StatefulSet" and (words := released(child)[1])
-    }
+    pods = memo.get("pods of engines", (observed.pods,), _by_engine)
+    known = memo.get("known ids", (observed.cluster,), known_ids)
+    sizes, without_pods = memo.get("sizes", (observed.children,), _sizes)
     views = []
     for name in names:
         inputs = (
             name,
-            pods.get(name.stateful_set, []),
+            pods.get(name.stateful_set, ()),
             observed.engines.get(name.logical),
             parallelism[name.role],
             known.get(name.stateful_set, ""),
@@ -127,15 +118,28 @@ def _view(
     )
 
 
-def _sizes(children: Iterable[Manifest]) -> dict[str, int]:
-    """Return how many pods each StatefulSet has, by name."""
-    return {
-        _name(child): size
-        for child in children
-        if child.get("kind") == "StatefulSet"
-        and isinstance(size := (child.get("spec") or {}).get("replicas"), int)
-        and size >= 1
-    }
+def _by_engine(pods: Iterable[Manifest]) -> dict[str, list[Manifest]]:
+    """Return the pods of each engine, by the name of its StatefulSet."""
+    found: dict[str, list[Manifest]] = {}
+    for pod in pods:
+        engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
+        if engine:
+            found.setdefault(engine, []).append(pod)
+    return found
+
+
+def _sizes(children: Iterable[Manifest]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return, by name, how many pods each StatefulSet has, and why it has none for now."""
+    sizes, without_pods = {}, {}
+    for child in children:
+        if child.get("kind") != "StatefulSet":
+            continue
+        size = (child.get("spec") or {}).get("replicas")
+        if isinstance(size, int) and size >= 1:
+            sizes[_name(child)] = size
+        if words := released(child)[1]:
+            without_pods[_name(child)] = words
+    return sizes, without_pods
 
 
 def _judge(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.labels import LAUNCHER_PORT, POD_INDEX_LABEL, engine_of
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.builders.certificates import mounts_certificate
+from pdcluster_operator.api.spec.enums import Certificates, Role
+from pdcluster_operator.plan.builders.certificates import certificates_of_pod
 from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.reports import LinksReport
 
@@ -25,12 +25,14 @@ class Target:
         url: base URL of the launcher.
         process: changes with the pod and with every restart of its container. What the old
             process said is dropped when it changes.
+        certificates: which ones the engine has.
     """
 
     engine: str
     role: Role
     url: str
     process: str
+    certificates: Certificates = Certificates.OPERATOR
 
 
 def launchers_to_poll(pods: Iterable[Manifest]) -> Iterator[Target]:
@@ -41,8 +43,9 @@ def launchers_to_poll(pods: Iterable[Manifest]) -> Iterator[Target]:
         if engine and address and metadata["labels"].get(POD_INDEX_LABEL, "0") == "0":
             restarts = sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or ())
             process = f"{metadata['uid']}/{restarts}"
-            url = launcher_url(address, secured=mounts_certificate(pod))
-            yield Target(engine.logical, engine.role, url, process)
+            held = certificates_of_pod(pod)
+            url = launcher_url(address, secured=held is not Certificates.NONE)
+            yield Target(engine.logical, engine.role, url, process, held)
 
 
 def launcher_url(address: str, *, secured: bool) -> str:

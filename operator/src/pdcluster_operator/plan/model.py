@@ -42,11 +42,13 @@ class HeldCertificates:
         authority: fingerprint of the CA that the operator signs with.
         issue: which authority made the certificates, and for which time; None without a Secret.
         engines: names under which the Secret holds a certificate.
+        uid: of the Secret; empty without one.
     """
 
     authority: str = ""
     issue: str | None = None
     engines: frozenset[str] = frozenset()
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Observed:
         host_path_models: whether a PDCluster may mount folders of the nodes. Whoever installs
             the operator decides.
         one_node: whether all pods run on one machine, as in local mode.
+        mounted_certificates: whether the operator can speak with engines whose certificates the
+            user mounts.
         rewrites: what something else made of children as they were applied, by kind and name.
         scaler: the PrefillScaler of the cluster's name; None if there is none.
     """
@@ -99,6 +103,7 @@ class Observed:
     operator_namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
+    mounted_certificates: bool = True
     rewrites: Rewrites = field(default_factory=dict)
     scaler: Manifest | None = None
 
@@ -140,6 +145,7 @@ class WriteCertificates:
         engines: logical id of each engine, by the name that its certificate has in the Secret.
         start: when the certificates begin to be valid, in seconds since the epoch.
         end: when they expire.
+        uid: of the Secret that is changed; empty if there is none.
     """
 
     manifest: Manifest
@@ -147,6 +153,7 @@ class WriteCertificates:
     start: float
     end: float
     why: str
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)

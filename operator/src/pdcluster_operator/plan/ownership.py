@@ -13,6 +13,11 @@ from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.plan.model import Manifest
 
 
+def identity(manifest: Manifest) -> tuple[str, str]:
+    """Return the kind and name of a child, which identify it within a cluster."""
+    return str(manifest.get("kind")), str(manifest["metadata"]["name"])
+
+
 def controller_of(manifest: Manifest) -> Mapping[str, Any]:
     """Return the owner reference of an object's controller; empty if it has none."""
     references = manifest["metadata"].get("ownerReferences") or ()

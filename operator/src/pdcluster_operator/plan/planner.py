@@ -24,18 +24,14 @@ from pdcluster_operator.plan.half_scheduled import with_releases
 from pdcluster_operator.plan.links import by_pairing_key, observe_pairs, to_sample
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
+from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
 from pdcluster_operator.plan.restarts import restarts
 from pdcluster_operator.plan.rewrites import is_settled
-from pdcluster_operator.plan.rollout.desired import (
-    Desired,
-    Wanted,
-    desire,
-    identity,
-    live_engines,
-)
+from pdcluster_operator.plan.rollout.desired import Desired, desire, live_engines
 from pdcluster_operator.plan.rollout.fleet import engine_keys
+from pdcluster_operator.plan.rollout.wanted_children import Wanted
 from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
 from pdcluster_operator.plan.status.build import View, build_status, transitions
 from pdcluster_operator.plan.status.progress import ChangeView
@@ -107,11 +103,19 @@ def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
     names = ("name", "namespace", "uid", "generation")
     known = {key: value for key, value in live.items() if key != "status"}
     known["metadata"] = {name: live["metadata"].get(name) for name in names}
-    return memo.get("checked", (known, observed.host_path_models, observed.one_node), _check)
+    allowed = observed.host_path_models, observed.one_node, observed.mounted_certificates
+    return memo.get("checked", (known, *allowed), _check)
 
 
-def _check(live: Manifest, host_paths: bool, one_node: bool) -> tuple[Cluster, Findings]:
-    return check_manifest(live, host_paths=host_paths, one_node=one_node)
+def _check(
+    live: Manifest, host_paths: bool, one_node: bool, mounted_certificates: bool
+) -> tuple[Cluster, Findings]:
+    return check_manifest(
+        live,
+        host_paths=host_paths,
+        one_node=one_node,
+        mounted_certificates=mounted_certificates,
+    )
 
 
 def _frozen(observed: Observed) -> Desired:

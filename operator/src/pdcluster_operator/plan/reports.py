@@ -17,6 +17,8 @@ MAX_ID = 512
 """As the status holds an engine's id. A longer one counts as not given."""
 LARGEST_NUMBER = 1e18
 LARGEST_SIZE = 1024
+LATEST = 253_402_300_800.0
+"""The year 10000, which no time in Kubernetes can name. In seconds since the epoch."""
 LEAST_PROMPTS = 20
 """With fewer prompts, one of them would be more than five percent."""
 
@@ -42,6 +44,8 @@ class EngineReport:
         api: base URL of the OpenAI API.
         data_parallel_size: its data-parallel ranks, each with a side channel of its own; None if
             it does not say.
+        certificate_expires: when the certificate that it uses expires, in seconds since the epoch;
+            None if it has none, or does not say.
     """
 
     ready: bool
@@ -54,6 +58,7 @@ class EngineReport:
     side_channel: str = ""
     api: str = ""
     data_parallel_size: int | None = None
+    certificate_expires: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,7 @@ def parse_engine_report(document: object) -> EngineReport | None:
         side_channel=_text(document, "side_channel"),
         api=_text(document, "api"),
         data_parallel_size=_size(document, "data_parallel_size"),
+        certificate_expires=_moment(document, "certificate_expires"),
     )
 
 
@@ -205,6 +211,11 @@ def _size(entry: Mapping[str, Any], key: str) -> int | None:
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     return value if 1 <= value <= LARGEST_SIZE else None
+
+
+def _moment(entry: Mapping[str, Any], key: str) -> float | None:
+    value = _number(entry, key)
+    return value if 0 < value < LATEST else None
 
 
 def _number(entry: Mapping[str, Any], key: str) -> float:

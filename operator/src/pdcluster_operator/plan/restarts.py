@@ -11,7 +11,9 @@ from collections.abc import Set as AbstractSet
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.model import Observed, RestartPod
-from pdcluster_operator.plan.rollout.desired import Desired, Wanted, identity
+from pdcluster_operator.plan.ownership import identity
+from pdcluster_operator.plan.rollout.desired import Desired
+from pdcluster_operator.plan.rollout.wanted_children import Wanted
 
 POD_REVISION_LABEL = "controller-revision-hash"
 """Kubernetes' label of a StatefulSet's pod: the template that the pod was made from."""

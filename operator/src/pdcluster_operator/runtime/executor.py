@@ -23,7 +23,7 @@ from pdcluster_operator.plan.model import (
     WriteTicketKey,
 )
 from pdcluster_operator.plan.stages import stages
-from pdcluster_operator.runtime.ports import Api
+from pdcluster_operator.runtime.interfaces import Api
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
 from pdcluster_operator.runtime.ticket_keys import what_is_held

@@ -21,7 +21,7 @@ from pdcluster_operator.plan.launchers import Target, is_unreachable, knows_othe
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import LauncherError
-from pdcluster_operator.runtime.ports import Launchers
+from pdcluster_operator.runtime.interfaces import Launchers
 from pdcluster_operator.runtime.queue import Key
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 log = logging.getLogger(__name__)
 
 
-WORKERS = 8
+WORKERS = 16
 """Keys that are worked on at once. A worker waits for the API server most of its time."""
 
 

@@ -23,8 +23,8 @@ from pdcluster_operator.plan.status.failed_step import with_failure
 from pdcluster_operator.plan.status.pace import wait_before_writing
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.executor import Executor
+from pdcluster_operator.runtime.interfaces import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
-from pdcluster_operator.runtime.ports import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
 from pdcluster_operator.runtime.store import Store
@@ -44,12 +44,15 @@ class Place:
         namespace: of the operator's pod; None where that is not known.
         host_path_models: whether a PDCluster may mount folders of the nodes.
         one_node: whether all pods run on one machine, as in local mode.
+        mounted_certificates: whether the operator has a certificate for engines whose
+            certificates are mounted.
         operator_class: the class of PDClusters to work on; empty for those without, None for all.
     """
 
     namespace: str | None = None
     host_path_models: bool = True
     one_node: bool = False
+    mounted_certificates: bool = True
     operator_class: str | None = None
 
 
@@ -167,6 +170,7 @@ class Reconciler:
             certificates=await self._executor.certificates(key, cluster["metadata"]["uid"]),
             operator_namespace=self._place.namespace,
             host_path_models=self._place.host_path_models,
+            mounted_certificates=self._place.mounted_certificates,
             one_node=self._place.one_node,
             rewrites=self._rewrites.of(key),
             scaler=self._store.scaler(key),

@@ -33,6 +33,7 @@ class WebhookOptions:
 
     folder: Path
     host_path_models: bool = False
+    mounted_certificates: bool = False
     host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
     port: int = 9443
     health_port: int = 8081
@@ -43,7 +44,11 @@ class WebhookOptions:
 async def run_webhook(options: WebhookOptions, stop: asyncio.Event) -> None:
     """Answer admission reviews until ``stop``, a signal or a failure."""
     metrics = Metrics()
-    judge = Judge(metrics, host_paths=options.host_path_models)
+    judge = Judge(
+        metrics,
+        host_paths=options.host_path_models,
+        mounted_certificates=options.mounted_certificates,
+    )
 
     async def alive() -> str | None:
         return None
@@ -75,15 +80,23 @@ async def run_webhook(options: WebhookOptions, stop: asyncio.Event) -> None:
 class Judge:
     """Judges reviews, logs and counts them."""
 
-    def __init__(self, metrics: Metrics, *, host_paths: bool) -> None:
+    def __init__(
+        self, metrics: Metrics, *, host_paths: bool, mounted_certificates: bool = False
+    ) -> None:
         self._metrics = metrics
         self._host_paths = host_paths
+        self._mounted_certificates = mounted_certificates
 
     def __call__(
         self, new: Mapping[str, Any] | None, old: Mapping[str, Any] | None, operation: str
     ) -> Review:
         """See :data:`kopf_app.Judge`."""
-        answer = review(new, old, host_paths=self._host_paths)
+        answer = review(
+            new,
+            old,
+            host_paths=self._host_paths,
+            mounted_certificates=self._mounted_certificates,
+        )
         metadata = (new or old or {}).get("metadata") or {}
         if metadata.get("name") == SELF_CHECK:
             return answer

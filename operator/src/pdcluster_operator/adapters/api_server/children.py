@@ -1,6 +1,6 @@
 """Reads and writes a cluster's objects on a real API server.
 
-It applies with server-side apply, and deletes only the object that was seen.
+It writes with :mod:`.server_side_apply`, and deletes only the object that was seen.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
+from pdcluster_operator.adapters.api_server.client import MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import (
     BY_NAME,
     PDCLUSTER,
@@ -19,6 +19,7 @@ from pdcluster_operator.adapters.api_server.kinds import (
     Kind,
     slim,
 )
+from pdcluster_operator.adapters.api_server.server_side_apply import ServerSideApply
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.tls.engine_certificates import (
     held_certificates,
@@ -32,7 +33,6 @@ from pdcluster_operator.api.labels import (
     ticket_key_name,
 )
 from pdcluster_operator.plan.deletions import is_being_deleted
-from pdcluster_operator.plan.drift import repair, without_manager
 from pdcluster_operator.plan.model import (
     Delete,
     HeldCertificates,
@@ -43,21 +43,18 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
+from pdcluster_operator.plan.name_conflicts import name_conflict
 from pdcluster_operator.plan.ownership import controller_uid
 from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
-from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
+from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 Manifest = Mapping[str, Any]
-NO_OBJECT = "1"
-"""A resourceVersion that no object has: the one of an empty etcd. An apply with it only creates."""
-REPAIR_MANAGER = f"{FIELD_MANAGER}-repair"
 
 
 class KubeApi:
-    """See :class:`pdcluster_operator.runtime.ports.Api`.
+    """See :class:`pdcluster_operator.runtime.interfaces.Api`.
 
     Args:
         authority: signs the engines' certificates.
@@ -72,6 +69,7 @@ class KubeApi:
         remember: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self._client = client
+        self._writes = ServerSideApply(client)
         self._authority = authority
         self.remember = remember or (lambda _: None)
 
@@ -94,7 +92,8 @@ class KubeApi:
 
     async def write_certificates(self, step: WriteCertificates) -> None:
         """Sign the certificates and apply the Secret."""
-        await self.apply(await asyncio.to_thread(with_certificates, step, self._authority))
+        secret = await asyncio.to_thread(with_certificates, step, self._authority)
+        await self.apply(secret, step.uid)
 
     async def _own_secret(self, namespace: str, name: str, uid: str) -> dict[str, Any] | None:
         """Return a Secret of the cluster ``uid``; None if there is none."""
@@ -121,40 +120,10 @@ class KubeApi:
         await self._client.call("PATCH", path, query=query, body=body, content=MERGE)
 
     async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:
-        """Apply a child, unless ``plan.name_conflicts`` has a reason against it.
-
-        The request carries what was seen: the live object's UID, or that there is none. If the
-        API server has it otherwise, it answers with a conflict, and only then we look.
-        """
-        kind = BY_NAME[manifest["kind"]]
-        metadata = manifest["metadata"]
-        seen = {"uid": uid} if uid else {"resourceVersion": NO_OBJECT}
-        path = kind.path(metadata["namespace"], metadata["name"])
-        try:
-            answer = await self._apply(path, {**manifest, "metadata": {**metadata, **seen}})
-        except (Conflict, Invalid):
-            answer = await self._apply_to_live(kind, path, manifest)
-        if without_manager(answer, REPAIR_MANAGER) is not None:  # a repair that was cut off
-            answer = await self._apply_to_live(kind, path, manifest)
-        self._keep(kind, answer)
+        """Apply a child; see :meth:`ServerSideApply.apply`."""
+        answer = await self._writes.apply(manifest, uid)
+        self._keep(BY_NAME[manifest["kind"]], answer)
         return answer
-
-    async def _apply_to_live(self, kind: Kind, path: str, manifest: Manifest) -> dict[str, Any]:
-        metadata = manifest["metadata"]
-        live = await self._read(kind, metadata["namespace"], metadata["name"])
-        if (refusal := why_not_applied(manifest, live)) is not None:
-            raise ApiError(refusal.reason, refusal.message)
-        if live is None:
-            return await self._apply(path, manifest)
-        body = {**manifest, "metadata": {**metadata, "uid": live["metadata"]["uid"]}}
-        live = await self._disown(path, live)
-        try:
-            return await self._apply(path, body)
-        except Invalid:
-            if (patch := repair(live, body)) is None:
-                raise
-            await self._repair(path, patch)
-            return await self._disown(path, await self._apply(path, body))
 
     async def try_out(self, step: TryOut) -> None:
         """Ask the API server whether it would take the objects; it writes nothing."""
@@ -167,7 +136,7 @@ class KubeApi:
                     await self._client.call("POST", path, query=query, body=manifest)
                 else:
                     path = kind.path(metadata["namespace"], metadata["name"])
-                    await self._apply(path, manifest, dry_run=True)
+                    await self._writes.patch(path, manifest, dry_run=True)
             except ApiError as error:
                 if (found := refusal(step, kind.name, error.reason, str(error))) is not None:
                     raise ApiError(StatusReason.TEMPLATE_REFUSED, found) from error
@@ -228,7 +197,7 @@ class KubeApi:
         }
         path = kind.path(key.namespace, key.name) + "/status"
         try:
-            answer = await self._apply(path, body, manager=STATUS_FIELD_MANAGER)
+            answer = await self._writes.patch(path, body, manager=STATUS_FIELD_MANAGER)
         except NotFound:
             return
         self._keep(kind, answer)
@@ -250,27 +219,7 @@ class KubeApi:
         return found
 
     async def _read(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
-        try:
-            return await self._client.call("GET", kind.path(namespace, name))
-        except NotFound:
-            return None
-
-    async def _apply(
-        self, path: str, body: Manifest, *, manager: str = FIELD_MANAGER, dry_run: bool = False
-    ) -> dict[str, Any]:
-        query = {"fieldManager": manager, "force": "true"}
-        if dry_run:
-            query["dryRun"] = "All"
-        return await self._client.call("PATCH", path, query=query, body=body, content=APPLY)
-
-    async def _disown(self, path: str, live: dict[str, Any]) -> dict[str, Any]:
-        """Leave the object to the apply's manager alone; return it as it is then."""
-        patch = without_manager(live, REPAIR_MANAGER)
-        return live if patch is None else await self._repair(path, patch)
-
-    async def _repair(self, path: str, patch: Manifest) -> dict[str, Any]:
-        query = {"fieldManager": REPAIR_MANAGER}
-        return await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
+        return await self._client.read(kind.path(namespace, name))
 
     def _keep(self, kind: Kind, live: Manifest) -> None:
         if kind is SECRET:  # whose content is not for the store

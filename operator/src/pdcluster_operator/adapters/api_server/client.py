@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.request import getproxies
 
 import aiohttp
 from kubernetes.aio import client, config
@@ -88,6 +89,13 @@ class KubeClient:
             raise classified(status, document)
         return document
 
+    async def read(self, path: str) -> dict[str, Any] | None:
+        """Return an object; None if there is none."""
+        try:
+            return await self.call("GET", path)
+        except NotFound:
+            return None
+
     async def _once(
         self,
         method: str,
@@ -156,6 +164,8 @@ async def find_configuration(
     configuration.retries = 1  # the work queue tries again, with a delay of its own
     # A cluster's CA often lacks the extensions that Python's strict mode asks for.
     configuration.disable_strict_ssl_verification = True
+    # With trust_env, each request first asks two threads for a .netrc and for proxies.
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     try:
         if kubeconfig is None and context is None and (ACCOUNT / "token").exists():
             config.load_incluster_config(client_configuration=configuration)

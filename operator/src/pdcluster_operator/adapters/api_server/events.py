@@ -35,7 +35,7 @@ class _Posted:
 
 
 class KubeEvents:
-    """See :class:`pdcluster_operator.runtime.ports.EventSink`."""
+    """See :class:`pdcluster_operator.runtime.interfaces.EventSink`."""
 
     def __init__(self, client: KubeClient, clock: Callable[[], float] = time.time) -> None:
         self._client = client

@@ -15,7 +15,11 @@ from pdcluster_operator.api.labels import (
     VERSION,
 )
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
-from pdcluster_operator.plan.contents import pod_spec_that_is_read, without_contents
+from pdcluster_operator.plan.contents import (
+    pod_spec_that_is_read,
+    with_shared_text,
+    without_contents,
+)
 from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
 
 
@@ -108,4 +112,4 @@ def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         kept.pop("spec", None)
         if spec := pod_spec_that_is_read(manifest.get("spec") or {}):
             kept["spec"] = spec
-    return dict(without_contents(kept))
+    return dict(with_shared_text(without_contents(kept)))

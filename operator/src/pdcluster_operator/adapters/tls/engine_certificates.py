@@ -32,7 +32,8 @@ def held_certificates(secret: Manifest | None, authority: EngineAuthority) -> He
     issue = str(annotations.get(CERTIFICATES_ANNOTATION, ""))
     if AUTHORITY_FILE not in whole:
         issue = ""
-    return HeldCertificates(authority.fingerprint, issue, frozenset(whole - {AUTHORITY_FILE}))
+    uid = str(secret["metadata"].get("uid") or "")
+    return HeldCertificates(authority.fingerprint, issue, frozenset(whole - {AUTHORITY_FILE}), uid)
 
 
 def with_certificates(step: WriteCertificates, authority: EngineAuthority) -> dict[str, Any]:

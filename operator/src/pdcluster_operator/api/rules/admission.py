@@ -39,7 +39,11 @@ class Review:
 
 
 def review(
-    new: Mapping[str, Any] | None, old: Mapping[str, Any] | None, *, host_paths: bool
+    new: Mapping[str, Any] | None,
+    old: Mapping[str, Any] | None,
+    *,
+    host_paths: bool,
+    mounted_certificates: bool = True,
 ) -> Review:
     """Judge a PDCluster that is created (``old`` is None), changed, or deleted (no ``new``).
 
@@ -50,10 +54,11 @@ def review(
         return Review((), ())
     if old is not None and new.get("spec") == old.get("spec"):
         return Review((), ())
-    _, findings = check_manifest(new, host_paths=host_paths)
+    admits = {"host_paths": host_paths, "mounted_certificates": mounted_certificates}
+    _, findings = check_manifest(new, **admits)
     if old is None:
         return Review(findings.errors, _warnings(findings))
-    _, before = check_manifest(old, host_paths=host_paths)
+    _, before = check_manifest(old, **admits)
     return Review(added(findings.errors, before.errors), _warnings(findings))
 
 

@@ -18,6 +18,11 @@ from pdcluster_operator.api.rules.host_path import (
 )
 from pdcluster_operator.api.rules.images import image_errors, image_warnings
 from pdcluster_operator.api.rules.layout import layout_errors
+from pdcluster_operator.api.rules.mounted_certificates import (
+    mount_errors,
+    support_errors,
+    support_warnings,
+)
 from pdcluster_operator.api.rules.network_peers import network_errors
 from pdcluster_operator.api.rules.one_sided import one_sided_warnings
 from pdcluster_operator.api.rules.pair import pair_findings
@@ -33,7 +38,11 @@ from pdcluster_operator.api.spec.types import Cluster
 
 
 def check_manifest(
-    manifest: object, *, host_paths: bool | None = True, one_node: bool = False
+    manifest: object,
+    *,
+    host_paths: bool | None = True,
+    one_node: bool = False,
+    mounted_certificates: bool | None = True,
 ) -> tuple[Cluster, Findings]:
     """Parse and validate: everything that is wrong, at once.
 
@@ -41,6 +50,8 @@ def check_manifest(
         host_paths: whether folders of the nodes may be mounted. Whoever installs the operator
             decides. With None the operator is not known: a warning says what the default is.
         one_node: whether all pods run on one machine, as in local mode.
+        mounted_certificates: whether the operator has a certificate for engines whose certificates
+            are mounted. None as above.
 
     A finding is left out if it was computed from a field that could not be read. It would only
     repeat the first mistake in other words.
@@ -53,9 +64,12 @@ def check_manifest(
         sources = (finding.path, *finding.related)
         return not any(under(path, source) for path in broken for source in sources)
 
-    refused = tuple(host_path_errors(parsed.cluster)) if host_paths is False else ()
+    refused = list(host_path_errors(parsed.cluster)) if host_paths is False else []
+    if one_node or mounted_certificates is False:
+        refused += support_errors(parsed.cluster)
     told = [] if one_node else list(node_local_warnings(parsed.cluster))
     told += host_path_warnings(parsed.cluster) if host_paths is None else ()
+    told += support_warnings(parsed.cluster) if mounted_certificates is None else ()
     errors = (*parsed.errors, *filter(stands, (*found.errors, *refused)))
     return parsed.cluster, Findings(
         errors=errors,
@@ -82,6 +96,7 @@ def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
     yield from argument_errors(cluster)
     yield from flag_errors(cluster)
     yield from trap_errors(cluster)
+    yield from mount_errors(cluster)
     yield from network_errors(cluster)
     yield from pair.errors
 

@@ -71,8 +71,12 @@ def _columns() -> list[dict[str, Any]]:
     ]
     age = {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}
     reason = condition("Ready", "reason")
-    wide = {"name": "Reason", "type": "string", "jsonPath": reason, "priority": 1}
-    return [*columns, age, wide]
+    wide = {"Reason": reason, "Certificates": ".status.transfer.certificates"}
+    more = [
+        {"name": name, "type": "string", "jsonPath": path, "priority": 1}
+        for name, path in wide.items()
+    ]
+    return [*columns, age, *more]
 
 
 def _schema() -> dict[str, Any]:

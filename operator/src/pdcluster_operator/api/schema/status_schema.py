@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdcluster_operator.api.spec.enums import Certificates
+
 MAX_ENGINES = 64
 MAX_FAILED_LINKS = 16
 
@@ -44,6 +46,7 @@ def status_schema() -> dict[str, Any]:
                 "progressingSince is when the change that is on its way began. "
                 "rollout.progressDeadlineSeconds counts from then."
             ),
+            "transfer": _transfer(),
             "conditions": _conditions(),
             "engines": _engines(),
             "failedLinks": _failed_links(),
@@ -53,6 +56,33 @@ def status_schema() -> dict[str, Any]:
 
 def _text(description: str, longest: int) -> dict[str, Any]:
     return {"type": "string", "maxLength": longest, "description": description}
+
+
+def _transfer() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": "transfer says how the engines that run are protected.",
+        "properties": {
+            "certificates": {
+                "type": "string",
+                "enum": [source.value for source in Certificates],
+                "description": (
+                    "certificates says whose certificates the engines' pods have. Operator: those "
+                    "that the operator signs. Mounted: files that the user's podTemplate mounts. "
+                    "None: they speak without TLS. Mixed: not all pods have the same. It is left "
+                    "out while there are no pods."
+                ),
+            },
+            "notAfter": _time(
+                "notAfter is when the first of the certificates expires that engines use now."
+            ),
+            "message": _text(
+                "message says which engines speak without TLS although the spec wants it, why, and "
+                "what helps. It is left out if there are none.",
+                1024,
+            ),
+        },
+    }
 
 
 def _conditions() -> dict[str, Any]:

@@ -19,6 +19,23 @@ class Switch(StrEnum):
     DISABLED = "Disabled"
 
 
+class TlsMode(StrEnum):
+    """Whether engines speak TLS, and where their certificates come from."""
+
+    ENABLED = "Enabled"
+    MOUNTED = "Mounted"
+    DISABLED = "Disabled"
+
+
+class Certificates(StrEnum):
+    """Whose certificates engines have, as the status says it."""
+
+    OPERATOR = "Operator"
+    MOUNTED = "Mounted"
+    NONE = "None"
+    MIXED = "Mixed"
+
+
 class Device(StrEnum):
     """Where KV lives: in GPU memory or in host memory."""
 

@@ -10,6 +10,8 @@ from pdcluster_operator.api.spec.types import Cluster
 
 ENGINE_CONTAINER = "engine"
 ROUTER_CONTAINER = "router"
+CERTIFICATE_FOLDER = "/pdcluster-tls"
+"""Where an engine's container has its certificate, whoever made it."""
 
 
 def pod_templates(cluster: Cluster) -> Iterator[tuple[str, Mapping[str, Any], str]]:

@@ -10,7 +10,7 @@ from pdcluster_operator.api.spec.enums import (
     Backend,
     Device,
     LoadFailurePolicy,
-    Switch,
+    TlsMode,
     Visibility,
 )
 from pdcluster_operator.api.spec.fields import Doc, Example, Items, JsonName, Text, Whole
@@ -78,15 +78,16 @@ class Transfer:
     ] = None
     rdma: Annotated[Rdma | None, Doc("asks for RDMA devices.")] = None
     tls: Annotated[
-        Switch,
+        TlsMode,
         Example("Disabled"),
         Doc(
             "says whether engines speak TLS with each other and with the operator. With Enabled, "
             "the operator gives each engine a certificate, and each side shows its own. With "
-            "Disabled, whoever reaches an engine's ports can read where its KV lies. KV itself is "
-            "not encrypted in either case."
+            "Mounted, engines use the files ca.crt, tls.crt and tls.key that podTemplate of both "
+            "roles mounts at /pdcluster-tls. With Disabled, whoever reaches an engine's ports can "
+            "read where its KV lies. KV itself is not encrypted in any case."
         ),
-    ] = Switch.ENABLED
+    ] = TlsMode.ENABLED
     internal_names: Annotated[
         Visibility,
         Example("Hidden"),

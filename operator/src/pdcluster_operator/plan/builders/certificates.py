@@ -1,4 +1,4 @@
-"""The Secret with the engines' certificates: all of it but the keys, and where pods mount it.
+"""Which certificates engines have. The Secret with the operator's, and where pods mount it.
 
 One Secret holds the certificates of all engines of a cluster. A pod mounts those of its own engine
 alone. The keys are made when the Secret is written. No plan, status or log ever holds one.
@@ -11,23 +11,42 @@ from typing import Any
 from pdcluster_operator.api.labels import (
     CERTIFICATES_ANNOTATION,
     CLUSTER_LABEL,
+    TLS_LABEL,
     EngineName,
     certificates_name,
     cluster_labels,
 )
-from pdcluster_operator.api.spec.enums import Switch
+from pdcluster_operator.api.spec.enums import Certificates, TlsMode
+from pdcluster_operator.api.spec.pod_templates import CERTIFICATE_FOLDER
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.metadata import child_metadata
 from pdcluster_operator.plan.model import Manifest
 
 CERTIFICATE_VOLUME = "certificate"
-CERTIFICATE_FOLDER = "/pdcluster-tls"
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.crt", "tls.crt", "tls.key"
 
 
+_SOURCES = {
+    TlsMode.ENABLED: Certificates.OPERATOR,
+    TlsMode.MOUNTED: Certificates.MOUNTED,
+    TlsMode.DISABLED: Certificates.NONE,
+}
+
+
+def certificates_of(cluster: Cluster) -> Certificates:
+    """Return which certificates the engines of this spec have."""
+    return _SOURCES[cluster.spec.transfer.tls]
+
+
 def has_certificates(cluster: Cluster) -> bool:
-    """Whether the engines of this spec have certificates of the operator."""
-    return cluster.spec.transfer.tls is Switch.ENABLED
+    """Whether the engines of this spec have certificates, so that they speak TLS."""
+    return certificates_of(cluster) is not Certificates.NONE
+
+
+def tls_labels(cluster: Cluster) -> dict[str, str]:
+    """Return the labels by which pods with mounted certificates are known."""
+    tls = cluster.spec.transfer.tls
+    return {TLS_LABEL: tls.value} if tls is TlsMode.MOUNTED else {}
 
 
 def build_certificates_secret(cluster: Cluster, issue: str) -> dict[str, Any]:
@@ -71,14 +90,24 @@ def certificate_mount() -> dict[str, Any]:
     return {"name": CERTIFICATE_VOLUME, "mountPath": CERTIFICATE_FOLDER, "readOnly": True}
 
 
-def tls_option() -> dict[str, str]:
-    """Return the connector's option ``tls``."""
+def tls_option(cluster: Cluster) -> dict[str, str]:
+    """Return the connector's option ``tls``. All engines of a role mount the same files."""
     files = {"ca": AUTHORITY_FILE, "certificate": CERTIFICATE_FILE, "key": KEY_FILE}
-    return {name: f"{CERTIFICATE_FOLDER}/{file}" for name, file in files.items()}
+    names = {"names": "roles"} if certificates_of(cluster) is Certificates.MOUNTED else {}
+    return {name: f"{CERTIFICATE_FOLDER}/{file}" for name, file in files.items()} | names
+
+
+def certificates_of_pod(pod: Manifest) -> Certificates:
+    """Return which certificates a pod was made with. With any, its launcher speaks HTTPS."""
+    if mounts_certificate(pod):
+        return Certificates.OPERATOR
+    labels = pod["metadata"].get("labels") or {}
+    mounted = labels.get(TLS_LABEL) == TlsMode.MOUNTED
+    return Certificates.MOUNTED if mounted else Certificates.NONE
 
 
 def mounts_certificate(pod: Manifest) -> bool:
-    """Whether a pod was made with a certificate, so that its launcher speaks HTTPS."""
+    """Whether a pod was made with a certificate of the operator."""
     labels = pod["metadata"].get("labels") or {}
     name = certificates_name(str(labels.get(CLUSTER_LABEL, "")))
     volumes = (pod.get("spec") or {}).get("volumes") or ()

@@ -10,12 +10,13 @@ from pdcluster_operator.api.labels import (
     LAUNCHER_PORT,
     POD_INDEX_LABEL,
     SIDE_CHANNEL_PORT,
+    TLS_LABEL,
     EngineName,
     engine_labels,
     service_account_name,
 )
 from pdcluster_operator.api.spec.drain import STOP_SECONDS, drain_seconds, grace_period
-from pdcluster_operator.api.spec.enums import ConnectorSource, Device
+from pdcluster_operator.api.spec.enums import Certificates, ConnectorSource, Device
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
 from pdcluster_operator.api.spec.resolve import Engine
 from pdcluster_operator.api.spec.resources import added_limits
@@ -24,7 +25,9 @@ from pdcluster_operator.plan.builders.api_key import api_key_env
 from pdcluster_operator.plan.builders.certificates import (
     certificate_mount,
     certificate_volume,
+    certificates_of,
     has_certificates,
+    tls_labels,
 )
 from pdcluster_operator.plan.builders.connector_configmap import (
     CONNECTOR_FILE,
@@ -50,7 +53,8 @@ def build_engine_pod(
     cluster: Cluster, engine: Engine, name: EngineName, pairing_key: str, digest: str
 ) -> dict[str, Any]:
     """Return the pod template, with the user's own merged over it by container name."""
-    labels = engine_labels(name, pairing_key)
+    labels = engine_labels(name, pairing_key) | tls_labels(cluster)
+    signed = certificates_of(cluster) is Certificates.OPERATOR
     template: dict[str, Any] = {
         "metadata": {"labels": labels},
         "spec": {
@@ -66,7 +70,7 @@ def build_engine_pod(
                 *_volumes(engine, cluster, digest),
                 *model_volumes(cluster),
                 ticket_key_volume(cluster),
-                *([certificate_volume(cluster, name)] if has_certificates(cluster) else []),
+                *([certificate_volume(cluster, name)] if signed else []),
                 {
                     "name": "shm",
                     "emptyDir": {
@@ -84,7 +88,7 @@ def build_engine_pod(
     overlay = cluster.spec.role(engine.role).pod_template
     merged: dict[str, Any] = merge(template, overlay or {})
     # Selectors, links and revisions go by these: no template may change them.
-    return merge(merged, {"metadata": {"labels": labels}})  # type: ignore[no-any-return]
+    return merge(merged, {"metadata": {"labels": {TLS_LABEL: None, **labels}}})  # type: ignore[no-any-return]
 
 
 def _container(
@@ -93,6 +97,7 @@ def _container(
     command = ["python3", f"{CONNECTOR_FOLDER}/{CONNECTOR_FILE}"]
     if engine.connector is ConnectorSource.IMAGE:
         command = ["python3", "-m", "pdcluster_connector.launcher"]
+    signed = certificates_of(cluster) is Certificates.OPERATOR
     return {
         "name": ENGINE_CONTAINER,
         "image": engine.image,
@@ -113,7 +118,7 @@ def _container(
         "ports": _ports(engine),
         "resources": _resources(cluster, engine),
         "volumeMounts": [*_mounts(engine), *model_mounts(cluster), ticket_key_mount(),
-                         *([certificate_mount()] if has_certificates(cluster) else []),
+                         *([certificate_mount()] if signed else []),
                          {"name": "shm", "mountPath": SHM_FOLDER}],
         "startupProbe": _probe(cluster, engine.startup_timeout_seconds // PROBE_PERIOD_SECONDS),
         "readinessProbe": _probe(cluster, failures=3),

@@ -99,7 +99,11 @@ def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
             "ticket_audience": ticket_audience(cluster, pairing_key),
             **threads,
             # A pod's address is not loopback, so the side channel has to be told which it is.
-            **({"tls": tls_option()} if has_certificates(cluster) else {"allow_insecure": True}),
+            **(
+                {"tls": tls_option(cluster)}
+                if has_certificates(cluster)
+                else {"allow_insecure": True}
+            ),
         },
     }
     return json.dumps(document, separators=(",", ":"))

@@ -22,11 +22,11 @@ from pdcluster_operator.plan.drift import applied_hash
 from pdcluster_operator.plan.forecast.world import World
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Observed, Rewrite, Step
+from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.prefill_scaler import as_scaled
 from pdcluster_operator.plan.rewrites import rewrite_of
-from pdcluster_operator.plan.rollout.changes import spec_of_engines, what_changed
-from pdcluster_operator.plan.rollout.desired import identity
+from pdcluster_operator.plan.rollout.changes import spec_of_engines, why_replaced
 from pdcluster_operator.plan.rollout.targets import find_targets, live_by_role
 from pdcluster_operator.plan.stages import stages
 
@@ -163,17 +163,11 @@ def _replaced(observed: Observed) -> Iterator[Replaced]:
     spec = spec_of_engines(cluster)
     for role in Role:
         wanted = targets.wanted[role]
-        old = [name for name in live[role] if name.revision != wanted.name]
-        fields: set[str] = set()
-        for revision in {name.revision for name in old}:
-            known = targets.named(role, revision)
-            if known is not None:
-                rekeyed = known.pairing_key != wanted.pairing_key
-                fields.update(what_changed(known.spec, spec, role, rekeyed=rekeyed))
-                if known.renew != wanted.renew:
-                    fields.add("rollout.renew")
+        old = sorted(name for name in live[role] if name.revision != wanted.name)
         if old:
-            yield Replaced(role, tuple(sorted(old)), tuple(sorted(fields)))
+            revisions = [targets.named(role, name.revision) for name in old]
+            fields = why_replaced(revisions, wanted, spec)
+            yield Replaced(role, tuple(old), tuple(sorted(fields)))
 
 
 def _is_true(status: object, kind: ConditionType) -> bool:

@@ -9,19 +9,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import (
     CERTIFICATES_ANNOTATION,
     PAIRING_LABEL,
-    POD_INDEX_LABEL,
     ROTATE_TICKET_KEY_ANNOTATION,
     EngineName,
     engine_of,
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.drift import covers
+from pdcluster_operator.plan.forecast.healthy import (
+    is_ready,
+    ready_engine,
+    running_pod,
+    verified_link,
+)
 from pdcluster_operator.plan.model import (
     Apply,
     Manifest,
@@ -33,15 +37,8 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.reports import (
-    CanaryReport,
-    EngineReport,
-    LinkReport,
-    LinksReport,
-    LinkState,
-)
-from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
-from pdcluster_operator.plan.rollout.desired import identity
+from pdcluster_operator.plan.ownership import identity
+from pdcluster_operator.plan.reports import LinksReport
 from pdcluster_operator.plan.rollout.fleet import accelerators
 from pdcluster_operator.plan.rollout.revision import short_hash
 
@@ -171,18 +168,18 @@ class World:
         for name, child in self._sets():
             for node in range(int(child["spec"].get("replicas", 1))):
                 pod = self._pods.get(name.pod(node))
-                if pod is not None and _is_running(pod):
+                if pod is not None and is_ready(pod):
                     continue
                 changed = True
                 self._made += 1
-                self._pods[name.pod(node)] = _pod(name, node, child, self._made)
+                self._pods[name.pod(node)] = running_pod(name, node, child, self._made)
         return changed
 
     def _speak(self) -> bool:
         """Let every engine report that it is ready, and every link that KV moved."""
         before = self._engines, self._links
         sets = dict(self._sets())
-        self._engines = {name.logical: _report(name) for name in sets} | {
+        self._engines = {name.logical: ready_engine(name) for name in sets} | {
             name: one for name, one in self._engines.items() if one.ready
         }
         keys = {
@@ -194,7 +191,7 @@ class World:
                 decode.logical,
                 self._engines[decode.logical].engine_id,
                 tuple(
-                    _link(one.logical, self._engines[one.logical].engine_id)
+                    verified_link(one.logical, self._engines[one.logical].engine_id)
                     for one in prefill
                     if keys[one] == keys[decode]
                 ),
@@ -220,47 +217,3 @@ class World:
                 self._children[key] = {**child, "status": status}
                 changed = True
         return changed
-
-
-def _pod(name: EngineName, node: int, child: Manifest, number: int) -> dict[str, Any]:
-    template = child["spec"]["template"]
-    revision = str((child.get("status") or {}).get("updateRevision") or "")
-    labels = {POD_INDEX_LABEL: str(node), POD_REVISION_LABEL: revision}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": name.pod(node),
-            "namespace": name.namespace,
-            "uid": f"forecast-pod-{number}",
-            "resourceVersion": f"forecast-{number}",
-            "labels": {**template["metadata"]["labels"], **labels},
-        },
-        "spec": template["spec"],
-        "status": {
-            "phase": "Running",
-            "podIP": "192.0.2.1",
-            "conditions": [{"type": "Ready", "status": "True"}],
-            "containerStatuses": [{"name": "engine", "state": {"running": {}}}],
-        },
-    }
-
-
-def _is_running(pod: Manifest) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
-
-
-def _report(name: EngineName) -> EngineReport:
-    return EngineReport(
-        ready=True,
-        engine=name.logical,
-        engine_id=f"{name.logical}/forecast",
-        role=name.role.value,
-        state="Ready",
-    )
-
-
-def _link(prefill: str, engine_id: str) -> LinkReport:
-    canary = CanaryReport(LinkState.PASSED, 1)
-    return LinkReport(prefill, engine_id, LinkState.ESTABLISHED, canary=canary)

@@ -10,20 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from pdcluster_operator.api.spec.enums import TlsMode
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.certificates import has_certificates, mounts_certificate
+from pdcluster_operator.plan.builders.certificates import (
+    certificates_of,
+    certificates_of_pod,
+    mounts_certificate,
+)
 from pdcluster_operator.plan.rollout.stored import Revision
 
 
 def spec_with_tls(one: Revision, cluster: Cluster) -> dict[str, Any]:
     """Return the spec of a revision. One from before there was TLS agrees with ``cluster``.
 
-    So neither today's default nor a spec that says Disabled replaces its engines.
+    So neither today's default nor a spec that says Disabled replaces its engines. A spec that says
+    Mounted does: its user wants TLS.
     """
     transfer = one.spec.get("transfer") or {}
-    if "tls" in transfer or mounts_certificate(one.template):
+    wanted = cluster.spec.transfer.tls
+    if "tls" in transfer or mounts_certificate(one.template) or wanted is TlsMode.MOUNTED:
         return dict(one.spec)
-    return {**one.spec, "transfer": {**transfer, "tls": cluster.spec.transfer.tls.value}}
+    return {**one.spec, "transfer": {**transfer, "tls": wanted.value}}
 
 
 def speaking_alike(cluster: Cluster, found: Iterable[Revision]) -> list[Revision]:
@@ -33,4 +40,4 @@ def speaking_alike(cluster: Cluster, found: Iterable[Revision]) -> list[Revision
 
 def speaks_alike(one: Revision, cluster: Cluster) -> bool:
     """Whether the engines of a revision can pair with one that is rendered today."""
-    return mounts_certificate(one.template) is has_certificates(cluster)
+    return certificates_of_pod(one.template) is certificates_of(cluster)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.rollout.stored import Revision
 
 # None of these is a part of an engine.
 ELSEWHERE = ("rollout", "monitoring", "verification", "operatorClass")
@@ -74,7 +75,25 @@ def what_changed(before: Manifest, after: Manifest, role: Role, *, rekeyed: bool
     ]
 
 
-def in_words(paths: list[str]) -> str:
+def why_replaced(older: Iterable[Revision | None], wanted: Revision, spec: Manifest) -> set[str]:
+    """Return the fields because of which engines of older revisions get the wanted one.
+
+    Args:
+        older: the revisions of one role that engines have; None for one that is not known.
+        spec: see :func:`spec_of_engines`.
+    """
+    fields: set[str] = set()
+    for old in older:
+        if old is None or old.name == wanted.name:
+            continue
+        rekeyed = old.pairing_key != wanted.pairing_key
+        fields.update(what_changed(old.spec, spec, wanted.role, rekeyed=rekeyed))
+        if old.renew != wanted.renew:
+            fields.add("rollout.renew")
+    return fields
+
+
+def in_words(paths: Iterable[str]) -> str:
     """Return a few of the paths and how many there are beside them; empty if there are none."""
     unique = sorted(set(paths))
     if not unique:

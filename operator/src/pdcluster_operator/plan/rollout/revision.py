@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from pdcluster_operator.api.labels import REVISION_LENGTH
-from pdcluster_operator.api.spec.enums import Switch
+from pdcluster_operator.api.spec.enums import TlsMode
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.shape import MODEL_FLAGS, engine_shape
 from pdcluster_operator.api.spec.types import Cluster, Role
@@ -35,8 +35,9 @@ def short_hash(document: Any, length: int = REVISION_LENGTH) -> str:
 def pairing_key(cluster: Cluster) -> str:
     """Return the key of all engines of a spec; engines pair when their keys are equal."""
     document: dict[str, Any] = {"model": _source(cluster)}
-    if cluster.spec.transfer.tls is Switch.ENABLED:
-        document["tls"] = True  # without TLS, the key is the one of before there was TLS
+    if (tls := cluster.spec.transfer.tls) is not TlsMode.DISABLED:
+        # Without TLS, the key is the one of before there was TLS.
+        document["tls"] = True if tls is TlsMode.ENABLED else tls.value
     for role in Role:
         engine = resolve_engine(cluster, role)
         shape = engine_shape(cluster, engine)

@@ -29,6 +29,7 @@ from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Event, Observed
 from pdcluster_operator.plan.prefill_scaler import who_decides
 from pdcluster_operator.plan.reports import LinksReport
+from pdcluster_operator.plan.status.certificates import transfer_status, without_tls
 from pdcluster_operator.plan.status.engine_conditions import (
     accepted,
     role_ready,
@@ -92,6 +93,8 @@ def build_status(
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
         "failedLinks": _failed_links(before, troubled, now),
     }
+    if transfer := transfer_status(observed, cluster, view.change):
+        status["transfer"] = transfer
     if _on_its_way(verdicts[ConditionType.PROGRESSING]):
         status["progressingSince"] = timestamp(since)
     return status
@@ -145,9 +148,10 @@ def _verdicts(
 
 
 def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> tuple[Event, ...]:
-    """Return one event for each condition whose status flipped.
+    """Return one event for each condition whose status flipped, if the flip is news.
 
     Ready needs what the other conditions say. When it becomes True, its event is the only one.
+    Engines without TLS that should have it are one more event.
 
     Args:
         secured: whether the engines of the spec speak TLS. If not, a new cluster is told so.
@@ -156,8 +160,7 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
     for condition in _flipped_to_ready(before, after) or after["conditions"]:
         kind, status = condition["type"], condition["status"]
         old = find_condition(before, kind).get("status")
-        # A new cluster is not ready yet. That needs no event.
-        if old == status or (old is None and kind != ConditionType.ACCEPTED):
+        if old == status or not _is_news(kind, old, status):
             continue
         bad = status == Status.FALSE and kind != ConditionType.PROGRESSING
         bad &= condition["reason"] != StatusReason.SCALED_TO_ZERO
@@ -165,7 +168,25 @@ def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> t
         events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
         if old is None and not bad and not secured:
             events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
+    if (message := without_tls(after)) and not without_tls(before):
+        events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, message))
     return tuple(events)
+
+
+def _is_news(kind: str, old: str | None, new: str) -> bool:
+    """Whether a condition that went from ``old`` (None: it was not there) to ``new`` is an event.
+
+    Every start of an engine takes its conditions through Unknown and False to True. That is in the
+    status. An event for each of these flips would hide those that tell of trouble, and a thousand
+    clusters would write ten thousand of them.
+    """
+    if old is None:  # a new cluster is not ready yet
+        return kind == ConditionType.ACCEPTED
+    if kind in (ConditionType.ACCEPTED, ConditionType.PROGRESSING):
+        return True
+    if kind in (ConditionType.AVAILABLE, ConditionType.READY):
+        return Status.TRUE in (old, new)  # in between, another condition says what is wrong
+    return old == Status.TRUE or new == Status.FALSE
 
 
 def _flipped_to_ready(before: object, after: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

@@ -1,0 +1,118 @@
+"""The operator speaks with engines whose certificates a user mounts: real handshakes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from authority import Authority
+from pdcluster_connector.launcher.arguments import engine_command
+from pdcluster_connector.launcher.http import LauncherServer
+from pdcluster_connector.launcher.identity import Identity
+from pdcluster_connector.launcher.link_table import LinkTable
+from pdcluster_connector.launcher.readiness import Readiness
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, role_name
+from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_operator.adapters.engines_http import EnginesHttp
+from pdcluster_operator.adapters.tls import mounted_identity
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.tls.mounted_identity import IdentityError, MountedIdentity
+from pdcluster_operator.api.spec.enums import Certificates, Role
+from pdcluster_operator.plan.launchers import Target
+from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_operator.runtime.errors import LauncherError
+
+ENGINE = Identity("ns.tiny.decode.aaaaa.0", "00000000000000dd")
+OWN, _ = EngineAuthority.new(time.time())
+
+
+def ask(
+    folder: Path,
+    authority: Authority,
+    identity: MountedIdentity | None,
+    *,
+    served_as: str = "",
+) -> tuple[EngineReport, LinksReport]:
+    """Ask a launcher, whose files name its role, for its state and its links."""
+    files = authority.files(folder / "engine", ENGINE.engine_id, by_role=True)
+    tls = Tls(files, ENGINE.engine_id)
+    config = '{"kv_role":"kv_consumer"}'
+    command = engine_command(
+        ["m", "--kv-transfer-config", config], engine_id=ENGINE.engine_id, role="decode"
+    )
+    readiness = Readiness(ENGINE, "decode", command, {})
+    server = LauncherServer(readiness, LinkTable((1, 1)), "secret", lambda: None, None, tls)
+
+    async def run() -> tuple[EngineReport, LinksReport]:
+        await server.start("127.0.0.1", 0)
+        url = f"https://127.0.0.1:{server.addresses[0][1]}"
+        engine = served_as or ENGINE.logical
+        target = Target(engine, Role.DECODE, url, "1/0", Certificates.MOUNTED)
+        try:
+            async with EnginesHttp(OWN, identity=identity) as engines:
+                return await engines.ready(target), await engines.links(target)
+        finally:
+            await server.stop()
+
+    return asyncio.run(run())
+
+
+def operator_of(authority: Authority, folder: Path, name: str = OPERATOR_NAME) -> MountedIdentity:
+    authority.files(folder, "operator", name=name)
+    return MountedIdentity(folder)
+
+
+def test_the_operator_and_an_engine_of_the_users_authority_know_each_other(tmp_path: Path) -> None:
+    authority = Authority("the user's CA")
+    report, links = ask(tmp_path, authority, operator_of(authority, tmp_path / "operator"))
+    assert report.engine == links.engine == ENGINE.logical
+    assert report.certificate_expires is not None
+    assert report.certificate_expires > time.time()
+
+
+def test_the_operator_speaks_with_no_other_role_and_no_other_authority(tmp_path: Path) -> None:
+    authority = Authority("the user's CA")
+    identity = operator_of(authority, tmp_path / "operator")
+    with pytest.raises(LauncherError, match=r"[Hh]ostname mismatch"):
+        ask(tmp_path, authority, identity, served_as="ns.tiny.prefill.aaaaa.0")
+    with pytest.raises(LauncherError, match=r"[Hh]ostname mismatch"):
+        ask(tmp_path, authority, identity, served_as="ns.other.decode.aaaaa.0")
+    with pytest.raises(LauncherError, match="certificate"):
+        ask(tmp_path, Authority("another CA"), identity)
+
+
+def test_an_engine_takes_orders_from_the_operators_name_alone(tmp_path: Path) -> None:
+    authority = Authority("the user's CA")
+    stranger = role_name("ns.tiny.prefill.aaaaa.0/1")
+    with pytest.raises(LauncherError, match="is for the operator"):
+        ask(tmp_path, authority, operator_of(authority, tmp_path / "operator", stranger))
+
+
+def test_without_files_the_reason_names_the_folder(tmp_path: Path) -> None:
+    authority = Authority("the user's CA")
+    with pytest.raises(LauncherError, match="has no certificate"):
+        ask(tmp_path, authority, None)
+    with pytest.raises(LauncherError, match=r"missing holds no usable.*operator\.pdcluster\.dev"):
+        ask(tmp_path, authority, MountedIdentity(tmp_path / "missing"))
+
+
+def test_new_files_are_taken_up_and_spoiled_ones_are_not(tmp_path: Path) -> None:
+    old, new = Authority("old"), Authority("new")
+    now = [0.0]
+    old.files(tmp_path, "operator", name=OPERATOR_NAME)
+    identity = MountedIdentity(tmp_path, lambda: now[0])
+    first = identity.context()
+    new.files(tmp_path, "operator", name=OPERATOR_NAME, trusting=(old,))
+    assert identity.context() is first, "files are looked at once in a while"
+    now[0] += mounted_identity.LOOK_SECONDS
+    second = identity.context()
+    assert second is not first
+    assert len(second.get_ca_certs()) == 2
+    (tmp_path / "tls.crt").write_text("spoiled")
+    now[0] += mounted_identity.LOOK_SECONDS
+    assert identity.context() is second
+    with pytest.raises(IdentityError, match="holds no usable"):
+        MountedIdentity(tmp_path).context()

@@ -1,0 +1,125 @@
+"""``spec.transfer.tls: Mounted`` needs a mount in both roles, and an operator that can speak."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, role_name
+from pdcluster_operator.api.findings import FieldError
+from pdcluster_operator.api.rules.validate import check_manifest
+
+ROOT = Path(__file__).resolve().parents[3]
+VOLUME = {"name": "own", "secret": {"secretName": "engine-certificate"}}
+MOUNT = {"name": "own", "mountPath": "/pdcluster-tls"}
+
+
+def role(*mounts: dict[str, Any], container: str = "engine") -> dict[str, Any]:
+    other = {"name": container, "volumeMounts": list(mounts)}
+    if container != "engine":
+        other["image"] = "example/other:1"
+    return {"podTemplate": {"spec": {"containers": [other], "volumes": [VOLUME]}}}
+
+
+def manifest(tls: str = "Mounted", **spec: Any) -> dict[str, Any]:
+    claim = {"persistentVolumeClaim": {"claimName": "models"}}
+    return {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PDCluster",
+        "metadata": {"name": "llama"},
+        "spec": {"model": {"source": claim}, "transfer": {"tls": tls}, **spec},
+    }
+
+
+def errors(tls: str = "Mounted", **spec: Any) -> tuple[FieldError, ...]:
+    return check_manifest(manifest(tls, **spec))[1].errors
+
+
+@pytest.mark.parametrize("path", ["/pdcluster-tls", "/pdcluster-tls/"])
+def test_a_mount_in_both_roles_is_accepted(path: str) -> None:
+    mounted = role({**MOUNT, "mountPath": path, "readOnly": True})
+    assert errors(prefill=mounted, decode=mounted) == ()
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        {},
+        {"podTemplate": {"spec": {"volumes": [VOLUME]}}},
+        role(),
+        role({**MOUNT, "mountPath": "/elsewhere"}),
+        role(MOUNT, container="sidecar"),
+    ],
+)
+def test_a_role_whose_engines_have_no_certificate_is_refused(decode: dict[str, Any]) -> None:
+    [error] = errors(prefill=role(MOUNT), decode=decode)
+    assert error.rule == "CertificateNotMounted"
+    assert error.path.startswith("spec.decode.podTemplate")
+    assert "/pdcluster-tls" in error.message
+    assert "spec.decode.podTemplate" in error.remedy
+    assert errors("Enabled", prefill=role(MOUNT), decode=decode) == ()
+
+
+def test_both_roles_are_named_at_once() -> None:
+    assert [error.path for error in errors()] == [
+        "spec.prefill.podTemplate",
+        "spec.decode.podTemplate",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mount", "path"),
+    [
+        ({**MOUNT, "subPath": "tls"}, "volumeMounts[0].subPath"),
+        ({**MOUNT, "subPathExpr": "$(POD_IP)"}, "volumeMounts[0].subPathExpr"),
+        ({**MOUNT, "name": "other"}, "volumeMounts[0].name"),
+    ],
+)
+def test_a_mount_that_brings_no_new_certificates_is_refused(
+    mount: dict[str, Any], path: str
+) -> None:
+    [error] = errors(prefill=role(MOUNT), decode=role(mount))
+    assert error.rule == "CertificateNotMounted"
+    assert error.path == f"spec.decode.podTemplate.spec.containers[0].{path}"
+
+
+def test_without_a_certificate_of_its_own_an_operator_and_local_mode_refuse() -> None:
+    good = manifest(prefill=role(MOUNT), decode=role(MOUNT))
+    for place in ({"mounted_certificates": False}, {"one_node": True}):
+        [error] = check_manifest(good, **place)[1].errors
+        assert error.rule == "MountedNotSupported"
+        assert error.path == "spec.transfer.tls"
+        assert "engineCertificate" in error.remedy
+
+
+def test_lint_warns_because_it_does_not_know_the_operator() -> None:
+    good = manifest(prefill=role(MOUNT), decode=role(MOUNT))
+    _, findings = check_manifest(good, mounted_certificates=None)
+    assert findings.ok
+    assert "MountedNotSupported" in [warning.rule for warning in findings.warnings]
+    plain = check_manifest(manifest("Enabled"), mounted_certificates=None)[1]
+    assert "MountedNotSupported" not in [warning.rule for warning in plain.warnings]
+
+
+def test_the_example_in_docs_is_accepted_and_its_certificates_have_the_right_names() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    [text] = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    documents = list(yaml.safe_load_all(text))
+    [example] = [document for document in documents if document["kind"] == "PDCluster"]
+    assert check_manifest(example)[1].errors == ()
+    names = {
+        document["spec"]["secretName"]: document["spec"]["dnsNames"]
+        for document in documents
+        if document["kind"] == "Certificate"
+    }
+    assert names.pop("operator-certificate") == [OPERATOR_NAME]
+    namespace, cluster = example["metadata"]["namespace"], example["metadata"]["name"]
+    mounted = {}
+    for side in ("prefill", "decode"):
+        [volume] = example["spec"][side]["podTemplate"]["spec"]["volumes"]
+        mounted[volume["secret"]["secretName"]] = [role_name(f"{namespace}.{cluster}.{side}.r.0/1")]
+    assert names == mounted
