@@ -56,6 +56,7 @@ class PlayedNodes:
 
     def silence(self, uid: str) -> None:
         """Let the launcher of a pod answer nobody any more, as if its node were gone."""
+        self._reports[uid].clear()
         _end(self._servers[uid])
 
     def _play(self) -> None:
@@ -87,7 +88,7 @@ class PlayedNodes:
     def _end_pod(self, pod: dict[str, Any]) -> None:
         engine = engine_of(pod)
         uid = pod["metadata"]["uid"]
-        if report := self._reports.get(uid):
+        if report := self._reports.get(uid):  # a silent one is empty
             report.update(ready=False, state="Draining")
         if engine is None or engine.api_url not in self.routed():
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
@@ -182,6 +183,11 @@ def _launcher(name: EngineName, report: dict[str, Any]) -> type[http.server.Base
 
         def log_message(self, *_: object) -> None:
             return
+
+        def parse_request(self) -> bool:
+            # Connections that are open outlive the server: a silent launcher closes them.
+            self.close_connection = True
+            return bool(report) and super().parse_request()
 
         def do_GET(self) -> None:
             if self.path == "/readyz":
