@@ -11,6 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PURE = not nixl and not engine and not vllm and not local and not helm and not cluster and not soak
 # More workers than cores: a third of these tests wait for processes that they started.
 PURELY = $(PY) -m pytest -n 4 --dist worksteal -m "$(PURE)"
+# By file: a module's engines serve all of its tests. A tiny engine computes on one thread.
+ENGINES = $(PY) -m pytest -n 2 --dist loadfile
 
 help: ## show this
 	@echo "pdcluster: make TARGET"
@@ -36,7 +38,7 @@ check: ## format, lint, types, import layers, generated files
 
 test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's scheduler, real engines
 	$(PURELY)
-	$(PY) -m pytest -m "(nixl or engine or vllm) and not soak" --durations=10
+	$(ENGINES) -m "(nixl or engine or vllm) and not soak" --durations=10
 
 e2e: local-e2e cluster-e2e ## what a user does, end to end: on this machine, then on a real Kubernetes (as root)
 

@@ -31,10 +31,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if marks and not _may_be_selected(config.option.markexpr, marks, ours) else None
 
 
+def pytest_configure() -> None:
+    """Imports and the collection make objects that stay: looking through them finds no garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Let no garbage collection walk through what was imported and collected again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _may_be_selected(expression: str, marks: set[str], ours: list[str]) -> bool:

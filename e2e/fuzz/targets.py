@@ -19,7 +19,7 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.launcher.request_ids import plain
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.protocol import messages, ticket
+from pdcluster_connector.protocol import messages, ticket, transfer_params
 from pdcluster_connector.protocol.block_ids import BlockIds
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.link_documents import decode_peers, decode_report
@@ -108,8 +108,8 @@ def _block_ids(raw: bytes) -> None:
 
 def _request_parameters(raw: bytes) -> None:
     parameters = _json(raw)
-    ticket.ticket_of(parameters, KEYS)
-    ticket.passed_on(parameters)
+    transfer_params.ticket_of(parameters, KEYS)
+    transfer_params.passed_on(parameters)
 
 
 def launcher(raw: bytes) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_run import LocalRun, manifest, mounted
+from local_run import LocalRun, condition, manifest, mounted
 
 from models.tiny import model_path
 from pdcluster_operator.api.rules.validate import check_manifest
@@ -37,13 +37,21 @@ def test_lint_refuses_different_models() -> None:
 
 
 def refused_link(run: LocalRun, reason: str) -> dict[str, Any]:
-    run.wait(
-        f"link refused as {reason}",
-        lambda: [link for link in run.status().get("failedLinks", ()) if link["reason"] == reason],
-    )
-    assert run.condition("Ready")["status"] == "False"
-    assert run.condition("KVLinksEstablished")["reason"] == reason
-    return dict(run.status()["failedLinks"][0])
+    found: list[dict[str, Any]] = []
+
+    def refused() -> bool:
+        status = run.status()
+        found[:] = [dict(link) for link in status.get("failedLinks", ())]
+        return (
+            [link["reason"] for link in found] == [reason]
+            and condition(status, "Ready")["status"] == "False"
+            and condition(status, "KVLinksEstablished")["reason"] == reason
+        )
+
+    run.wait(f"link refused as {reason}", refused)
+    [link] = found
+    assert link["reason"] == reason
+    return link
 
 
 def test_handshake_refuses_other_weights_and_requests_are_recomputed(tmp_path: Path) -> None:

@@ -418,6 +418,37 @@ def test_groups_may_be_numbered_differently() -> None:
     assert check(HYBRID, renumbered) == ()
 
 
+def test_the_blocks_of_states_may_differ() -> None:
+    """Without prefix caching vLLM gives a state one block, as long as its longest request."""
+    longer = replace(HYBRID, groups=(HYBRID.groups[0], GroupShape(LayerKind.MAMBA, 8192)))
+    assert check(HYBRID, longer) == ()
+    assert check(longer, HYBRID) == ()
+
+
+def test_a_layer_of_a_group_that_is_not_described_is_no_error() -> None:
+    """A peer may say so; the handshake refuses such an engine before the rules are asked."""
+    stray = replace(KNOWN, layers=layers(group=1))
+    assert check(stray, blocks(KNOWN, 32)) == ()
+
+
+def test_the_types_of_states_are_free_as_long_as_they_are_equal() -> None:
+    """The list of types that can be transferred is one of attention caches."""
+    wide = state(dtype="float64", parts=tuple(replace(part, dtype="float64") for part in PARTS))
+    assert check(wide, wide) == ()
+    attention = replace(HYBRID, layers=(replace(layers()[0], dtype="float64"), STATE))
+    (first, *_) = check_engine(attention)
+    assert first.rule == "LayoutUnsupported/quantized"
+
+
+def test_the_heads_of_states_are_divided_by_themselves() -> None:
+    """Of the layer itself, one head is stated; the heads of its states are divided."""
+    odd = replace(state(parts=(replace(PARTS[0], heads=6), *PARTS[1:])), tensor=4)
+    (found,) = check_engine(odd)
+    assert found.rule == "LayoutUnsupported/heads"
+    assert "6 heads over tensor parallel size 4 (model.layers.1.mixer conv.x)" in found.message
+    assert check_engine(replace(odd, tensor=2)) == ()
+
+
 def test_states_in_another_cut_are_another_layer() -> None:
     whole = PartShape("conv", 2, 6912, "float32")
     first = refused(check(HYBRID, state(parts=(whole, PARTS[2]))))

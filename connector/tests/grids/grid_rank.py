@@ -35,7 +35,7 @@ from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, Rece
 from ticket_key import KEYS
 
 Rank = tuple[int, int]
-SECONDS = 60.0
+SECONDS = 150.0
 SLOT, TOKEN = 3, 2**63 + 1  # of the request's lease word
 
 
@@ -142,7 +142,7 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
         memory=[MemoryRange(memory.ctypes.data, memory.nbytes)],
         make_agent=agent,
         peers=peers,
-        options=ReceiverOptions(descriptors_per_transfer=256),
+        options=ReceiverOptions(descriptors_per_transfer=256, probe_seconds=60.0),
     )
     promise = ticket.decode(handed_over, KEYS)
     assert isinstance(promise, ticket.Ticket), promise

@@ -17,7 +17,7 @@ from pdcluster_connector.protocol.ticket import Ticket, encode
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from ticket_key import KEYS
 
-ANSWER_SECONDS = 90
+ANSWER_SECONDS = 200
 
 
 class RankProcess:

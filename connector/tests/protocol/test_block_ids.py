@@ -82,6 +82,8 @@ def test_they_do_not_change() -> None:
     assert ids != [1, 2]
     assert ids != "123"
     assert hash(ids) == hash((1, 2, 3))
+    assert ids != 1, "what is no sequence is compared without an error"
+    assert ids != {1, 2, 3}
 
 
 def test_a_run_that_is_longer_than_is_left_is_refused() -> None:

@@ -70,6 +70,16 @@ def test_contradictions(metadata: m.EngineMetadata, expected: list[Reason]) -> N
     assert reasons(metadata) == expected
 
 
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [(4, "l3 of p/1: no shard holds it"), (2, "l2 of p/1: the shape does not")],
+)
+def test_a_layer_that_is_only_stated_or_only_held_is_named(stated: int, expected: str) -> None:
+    names = tuple(LayerShape(f"l{i}", LayerKind.FULL_ATTENTION, 0, 2, 64) for i in range(stated))
+    (found,) = validate_metadata(engine(shard(0), shard(1), shape=replace(SHAPE, layers=names)))
+    assert expected in found.message
+
+
 def test_attention_whose_k_and_v_lie_apart_is_sound() -> None:
     """Only a Mamba layer's bytes are counted over all heads of its parts."""
     parts = tuple(PartShape(name, 2, 32, "float32") for name in "kv")

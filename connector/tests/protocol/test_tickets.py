@@ -25,11 +25,9 @@ from pdcluster_connector.protocol.ticket import (
     Ticket,
     decode,
     encode,
-    kv_transfer_params,
-    passed_on,
-    ticket_of,
 )
 from pdcluster_connector.protocol.ticket_keys import parse_keys
+from pdcluster_connector.protocol.transfer_params import kv_transfer_params, passed_on, ticket_of
 
 KEYS = parse_keys(b"5a" * 32)
 OTHERS = parse_keys(b"a5" * 32)

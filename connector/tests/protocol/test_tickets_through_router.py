@@ -20,7 +20,8 @@ import pytest
 
 from loopback import free_port
 from pdcluster_connector.protocol.block_ids import BlockIds
-from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params, ticket_of
+from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.protocol.transfer_params import kv_transfer_params, ticket_of
 from ticket_key import KEYS
 
 ROUTER = Path(sys.executable).with_name("vllm-router")

@@ -9,7 +9,7 @@ from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
 from msgspec.structs import replace
 
 from loopback import free_port
-from pdcluster_connector.sidechannel import peers as peers_module
+from pdcluster_connector.sidechannel import peer_liveness
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
 
@@ -44,7 +44,7 @@ def serve() -> Iterator[Callable[..., SideChannelServer]]:
 def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PeerBook]]:
     """Make started peer books of a decode engine's ranks."""
     # A machine that stalls for seconds is no death of a peer.
-    monkeypatch.setattr(peers_module, "HEALTH_SECONDS", (60.0, 60.0))
+    monkeypatch.setattr(peer_liveness, "HEALTH_SECONDS", (60.0, 60.0))
     made: list[PeerBook] = []
 
     def make(rank: tuple[int, int] = (0, 0), **change: object) -> PeerBook:

@@ -15,10 +15,16 @@ import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, shards_of, until
 
 from authority import Authority
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel import http_guard
 from pdcluster_connector.sidechannel import server as server_module
-from pdcluster_connector.sidechannel.handshake import Introduction, client_session, shake_hands
+from pdcluster_connector.sidechannel.handshake import (
+    Introduction,
+    TryAgain,
+    client_session,
+    shake_hands,
+)
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.sidechannel.tls import Tls
 
@@ -85,23 +91,23 @@ class Crowd:
 def worst_of_each_round(server: SideChannelServer, tls: Tls | None) -> list[float]:
     """The seconds of the slowest handshake in each round, over a new connection each."""
 
+    me = Introduction(DECODE, SHAPE, (0, 0))
+
+    async def attempt() -> EngineMetadata | Failure | TryAgain:
+        async with client_session() as session:
+            return await shake_hands(session, me, PREFILL, "127.0.0.1", server.port, tls)
+
     async def measure() -> list[float]:
         worst = []
         for _ in range(ROUNDS):
             taken = []
             for _ in range(HANDSHAKES):
-                async with client_session() as session:
-                    start = time.perf_counter()
-                    answer = await shake_hands(
-                        session,
-                        Introduction(DECODE, SHAPE, (0, 0)),
-                        PREFILL,
-                        "127.0.0.1",
-                        server.port,
-                        tls,
-                    )
-                    taken.append(time.perf_counter() - start)
-                    assert isinstance(answer, EngineMetadata), answer
+                start = time.perf_counter()
+                for _ in range(20):  # an attempt gives up where the machine stalls for seconds
+                    if isinstance(answer := await attempt(), EngineMetadata):
+                        break
+                taken.append(time.perf_counter() - start)
+                assert isinstance(answer, EngineMetadata), answer
                 await asyncio.sleep(0.02)
             worst.append(max(taken))
         return worst

@@ -19,7 +19,7 @@ WORD_BYTES = 8
 TOKENS = 10
 LEASE_SECONDS = 1.0
 LONG_LEASE_SECONDS = 60.0  # where a test waits for no lease to end: a busy machine may be slow
-OPTIONS = ReceiverOptions(drain_deadline_seconds=0.5, probe_seconds=0.5)
+OPTIONS = ReceiverOptions(drain_deadline_seconds=0.5, probe_seconds=5.0)
 
 
 class Hold:

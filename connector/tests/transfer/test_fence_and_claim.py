@@ -29,7 +29,7 @@ class Rig:
         self.fabric, self.peers = Fabric(), FakePeers()
         self.prefill = Prefill(self.fabric, tensor=tensor, **CACHE)
         self.peers.table[self.prefill.engine_id] = self.prefill.metadata
-        options = ReceiverOptions(drain_deadline_seconds=1.0, probe_seconds=5.0)
+        options = ReceiverOptions(drain_deadline_seconds=3.0, probe_seconds=5.0)
         self.decode = Decode(self.fabric, self.peers, options=options, **CACHE)
         self.held = True
         self.posted: list[str] = []
@@ -142,10 +142,10 @@ def test_a_refused_claim_fails_the_receive_when_nothing_can_write_any_more(rig: 
 
 
 def test_a_slow_transfer_is_well_while_its_lease_is_renewed(rig: Rig) -> None:
-    rig.send(lease=1.0)
+    rig.send(lease=3.0)
     eventually(lambda: rig.under_way == len(rig.prefill.caches))
     rig.decode.receiver.acknowledge({"r": time.monotonic() + 20})
-    rig.decode.nothing(1.2)
+    rig.decode.nothing(3.2)
     rig.fabric.land()
     assert "r" in rig.decode.wait("r").received
 
@@ -153,7 +153,7 @@ def test_a_slow_transfer_is_well_while_its_lease_is_renewed(rig: Rig) -> None:
 def test_without_renewals_it_fails_when_the_lease_ends(rig: Rig) -> None:
     receives = rig.decode.receiver._receives
     receives._drain_seconds = 60.0  # nothing but the landing ends it
-    rig.send(lease=1.0)
+    rig.send(lease=3.0)
     eventually(lambda: rig.under_way == len(rig.prefill.caches))
     eventually(lambda: [j.machine.state for j in receives._jobs.values()] == [State.QUARANTINE])
     rig.fabric.land()
@@ -162,7 +162,7 @@ def test_without_renewals_it_fails_when_the_lease_ends(rig: Rig) -> None:
 
 def test_a_lease_word_that_never_comes_costs_the_agent_and_no_slot(rig: Rig) -> None:
     rig.fabric.behave = lambda transfer: Behaviour(hang=transfer.nbytes == 8)
-    rig.send(lease=1.0)
+    rig.send(lease=3.0)
     failure = rig.decode.wait("r").failed["r"]
     assert failure.reason is Reason.TRANSFER_STALLED
     rig.held, rig.fabric.behave = False, rig.behave

@@ -163,9 +163,9 @@ class Decode:
             peers=peers,
             options=options
             or ReceiverOptions(
-                drain_deadline_seconds=2.0,
-                probe_seconds=0.3,
-                check_seconds=0.3,
+                drain_deadline_seconds=4.0,
+                probe_seconds=2.5,
+                check_seconds=2.5,
                 fatal=self.fatal.append,
             ),
         )

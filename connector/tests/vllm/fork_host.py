@@ -21,6 +21,7 @@ from typing import Any
 import pdcluster_connector
 
 SOURCES = Path(pdcluster_connector.__file__).parents[1]
+ANSWER_SECONDS = 200.0  # less than pytest gives a test, so that a failure shows the engine's log
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -67,7 +68,7 @@ class Engine:
     _connection: Connection | None = None
     _ids: Any = field(default_factory=itertools.count)
 
-    def wait_ready(self, timeout: float = 120) -> Engine:
+    def wait_ready(self, timeout: float = ANSWER_SECONDS) -> Engine:
         """Block until the engine serves."""
         deadline = time.monotonic() + timeout
         while True:
@@ -88,7 +89,7 @@ class Engine:
         self.ask("submit", request_id, prompt, max_tokens, params, salt, sampling, lora)
         return request_id
 
-    def answer(self, request_id: str, timeout: float = 60) -> Answer:
+    def answer(self, request_id: str, timeout: float = ANSWER_SECONDS) -> Answer:
         """Wait for a request's end."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -98,7 +99,7 @@ class Engine:
             time.sleep(0.005)
         raise TimeoutError(f"{request_id} has no answer after {timeout} s; {self.tail()}")
 
-    def generate(self, *args: Any, timeout: float = 60, **kwargs: Any) -> Answer:
+    def generate(self, *args: Any, timeout: float = ANSWER_SECONDS, **kwargs: Any) -> Answer:
         """Submit and wait."""
         return self.answer(self.submit(*args, **kwargs), timeout)
 
@@ -142,7 +143,7 @@ class Engine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         # A process that is about to die can still be read from: wait for its end.
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.01)
 

@@ -3,11 +3,13 @@
 ``python forked_engine.py FOLDER`` imports everything that an engine needs, then listens on
 ``FOLDER/host``. Each message asks for one engine; the forked child builds an ``LLM`` and serves
 commands on a socket of its own. It steps its engine all the time, as an API server's engine
-does: leases end and orders reach workers only in steps.
+does: leases end and orders reach workers only in steps. Without a request it steps less often,
+because the engines of a test share few cores.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -22,7 +24,13 @@ import cache_hook
 import held_receives
 
 
+def _end_with_parent() -> None:
+    """End when the process ends that started this one, however it does."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _host(folder: Path) -> None:
+    _end_with_parent()
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama
     import vllm.v1.attention.backends.cpu_attn
@@ -78,6 +86,7 @@ def _pipeline_buffers() -> None:
 def _child(address: str, log: str, connector: dict[str, Any] | None, llm: dict[str, Any]) -> None:
     status = 1
     try:
+        _end_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setpgid(0, 0)  # not a session: Linux 6.18 can starve one session beside another for 20 s
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -120,7 +129,7 @@ def _serve(address: str, connector: dict[str, Any] | None, options: dict[str, An
     listener = Listener(address, "AF_UNIX")
     connection = listener.accept()
     while True:
-        while connection.poll(0.0005):
+        while connection.poll(0.0005 if commands.engine.has_unfinished_requests() else 0.005):
             command, *args = connection.recv()
             if command == "stop":
                 connection.send((True, None))
@@ -243,10 +252,18 @@ class Commands:
     def stands(self, count: int, state: str) -> bool:
         return held_receives.stands(count, state)
 
+    def claimed(self) -> int:
+        return held_receives.claimed()
+
+    def ended(self) -> int:
+        return held_receives.ended()
+
     def cut(self, is_cut: bool) -> None:
         held_receives.cut(is_cut)
 
     def metrics(self) -> dict[str, float]:
+        if not self.paused:  # what the last step has counted is told in the next one
+            self.step()
         return _metrics()
 
     def reset_cache(self) -> bool:

@@ -86,7 +86,7 @@ def _disconnect(receiver: Any) -> None:
         done.set()
 
     receiver._thread.put(close)
-    done.wait(10)
+    done.wait(120)
 
 
 def release() -> None:
@@ -99,6 +99,16 @@ def stands(count: int, state: str) -> bool:
     """Whether so many receives have come to ``state``; NEW ones wait in a queue."""
     jobs = list(_receiver()._receives._jobs.values())
     return state == State.NEW.name or sum(_is_in(job, state) for job in jobs) == count
+
+
+def claimed() -> int:
+    """Receives under way whose leases prefill has acknowledged for this engine."""
+    return sum(job.machine.claimed for job in list(_receiver()._receives._jobs.values()))
+
+
+def ended() -> int:
+    """Receives that have ended, and of which no step has heard."""
+    return len(_receiver()._ended)
 
 
 def _is_in(job: Any, state: str) -> bool:

@@ -19,7 +19,7 @@ from authority import Authority
 
 pytest.importorskip("vllm")
 
-from engine_pair import Pair, connector_config
+from engine_pair import Pair, connector_config, leases_expired, nothing_held
 
 from models.tiny import model_path
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
 BLOCK = 32
 TOKENS = 12
 POOL = 16  # decode blocks, the null block included: a few requests preempt one another
-LEASE = 20  # of prefill: short enough to see unclaimed leases end
+LEASE = 15  # short enough to see unclaimed leases end
 Adapter = tuple[str, int, str]
 
 
@@ -83,14 +83,17 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Path]:
 
 @pytest.fixture(scope="module")
 def pair(engines: Callable[..., Engine], secured: tuple[Authority, Path]) -> Iterator[Pair]:
-    """Chunked prefill, prefix caching, LoRA, and TLS on the side channel; decode's pool is tiny."""
+    """Chunked prefill, prefix caching, LoRA, and TLS on the side channel; decode's pool is tiny.
+
+    The certificates name roles. Those of other tests' engines name engines.
+    """
     model = str(model_path("llama"))
     prefill = engines(
-        "p", connector_config("kv_producer", secured=secured, lease_seconds=LEASE), model=model,
+        "p", connector_config("kv_producer", secured=secured, by_role=True), model=model,
         max_num_batched_tokens=64, max_num_seqs=8, **LORA,
     )  # fmt: skip
     decode = engines(
-        "d", connector_config("kv_consumer", secured=secured), model=model,
+        "d", connector_config("kv_consumer", secured=secured, by_role=True), model=model,
         max_num_batched_tokens=64, max_num_seqs=8, num_gpu_blocks_override=POOL, max_model_len=448,
         **LORA,
     )  # fmt: skip
@@ -112,26 +115,25 @@ def expected(engines: Callable[..., Engine]) -> Callable[..., list[int]]:
     return tokens
 
 
-def held(*engines: Engine, seconds: float = 15) -> None:
-    deadline = time.monotonic() + seconds
-    while any(engine.held() for engine in engines) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [engine.held() for engine in engines] == [0] * len(engines)
+@pytest.fixture(scope="module")
+def brief(engines: Callable[..., Engine], secured: tuple[Authority, Path]) -> Engine:
+    """A prefill engine whose leases end soon."""
+    config = connector_config("kv_producer", secured=secured, lease_seconds=LEASE)
+    return engines("b", config, model=str(model_path("llama")), **LORA).wait_ready()
 
 
 def test_n_prefills_return_one_ticket_and_the_others_expire(
-    pair: Pair, expected: Callable[..., list[int]]
+    pair: Pair, brief: Engine, expected: Callable[..., list[int]]
 ) -> None:
     """A router that sends ``n`` to prefill too: n leases, of which vLLM returns one.
 
     The others are seen to have ended in the last test.
     """
     tokens = prompt(80, 34)
-    first = pair.prefill.generate(tokens, 1, {"do_remote_decode": True}, **THREE)
+    first = brief.generate(tokens, 1, {"do_remote_decode": True}, **THREE)
     assert len(first.choices) == 3
     answer = pair.decode.generate(tokens, TOKENS, first.params, **THREE)
     assert answer.choices == [expected(tokens)] * 3
-    assert pair.prefill.held() >= 2
 
 
 def test_chunked_prefill_and_prefix_hits_on_both_sides(
@@ -147,14 +149,41 @@ def test_chunked_prefill_and_prefix_hits_on_both_sides(
     assert answer.path["tokens"] == 300 - 9 * BLOCK, "nine blocks of 300 tokens were hit"
 
 
+@contextlib.contextmanager
+def paused(engine: Engine) -> Iterator[None]:
+    """The engine makes no step but those that it is asked for."""
+    engine.ask("pause", True)
+    yield
+    engine.ask("pause", False)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def gone(engine: Engine, request_id: str) -> None:
+    """Wait until the scheduler forgets a request."""
+    until(lambda: engine.ask("status", request_id) == "")
+
+
 def test_preemption_while_others_receive(pair: Pair, expected: Callable[..., list[int]]) -> None:
     before = pair.decode.ask("counters")["vllm:num_preemptions"]
     prompts = [prompt(90, 10 + i) for i in range(4)]
     tickets = [pair.ticket(tokens) for tokens in prompts]
+    pair.decode.ask("hold", "POSTED")
     waiting = [
         pair.decode.submit(tokens, 40, params)
         for tokens, params in zip(prompts, tickets, strict=True)
     ]
+    count = len(waiting)
+    until(lambda: pair.decode.ask("stands", count, "POSTED"))
+    until(lambda: pair.decode.ask("claimed") == count)
+    with paused(pair.decode):  # all KV has come before one of them generates
+        pair.decode.ask("release")
+        until(lambda: pair.decode.ask("ended") == count)
     for tokens, request_id in zip(prompts, waiting, strict=True):
         answer = pair.decode.answer(request_id)
         assert answer.tokens == expected(tokens, 40)
@@ -202,22 +231,6 @@ def test_prompt_logprobs_are_computed_here(pair: Pair, expected: Callable[..., l
     answer = pair.decode.generate(tokens, TOKENS, pair.ticket(tokens), prompt_logprobs=0)
     assert answer.tokens == expected(tokens)
     assert (answer.path["outcome"], answer.path["reason"]) == ("local", "PrefixReadingOff")
-
-
-@contextlib.contextmanager
-def paused(engine: Engine) -> Iterator[None]:
-    """The engine makes no step but those that ``advance`` makes."""
-    engine.ask("pause", True)
-    yield
-    engine.ask("pause", False)
-
-
-def gone(engine: Engine, request_id: str) -> None:
-    """The scheduler forgets a request long before its lease would end by itself."""
-    deadline = time.monotonic() + LEASE / 2
-    while engine.ask("status", request_id) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert engine.ask("status", request_id) == ""
 
 
 @pytest.mark.parametrize(
@@ -276,12 +289,12 @@ def test_an_aborted_decode_gives_the_lease_back(
 def test_a_reset_waits_for_leases(pair: Pair, expected: Callable[..., list[int]]) -> None:
     """Weight updates clear the caches: not while KV of the old weights can be fetched."""
     tokens = prompt(100, 50)
-    held(pair.prefill, pair.decode, seconds=LEASE + 10)
+    nothing_held(pair.prefill, pair.decode)
     params = pair.ticket(tokens)
     assert pair.prefill.ask("reset_cache") is False
     answer = pair.decode.generate(tokens, TOKENS, params)
     assert answer.path["outcome"] == "transferred"
-    held(pair.prefill)
+    nothing_held(pair.prefill)
     assert pair.prefill.ask("reset_cache") is True
     assert pair.decode.ask("reset_cache") is True
     again = pair.generate(tokens, TOKENS)
@@ -296,8 +309,8 @@ def test_speculation_on_decode_alone(
     expected: Callable[..., list[int]],
 ) -> None:
     decode = engines(
-        "n", connector_config("kv_consumer", secured=secured), model=str(model_path("llama")),
-        max_num_seqs=8, speculative_config=NGRAM, **LORA,
+        "n", connector_config("kv_consumer", secured=secured, by_role=True),
+        model=str(model_path("llama")), max_num_seqs=8, speculative_config=NGRAM, **LORA,
     ).wait_ready()  # fmt: skip
     for seed in range(4):
         tokens = prompt(100, 60 + seed)
@@ -307,7 +320,7 @@ def test_speculation_on_decode_alone(
     counters = decode.ask("counters")
     drafted = counters["vllm:spec_decode_num_draft_tokens"]
     assert drafted > counters["vllm:spec_decode_num_accepted_tokens"] > 0
-    held(decode)
+    nothing_held(decode)
     assert decode.free_blocks() == 255
     decode.stop()
 
@@ -321,8 +334,10 @@ def test_speculation_with_a_draft_model(
     """Its layers have KV of their own, which moves too where both engines have it."""
     draft = {**DRAFT, "model": str(model_path("llama-finetuned"))}
     llm = {"model": str(model_path("llama")), "max_num_seqs": 8, "speculative_config": draft}
-    prefill = engines("dp", connector_config("kv_producer", secured=secured), **llm)
-    decode = engines("dd", connector_config("kv_consumer", "recompute", secured=secured), **llm)
+    prefill = engines("dp", connector_config("kv_producer", secured=secured, by_role=True), **llm)
+    decode = engines(
+        "dd", connector_config("kv_consumer", "recompute", secured=secured, by_role=True), **llm
+    )
     drafting = Pair(prefill.wait_ready(), decode.wait_ready())
     for seed in range(4):
         tokens = prompt(100, 70 + seed)
@@ -338,20 +353,21 @@ def test_speculation_with_a_draft_model(
     answer = Pair(pair.prefill, decode).generate(tokens, TOKENS)
     assert (answer.path["outcome"], answer.path["reason"]) == ("failed", "LayerMismatch")
     assert answer.tokens == expected(tokens)
-    held(prefill, decode)
+    nothing_held(prefill, decode)
     for engine in (prefill, decode):
         assert engine.free_blocks() == 255
         engine.stop()
 
 
-def test_afterwards_nothing_is_held(pair: Pair) -> None:
-    held(pair.prefill, pair.decode)
+def test_afterwards_nothing_is_held(pair: Pair, brief: Engine) -> None:
+    nothing_held(pair.prefill, pair.decode, brief)
     assert (pair.prefill.free_blocks(), pair.decode.free_blocks()) == (255, POOL - 1)
-    metrics = pair.prefill.metrics()
-    assert metrics["pdcluster_kv_leases_held"] == 0
-    # Two of n=3 prefills come to nothing, and what was aborted too late.
-    assert metrics["pdcluster_kv_leases_expired_total"] >= 2
-    for engine in (pair.prefill, pair.decode):
+    assert brief.free_blocks() == 255
+    for prefill in (pair.prefill, brief):
+        assert prefill.metrics()["pdcluster_kv_leases_held"] == 0
+    assert leases_expired(pair.prefill) == 0, "each was given back"
+    assert leases_expired(brief) >= 2, "two of n=3 prefills come to nothing"
+    for engine in (pair.prefill, pair.decode, brief):
         assert not [name for name in engine.metrics() if "step_faults" in name]
 
 

@@ -301,3 +301,21 @@ def test_only_a_listener_on_every_address_takes_a_port_everywhere() -> None:
         taken = taken_everywhere(ports)
     assert list(taken) == ports[1:]
     assert f"(pid {os.getpid()})" in taken[ports[1]]
+
+
+def test_a_descriptor_that_is_closed_meanwhile_hides_no_listener(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = os.readlink
+
+    def closed(link: Path) -> str:
+        if not (target := read(link)).startswith("socket:"):
+            raise FileNotFoundError(link)
+        return target
+
+    monkeypatch.setattr(os, "readlink", closed)
+    with socket.socket() as server:
+        server.bind(("0.0.0.0", 0))
+        server.listen(1)
+        port = server.getsockname()[1]
+        assert f"(pid {os.getpid()})" in taken_everywhere([port])[port]

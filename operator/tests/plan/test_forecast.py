@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
+from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.plan.certificates import certificates_as_due
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
 from pdcluster_operator.plan.forecast.from_status import reports_in
@@ -17,7 +18,9 @@ from pdcluster_operator.plan.forecast.kubectl_apply import (
     merge_patch,
     server_side_manager,
 )
-from pdcluster_operator.plan.model import Observed
+from pdcluster_operator.plan.forecast.world import GONE, VERIFIED, World
+from pdcluster_operator.plan.model import Apply, Delete, Observed
+from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
 
 GPUS = {"transfer": {"device": "CUDA"}, "engine": {"blockSize": 16}}
 
@@ -139,6 +142,36 @@ def test_a_child_that_a_webhook_rewrites_is_left_as_it_is() -> None:
     deployment["metadata"]["annotations"]["pdcluster.dev/applied"] = "something else"
     _, left = with_rewrites(seen(world), world.now)
     assert len(left) == 1, "it was not applied as it is wanted now"
+
+
+def test_a_child_that_is_gone_is_a_step_that_is_left() -> None:
+    world = running()
+    gone = next(key for key in world.children if key[0] == "Service")
+    del world.children[gone]
+    _, (step,) = with_rewrites(seen(world), world.now)
+    assert isinstance(step, Apply)
+    assert (step.manifest["kind"], step.manifest["metadata"]["name"]) == gone
+
+
+def test_an_engine_whose_pods_are_gone_is_not_heard_any_more() -> None:
+    cluster = running()
+    world = World(seen(cluster))
+    (kind, name), child = next(c for c in cluster.children.items() if c[0][0] == "StatefulSet")
+    engine = engine_of(child)
+    assert engine is not None
+    assert engine.logical in world.observed().engines
+    world.perform(Delete("apps/v1", kind, "default", name, "", "", "not wanted"), cluster.now)
+    assert world.others_act() == GONE
+    assert engine.logical not in world.observed().engines
+    assert engine.logical not in world.observed().links
+    world.perform(Apply(child, "wanted again"), cluster.now)
+    assert world.others_act() == VERIFIED, "its pod runs"
+    assert world.others_act() == VERIFIED, "its launcher speaks"
+    observed = world.observed()
+    assert observed.engines[engine.logical].ready
+    made = next(one for one in observed.children if (one["kind"], engine_of(one)) == (kind, engine))
+    (pod,) = (one for one in observed.pods if engine_of(one) == engine)
+    assert pod["metadata"]["labels"][POD_REVISION_LABEL] == made["status"]["updateRevision"]
 
 
 def test_apply_removes_what_the_last_manifest_had_and_keeps_what_others_set() -> None:

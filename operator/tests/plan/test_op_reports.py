@@ -107,3 +107,10 @@ def test_both_ends_of_the_peers_document_and_of_the_link_table():
     assert world.condition("Ready")["status"] == "True"
     # The same assignment again is no news, another incarnation is.
     assert not table.set_peers(decode_peers(json.dumps(world.plan().peers[0].body).encode()))
+
+
+def test_an_engine_without_prompts_has_computed_none_itself() -> None:
+    report = parse_links_report({"links": [], "prompts": {"prompts": 0, "local": 0}})
+    assert report is not None
+    assert report.prompts is not None
+    assert report.prompts.percent == 0

@@ -15,7 +15,7 @@ from pdcluster_operator.plan import drift, links, planner, rewrites
 from pdcluster_operator.plan.builders import connector_configmap
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.rollout import desired, targets
+from pdcluster_operator.plan.rollout import targets, wanted_children
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         (rewrites, "is_applied"),
         (targets, "pairing_key"),
         (targets, "build_engine_pod"),
-        (desired, "build_engine_statefulset"),
-        (desired, "build_connector_configmap"),
-        (desired, "stamped"),
+        (wanted_children, "build_engine_statefulset"),
+        (wanted_children, "build_connector_configmap"),
+        (wanted_children, "stamped"),
         (links, "_pair"),
         (json, "dumps"),
         (base64, "b64encode"),

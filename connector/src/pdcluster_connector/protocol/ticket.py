@@ -1,15 +1,14 @@
 """The ticket: what a decode engine is told about KV that waits for it in a prefill engine.
 
-It travels as one opaque string inside ``kv_transfer_params``, next to the keys that routers know.
-The client and the router need not be trusted: decode acts upon nothing but the ticket, and the
-ticket is signed with a key that only the engines hold.
+It travels as one opaque string (:mod:`transfer_params`). The client and the router need not be
+trusted: decode acts upon nothing but the ticket, and the ticket is signed with a key that only the
+engines hold.
 """
 
 from __future__ import annotations
 
 import math
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -27,8 +26,6 @@ from pdcluster_connector.protocol.ticket_keys import TicketKeys
 # blocks are scattered, and a few hundred bytes when they lie in runs.
 MAX_TICKET_BYTES = 4 * 1024 * 1024
 FORMAT = 3  # 1 and 2 had no signature; they are refused
-MOST_IDS_FOR_ROUTERS = 4096
-MAX_TRANSFER_ID = 512
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
@@ -209,55 +206,3 @@ def _stranger(envelope: _Envelope) -> Rejected:
         "none of this engine's ticket keys made the ticket's signature: the ticket was changed on "
         "its way, or the prefill engine has another ticket_key_file",
     )
-
-
-def kv_transfer_params(ticket: Ticket, keys: TicketKeys | None) -> dict[str, Any]:
-    """Return what prefill answers with and a router hands to decode unchanged.
-
-    Raises:
-        ValueError: as :func:`encode`.
-    """
-    # Some routers look whether remote_block_ids is there. Decode reads the ids from the ticket
-    # alone. For a long prompt the list is left empty: it would be most of the answer.
-    listed = sum(len(ids) for ids in ticket.blocks) <= MOST_IDS_FOR_ROUTERS
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": ticket.engine_id,
-        "remote_host": ticket.host,
-        "remote_port": ticket.port,
-        "remote_request_id": ticket.request_id,
-        "remote_block_ids": [list(ids) if listed else [] for ids in ticket.blocks],
-        "tp_size": ticket.tensor,
-        "ticket": encode(ticket, keys),
-    }
-
-
-def ticket_of(
-    params: Mapping[str, Any] | None, keys: TicketKeys | None, audience: str = ""
-) -> Ticket | Rejected | None:
-    """Return the ticket that a request came with; None when none was meant.
-
-    ``params`` is the client's JSON: ``do_remote_prefill`` decides whether KV waits elsewhere, and
-    then a missing or wrong ticket is Rejected. See :func:`decode` for ``keys`` and ``audience``.
-    """
-    if not isinstance(params, Mapping) or params.get("do_remote_prefill") is not True:
-        return None
-    text = params.get("ticket")
-    if text is None:
-        return Rejected(Reason.TICKET_INVALID, "do_remote_prefill without a ticket")
-    if not isinstance(text, str):
-        why = f"a ticket of type {type(text).__name__}, not a string"
-        return Rejected(Reason.TICKET_INVALID, why)
-    return decode(text, keys, audience)
-
-
-def passed_on(params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what an answer repeats of a request: the id by which some routers know a transfer.
-
-    Nothing else is done with it.
-    """
-    given = params.get("transfer_id") if isinstance(params, Mapping) else None
-    if isinstance(given, str) and 0 < len(given) <= MAX_TRANSFER_ID:
-        return {"transfer_id": given}
-    return {}

@@ -1,11 +1,7 @@
-"""The peers that this rank knows: handshakes, their answers, and whether the peers still live.
+"""The peers that this rank knows: handshakes, their answers, and who is told when a peer is gone.
 
 One thread runs an asyncio loop. Requests for the same engine share its attempts. Attempts for
 different engines run at the same time, so a dead engine delays no other.
-
-The first rank of an engine asks its peers every second whether they live. The other ranks hear of
-it through the scheduler (vllm.step_messages) and ask rarely. So the questions that a prefill engine
-gets grow with the number of decode engines, not with the number of their ranks.
 """
 
 from __future__ import annotations
@@ -22,17 +18,15 @@ import aiohttp
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import EngineMetadata, HealthReply
+from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
     TryAgain,
-    ask_health,
     client_session,
-    restarted,
     shake_hands,
-    unreachable,
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
+from pdcluster_connector.sidechannel.peer_liveness import why_gone
 from pdcluster_connector.sidechannel.peer_source import PeerSource
 from pdcluster_connector.sidechannel.tls import Tls
 
@@ -44,17 +38,11 @@ OnGone = Callable[[str, Failure], None]
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 REFUSAL_SECONDS = 5.0  # how long a refusal is answered from memory
-POLL_SECONDS = 1.0
 FIRST_RANK = (0, 0)
-# Of the other ranks. No connection is kept between two questions: servers close it after 15 s.
-RARE_POLL_SECONDS = (16.0, 24.0)
 # What a question to a peer can find. Other failures are of one rank's own transfers.
 CONCERNS_ALL_RANKS = frozenset(
     {Reason.SIDE_CHANNEL_UNREACHABLE, Reason.PEER_RESTARTED, Reason.AUTHENTICATION_FAILED}
 )
-# A peer is gone after two questions without an answer, three seconds in all. One is not enough: it
-# also times out if this loop itself was held up.
-HEALTH_SECONDS = (2.0, 1.0)
 MAX_PEERS = 4096
 CLOSING = "this engine is shutting down"
 
@@ -155,7 +143,14 @@ class PeerBook(PeerSource):
         try:
             await self._shake_hands(peer)
             if isinstance(peer.answer, EngineMetadata):
-                failure = await self._watch(peer)
+                failure = await why_gone(
+                    self._http(),
+                    peer.engine_id,
+                    peer.host,
+                    peer.port,
+                    self._tls,
+                    often=self._asks_often,
+                )
                 self._gone(peer, failure)
         finally:
             peer.task = None
@@ -178,27 +173,6 @@ class PeerBook(PeerSource):
             waiters, peer.waiters = peer.waiters, []
             for waiter in waiters:
                 _tell(waiter, outcome)
-
-    async def _watch(self, peer: _Peer) -> Failure:
-        """Return why the peer is gone, once it is."""
-        while True:
-            rarely = random.uniform(*RARE_POLL_SECONDS)  # noqa: S311
-            await asyncio.sleep(POLL_SECONDS if self._asks_often else rarely)
-            reply = await self._health(peer, HEALTH_SECONDS[0])
-            if isinstance(reply, TryAgain):  # the second time over a fresh connection
-                reply = await self._health(peer, HEALTH_SECONDS[1])
-            if isinstance(reply, TryAgain):
-                return unreachable(reply)
-            if isinstance(reply, Failure):
-                return reply
-            if reply.engine_id != peer.engine_id:
-                where = f"{peer.host}:{peer.port}"
-                return restarted(peer.engine_id, reply.engine_id, where)
-
-    async def _health(self, peer: _Peer, seconds: float) -> HealthReply | Failure | TryAgain:
-        return await ask_health(
-            self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
-        )
 
     def _gone(self, peer: _Peer, failure: Failure) -> None:
         logger.warning("peer %s is gone: %s", peer.engine_id, failure)

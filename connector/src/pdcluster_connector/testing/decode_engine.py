@@ -10,12 +10,9 @@ from typing import Any
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.ticket import (
-    Rejected,
-    Ticket,
-    ticket_of,
-)
+from pdcluster_connector.protocol.ticket import Rejected, Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
+from pdcluster_connector.protocol.transfer_params import ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, PeerBook
 from pdcluster_connector.testing.engine_size import FREED, KEYS, Size, digest_of

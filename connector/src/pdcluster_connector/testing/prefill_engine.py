@@ -8,11 +8,9 @@ import time
 from typing import Any
 
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
-from pdcluster_connector.protocol.ticket import (
-    Ticket,
-    kv_transfer_params,
-)
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
+from pdcluster_connector.protocol.transfer_params import kv_transfer_params
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.testing.engine_size import FREED, KEYS, PROBE_BYTES, Size, digest_of

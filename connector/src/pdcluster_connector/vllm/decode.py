@@ -18,8 +18,9 @@ from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import has_key, without_names
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
-from pdcluster_connector.protocol.ticket import Ticket, passed_on
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
+from pdcluster_connector.protocol.transfer_params import passed_on
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.incoming import Incoming, Stage
 from pdcluster_connector.vllm.metrics import StatsCollector

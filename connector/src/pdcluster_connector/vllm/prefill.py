@@ -19,8 +19,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from pdcluster_connector.protocol.block_ids import BlockIds
 from pdcluster_connector.protocol.prompt_digest import PromptDigest
-from pdcluster_connector.protocol.ticket import Ticket, kv_transfer_params, passed_on
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
+from pdcluster_connector.protocol.transfer_params import kv_transfer_params, passed_on
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.vllm.block_lists import BlockLists
 from pdcluster_connector.vllm.config import ConnectorOptions

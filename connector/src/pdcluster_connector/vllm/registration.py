@@ -18,14 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
 from pdcluster_connector.compat.backends import token_sliceable
 from pdcluster_connector.compat.dtypes import SCALED
@@ -40,9 +33,9 @@ from pdcluster_connector.compat.shape import (
 from pdcluster_connector.nixl_io.interface import MemoryRange
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.slices import SLICE_BYTES, joined, sliced
-from pdcluster_connector.plan.topology import head_interval
 from pdcluster_connector.vllm.element_types import engine_dtype, layer_dtype, layer_scales
 from pdcluster_connector.vllm.groups import cache_groups
+from pdcluster_connector.vllm.layer_kinds import heads_of, kind_of, token_bytes
 from pdcluster_connector.vllm.mamba_states import describe_states
 
 
@@ -84,8 +77,8 @@ def register(
         cache = kv_caches.get(name)
         if cache is None:
             continue
-        kind = _kind(spec)
-        heads = _heads(spec, kind, vllm_config, rank[1])
+        kind = kind_of(spec)
+        heads = heads_of(spec, kind, vllm_config, rank[1])
         parts: tuple[PartShape, ...] = ()
         held: list[Region] = []
         own_dtype, scales = "", ""
@@ -111,7 +104,7 @@ def register(
                 kind=kind,
                 group=group,
                 kv_heads=1 if kind is LayerKind.MAMBA or heads is None else heads[0],
-                token_bytes=_token_bytes(spec, parts),
+                token_bytes=token_bytes(spec, parts),
                 window=getattr(spec, "sliding_window", None) or None,
                 dtype="" if own_dtype == dtype else own_dtype,
                 scales=scales,
@@ -166,7 +159,9 @@ def _memory(
 def _groups(config: KVCacheConfig, ratios: Mapping[int, set[int]]) -> tuple[GroupShape, ...]:
     """Return every group of the engine. The ratio is 1 if this rank has no layer of the group."""
     return tuple(
-        GroupShape(_kind(group.spec), group.block_size, max(ratios.get(number, {1})), group.window)
+        GroupShape(
+            kind_of(group.spec), group.block_size, max(ratios.get(number, {1})), group.window
+        )
         for number, group in enumerate(cache_groups(config))
     )
 
@@ -182,48 +177,6 @@ def _specs(config: KVCacheConfig) -> dict[str, tuple[int, Any]]:
             )
             found[name] = (index, single)
     return found
-
-
-def _kind(spec: Any) -> LayerKind:
-    # Subclasses (sinks, recycled windows, …) add their own rules to the same pages.
-    plain = getattr(spec, "state_content_bytes", None) is None and spec.tokens_per_state in {1, -1}
-    if not plain:
-        return LayerKind.OTHER
-    if type(spec) is MambaSpec and not spec.tp_replicated:
-        return LayerKind.MAMBA
-    if type(spec) is MLAAttentionSpec and spec.model_version is None:
-        return LayerKind.MLA
-    if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
-        return LayerKind.SLIDING_WINDOW
-    if type(spec) is FullAttentionSpec and spec.num_head_slots is None:
-        return LayerKind.FULL_ATTENTION
-    return LayerKind.OTHER
-
-
-def _heads(spec: Any, kind: LayerKind, vllm_config: Any, rank: int) -> tuple[int, int, int] | None:
-    """(heads of the layer, first head here, one past the last here); None if not known.
-
-    vLLM gives rank r the heads from ``r * total // tensor`` on. If there are more ranks than heads,
-    it replicates heads. MLA's latent counts as one head that every rank holds.
-    """
-    tensor = vllm_config.parallel_config.tensor_parallel_size
-    local = getattr(spec, "num_kv_heads", None)
-    if kind is LayerKind.MLA:
-        return (1, 0, 1) if local == 1 else None
-    if kind is LayerKind.MAMBA or local is None:
-        return None
-    total = vllm_config.model_config.get_total_num_kv_heads()
-    if local == max(1, total // tensor) and (total % tensor == 0 or tensor % total == 0):
-        return total, *head_interval(total, tensor, rank)
-    if local > 1 or tensor == 1:  # a layer with head counts of its own, split evenly
-        return local * tensor, rank * local, (rank + 1) * local
-    return None
-
-
-def _token_bytes(spec: Any, parts: tuple[PartShape, ...]) -> int:
-    if parts:
-        return sum(part.heads * part.head_bytes for part in parts)
-    return int(getattr(spec, "state_content_size_bytes", 0))
 
 
 def _packing(attention: Any, dtype: str) -> str | None:

@@ -20,11 +20,9 @@ from vllm.v1.request import Request
 
 from pdcluster_connector import __version__
 from pdcluster_connector.compat.counted import counted
-from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.link_health.control_agent import TOKEN_VARIABLE
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import key_of
-from pdcluster_connector.protocol.messages import Malformed, decode_shard
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
@@ -34,16 +32,12 @@ from pdcluster_connector.vllm.block_lists import BlockLists
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.decode import DecodeRole
 from pdcluster_connector.vllm.groups import cache_groups
-from pdcluster_connector.vllm.joined_shape import decode_shape, join_shapes
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.prefill import PrefillRole
 from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
+from pdcluster_connector.vllm.worker_handshakes import join_workers
 
 logger = logging.getLogger(__name__)
-
-
-class HandshakeError(RuntimeError):
-    """The workers of this engine contradict one another; the engine must not serve."""
 
 
 class SchedulerRole:
@@ -121,29 +115,7 @@ class SchedulerRole:
         """
         if self._side_channel is not None:
             return
-        shards = []
-        for rank, worker in sorted(workers.items()):
-            if worker.engine_id != self._engine_id:
-                raise HandshakeError(
-                    f"{Reason.ENGINE_ID_INCONSISTENT}: rank {rank} is {worker.engine_id}, the "
-                    f"scheduler {self._engine_id}; give every rank the same engine_id"
-                )
-            if worker.shard is not None:
-                shard = decode_shard(worker.shard)
-                if isinstance(shard, Malformed):
-                    raise HandshakeError(f"rank {rank} published {shard.message}")
-                shards.append(shard)
-        if len(workers) < self._ranks:
-            raise HandshakeError(
-                f"{Reason.SHARD_MISSING}: {len(workers)} of {self._ranks} ranks published their "
-                "memory"
-            )
-        try:
-            shape = join_shapes(
-                {rank: decode_shape(w.shape) for rank, w in sorted(workers.items())}
-            )
-        except ValueError as error:
-            raise HandshakeError(str(error)) from None
+        shape, shards = join_workers(workers, self._engine_id, self._ranks)
         self._side_channel = SideChannelServer(
             self._options.side_channel_host,
             self._options.side_channel_port,

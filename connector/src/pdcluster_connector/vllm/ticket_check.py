@@ -13,8 +13,9 @@ from vllm.v1.request import Request
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason
-from pdcluster_connector.protocol.ticket import Rejected, Ticket, ticket_of
+from pdcluster_connector.protocol.ticket import Rejected, Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
+from pdcluster_connector.protocol.transfer_params import ticket_of
 from pdcluster_connector.vllm.incoming import Incoming, Stage
 from pdcluster_connector.vllm.prefill import DIGEST_TOKENS_A_STEP
 from pdcluster_connector.vllm.prompt import digest_of_prompt, prompt_reader

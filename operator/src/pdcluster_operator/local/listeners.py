@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,18 @@ def listener(address: str, port: int) -> Listener | None:
 
 def _holder(inodes: set[str]) -> str:
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            for link in (process / "fd").iterdir():
-                if os.readlink(link).removeprefix("socket:[").removesuffix("]") in inodes:
-                    return f" by {(process / 'comm').read_text().strip()} (pid {process.name})"
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if any(_socket(link) in inodes for link in (process / "fd").iterdir()):
+                return f" by {(process / 'comm').read_text().strip()} (pid {process.name})"
     return ""
+
+
+def _socket(descriptor: Path) -> str:
+    """Return the inode of a socket; nothing for a descriptor that was closed meanwhile."""
+    try:
+        return os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")
+    except OSError:
+        return ""
 
 
 def _table(path: Path) -> list[str]:

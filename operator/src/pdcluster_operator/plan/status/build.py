@@ -186,7 +186,7 @@ def _is_news(kind: str, old: str | None, new: str) -> bool:
         return True
     if kind in (ConditionType.AVAILABLE, ConditionType.READY):
         return Status.TRUE in (old, new)  # in between, another condition says what is wrong
-    return old == Status.TRUE or new == Status.FALSE
+    return new == Status.FALSE  # of what is Unknown, Ready says why
 
 
 def _flipped_to_ready(before: object, after: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
