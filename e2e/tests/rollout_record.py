@@ -75,7 +75,8 @@ class Record:
 
     def _look(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
-            with contextlib.suppress(OSError):  # a connection to the API server broke off
+            # The API server may break a connection off, or answer with an error, for a moment.
+            with contextlib.suppress(OSError, AssertionError):
                 self.samples.append(self._sample())
 
     def _sample(self) -> dict[str, Any]:

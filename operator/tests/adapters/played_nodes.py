@@ -28,10 +28,17 @@ BEAT = 0.2
 
 
 class PlayedNodes:
-    """Use as a context manager."""
+    """Use as a context manager.
 
-    def __init__(self, real: RealApi, namespace: str) -> None:
+    Args:
+        node: a Node for the pods to run on. Then pods end as a kubelet ends them. An engine drains
+            first: it ends when no router knows it any more.
+    """
+
+    def __init__(self, real: RealApi, namespace: str, node: str = "") -> None:
         self._real, self._path = real, CHILDREN["Pod"].format(namespace)
+        self._deployments, self._node = CHILDREN["Deployment"].format(namespace), node
+        self._reports: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count(1)
         self._servers: dict[str, http.server.ThreadingHTTPServer] = {}
         self._done = threading.Event()
@@ -49,6 +56,7 @@ class PlayedNodes:
 
     def silence(self, uid: str) -> None:
         """Let the launcher of a pod answer nobody any more, as if its node were gone."""
+        self._reports[uid].clear()
         _end(self._servers[uid])
 
     def _play(self) -> None:
@@ -62,8 +70,40 @@ class PlayedNodes:
         for uid in self._servers.keys() - {pod["metadata"]["uid"] for pod in pods}:
             _end(self._servers.pop(uid))
         for pod in pods:
-            if not pod["status"].get("podIP") and "deletionTimestamp" not in pod["metadata"]:
+            if "deletionTimestamp" in pod["metadata"]:
+                if self._node:
+                    self._end_pod(pod)
+            elif not pod["status"].get("podIP"):
+                if self._node and "nodeName" not in pod["spec"]:
+                    self._bind(pod)
                 self._run(pod)
+
+    def _bind(self, pod: dict[str, Any]) -> None:
+        target = {"apiVersion": "v1", "kind": "Node", "name": self._node}
+        name = pod["metadata"]["name"]
+        metadata = {"name": name, "uid": pod["metadata"]["uid"]}
+        body = {"apiVersion": "v1", "kind": "Binding", "metadata": metadata, "target": target}
+        self._real.call("POST", f"{self._path}/{name}/binding", body)
+
+    def _end_pod(self, pod: dict[str, Any]) -> None:
+        engine = engine_of(pod)
+        uid = pod["metadata"]["uid"]
+        if report := self._reports.get(uid):  # a silent one is empty
+            report.update(ready=False, state="Draining")
+        if engine is None or engine.api_url not in self.routed():
+            options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
+            self._real.call("DELETE", f"{self._path}/{pod['metadata']['name']}", options)
+
+    def routed(self) -> set[str]:
+        """Return the addresses of engines that routers have."""
+        found = self._real.call("GET", self._deployments)[1]["items"]
+        return {
+            word
+            for deployment in found
+            for container in deployment["spec"]["template"]["spec"]["containers"]
+            for word in container.get("args") or ()
+            if word.startswith("http")
+        }
 
     def _run(self, pod: dict[str, Any]) -> None:
         number, here = next(self._numbers), os.getpid()
@@ -71,7 +111,8 @@ class PlayedNodes:
         engine = engine_of(pod)
         if engine is not None:
             tls = self._tls(pod)
-            server = _Server((address, LAUNCHER_PORT), _launcher(engine))
+            report = self._reports[pod["metadata"]["uid"]] = _report(engine)
+            server = _Server((address, LAUNCHER_PORT), _launcher(engine, report))
             if tls is not None:
                 # Each thread makes its own handshake, so a silent client stops nobody.
                 server.socket = tls.wrap_socket(
@@ -128,10 +169,15 @@ class _Server(http.server.ThreadingHTTPServer):
         """Say nothing: an operator that ends leaves its connections."""
 
 
-def _launcher(name: EngineName) -> type[http.server.BaseHTTPRequestHandler]:
+def _report(name: EngineName) -> dict[str, Any]:
     me = f"{name.logical}/{os.urandom(8).hex()}"
+    known = {"engine": name.logical, "engine_id": me, "role": name.role.value}
+    return {"ready": True, "state": "Ready", **known}
+
+
+def _launcher(name: EngineName, report: dict[str, Any]) -> type[http.server.BaseHTTPRequestHandler]:
+    me = report["engine_id"]
     peers: list[dict[str, Any]] = []
-    report = {"ready": True, "engine": name.logical, "engine_id": me, "state": "Ready"}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -139,9 +185,14 @@ def _launcher(name: EngineName) -> type[http.server.BaseHTTPRequestHandler]:
         def log_message(self, *_: object) -> None:
             return
 
+        def parse_request(self) -> bool:
+            # Connections that are open outlive the server: a silent launcher closes them.
+            self.close_connection = True
+            return bool(report) and super().parse_request()
+
         def do_GET(self) -> None:
             if self.path == "/readyz":
-                self._answer(report | {"role": name.role.value})
+                self._answer(report)
             elif self.path == "/v1/links":
                 links = [
                     {
