@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/operator/src:$(CURDIR)/connector/src:$(CURDIR)/e2
 unexport PYTHONDONTWRITEBYTECODE
 PURE = not nixl and not engine and not vllm and not local and not helm and not cluster and not soak
 # More workers than cores: a third of these tests wait for processes that they started.
-PURELY = $(PY) -m pytest -n 4 --dist worksteal -m "$(PURE)"
+PURELY = $(PY) -m pytest -n 6 --dist worksteal -m "$(PURE)"
 # By file: a module's engines serve all of its tests. A tiny engine computes on one thread.
 ENGINES = $(PY) -m pytest -n 2 --dist loadfile
 
