@@ -56,7 +56,8 @@ def test_get_shows_what_one_wants_to_know(tiny: ClusterRun) -> None:
 
     tiny.wait_ready()
     tiny.wait("row that is Ready", lambda: shown()[1][:7] == row and shown()[1][8] == "Ready", 60)
-    assert shown()[0] == [*header, "AGE", "REASON"]
+    assert shown()[0] == [*header, "AGE", "REASON", "CERTIFICATES"]
+    assert shown()[1][9] == "Operator"
 
 
 def described(run: ClusterRun) -> str:
