@@ -118,7 +118,7 @@ def expected(engines: Callable[..., Engine]) -> Callable[..., list[int]]:
 @pytest.fixture(scope="module")
 def brief(engines: Callable[..., Engine], secured: tuple[Authority, Path]) -> Engine:
     """A prefill engine whose leases end soon."""
-    config = connector_config("kv_producer", secured=secured, lease_seconds=LEASE)
+    config = connector_config("kv_producer", secured=secured, by_role=True, lease_seconds=LEASE)
     return engines("b", config, model=str(model_path("llama")), **LORA).wait_ready()
 
 
