@@ -45,7 +45,7 @@ REASONS: Mapping[R, tuple[str, str]] = {
     R.ENGINE_FAILED: ("The engine's process ended.", LOGS),
     R.LAUNCHER_UNREACHABLE: (
         "The pod is ready, but its launcher does not answer the operator.",
-        "The network between the operator and the pod, and NetworkPolicies of others.",
+        "The operator's log says why. Look at NetworkPolicies of others, and at the certificates.",
     ),
     R.LINKS_ESTABLISHED: ("Every link is established.", ""),
     R.LINKS_PENDING: ("A link is being made.", WAIT),

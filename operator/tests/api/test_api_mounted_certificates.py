@@ -61,7 +61,32 @@ def test_a_role_whose_engines_have_no_certificate_is_refused(decode: dict[str, A
     assert error.path.startswith("spec.decode.podTemplate")
     assert "/pdcluster-tls" in error.message
     assert "spec.decode.podTemplate" in error.remedy
-    assert errors("Enabled", prefill=role(MOUNT), decode=decode) == ()
+    assert errors("Disabled", prefill=role(MOUNT), decode=decode) == ()
+
+
+@pytest.mark.parametrize("path", ["/pdcluster-tls", "/pdcluster-tls/", "/pdcluster-tls/tls.crt"])
+def test_a_mount_that_hides_the_operators_certificate_is_refused(path: str) -> None:
+    """It stays behind easily when somebody goes back from Mounted to Enabled."""
+    [error] = errors("Enabled", decode=role({**MOUNT, "mountPath": path}))
+    assert error.rule == "CertificateHidden"
+    assert error.path == "spec.decode.podTemplate.spec.containers[0].volumeMounts[0].mountPath"
+    assert "Mounted" in error.remedy
+    assert errors("Enabled", decode=role(MOUNT, container="sidecar")) == ()
+
+
+def test_the_operators_own_secret_is_no_certificate_of_the_user() -> None:
+    decode = role(MOUNT)
+    own = {"name": "own", "secret": {"secretName": "llama-certificates"}}
+    decode["podTemplate"]["spec"]["volumes"] = [own]
+    [error] = errors(prefill=role(MOUNT), decode=decode)
+    assert error.rule == "CertificateNotMounted"
+    assert "llama-certificates" in error.message
+
+
+def test_a_file_mounted_over_the_folder_is_refused() -> None:
+    file = {**MOUNT, "mountPath": "/pdcluster-tls/tls.crt", "subPath": "tls.crt"}
+    [error] = errors(prefill=role(MOUNT), decode=role(MOUNT, file))
+    assert error.path.endswith("volumeMounts[1].subPath")
 
 
 def test_both_roles_are_named_at_once() -> None:

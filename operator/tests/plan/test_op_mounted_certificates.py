@@ -28,9 +28,14 @@ ROLE = {
 }
 
 
+def spec_of(tls: str) -> dict[str, Any]:
+    """The pod templates mount certificates only where engines are to use them."""
+    role = ROLE if tls == "Mounted" else {}
+    return {"transfer": {"device": "CPU", "tls": tls}, "prefill": role, "decode": role}
+
+
 def world_of(tls: str, **spec: Any) -> SimulatedCluster:
-    transfer = {"device": "CPU", "tls": tls}
-    return SimulatedCluster(cluster(transfer=transfer, prefill=ROLE, decode=ROLE, **spec))
+    return SimulatedCluster(cluster(**spec_of(tls), **spec))
 
 
 def engines(world: SimulatedCluster) -> list[dict[str, Any]]:
@@ -43,7 +48,7 @@ def pairing_keys(world: SimulatedCluster) -> set[str]:
 
 def change_to(world: SimulatedCluster, tls: str) -> None:
     """Change the spec, and let the replacement of engines end."""
-    world.edit(transfer={"device": "CPU", "tls": tls})
+    world.edit(**spec_of(tls))
     for _ in range(10):
         world.step()
         world.others_act()
@@ -118,6 +123,24 @@ def test_the_status_says_that_they_are_mounted_and_when_they_expire() -> None:
     assert told == {"certificates": "Mounted", "notAfter": timestamp(START + 9.0)}
 
 
+def test_the_end_of_a_certificate_is_not_forgotten_with_the_engine_that_it_silences() -> None:
+    world = world_of("Mounted")
+    world.bring_up()
+    first, second = world.engines
+    for name, days in ((first, 1), (second, 300)):
+        report = world.engines[name]
+        world.engines[name] = replace(report, certificate_expires=START + days * 86400.0)
+    world.step()
+    answers = world.engines.pop(first)
+    world.step()
+    told = world.cluster["status"]["transfer"]
+    assert told["notAfter"] == timestamp(START + 86400.0)
+    world.engines[first] = replace(answers, certificate_expires=START + 200 * 86400.0)
+    world.step()
+    told = world.cluster["status"]["transfer"]
+    assert told["notAfter"] == timestamp(START + 200 * 86400.0), "it has a new one"
+
+
 def test_engines_with_certificates_of_different_authorities_never_pair() -> None:
     keys = [pairing_keys(world_of_settled(tls)) for tls in ("Enabled", "Mounted", "Disabled")]
     assert [len(key) for key in keys] == [1, 1, 1]
@@ -138,6 +161,13 @@ def test_engines_go_over_to_mounted_certificates_and_back(how: str) -> None:
         change_to(world, tls)
         assert world.condition("Ready")["status"] == "True", world.condition("Ready")
         assert world.cluster["status"]["transfer"] == {"certificates": status}
+        for engine in engines(world):
+            [mount] = [
+                mount["name"]
+                for mount in engine["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+                if mount["mountPath"] == "/pdcluster-tls"
+            ]
+            assert mount == ("own" if tls == "Mounted" else "certificate")
 
 
 def test_engines_from_before_there_was_tls_are_replaced_for_mounted_certificates() -> None:

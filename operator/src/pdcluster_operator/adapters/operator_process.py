@@ -31,7 +31,7 @@ from pdcluster_operator.adapters.status_pages import serve_pages
 from pdcluster_operator.adapters.tls.authority_secret import find_authority
 from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
-from pdcluster_operator.adapters.tls.mounted_identity import MountedIdentity
+from pdcluster_operator.adapters.tls.mounted_identity import IdentityError, MountedIdentity
 from pdcluster_operator.plan.lease import lease_name
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
@@ -111,7 +111,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             return
         api = KubeApi(client, authority[0])
         folder = options.engine_certificate
-        identity = None if folder is None else MountedIdentity(folder)
+        identity = None if folder is None else _identity(folder)
         leases = NamespaceLeases(
             KubeLeases(client), lease_name(options.operator_class), own_identity()
         )
@@ -160,6 +160,16 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             parts.append(keeper.run())
         log.info("reconciling %s", ", ".join(options.namespaces) or "every namespace")
         await until_one_ends(parts)
+
+
+def _identity(folder: Path) -> MountedIdentity:
+    """Return the operator's certificate, or say why not. It may be put right later."""
+    identity = MountedIdentity(folder)
+    try:
+        identity.context()
+    except IdentityError as error:
+        log.error("%s", error)
+    return identity
 
 
 def collect_rarely() -> None:

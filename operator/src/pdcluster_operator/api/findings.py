@@ -39,6 +39,7 @@ class Rule(StrEnum):
     HOST_NAMESPACE = "HostNamespace"
     INSECURE_SIDE_CHANNEL = "InsecureSideChannel"
     CERTIFICATE_NOT_MOUNTED = "CertificateNotMounted"
+    CERTIFICATE_HIDDEN = "CertificateHidden"
     MOUNTED_NOT_SUPPORTED = "MountedNotSupported"
     REQUEST_LIMIT_MISMATCH = "RequestLimitMismatch"
     NO_MEMORY_REQUEST = "NoMemoryRequest"

@@ -1,4 +1,7 @@
-"""``spec.transfer.tls: Mounted``: engines use files that the user's pod templates mount."""
+"""What a pod template may mount where engines have their certificates.
+
+With ``spec.transfer.tls: Mounted`` it has to mount the files. With ``Enabled`` the operator does.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.labels import certificates_name
 from pdcluster_operator.api.spec.enums import Role, TlsMode
 from pdcluster_operator.api.spec.pod_templates import (
     CERTIFICATE_FOLDER,
@@ -22,10 +26,12 @@ FILES = "ca.crt, tls.crt and tls.key"
 
 
 def mount_errors(cluster: Cluster) -> Iterator[FieldError]:
-    """Yield what is wrong with the mount of each role, if certificates are to be mounted."""
-    if cluster.spec.transfer.tls is TlsMode.MOUNTED:
-        for role in Role:
+    """Yield what is wrong with the mounts of each role's engine container."""
+    for role in Role:
+        if cluster.spec.transfer.tls is TlsMode.MOUNTED:
             yield from _of_role(cluster, role)
+        elif cluster.spec.transfer.tls is TlsMode.ENABLED:
+            yield from _hidden(cluster, role)
 
 
 def support_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -49,16 +55,35 @@ def support_warnings(cluster: Cluster) -> Iterator[FieldError]:
         yield replace(error, message=message)
 
 
+def _hidden(cluster: Cluster, role: Role) -> Iterator[FieldError]:
+    """Yield mounts that would hide the operator's certificate: engines could not start."""
+    place, container = engine_container(cluster, role)
+    for number, mount, _ in _mounts(container):
+        yield FieldError(
+            f"{place}.volumeMounts[{number}].mountPath",
+            shown(mount.get("mountPath")),
+            Rule.CERTIFICATE_HIDDEN,
+            f"hides the certificate that the operator mounts at {CERTIFICATE_FOLDER}, because "
+            f"{TLS} is Enabled",
+            f"Remove this mount. To use certificates of your own, set {TLS} to Mounted.",
+            (TLS,),
+        )
+
+
+def _mounts(container: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any], bool]]:
+    """Yield the mounts at the folder and below it: number, mount, whether it is at the folder."""
+    for number, mount in enumerate(_list(container.get("volumeMounts"))):
+        if isinstance(mount, Mapping):
+            path = posixpath.normpath(str(mount.get("mountPath")))
+            if path == CERTIFICATE_FOLDER or path.startswith(f"{CERTIFICATE_FOLDER}/"):
+                yield number, mount, path == CERTIFICATE_FOLDER
+
+
 def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
     place, container = engine_container(cluster, role)
     path = f"{place}.volumeMounts" if container else place
-    mounts = [
-        (number, mount)
-        for number, mount in enumerate(_list(container.get("volumeMounts")))
-        if isinstance(mount, Mapping)
-        and posixpath.normpath(str(mount.get("mountPath"))) == CERTIFICATE_FOLDER
-    ]
-    if not mounts:
+    mounts = list(_mounts(container))
+    if not any(at_folder for _, _, at_folder in mounts):
         yield FieldError(
             path,
             "",
@@ -70,15 +95,26 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
             (TLS,),
         )
     volumes = _list(pod_spec(cluster.spec.role(role).pod_template).get("volumes"))
-    names = {volume.get("name") for volume in volumes if isinstance(volume, Mapping)}
-    for number, mount in mounts:
-        if mount.get("name") not in names:
+    names = {volume.get("name"): volume for volume in volumes if isinstance(volume, Mapping)}
+    for number, mount, _ in mounts:
+        volume = names.get(mount.get("name"))
+        if volume is None:
             yield FieldError(
                 f"{path}[{number}].name",
                 shown(mount.get("name")),
                 Rule.CERTIFICATE_NOT_MOUNTED,
                 "is no volume of the same podTemplate",
                 f"Add the volume to spec.{role}.podTemplate.spec.volumes.",
+                (TLS,),
+            )
+        elif _secret(volume) == certificates_name(cluster.name):
+            yield FieldError(
+                f"{path}[{number}].name",
+                shown(mount.get("name")),
+                Rule.CERTIFICATE_NOT_MOUNTED,
+                f"is the Secret {_secret(volume)}, which the operator writes only while {TLS} is "
+                "Enabled",
+                f"Mount a Secret of your own, or set {TLS} to Enabled without this mount.",
                 (TLS,),
             )
         for field in ("subPath", "subPathExpr"):
@@ -92,6 +128,11 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
                     "Mount the whole volume.",
                     (TLS,),
                 )
+
+
+def _secret(volume: Mapping[str, Any]) -> object:
+    secret = volume.get("secret")
+    return secret.get("secretName") if isinstance(secret, Mapping) else None
 
 
 def _list(value: object) -> Sequence[Any]:

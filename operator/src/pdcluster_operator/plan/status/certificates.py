@@ -6,12 +6,12 @@ spec, and ``rollout.paused`` keeps engines of another revision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.labels import EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.certificates import certificates_of_pod, has_certificates
@@ -33,7 +33,7 @@ def transfer_status(observed: Observed, cluster: Cluster, change: ChangeView) ->
     sources = set(found.values())
     source = sources.pop() if len(sources) == 1 else Certificates.MIXED
     status: dict[str, Any] = {"certificates": source.value}
-    if source is not Certificates.NONE and (moment := _not_after(observed, source)):
+    if source is not Certificates.NONE and (moment := _not_after(observed, found, source)):
         status["notAfter"] = moment
     without = sum(one is Certificates.NONE for one in found.values())
     if without and has_certificates(cluster):
@@ -48,14 +48,19 @@ def without_tls(status: object) -> str:
     return message if isinstance(message, str) else ""
 
 
-def _not_after(observed: Observed, source: Certificates) -> str:
-    """Return when the first certificate expires. While no engine tells it, it is as it was."""
-    told = [report.certificate_expires for report in observed.engines.values()]
-    known = [moment for moment in told if moment is not None]
-    if known:
-        return timestamp(min(known))
+def _not_after(observed: Observed, engines: Iterable[EngineName], source: Certificates) -> str:
+    """Return when the first certificate expires.
+
+    An engine whose certificate has expired does not answer any more. So while one does not answer,
+    the time that was known before stays, if it is earlier.
+    """
+    reports = [observed.engines.get(engine.logical) for engine in engines]
+    told = [report.certificate_expires for report in reports if report is not None]
+    known = [timestamp(moment) for moment in told if moment is not None]
     before = (observed.cluster.get("status") or {}).get("transfer") or {}
-    return str(before.get("notAfter") or "") if before.get("certificates") == source else ""
+    if (None in reports or not known) and before.get("certificates") == source:
+        known.append(str(before.get("notAfter") or ""))
+    return min(filter(None, known), default="")
 
 
 def _without_tls(without: int, engines: int, cluster: Cluster, change: ChangeView) -> str:
