@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason
-from pdcluster_operator.plan.status.build import transitions
+from pdcluster_operator.plan.status.events import transitions
 
 WAS = {"True": "False", "False": "True", "Unknown": "True"}
 
@@ -23,7 +23,11 @@ def status(kind: str, value: str, reason: str) -> dict[str, Any]:
         (ConditionType.AVAILABLE, Status.FALSE, "NoEngines", "Warning"),
         (ConditionType.AVAILABLE, Status.UNKNOWN, "NoEngines", "Normal"),
         (ConditionType.AVAILABLE, Status.TRUE, "EnginesReady", "Normal"),
+        (ConditionType.AVAILABLE, Status.UNKNOWN, "LauncherUnreachable", "Warning"),
         (ConditionType.PROGRESSING, Status.FALSE, "Complete", "Normal"),
+        (ConditionType.PROGRESSING, Status.FALSE, "ProgressDeadlineExceeded", "Warning"),
+        (ConditionType.PROGRESSING, Status.FALSE, "TemplateRefused", "Warning"),
+        (ConditionType.PROGRESSING, Status.FALSE, "InsufficientCapacity", "Warning"),
         (ConditionType.READY, Status.FALSE, StatusReason.SCALED_TO_ZERO, "Normal"),
         (ConditionType.READY, Status.FALSE, "Waiting", "Warning"),
         (ConditionType.READY, Status.TRUE, "Ready", "Normal"),

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
@@ -351,4 +354,21 @@ async def test_a_launcher_that_cannot_tell_is_polled_and_not_asked_for_news_agai
     monitor.follow(KEY, [P])
     await until(lambda: launchers.polls >= 5)
     assert launchers.waits == 1
+    await monitor.stop()
+
+
+async def test_the_log_says_once_why_a_launcher_does_not_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    launchers = Launchers()
+    launchers.ids[P.url] = None
+    monitor, _ = monitor_of(launchers)
+    with caplog.at_level(logging.INFO):
+        monitor.follow(KEY, [P])
+        await until(lambda: launchers.polls > 10)
+        assert caplog.messages == [f"{P.engine} does not answer: refused"]
+        launchers.ids[P.url] = "p/1"
+        await until(lambda: monitor.engines(KEY))
+        launchers.ids[P.url] = None
+        await until(lambda: len(caplog.messages) == 2)
     await monitor.stop()

@@ -172,7 +172,9 @@ def _silent(name: EngineName, waiting: Sequence[Manifest]) -> tuple[bool | None,
     if waiting:
         words = started_again(waiting[0], "the launcher does not answer yet")
         return False, Trouble(StatusReason.STARTING, words)
-    message = f"{name.pod()} is ready, but its launcher does not answer the operator"
+    message = (
+        f"{name.pod()} is ready, but its launcher does not answer the operator, whose log says why"
+    )
     return None, Trouble(StatusReason.LAUNCHER_UNREACHABLE, message)
 
 

@@ -33,7 +33,8 @@ from pdcluster_operator.plan.rollout.desired import Desired, desire, live_engine
 from pdcluster_operator.plan.rollout.fleet import engine_keys
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
 from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
-from pdcluster_operator.plan.status.build import View, build_status, transitions
+from pdcluster_operator.plan.status.build import View, build_status
+from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.progress import ChangeView
 from pdcluster_operator.plan.ticket_key import ticket_key_step
 

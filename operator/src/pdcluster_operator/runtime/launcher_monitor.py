@@ -126,6 +126,7 @@ class _Watch:
         self._period = period
         self._changed = changed
         self._misses = 0
+        self._said = ""  # why it does not answer, as the log has it
         self._told: tuple[str, Mapping[str, Any]] | None = None
         self._revision = ""
         self._cannot_tell_until = 0.0  # a launcher of a version that cannot say when it has news
@@ -145,10 +146,10 @@ class _Watch:
             before = (self.report, self.links, self.heard)
             try:
                 await self._poll()
-                self._misses, self.heard = 0, True
+                self._misses, self.heard, self._said = 0, True, ""
             except LauncherError as error:
                 self._missed()
-                log.debug("%s: %s", self.target.engine, error)
+                self._say(str(error))
             except Exception:
                 # This is a bug of the operator. A task that ended would leave the last report as
                 # it is, also one that says Ready.
@@ -200,6 +201,12 @@ class _Watch:
             self.heard = True
             self.report = self.links = None
             self._told = None
+
+    def _say(self, problem: str) -> None:
+        """Log why an engine cannot be reached: once, and again when the reason is another one."""
+        if is_unreachable(self._misses) and problem != self._said:
+            self._said = problem
+            log.info("%s does not answer: %s", self.target.engine, problem)
 
     async def _poll(self) -> None:
         report = await self._launchers.ready(self.target)

@@ -18,7 +18,7 @@ from pdcluster_operator.api.conditions import (
     set_conditions,
     timestamp,
 )
-from pdcluster_operator.api.findings import Findings, Rule
+from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.labels import role_selector
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.router_service import endpoint
@@ -26,10 +26,10 @@ from pdcluster_operator.plan.deletions import existing_engines
 from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.links import PairState, PairView
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import Event, Observed
+from pdcluster_operator.plan.model import Observed
 from pdcluster_operator.plan.prefill_scaler import who_decides
 from pdcluster_operator.plan.reports import LinksReport
-from pdcluster_operator.plan.status.certificates import transfer_status, without_tls
+from pdcluster_operator.plan.status.certificates import transfer_status
 from pdcluster_operator.plan.status.engine_conditions import (
     accepted,
     role_ready,
@@ -53,11 +53,6 @@ from pdcluster_operator.plan.status.progress import (
 MAX_FAILED_LINKS = 16
 MAX_ENGINES = 64
 LONGEST_DETAIL = 512
-LONGEST_EVENT = 1024
-INSECURE = (
-    "the engines speak without TLS (spec.transfer.tls is Disabled): whoever reaches their ports "
-    "can read where their KV lies. Keep the pod network trusted, or set it to Enabled"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,54 +140,6 @@ def _verdicts(
     verdicts[ConditionType.PROGRESSING] = progressing(ready, view.change, findings, since, now)
     verdicts[ConditionType.READY] = ready
     return verdicts
-
-
-def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> tuple[Event, ...]:
-    """Return one event for each condition whose status flipped, if the flip is news.
-
-    Ready needs what the other conditions say. When it becomes True, its event is the only one.
-    Engines without TLS that should have it are one more event.
-
-    Args:
-        secured: whether the engines of the spec speak TLS. If not, a new cluster is told so.
-    """
-    events = []
-    for condition in _flipped_to_ready(before, after) or after["conditions"]:
-        kind, status = condition["type"], condition["status"]
-        old = find_condition(before, kind).get("status")
-        if old == status or not _is_news(kind, old, status):
-            continue
-        bad = status == Status.FALSE and kind != ConditionType.PROGRESSING
-        bad &= condition["reason"] != StatusReason.SCALED_TO_ZERO
-        text = f"{kind} is {status}: {condition['message']}"[:LONGEST_EVENT]
-        events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
-        if old is None and not bad and not secured:
-            events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
-    if (message := without_tls(after)) and not without_tls(before):
-        events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, message))
-    return tuple(events)
-
-
-def _is_news(kind: str, old: str | None, new: str) -> bool:
-    """Whether a condition that went from ``old`` (None: it was not there) to ``new`` is an event.
-
-    Every start of an engine takes its conditions through Unknown and False to True. That is in the
-    status. An event for each of these flips would hide those that tell of trouble, and a thousand
-    clusters would write ten thousand of them.
-    """
-    if old is None:  # a new cluster is not ready yet
-        return kind == ConditionType.ACCEPTED
-    if kind in (ConditionType.ACCEPTED, ConditionType.PROGRESSING):
-        return True
-    if kind in (ConditionType.AVAILABLE, ConditionType.READY):
-        return Status.TRUE in (old, new)  # in between, another condition says what is wrong
-    return new == Status.FALSE  # of what is Unknown, Ready says why
-
-
-def _flipped_to_ready(before: object, after: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    ready = find_condition(after, ConditionType.READY)
-    flipped = find_condition(before, ConditionType.READY).get("status") != Status.TRUE
-    return (ready,) if flipped and ready.get("status") == Status.TRUE else ()
 
 
 def _counted(pairs: Sequence[PairView]) -> tuple[int, tuple[PairView, ...]]:
