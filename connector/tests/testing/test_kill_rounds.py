@@ -18,7 +18,9 @@ LATE = {Reason.LEASE_EXPIRED, Reason.TRANSFER_STALLED}
 IDLE = {"file descriptors": 16}
 
 
-def one_round(world: World, victim: str, state: State) -> None:
+def one_round(world: World, victim: str, state: State) -> bool:
+    """Kill the victim while a receive stands in ``state``; return whether it stood there."""
+    reached = True
     if state is State.HANDSHAKE:
         world.kill("P1")  # with the new one nobody has shaken hands yet
     survivor = world.decodes["D1"] if victim == "P1" else None
@@ -37,6 +39,7 @@ def one_round(world: World, victim: str, state: State) -> None:
         fetch = world.decodes["D1"].fetches[request_id]
         # It has ended already if the machine stalled for as long as the lease lasts.
         assert world.run(lambda: world.stands("D1", request_id, state) or fetch.ended), state
+        reached = world.stands("D1", request_id, state)
         world.kill(victim)
         hold.release()
     if survivor is not None:
@@ -44,6 +47,7 @@ def one_round(world: World, victim: str, state: State) -> None:
         assert survivor.fetches[request_id].failure is not None or survivor.right(request_id)
         survivor.forget(request_id)
     well(world)
+    return reached
 
 
 def well(world: World) -> None:
@@ -78,7 +82,7 @@ def test_rounds_of_kill_and_restart_leave_nothing_behind(rounds: int) -> None:
         world.run_for(20.0 if rounds > 100 else 1.5)
         before = world.holdings()
         for _, (victim, state) in zip(range(rounds), itertools.cycle(kinds), strict=False):
-            one_round(world, victim, state)
+            assert any(one_round(world, victim, state) for _ in range(10)), (victim, state)
         world.run(lambda: grown(before, world.holdings()) == {})
         assert grown(before, world.holdings()) == {}
         assert not any(engine.fatal for engine in world.decodes.values())
