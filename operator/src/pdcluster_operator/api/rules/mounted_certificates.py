@@ -95,9 +95,9 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
             (TLS,),
         )
     volumes = _list(pod_spec(cluster.spec.role(role).pod_template).get("volumes"))
-    names = {volume.get("name"): volume for volume in volumes if isinstance(volume, Mapping)}
+    by_name = {volume.get("name"): volume for volume in volumes if isinstance(volume, Mapping)}
     for number, mount, _ in mounts:
-        volume = names.get(mount.get("name"))
+        volume = by_name.get(mount.get("name"))
         if volume is None:
             yield FieldError(
                 f"{path}[{number}].name",
