@@ -89,6 +89,15 @@ def test_a_file_mounted_over_the_folder_is_refused() -> None:
     assert error.path.endswith("volumeMounts[1].subPath")
 
 
+def test_names_that_are_no_text_are_refused_with_their_paths() -> None:
+    decode = role({**MOUNT, "name": ["own"]})
+    decode["podTemplate"]["spec"]["volumes"] = [{"name": {"own": 1}, "secret": {"secretName": []}}]
+    found = errors(prefill=role(MOUNT), decode=decode)
+    paths = {error.path.rpartition("podTemplate.spec.")[2] for error in found}
+    assert paths >= {"volumes[0].name", "containers[0].volumeMounts[0].name"}
+    assert all(error.rule in ("WrongType", "CertificateNotMounted") for error in found)
+
+
 def test_both_roles_are_named_at_once() -> None:
     assert [error.path for error in errors()] == [
         "spec.prefill.podTemplate",

@@ -95,9 +95,9 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
             (TLS,),
         )
     volumes = _list(pod_spec(cluster.spec.role(role).pod_template).get("volumes"))
-    by_name = {volume.get("name"): volume for volume in volumes if isinstance(volume, Mapping)}
+    by_name = {str(one.get("name")): one for one in volumes if isinstance(one, Mapping)}
     for number, mount, _ in mounts:
-        volume = by_name.get(mount.get("name"))
+        volume = by_name.get(str(mount.get("name")))
         if volume is None:
             yield FieldError(
                 f"{path}[{number}].name",
