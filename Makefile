@@ -8,9 +8,14 @@ BIN = $(dir $(PY))
 export PYTHONPATH := $(CURDIR)/operator/src:$(CURDIR)/connector/src:$(CURDIR)/e2e
 # Without bytecode every engine start compiles thousands of modules again.
 unexport PYTHONDONTWRITEBYTECODE
+# In a new checkout, each worker would compute hypothesis' tables of characters again: two seconds.
+CACHE = $(or $(PDCLUSTER_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pdcluster)
+export HYPOTHESIS_STORAGE_DIRECTORY ?= $(CACHE)/hypothesis
 PURE = not nixl and not engine and not vllm and not local and not helm and not cluster and not soak
 # More workers than cores: a third of these tests wait for processes that they started.
 PURELY = $(PY) -m pytest -n 6 --dist worksteal -m "$(PURE)"
+# Tests whose number of drawn examples the profile `soak` of conftest.py multiplies.
+DRAWN = operator/tests/plan/test_op_properties.py connector/tests/protocol connector/tests/plan/test_slices.py
 # By file: a module's engines serve all of its tests. A tiny engine computes on one thread.
 ENGINES = $(PY) -m pytest -n 2 --dist loadfile
 
@@ -51,7 +56,7 @@ cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with 
 
 soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of the others (as root)
 	$(PY) -m pytest connector/tests e2e operator/tests charts -m soak --durations=10
-	PDCLUSTER_EXAMPLES=soak $(PY) -m pytest operator/tests/plan/test_op_properties.py
+	PDCLUSTER_EXAMPLES=soak $(PY) -m pytest -m "not soak" $(DRAWN)
 
 fast: ## the tests that take seconds
 	$(PURELY) -q
@@ -77,10 +82,10 @@ router-image: ## build an image of the router's release, for spec.router.image: 
 # In a network of its own, because simulated launchers have port 5590 of very many addresses of
 # 127/8. The API server asks for an address that is not loopback.
 bench-operator: PDCLUSTERS ?= 100
-bench-operator: ## many PDClusters on one operator, on a real API server with simulated pods (as root)
+bench-operator: ## many PDClusters on one operator, with simulated pods (as root); BAD_DAYS=1: and broken things
 	PYTHONPATH=$$PYTHONPATH:$(CURDIR)/operator/tests/adapters unshare --net sh -c \
 		'ip link set lo up && ip address add 192.0.2.1/24 dev lo && \
-		ip route add default via 192.0.2.1 dev lo && exec $(PY) -m bench_operator --pdclusters $(PDCLUSTERS)'
+		ip route add default via 192.0.2.1 dev lo && exec $(PY) -m bench_operator --pdclusters $(PDCLUSTERS) $(if $(BAD_DAYS),--bad-days)'
 
 charts: ## render and lint the chart with helm 3 and helm 4 (built with Go at their first use)
 	$(PY) -m pytest charts/tests

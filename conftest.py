@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
+import traceback
 from collections.abc import Callable
 from itertools import chain, combinations
 from pathlib import Path
@@ -12,11 +14,20 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
+# What failed here is tried again here, and not in other checkouts.
+EXAMPLES = DirectoryBasedExampleDatabase(Path(__file__).with_name(".hypothesis") / "examples")
 # Time limits on single examples fail on a busy machine and say nothing about the code.
-settings.register_profile("pdcluster", deadline=None)
-settings.register_profile("soak", deadline=None, max_examples=1000)
+settings.register_profile("pdcluster", deadline=None, database=EXAMPLES)
+settings.register_profile("soak", deadline=None, database=EXAMPLES, max_examples=1000)
 settings.load_profile(os.environ.get("PDCLUSTER_EXAMPLES", "pdcluster"))
+
+# A traceback that Python 3.11 formats parses the source line, to mark a part of it. If that happens
+# while the garbage collector interrupts another ast.parse, that one raises a SystemError:
+# https://github.com/python/cpython/issues/106905
+if sys.version_info < (3, 12):
+    vars(traceback)["_extract_caret_anchors_from_line_segment"] = lambda _: None
 
 FILES_MARKS = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
 
@@ -37,8 +48,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let no garbage collection walk through what was imported and collected again."""
-    gc.collect()
+    """Let no garbage collection walk through what was imported and collected again.
+
+    It is not searched for garbage before: that costs each worker a quarter of a second.
+    """
     gc.freeze()
     gc.enable()
 

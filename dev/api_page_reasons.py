@@ -120,7 +120,7 @@ OBSERVED: Mapping[Kv, tuple[str, str]] = {
     Kv.BACKEND_ERROR: ("NIXL or UCX reports an error.", BOTH_LOGS),
     Kv.PROBE_CORRUPTED: ("A test read found wrong bytes.", "RDMA devices and drivers."),
     Kv.TRANSFER_STALLED: (
-        "A read of KV does not end.",
+        "A read of KV does not end. None of a request's reads landed in five minutes, for example.",
         "The network for KV: it can be cut while the side channel works.",
     ),
     Kv.PEER_RESTARTED: ("The prefill engine started again.", WAIT),

@@ -89,9 +89,9 @@ ROWS = (
         note="layers are matched by name; a rank reads only the ranks that hold its layers",
     ),
     Row(
-        "data-parallel engines, of different numbers of ranks on both sides",
+        "data-parallel engines, of different data-parallel sizes on both sides",
         engines=(DATA_PARALLEL, "llama 2→1", "llama-lockstep 2→3"),
-        note="each rank is a peer of its own (`_dpN` in its engine id)",
+        note="each data-parallel rank is a peer of its own (`_dpN` in its engine id)",
     ),
     Row(
         "data-parallel ranks that step together, as those of a mixture of experts do",
@@ -100,9 +100,9 @@ ROWS = (
         "vLLM's CPU backend cannot spread them over data-parallel ranks",
     ),
     Row(
-        "data-parallel engines over several nodes, whole ranks on each",
+        "data-parallel engines over several nodes, whole data-parallel ranks on each",
         engines=(DATA_PARALLEL, "llama 2→1"),
-        note="a rank's side channel is in the pod that it runs in",
+        note="the side channel of a data-parallel rank is in the pod that it runs in",
     ),
     Row(
         "data-parallel ranks that span nodes",

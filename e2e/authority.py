@@ -21,21 +21,32 @@ def _name(text: str) -> x509.Name:
 
 @dataclass
 class Authority:
-    """Signs certificates. Two authorities do not trust each other."""
+    """Signs certificates. Two authorities do not trust each other.
+
+    Attributes:
+        above: the authority that signed this one's certificate; None for a root.
+        days: how long its certificate is valid, from two days ago on.
+    """
 
     title: str = "test CA"
+    above: Authority | None = None
+    days: int = 30
     key: ec.EllipticCurvePrivateKey = field(
         default_factory=lambda: ec.generate_private_key(ec.SECP256R1())
     )
 
     def __post_init__(self) -> None:
         now = datetime.now(UTC)
-        subject = _name(self.title)
+        start, signer = now - timedelta(days=2), self.above or self
         self.certificate = (
-            self._builder(subject, self.key.public_key(), now - timedelta(days=2), days=30)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .sign(self.key, hashes.SHA256())
+            _builder(self.title, signer.title, self.key.public_key(), start, self.days)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .sign(signer.key, hashes.SHA256())
         )
+
+    def chain(self) -> list[Authority]:
+        """Return this authority and those above it, the root last."""
+        return [self, *self.above.chain()] if self.above else [self]
 
     def files(
         self,
@@ -67,7 +78,8 @@ class Authority:
         start = datetime.now(UTC) - timedelta(days=2)
         own = role_name if by_role else engine_name
         held = name or (own(engine_id) if named else "localhost")
-        builder = self._builder(_name(common_name), key.public_key(), start, 1 if expired else days)
+        valid = 1 if expired else days
+        builder = _builder(common_name, self.title, key.public_key(), start, valid)
         if named is not None:
             names = x509.SubjectAlternativeName([x509.DNSName(held)])
             builder = builder.add_extension(names, critical=False)
@@ -76,10 +88,12 @@ class Authority:
         private = key.private_bytes(
             pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        authorities = (self, *trusting)
+        *between, root = self.chain()
         texts = {
-            "ca.crt": b"".join(one.certificate.public_bytes(pem) for one in authorities),
-            "tls.crt": certificate.public_bytes(pem),
+            "ca.crt": b"".join(one.certificate.public_bytes(pem) for one in (root, *trusting)),
+            "tls.crt": b"".join(
+                one.public_bytes(pem) for one in (certificate, *(ca.certificate for ca in between))
+            ),
             "tls.key": private,
         }
         for file, text in texts.items():
@@ -89,15 +103,16 @@ class Authority:
         paths = (folder / "ca.crt", folder / "tls.crt", folder / "tls.key")
         return TlsFiles(*paths, named=bool(named), by_role=by_role)
 
-    def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, start: datetime, days: int
-    ) -> x509.CertificateBuilder:
-        return (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(_name(self.title))
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(start)
-            .not_valid_after(start + timedelta(days=days))
-        )
+
+def _builder(
+    subject: str, issuer: str, key: ec.EllipticCurvePublicKey, start: datetime, days: int
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_name(subject))
+        .issuer_name(_name(issuer))
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(start + timedelta(days=days))
+    )

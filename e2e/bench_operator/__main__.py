@@ -15,8 +15,9 @@ from real_api import RealApi
 
 from bench_operator import account, measure
 from bench_operator.anchor import MOST_CLUSTERS, Anchor
-from bench_operator.plane import BENCH, SAMPLE, running_plane
-from bench_operator.thresholds import missed
+from bench_operator.bad_days import BadDays
+from bench_operator.plane import BENCH, DOOMED, SAMPLE, running_plane
+from bench_operator.thresholds import missed, missed_on
 from pdcluster_operator.adapters.api_server.client import KubeClient, find_configuration
 
 SAMPLE_NAME = "some-sample"
@@ -32,11 +33,11 @@ def say(text: str) -> None:
     print(f"bench-operator: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-async def run(real: RealApi, count: int, sources: Path | None) -> dict[str, Any]:
+async def run(real: RealApi, count: int, sources: Path | None, *, bad_days: bool) -> dict[str, Any]:
     """Return everything that is measured with ``count`` PDClusters."""
-    operator = Operator(
-        real, "run", f"--namespace={SAMPLE}", f"--namespace={BENCH}", "--allow-host-path-models"
-    )
+    watched = (SAMPLE, BENCH, DOOMED) if bad_days else (SAMPLE, BENCH)
+    namespaces = [f"--namespace={name}" for name in watched]
+    operator = Operator(real, "run", *namespaces, "--allow-host-path-models")
     if sources is not None:
         operator.bring(sources)
     compared = min(count, MOST_CLUSTERS)
@@ -68,6 +69,9 @@ async def run(real: RealApi, count: int, sources: Path | None) -> dict[str, Any]
             await measure.until_quiet(real, LONGEST)
             say("starting again")
             found["restart"] = await _restart(real, operator)
+            if bad_days:
+                say("bad days")
+                found["bad_days"] = await BadDays(real, operator, client, count).run(say)
         except Exception:
             say(f"the end of the operator's log:\n{operator.said()}")
             raise
@@ -140,17 +144,20 @@ def main() -> int:
     parser.add_argument(
         "--sources", type=Path, help="folder with an older pdcluster_operator to measure instead"
     )
+    parser.add_argument(
+        "--bad-days", action="store_true", help="break things afterwards, and look what happens"
+    )
     parser.add_argument("--output", type=Path, help="file that gets the numbers, one line a number")
     options = parser.parse_args()
     late = []
     for count in options.pdclusters:
         with running_plane() as real:
-            found = asyncio.run(run(real, count, options.sources))
+            found = asyncio.run(run(real, count, options.sources, bad_days=options.bad_days))
         print(json.dumps(found, indent=2), flush=True)
         if options.output is not None:
             with options.output.open("a") as file:
                 file.write(json.dumps(found) + "\n")
-        late += missed(found)
+        late += missed(found) + (missed_on(found["bad_days"]) if options.bad_days else [])
     for line in late:
         say(line)
     return int(bool(late))

@@ -31,7 +31,12 @@ class Anchor:
         bodies: dict[tuple[str, str], dict[str, Any]] = {}
         for line in real.writes():
             ours = line["objectRef"].get("namespace") == SAMPLE
-            if ours and is_child(line) and not is_dry_run(line):
+            if (
+                ours
+                and is_child(line)
+                and not is_dry_run(line)
+                and _is_owned(line["requestObject"])
+            ):
                 bodies[name_of(line)] = _bare(line["requestObject"])
         self._name = name
         self._texts = [json.dumps(body) for body in bodies.values()]
@@ -61,6 +66,11 @@ class Anchor:
 
     def _bodies(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(text.replace(self._name, name)) for text in self._texts]
+
+
+def _is_owned(body: dict[str, Any]) -> bool:
+    """The connector's ConfigMap is the whole namespace's: it is written once, not for a cluster."""
+    return "ownerReferences" in body["metadata"]
 
 
 def _bare(body: dict[str, Any]) -> dict[str, Any]:

@@ -41,93 +41,86 @@ AUDIT = {
     ],
 }
 """Bodies are kept of one cluster only: those of a thousand would be 400 MB."""
-STAGES = """
-apiVersion: kwok.x-k8s.io/v1alpha1
-kind: Stage
-metadata: {name: node-ready}
-spec:
-  resourceRef: {apiGroup: v1, kind: Node}
-  selector:
-    matchExpressions:
-    - {key: .status.conditions, operator: DoesNotExist}
-  next:
-    statusTemplate: |
-      conditions:
-      - {type: Ready, status: "True", lastTransitionTime: {{ Now | Quote }}}
----
-apiVersion: kwok.x-k8s.io/v1alpha1
-kind: Stage
-metadata: {name: pod-runs}
-spec:
-  resourceRef: {apiGroup: v1, kind: Pod}
-  selector:
-    matchExpressions:
-    - {key: .metadata.deletionTimestamp, operator: DoesNotExist}
-    - {key: .status.podIP, operator: DoesNotExist}
-  next:
-    statusTemplate: |
-      {{ $now := Now }}
-      phase: Running
-      startTime: {{ $now | Quote }}
-      {{ $addresses := PodIPsWith .spec.nodeName false .metadata.uid .metadata.name .metadata.namespace }}
-      podIP: {{ index $addresses 0 | Quote }}
-      podIPs:
-      {{ range $addresses }}
-      - ip: {{ . | Quote }}
-      {{ end }}
-      conditions:
-      - {type: Initialized, status: "True", lastTransitionTime: {{ $now | Quote }}}
-      containerStatuses:
-      {{ range .spec.containers }}
-      - image: {{ .image | Quote }}
-        imageID: {{ .image | Quote }}
-        name: {{ .name | Quote }}
-        ready: false
-        started: false
-        restartCount: 0
-        state: {running: {startedAt: {{ $now | Quote }}}}
-      {{ end }}
----
-apiVersion: kwok.x-k8s.io/v1alpha1
-kind: Stage
-metadata: {name: pod-is-ready}
-spec:
-  resourceRef: {apiGroup: v1, kind: Pod}
-  selector:
-    matchExpressions:
-    - {key: .metadata.deletionTimestamp, operator: DoesNotExist}
-    - {key: .status.podIP, operator: Exists}
-    - {key: '.status.conditions.[] | select( .type == "Ready" ) | .status', operator: NotIn, values: ["True"]}
-  delay: {durationMilliseconds: 4000}
-  next:
-    statusTemplate: |
-      {{ $now := Now }}
-      conditions:
-      {{ range $type := (list "ContainersReady" "Ready") }}
-      - {type: {{ $type | Quote }}, status: "True", lastTransitionTime: {{ $now | Quote }}}
-      {{ end }}
-      containerStatuses:
-      {{ range .spec.containers }}
-      - image: {{ .image | Quote }}
-        imageID: {{ .image | Quote }}
-        name: {{ .name | Quote }}
-        ready: true
-        started: true
-        restartCount: 0
-        state: {running: {startedAt: {{ $now | Quote }}}}
-      {{ end }}
----
-apiVersion: kwok.x-k8s.io/v1alpha1
-kind: Stage
-metadata: {name: pod-delete}
-spec:
-  resourceRef: {apiGroup: v1, kind: Pod}
-  selector:
-    matchExpressions:
-    - {key: .metadata.deletionTimestamp, operator: Exists}
-  next:
-    delete: true
-"""  # noqa: E501 - one template
+NODE_IS_READY = """conditions:
+- {type: Ready, status: "True", lastTransitionTime: {{ Now | Quote }}}
+"""
+POD_RUNS = """phase: Running
+startTime: {{ $now | Quote }}
+{{ $addresses := PodIPsWith .spec.nodeName false .metadata.uid .metadata.name .metadata.namespace }}
+podIP: {{ index $addresses 0 | Quote }}
+podIPs:
+{{ range $addresses }}
+- ip: {{ . | Quote }}
+{{ end }}
+conditions:
+- {type: Initialized, status: "True", lastTransitionTime: {{ $now | Quote }}}
+"""
+POD_IS_READY = """conditions:
+{{ range $type := (list "ContainersReady" "Ready") }}
+- {type: {{ $type | Quote }}, status: "True", lastTransitionTime: {{ $now | Quote }}}
+{{ end }}
+"""
+CONTAINERS = """containerStatuses:
+{{ range .spec.containers }}
+- image: {{ .image | Quote }}
+  imageID: {{ .image | Quote }}
+  name: {{ .name | Quote }}
+  ready: READY
+  started: READY
+  restartCount: 0
+  state: {running: {startedAt: {{ $now | Quote }}}}
+{{ end }}
+"""
+IS_READY = '.status.conditions.[] | select( .type == "Ready" ) | .status'
+LIVES = {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"}
+
+
+def _stage(
+    name: str, kind: str, selector: list[dict[str, Any]], then: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Return what kwok does with objects of a kind that the selector matches."""
+    return {
+        "apiVersion": "kwok.x-k8s.io/v1alpha1",
+        "kind": "Stage",
+        "metadata": {"name": name},
+        "spec": {
+            "resourceRef": {"apiGroup": "v1", "kind": kind},
+            "selector": {"matchExpressions": selector},
+            **more,
+            "next": then,
+        },
+    }
+
+
+def _pod_status(status: str, *, ready: bool) -> dict[str, str]:
+    containers = CONTAINERS.replace("READY", str(ready).lower())
+    return {"statusTemplate": f"{{{{ $now := Now }}}}\n{status}{containers}"}
+
+
+def _stages() -> list[dict[str, Any]]:
+    has_address = {"key": ".status.podIP", "operator": "Exists"}
+    return [
+        _stage(
+            "node-ready",
+            "Node",
+            [{"key": ".status.conditions", "operator": "DoesNotExist"}],
+            {"statusTemplate": NODE_IS_READY},
+        ),
+        _stage(
+            "pod-runs",
+            "Pod",
+            [LIVES, {**has_address, "operator": "DoesNotExist"}],
+            _pod_status(POD_RUNS, ready=False),
+        ),
+        _stage(
+            "pod-is-ready",
+            "Pod",
+            [LIVES, has_address, {"key": IS_READY, "operator": "NotIn", "values": ["True"]}],
+            _pod_status(POD_IS_READY, ready=True),
+            delay={"durationMilliseconds": 4000},
+        ),
+        _stage("pod-delete", "Pod", [{**LIVES, "operator": "Exists"}], {"delete": True}),
+    ]
 
 
 @contextlib.contextmanager
@@ -139,7 +132,7 @@ def running_plane() -> Iterator[RealApi]:
         _install(real)
         admin = str(real.folder / "admin.kubeconfig")
         stages = real.folder / "stages.yaml"
-        stages.write_text(STAGES)
+        stages.write_text(yaml.safe_dump_all(_stages()))
         commands = {
             "kube-scheduler": (
                 str(programs["kube-scheduler"]),

@@ -43,14 +43,18 @@ class Sent:
 class Account:
     """A short request every few moments and one long stream after the other, until the block ends.
 
-    A request that hangs delays no other. No prompt is sent twice.
+    ``every`` is how many seconds lie between two short requests. One that hangs delays no other.
+    No prompt is sent twice.
     """
 
-    def __init__(self, run: ClusterRun, seed: int, every: float = EVERY) -> None:
+    def __init__(
+        self, run: ClusterRun, seed: int, every: float = EVERY, *, streams: bool = True
+    ) -> None:
         self._run, self._every = run, every
         self._numbers = itertools.count(seed)
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=work) for work in (self._short, self._long)]
+        works = (self._short, self._long) if streams else (self._short,)
+        self._threads = [threading.Thread(target=work) for work in works]
         self._lock = threading.Lock()
         self.sent: list[Sent] = []
 
@@ -67,6 +71,10 @@ class Account:
             thread.join()
         if wrong is not None:
             print(f"until {wrong.__name__}: {self.said()}", *self.failed[:10], sep="\n")
+
+    def now(self) -> float:
+        """Seconds since the account was opened."""
+        return time.monotonic() - self.opened
 
     @property
     def failed(self) -> list[str]:
@@ -100,16 +108,14 @@ class Account:
 
     def _once(self, ask: Callable[[str, int], tuple[str, tuple[str, ...]]], *what: object) -> None:
         prompt, tokens = str(what[0]), int(str(what[1]))
-        began, answer, wrong = time.monotonic() - self.opened, "", ""
+        began, answer, wrong = self.now(), "", ""
         engines: tuple[str, ...] = ()
         try:
             answer, engines = ask(prompt, tokens)
         except (OSError, HTTPException, ValueError, KeyError) as error:
             wrong = repr(error)
         stream = tokens == STREAM_TOKENS
-        done = Sent(
-            *(began, time.monotonic() - self.opened, prompt, tokens, answer, wrong, engines, stream)
-        )
+        done = Sent(*(began, self.now(), prompt, tokens, answer, wrong, engines, stream))
         with self._lock:
             self.sent.append(done)
 

@@ -28,6 +28,8 @@ from pdcluster_operator.api.labels import HTTP_PORT, LAUNCHER_PORT
 from pdcluster_operator.plan.merge import merge
 from waiting import until
 
+SHARED_CONNECTOR = "configmap/pdcluster-connector-"
+
 
 def manifest(name: str, **changes: Any) -> dict[str, Any]:
     """The example as it runs from the images of the tests; ``changes`` are merged into its spec.
@@ -275,14 +277,24 @@ class ClusterRun:
         return str(reply.document["engine_id"])
 
     def children(self) -> list[str]:
-        """Everything in the namespace that is not Kubernetes' own, as KIND/NAME."""
+        """Everything in the namespace that is not Kubernetes' own, as KIND/NAME.
+
+        See ``connectors`` for what is not among it.
+        """
         kinds = (
             "pdcluster,statefulset,deployment,replicaset,controllerrevision,pod,service,configmap,"
             "serviceaccount,networkpolicy,poddisruptionbudget,endpointslice"
         )
         names = self.kubectl("get", kinds, "--output=name", "--ignore-not-found").split()
         own = ("configmap/kube-root-ca.crt", "serviceaccount/default")
-        return sorted(name for name in names if name not in own)
+        return sorted(
+            name for name in names if name not in own and not name.startswith(SHARED_CONNECTOR)
+        )
+
+    def connectors(self) -> list[str]:
+        """The connectors of the namespace. They stay some minutes after the last PDCluster."""
+        names = self.kubectl("get", "configmap", "--output=name").split()
+        return sorted(name for name in names if name.startswith(SHARED_CONNECTOR))
 
     def make_namespace(self) -> None:
         self.cluster.make_namespace(self.namespace)

@@ -73,6 +73,10 @@ def appended(*words: str) -> dict[str, Any]:
     }
 
 
+# A router that ends lets 20 s pass in which clients go to another one. These have no client then.
+END_AT_ONCE: dict[str, Any] = {"lifecycle": {"preStop": {"sleep": {"seconds": 1}}}}
+
+
 def idle(container: str = "engine") -> dict[str, Any]:
     """A pod template that serves nothing: for tests of what stands, not of what it does.
 
@@ -80,7 +84,8 @@ def idle(container: str = "engine") -> dict[str, Any]:
     not handle, but here process 1 is the pause process.
     """
     command = ["/bin/sleep", "3600"]
-    containers = [{"name": container, "command": command, "args": []}]
+    more = END_AT_ONCE if container == "router" else {}
+    containers = [{"name": container, "command": command, "args": [], **more}]
     return {"spec": {"shareProcessNamespace": True, "containers": containers}}
 
 

@@ -45,7 +45,7 @@ class Record:
         assert not died, "nobody looked any more; the thread's error is above"
 
     def mark(self, what: str) -> None:
-        self.marks.append((time.monotonic() - self._account.opened, what))
+        self.marks.append((self._account.now(), what))
 
     @property
     def fewest_endpoints(self) -> int:
@@ -88,7 +88,7 @@ class Record:
             self._asked = time.monotonic()
             self._links = self._ask_links(pods)
         return {
-            "at": time.monotonic() - self._account.opened,
+            "at": self._account.now(),
             "engines": {
                 pod["metadata"]["name"]: _state(pod)
                 for pod in pods

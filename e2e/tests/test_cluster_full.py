@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from client_account import Account
+from client_account import EVERY, Account
 from cluster_access import Proxy
 from cluster_install import Installation
 from cluster_run import ClusterRun, manifest, running
+from local_run import condition
 from rollout_changes import (
+    CHANGES,
     ROLL_SECONDS,
     at_rest,
+    change,
     changed,
     no_outage,
     patch,
@@ -56,15 +60,21 @@ def full(cluster: Cluster, proxy: Proxy, operator: Installation) -> Iterator[Clu
         yield run
 
 
-def test_replace_needs_no_room(full: ClusterRun, tmp_path: Path) -> None:
-    spec = {"decode": {"engine": {"env": [{"name": "A_VARIABLE", "value": "2"}]}}}
-    no_outage(*changed(full, "Replace, env", spec, 80_000, tmp_path))
+@pytest.mark.parametrize("what", CHANGES)
+def test_replace_needs_no_room(full: ClusterRun, what: str, tmp_path: Path) -> None:
+    spec = change(what, "Replace", full.cluster, tmp_path)
+    seed = 400_000 + 10_000 * CHANGES.index(what)
+    no_outage(*changed(full, f"Replace, {what}", spec, seed, tmp_path))
 
 
-def test_a_drain_of_a_node_loses_no_request(full: ClusterRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("every", "seed"), [(EVERY, 90_000), (10 * EVERY, 120_000)])
+def test_a_drain_of_a_node_loses_no_request(
+    full: ClusterRun, every: float, seed: int, tmp_path: Path
+) -> None:
     """`kubectl drain` evicts all pods of the node, as fast as the disruption budgets allow.
 
-    There is only one node. It takes pods again at once, in the place of other nodes.
+    There is only one node. It takes pods again at once, in the place of other nodes. With few
+    requests, an engine that is evicted is quiet long before the routers have forgotten it.
     """
     wait_for_rest(full)
     before = uids(full)
@@ -73,7 +83,8 @@ def test_a_drain_of_a_node_loses_no_request(full: ClusterRun, tmp_path: Path) ->
         *("drain", node, f"--pod-selector=pdcluster.dev/cluster={full.name}"),
         *("--ignore-daemonsets", "--delete-emptydir-data", f"--timeout={2 * ROLL_SECONDS:.0f}s"),
     )
-    with Account(full, 90_000) as account, Record(full, account) as seen:
+    many = every == EVERY
+    with Account(full, seed, every, streams=many) as account, Record(full, account) as seen:
         wait_for_answers(full, account)
         seen.mark("drain")
         with ThreadPoolExecutor(1) as pool:
@@ -85,9 +96,17 @@ def test_a_drain_of_a_node_loses_no_request(full: ClusterRun, tmp_path: Path) ->
             print(drained.result())
         took = wait_for_rest(full)
         seen.mark("at rest")
-    told(full, f"drain: at rest {took:.0f} s later", account, seen, tmp_path)
+        wait_for_answers(full, account)
+    what = f"drain, a request every {every:.1f} s: at rest {took:.0f} s later"
+    told(full, what, account, seen, tmp_path)
     no_outage(account, seen)
     assert not set(before.values()) & set(uids(full).values()), "a pod was left out"
+
+
+def holds(status: Mapping[str, Any]) -> bool:
+    progressing, available = condition(status, "Progressing"), condition(status, "Available")
+    why = "can make room" in progressing["message"]
+    return bool(why and progressing["status"] == "False" and available["status"] == "True")
 
 
 def cordoned(run: ClusterRun, node: str) -> bool:
@@ -98,11 +117,9 @@ def cordoned(run: ClusterRun, node: str) -> bool:
 def test_replace_holds_where_no_engine_can_make_room(full: ClusterRun, tmp_path: Path) -> None:
     no_outage(*changed(full, "replicas 1 and 1", ONE, 100_000, tmp_path))
     before = uids(full)
-    patch(full, {"engine": {"blockSize": 64}})
-    full.wait("reason", lambda: "can make room" in full.condition("Progressing")["message"], 120)
-    print(full.condition("Progressing"))
-    assert full.condition("Progressing")["status"] == "False"
-    assert full.condition("Available")["status"] == "True"
+    good = full.get()["spec"]["engine"]["blockSize"]
+    patch(full, {"engine": {"blockSize": 128}})
+    print(full.wait_status("reason while the old engines serve", holds, 120)["conditions"])
     assert uids(full) == before
-    patch(full, {"engine": {"blockSize": 32}})
+    patch(full, {"engine": {"blockSize": good}})
     full.wait("rest", lambda: at_rest(full), ROLL_SECONDS)

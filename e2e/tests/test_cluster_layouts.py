@@ -10,7 +10,7 @@ from cluster_access import Proxy
 from cluster_install import Installation
 from cluster_run import KILLED, ClusterRun, broken_under_load, manifest, running
 from kv_load import moved, text
-from local_run import START_SECONDS, tensor
+from local_run import END_AT_ONCE, START_SECONDS, tensor
 
 from cluster.session import Cluster
 from pdcluster_operator.api.labels import LAUNCHER_PORT
@@ -24,7 +24,8 @@ def test_engines_of_two_ranks_in_one_pod_and_in_two(
     cluster: Cluster, proxy: Proxy, operator: Installation
 ) -> None:
     """Decode's ranks share a pod, and prefill's have one each, which live and die as one."""
-    document = manifest("two-pods", prefill=tensor(2, nodes=2), decode=tensor(2))
+    router = {"podTemplate": {"spec": {"containers": [{"name": "router", **END_AT_ONCE}]}}}
+    document = manifest("two-pods", prefill=tensor(2, nodes=2), decode=tensor(2), router=router)
     with running(cluster, proxy, document, "two-pods") as run:
         took = run.wait_ready(2 * START_SECONDS)
         print(f"Ready after {took:.0f} s")

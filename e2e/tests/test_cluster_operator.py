@@ -51,9 +51,11 @@ def test_deleting_removes_everything(idling: ClusterRun) -> None:
     idling.apply(idler())
     idling.wait("children", lambda: complete(idling), SECONDS)
     print("\n".join(idling.children()))
+    [connector] = idling.connectors()
     idling.kubectl("delete", "pdc", "idler")
     took = idling.wait("end", lambda: idling.children() == [], SECONDS)
     print(f"nothing left after {took:.1f} s")
+    assert idling.connectors() == [connector], "it stays for the next PDCluster, and there is one"
 
 
 def test_deleting_removes_everything_without_an_operator(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,15 @@ from client_account import Account
 from cluster_access import Proxy
 from cluster_install import Installation
 from cluster_run import ClusterRun, manifest, running
+from local_run import condition
 from rollout_changes import (
+    CHANGES,
     ROLL_SECONDS,
+    change,
     changed,
     no_outage,
     patch,
+    served_in_the_end,
     told,
     uids,
     wait_for_answers,
@@ -27,31 +30,10 @@ from rollout_record import Record
 
 from cluster.report import ClusterError
 from cluster.session import Cluster
-from images.for_cluster import load_engine_image
-from models.tiny import model_path
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 
-CHANGES = ("env", "blockSize", "leaseSeconds", "image", "model", "router image")
 SOAKED = [pytest.param(what, marks=pytest.mark.soak) for what in CHANGES[1:]]
-
-
-def change(what: str, how: str, cluster: Cluster, folder: Path) -> dict[str, Any]:
-    """The change to a spec. ``how`` the engines are replaced chooses among two values."""
-    number = ("Surge", "Recreate").index(how)
-    if what in ("image", "router image"):
-        image = load_engine_image(cluster, what.replace(" ", "-") + str(number))
-        return {"engine" if what == "image" else "router": {"image": image}}
-    if what == "model":  # the same weights, so that the answers can be compared
-        path = shutil.copytree(model_path("llama"), folder / "model")
-        return {"model": {"source": {"hostPath": {"path": str(path)}}}}
-    env = [{"name": "A_VARIABLE", "value": how}]
-    changes = {
-        "env": {"decode": {"engine": {"env": env}}},
-        "blockSize": {"engine": {"blockSize": (64, 128)[number]}},
-        "leaseSeconds": {"transfer": {"leaseSeconds": (40, 50)[number]}},
-    }
-    return changes[what]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +45,7 @@ def rolls(cluster: Cluster, proxy: Proxy, operator: Installation) -> Iterator[Cl
         rollout={"type": "Surge"},
     )
     with running(cluster, proxy, document, "rolls") as run:
-        run.wait_ready()
+        run.wait_ready(ROLL_SECONDS)
         yield run
 
 
@@ -117,6 +99,11 @@ def evicted(run: ClusterRun, pod: str) -> bool:
     return True
 
 
+def says_why(status: Mapping[str, Any]) -> bool:
+    why = "No common block size" in condition(status, "Ready")["message"]
+    return why and bool(condition(status, "Available")["status"] == "True")
+
+
 @pytest.mark.soak
 def test_engines_that_cannot_start_take_nothing_away(rolls: ClusterRun, tmp_path: Path) -> None:
     """vLLM's CPU attention knows no such blocks. Only an engine that starts finds out."""
@@ -125,15 +112,48 @@ def test_engines_that_cannot_start_take_nothing_away(rolls: ClusterRun, tmp_path
     before = [rolls.restarts(role) for role in ("prefill", "decode")]
     with Account(rolls, 50_000) as account, Record(rolls, account) as seen:
         patch(rolls, {"engine": {"blockSize": 16}})
-        said = "No common block size"
-        rolls.wait("reason", lambda: said in rolls.condition("Ready")["message"], ROLL_SECONDS)
-        assert rolls.condition("Available")["status"] == "True"
+        rolls.wait_status("reason while the old engines serve", says_why, ROLL_SECONDS)
         seen.mark("the reason is in the status")
         patch(rolls, {"engine": {"blockSize": good}})
         wait_for_rest(rolls)
     told(rolls, "Surge, engines that cannot start", account, seen, tmp_path)
     no_outage(account, seen)
     assert [rolls.restarts(role) for role in ("prefill", "decode")] == before
+
+
+def given_up(status: Mapping[str, Any]) -> bool:
+    reason = condition(status, "Progressing")["reason"]
+    available = condition(status, "Available")["status"] == "True"
+    return bool(reason == "ProgressDeadlineExceeded" and available)
+
+
+@pytest.mark.soak
+def test_surge_that_finds_no_room_gives_up_and_takes_nothing_away(
+    rolls: ClusterRun, tmp_path: Path
+) -> None:
+    wait_for_rest(rolls)
+    before = [rolls.restarts(role) for role in ("prefill", "decode")]
+    asked = rolls.get()["spec"]["decode"]["resources"]["requests"]["memory"]
+    with Account(rolls, 60_000) as account, Record(rolls, account) as seen:
+        wait_for_answers(rolls, account)
+        seen.mark("engines that fit on no node")
+        patch(rolls, {"rollout": {"progressDeadlineSeconds": 10}, **memory("900Gi")})
+        status = rolls.wait_status("end of its patience", given_up, ROLL_SECONDS)
+        message = condition(status, "Progressing")["message"]
+        print(message)
+        assert "rollout.type" in message
+        assert condition(status, "DecodeReady")["reason"] == "Unschedulable"
+        seen.mark("it is given up")
+        patch(rolls, {"rollout": {"progressDeadlineSeconds": None}, **memory(asked)})
+        wait_for_rest(rolls)
+        wait_for_answers(rolls, account)
+    told(rolls, "Surge, engines that find no room", account, seen, tmp_path)
+    no_outage(account, seen)
+    assert [rolls.restarts(role) for role in ("prefill", "decode")] == before
+
+
+def memory(size: str) -> dict[str, Any]:
+    return {"decode": {"resources": {"requests": {"memory": size}}}}
 
 
 @pytest.mark.soak
@@ -143,7 +163,7 @@ def test_recreate_serves_again_in_the_end(rolls: ClusterRun, what: str, tmp_path
     patch(rolls, {"rollout": {"type": "Recreate"}})
     spec = change(what, "Recreate", rolls.cluster, tmp_path)
     seed = 200_000 + 10_000 * CHANGES.index(what)
-    account, _ = changed(rolls, f"Recreate, {what}", spec, seed, tmp_path)
+    account, seen = changed(rolls, f"Recreate, {what}", spec, seed, tmp_path)
+    served_in_the_end(account, seen)
     if what == "router image":
         assert account.failed == []
-    assert not max(account.sent, key=lambda one: one.began).wrong

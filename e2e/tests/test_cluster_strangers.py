@@ -81,6 +81,7 @@ def said(run: ClusterRun, claimed: str, pem: bytes) -> tuple[dict[str, int], dic
         "/v1/peers": ("PUT", b'{"generation":1,"peers":[]}'),
         "/v1/reports": ("POST", b"{}"),
         "/v1/drain": ("POST", b""),
+        "/v1/routed": ("PUT", b""),
     }
     requests = [
         (port, method, path, base64.b64encode(body).decode())
@@ -153,6 +154,7 @@ def test_the_same_requests_are_answered_to_who_is_known(
         "/v1/peers": 204,
         "/v1/reports": 401,
         "/v1/drain": 202,
+        "/v1/routed": 204,
     }
     tiny.kubectl("delete", "pod", tiny.pod("prefill"), "--force", "--grace-period=0")
     tiny.wait("restart", lambda: tiny.condition("Ready")["status"] != "True", 60)

@@ -35,7 +35,7 @@ def test_the_engines_image_lacks_the_connector(tiny: ClusterRun) -> None:
     for role in ("prefill", "decode"):
         pod = tiny.pods(role)[0]
         [connector] = [v for v in pod["spec"]["volumes"] if v["name"] == "connector"]
-        assert connector["configMap"]["name"].startswith("tiny-connector-")
+        assert connector["configMap"]["name"].startswith("pdcluster-connector-")
         code = (
             "import importlib.util as u; "
             "print(u.find_spec('vllm') and u.find_spec('nixl') and 1, "

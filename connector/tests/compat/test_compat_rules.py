@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from msgspec.structs import replace
 
@@ -180,6 +182,97 @@ def test_a_refusal_names_both_values_and_a_remedy(rule: str) -> None:
     assert "\n" not in first.message
 
 
+SIDES = {"prefill": "decode", "decode": "prefill"}
+NULLABLE = [name for name in EngineShape.__struct_fields__ if getattr(EngineShape(), name) is None]
+
+
+def mirrored(finding: Finding) -> tuple[object, ...]:
+    """The finding as it should be when the two engines change their places."""
+    words = re.findall(r"[-\w.]+", finding.message)
+    return (
+        finding.rule,
+        finding.verdict,
+        finding.field,
+        finding.decode_value,
+        finding.prefill_value,
+        sorted(SIDES.get(word, word) for word in words),
+    )
+
+
+def told(finding: Finding) -> tuple[object, ...]:
+    words = sorted(re.findall(r"[-\w.]+", finding.message))
+    values = finding.prefill_value, finding.decode_value
+    return finding.rule, finding.verdict, finding.field, *values, words
+
+
+def holds_the_same_of_both_sides(prefill: EngineShape, decode: EngineShape) -> None:
+    there, back = check(prefill, decode), check(decode, prefill)
+    assert sorted(map(repr, map(mirrored, there))) == sorted(map(repr, map(told, back)))
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+def test_no_value_is_told_of_the_wrong_side(rule: str) -> None:
+    """Who looks at the wrong engine finds nothing wrong with it."""
+    prefill, clashing, _ = PAIRS[rule]
+    if prefill == clashing:
+        clashing = KNOWN
+    holds_the_same_of_both_sides(prefill, clashing)
+
+
+@pytest.mark.parametrize("field", NULLABLE)
+@pytest.mark.parametrize("rule", PAIRS)
+def test_no_unknown_value_is_told_of_the_wrong_side(field: str, rule: str) -> None:
+    prefill, clashing, _ = PAIRS[rule]
+    holds_the_same_of_both_sides(prefill, replace(clashing, **{field: None}))
+    holds_the_same_of_both_sides(replace(prefill, **{field: None}), clashing)
+
+
+@pytest.mark.parametrize(
+    ("decode", "message", "values"),
+    [
+        (
+            layers(1),
+            "layer model.layers.1.attn is absent on decode (2 and 1 layers)",
+            (
+                "model.layers.1.attn: full_attention, 4 KV heads, 512 bytes a token and head",
+                "absent",
+            ),
+        ),
+        (
+            layers(3),
+            "layer model.layers.2.attn is absent on prefill (2 and 3 layers)",
+            (
+                "absent",
+                "model.layers.2.attn: full_attention, 4 KV heads, 512 bytes a token and head",
+            ),
+        ),
+    ],
+)
+def test_a_layer_is_absent_on_the_side_that_lacks_it(decode, message, values) -> None:
+    first = refused(check(KNOWN, replace(KNOWN, layers=decode)))
+    assert first is not None
+    assert first.message == message
+    assert (first.prefill_value, first.decode_value) == values
+
+
+def test_the_side_whose_blocks_are_packed_is_named() -> None:
+    for pair, words in (
+        ((KNOWN, SLICEABLE), "packed on prefill and ordered by token on decode"),
+        ((SLICEABLE, KNOWN), "ordered by token on prefill and packed on decode"),
+    ):
+        first = refused(check(*pair))
+        assert first is not None
+        assert first.message == f"the inside of a block is {words}"
+
+
+def test_the_side_that_names_a_layer_twice_is_named() -> None:
+    double = replace(KNOWN, layers=(*layers(), layers()[0]))
+    for pair, side in (((KNOWN, double), "decode"), ((double, KNOWN), "prefill")):
+        first = refused(check(*pair))
+        assert first is not None
+        assert first.message == f"{side} names 3 layers but only 2 different ones"
+
+
 def test_equal_engines_of_any_tensor_size_are_accepted() -> None:
     for prefill in (1, 2, 4, 8):
         for decode in (1, 2, 4, 8):
@@ -215,12 +308,39 @@ def test_an_unknown_field_is_never_a_refusal(field: str, base: EngineShape, side
         assert all("unknown" in (f.prefill_value, f.decode_value) for f in findings)
 
 
+@pytest.mark.parametrize("packing", [None, "CPU_ATTN/amx"])
+def test_the_order_of_packed_bytes_counts_only_if_both_sides_pack(packing: str | None) -> None:
+    ordered = replace(SLICEABLE, packing=packing)
+    for pair in ((KNOWN, ordered), (ordered, KNOWN)):
+        assert {finding.rule for finding in check(*pair)} == {"BlockInteriorOpaque/interior"}
+
+
+def test_other_scales_are_named_by_their_own_rule_alone() -> None:
+    other = replace(FP8, layers=layers(scales="k=0.5,v=0.5"))
+    assert [finding.rule for finding in check(FP8, other)] == ["KVScalesMismatch"]
+
+
 def test_engines_of_which_nothing_is_known_are_undecided_in_each_field_once() -> None:
     findings = check(EngineShape(), EngineShape())
     assert {finding.verdict for finding in findings} == {Verdict.UNKNOWN}
     names = [finding.field for finding in findings]
     assert len(names) == len(set(names))
     assert {"model", "kv_dtype", "layers", "block_size", "memory", "token_sliceable"} <= set(names)
+
+
+def test_an_unknown_field_is_reported_by_the_first_rule_that_needs_it() -> None:
+    nothing = EngineShape()
+    clashes = [(rule.id, clash.field) for rule in RULES if (clash := rule.test(nothing, nothing))]
+    fields = [field for _, field in clashes]
+    assert len(set(fields)) < len(fields), "several rules need the same field"
+    for finding in check(nothing, nothing):
+        assert finding.rule == next(rule for rule, field in clashes if field == finding.field)
+
+
+def test_an_engine_without_data_parallelism_may_span_any_number_of_nodes() -> None:
+    for nodes in (2, 3):
+        several = replace(KNOWN, nodes=nodes)
+        assert check(KNOWN, several) == check(several, KNOWN) == ()
 
 
 def test_refusals_come_before_what_is_unknown() -> None:

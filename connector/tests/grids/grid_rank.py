@@ -1,7 +1,7 @@
 """One rank of an engine in a process of its own: real memory, a real NIXL agent, no vLLM.
 
 Its memory is laid out, and what must come of it is said, by ``modelled_engine``, which knows no
-planner. A process plays one rank after another; the test's process plays the scheduler role.
+planner. A process plays one rank after another; the test's process plays the scheduler side.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.protocol import messages, ticket
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.transfer import reads
+from pdcluster_connector.transfer import job
 from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, ReceiverOptions
 from ticket_key import KEYS
 
@@ -182,12 +182,12 @@ def receive(case: Case, rank: Rank, handed_over: str, spoil: str, without: set[s
 @contextmanager
 def spoiled(name: str) -> Iterator[None]:
     """Let the receiver carry out a wrong plan; an empty name is the right one."""
-    plan = reads.plan_request
+    plan = job.plan_request
 
     def wrong(*args: Any, **kwargs: Any) -> list[Any]:
         return [SPOILERS[name](part) for part in plan(*args, **kwargs)]
 
-    with mock.patch.object(reads, "plan_request", wrong if name else plan):
+    with mock.patch.object(job, "plan_request", wrong if name else plan):
         yield
 
 

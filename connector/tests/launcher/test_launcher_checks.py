@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster_connector.launcher import versions
+from pdcluster_connector.launcher import drain, versions
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
 from pdcluster_connector.launcher.checks import (
     Port,
@@ -26,8 +26,11 @@ from pdcluster_connector.launcher.checks import (
     port_problems,
     shm_problems,
 )
-from pdcluster_connector.launcher.drain import Calm, Work, work
+from pdcluster_connector.launcher.drain import FORGET_SECONDS, Calm
+from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.memory import GIB, available_bytes, oom_kills
+from pdcluster_connector.launcher.readiness import Readiness
+from pdcluster_connector.launcher.remaining_work import Work, work
 
 
 def command(model: str, *flags: str) -> EngineCommand:
@@ -372,6 +375,39 @@ def test_this_environment_is_supported():
 def test_a_drain_ends_when_nothing_is_left_and_nothing_comes(seen, calm):
     moment = Calm(100.0)
     assert [moment.seen(work, 100.0 + 0.5 * n) for n, work in enumerate(seen)] == calm
+
+
+def test_while_routers_may_send_requests_a_quiet_engine_serves_on_for_a_time():
+    """A router repeats no request: each one to an engine that has ended fails."""
+    moment, quiet = Calm(100.0), Work(0, 0, 5)
+    seconds = [0.5 * n for n in range(round(2 * FORGET_SECONDS))]
+    assert not any(moment.seen(quiet, 100.0 + later, routed=True) for later in seconds)
+    assert moment.seen(quiet, 100.0 + seconds[-1], routed=False), "the routers have forgotten it"
+    assert moment.seen(quiet, 100.0 + FORGET_SECONDS, routed=True), "nobody says that they have"
+    assert not moment.seen(Work(1, 0, 5), 101.0 + FORGET_SECONDS, routed=True)
+
+
+async def test_a_drain_ends_when_the_operator_says_that_routers_have_forgotten_the_engine(
+    monkeypatch,
+):
+    monkeypatch.setattr(drain, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(drain, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(drain, "FORGET_SECONDS", float("inf"))
+    monkeypatch.setattr(drain, "_POLL", 0.0)
+    words = ["m", "--kv-transfer-config", '{"kv_role":"kv_both"}']
+    command = engine_command(words, engine_id="a/b", role="prefill")
+    readiness = Readiness(Identity("a", "0123456789abcdef"), "prefill", command, {})
+    looks = 0
+
+    class Api:
+        async def work(self):
+            nonlocal looks
+            looks += 1
+            readiness.routed = looks < 10
+            return Work(0, 0, 7)
+
+    await drain.wait_until_idle(Api(), readiness, float("inf"))
+    assert looks == 10
 
 
 def test_work_is_summed_over_data_parallel_ranks():

@@ -74,6 +74,7 @@ async def test_readyz_follows_the_engine():
             "side_channel": "127.0.0.1:5600",
             "data_parallel_size": 1,
             "api": "http://127.0.0.1:8000",
+            "routed": False,
             "certificate_expires": None,
         }
         readiness.healthy()
@@ -168,6 +169,17 @@ async def test_drain():
     async with launcher() as (client, _, drained):
         assert (await client.post("/v1/drain")).status == 202
         assert drained == [1]
+
+
+async def test_the_operator_says_whether_routers_may_send_requests():
+    async with launcher() as (client, readiness, _):
+        for method, routed in (("PUT", True), ("PUT", True), ("DELETE", False), ("DELETE", False)):
+            before = (await (await client.get("/v1/changes")).json())["revision"]
+            changes = readiness.routed is not routed
+            assert (await client.request(method, "/v1/routed")).status == 204
+            assert (await (await client.get("/readyz")).json())["routed"] is routed
+            after = (await (await client.get("/v1/changes")).json())["revision"]
+            assert (after != before) is changes
 
 
 @pytest.mark.parametrize(

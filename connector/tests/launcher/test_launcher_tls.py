@@ -15,15 +15,15 @@ import aiohttp
 import pytest
 
 from authority import Authority
+from pdcluster_connector import certificate_files
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.http import LauncherServer
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.readiness import Readiness
 from pdcluster_connector.launcher.rendezvous import Followers, Leader
-from pdcluster_connector.link_health.control_agent import ControlAgent
+from pdcluster_connector.link_health.launcher_client import LauncherClient
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name, role_name
-from pdcluster_connector.sidechannel import tls as tls_module
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.tls import Tls
 
@@ -31,7 +31,8 @@ ENGINE = Identity("ns.c.decode.r.0", "00000000000000dd")
 NEIGHBOUR = "ns.c.decode.r.1/00000000000000ee"
 CALLS = (
     ("PUT", "/v1/peers"), ("GET", "/v1/peers"), ("POST", "/v1/reports"), ("GET", "/v1/links"),
-    ("POST", "/v1/drain"), ("GET", "/v1/rendezvous"), ("GET", "/no/such/path"),
+    ("POST", "/v1/drain"), ("PUT", "/v1/routed"), ("DELETE", "/v1/routed"),
+    ("GET", "/v1/rendezvous"), ("GET", "/no/such/path"),
 )  # fmt: skip
 NO_PEERS = b'{"generation":1,"peers":[]}'
 
@@ -121,7 +122,7 @@ async def test_the_kubelet_may_ask_whether_it_is_ready(tmp_path: Path) -> None:
 async def test_the_launcher_tells_when_the_certificate_in_use_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(certificate_files, "LOOK_SECONDS", 0.0)
     async with launcher(tmp_path) as launched:
         told = await launched.read(launched.context(None), "/readyz")
         context = launched.context(OPERATOR_NAME)
@@ -188,7 +189,7 @@ async def test_a_worker_reports_and_a_follower_meets_its_leader(tmp_path: Path) 
         tls = launched.tls(ENGINE.engine_id)
         shape: object = None
         peers = PeerBook(ENGINE.engine_id, shape, (0, 0), tls)  # type: ignore[arg-type]
-        agent = ControlAgent(
+        client = LauncherClient(
             address,
             "secret",
             rank=(0, 0),
@@ -199,7 +200,7 @@ async def test_a_worker_reports_and_a_follower_meets_its_leader(tmp_path: Path) 
             tls=tls,
         )
         peers.start()
-        agent.start()
+        client.start()
         try:
             await asyncio.to_thread(_until, lambda: launched.links._reports)
             async with aiohttp.ClientSession() as http:
@@ -214,7 +215,7 @@ async def test_a_worker_reports_and_a_follower_meets_its_leader(tmp_path: Path) 
                 meeting.cancel()
                 await asyncio.gather(meeting, return_exceptions=True)
         finally:
-            await asyncio.to_thread(agent.close)
+            await asyncio.to_thread(client.close)
             await asyncio.to_thread(peers.close)
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.pairing import (
     BlockList,
     CoverageError,
@@ -161,3 +162,16 @@ def test_blocks_on_either_side_of_the_interval_are_not_needed() -> None:
     held = [-1, 5, 6, -1, 5]
     pairs = pair_blocks(BlockList(held, 16), BlockList(held, 16), 16, 48)
     assert pairs.prefill_block.tolist() == pairs.decode_block.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(("start", "named"), [(3, 4), (5, 5)])
+def test_the_first_token_that_is_wanted_and_not_held_is_named(start: int, named: int) -> None:
+    held, holes = BlockList([1, 2], 4), BlockList([1, -1], 4)
+    with pytest.raises(CoverageError, match=f"prefill holds no block for token {named}$"):
+        pair_blocks(holes, held, start, 8)
+
+
+def test_a_list_without_end_is_no_list_of_ids() -> None:
+    with pytest.raises(CoverageError, match="not a list of ids") as caught:
+        pair_blocks(BlockList(range(2**70), 16), BlockList([1], 16), 0, 1)
+    assert caught.value.reason is Reason.COVERAGE_INCOMPLETE

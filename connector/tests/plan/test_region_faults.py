@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pdcluster_connector.plan.bounds import region_fault
+from pdcluster_connector.plan.bounds import region_extent, region_fault
 from pdcluster_connector.plan.geometry import Region
 
 SOUND = Region("l", 4096, 4, 1024, 16, 0, 1, 1024, 64, 64)
@@ -23,3 +23,18 @@ SOUND = Region("l", 4096, 4, 1024, 16, 0, 1, 1024, 64, 64)
 def test_a_size_out_of_range_is_named(changes: dict[str, int], why: str) -> None:
     assert region_fault(SOUND) is None
     assert region_fault(replace(SOUND, **changes)) == why
+
+
+def test_a_region_may_begin_at_the_first_address_and_not_before_it() -> None:
+    assert region_fault(replace(SOUND, base=0)) is None
+    fault = region_fault(replace(SOUND, base=-1))
+    assert fault is not None
+    assert fault.startswith("addresses [-1, ")
+
+
+def test_a_region_may_end_at_the_last_address_and_not_behind_it() -> None:
+    extent = region_extent(SOUND)
+    assert extent is not None
+    last = replace(SOUND, base=2**63 - extent)
+    assert region_fault(last) is None
+    assert region_fault(replace(last, base=last.base + 1)) is not None

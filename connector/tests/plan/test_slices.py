@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from cache_orders import laid_out
 from flat_rows import descriptors
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from layout_cases import FULL, MAMBA, WINDOW, Choices, build
+from layout_cases import FULL, MAMBA, WINDOW, Choices, build, chunks
 from modelled_engine import Modelled
 
 from pdcluster_connector.compat.reasons import Reason
@@ -38,7 +38,6 @@ def engines(draw: st.DrawFn) -> tuple[tuple[Region, ...], tuple[int, int], int]:
     return regions, (base, base + size), draw(st.integers(longest, max(longest, size)))
 
 
-@settings(max_examples=400, deadline=None)
 @given(engines())
 def test_slices_cover_the_memory_and_cut_no_block(
     engine: tuple[tuple[Region, ...], tuple[int, int], int],
@@ -94,6 +93,14 @@ def test_seams_lie_between_pages_where_a_block_ends_there() -> None:
     assert len(slices) > 10, "where no block begins a page, a seam cuts one"
 
 
+def test_a_block_that_is_longer_than_a_slice_stays_whole() -> None:
+    """The seam is then the next one behind it, not one that was there before."""
+    for base in (2**30, 2**30 + 512):
+        regions, size = laid_out("LBHNC", base, 1, 20, 1, 16, 768)  # blocks of 12 KiB
+        slices = sliced((base, base + size), regions, 5000)
+        assert slices == [(base + n * 12_288, base + (n + 1) * 12_288) for n in range(20)]
+
+
 def test_small_memory_stays_whole() -> None:
     regions, size = laid_out("LBHNC", 2**30, 2, 100, 2, 16, 64)
     assert sliced((2**30, 2**30 + size), regions) == [(2**30, 2**30 + size)]
@@ -114,7 +121,6 @@ def test_regions_of_several_strides_in_one_allocation() -> None:
     assert max(stop - start for start, stop in slices) == 3 * page
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 200), st.integers(1, 80)), max_size=12).map(
         lambda pairs: [(start, start + size) for start, size in pairs]
@@ -131,7 +137,12 @@ def test_joined_spans_cover_the_same_bytes_once(spans: list[tuple[int, int]]) ->
         assert any(low <= start and stop <= high for low, high in found), "each in one piece"
 
 
-@settings(max_examples=300, deadline=None)
+def test_neighbours_are_registered_apart_and_overlaps_together() -> None:
+    """Two allocations may lie side by side. NIXL registers each by itself."""
+    assert joined([(4, 8), (0, 4)]) == [(0, 4), (4, 8)]
+    assert joined([(3, 8), (0, 4)]) == [(0, 8)]
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 500), st.integers(1, 9), st.integers(0, 9), st.integers(1, 20)),
@@ -165,7 +176,7 @@ def test_a_peer_cannot_make_rows_without_end() -> None:
         split_rows(rows, range(1, 65_536), "prefill")
 
 
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", chunks(30, 60))
 def test_plans_of_random_engines_whose_memory_is_sliced(number: int) -> None:
     """Windows, states and pages shared by groups, as the oracle lays them out."""
     menu = ((FULL,), (FULL, WINDOW), (FULL, MAMBA))

@@ -138,3 +138,20 @@ def test_overlapping_holders_cut_an_interval_only_where_the_source_changes() -> 
         for shard in decode
     ]
     assert found == [[(0, 0, 2), (1, 2, 3)], [(0, 0, 1), (1, 1, 3)]]
+
+
+@pytest.mark.parametrize(("part", "name"), [("", "layer1"), ("ssm", "layer1 part ssm")])
+def test_a_layer_that_prefill_lacks_is_named_with_its_part(part: str, name: str) -> None:
+    (decode,) = shards(1, 2)
+    decode = replace(decode, regions=tuple(replace(one, part=part) for one in decode.regions))
+    prefill = replace(decode, regions=decode.regions[:1])
+    with pytest.raises(PlanError) as caught:
+        assign_sources(decode, [prefill])
+    assert caught.value.reason is Reason.LAYER_MISMATCH
+    assert caught.value.message == f"no prefill shard has layer {name}"
+    few = replace(decode, regions=tuple(replace(one, head_stop=1) for one in decode.regions))
+    with pytest.raises(PlanError) as caught:
+        assign_sources(decode, [few])
+    assert caught.value.reason is Reason.SHARD_MISSING
+    said = f"no prefill shard holds KV head 1 of layer {name.replace('1', '0', 1)}"
+    assert caught.value.message == said

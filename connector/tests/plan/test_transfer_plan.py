@@ -18,6 +18,7 @@ from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.pairing import BlockList, Pairs, pair_blocks
 from pdcluster_connector.plan.peer_plan import plan_peer
+from pdcluster_connector.plan.transfer import PeerPlan
 
 BASE = 1 << 40
 LIMIT = 2**31
@@ -130,6 +131,14 @@ def in_groups(shard: Shard, *groups: int) -> Shard:
     return replace(shard, regions=tuple(replace(r, group=group) for r, group in regions))
 
 
+def test_an_interval_begins_where_every_class_of_the_groups_has_a_unit() -> None:
+    [source] = plan_peer(packed(base=BASE * 2), [packed()]).sources
+    [known] = source.classes
+    classes = tuple(dataclasses.replace(known, unit=unit) for unit in (2, 3, 1))
+    plan = PeerPlan((dataclasses.replace(source, classes=classes),))
+    assert plan.units == {known.groups: 6}
+
+
 def test_an_empty_request_moves_nothing() -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
     (part,) = plan.indices(pair_blocks(BlockList([], 16), BlockList([], 16), 0, 0))
@@ -218,6 +227,16 @@ def test_shards_that_do_not_correspond_are_refused(prefill, decode, reason) -> N
     assert caught.value.reason is reason
 
 
+@pytest.mark.parametrize("ours", list(Memory))
+@pytest.mark.parametrize("theirs", list(Memory))
+def test_each_side_of_a_plan_says_its_own_memory(ours: Memory, theirs: Memory) -> None:
+    plan = plan_peer(
+        changed(packed(base=BASE * 2), memory=ours), [changed(packed(), memory=theirs)]
+    )
+    (source,) = plan.sources
+    assert (source.decode_memory, source.prefill_memory) == (ours, theirs)
+
+
 def test_mixed_memory_in_one_shard_is_refused_and_either_alone_is_not() -> None:
     prefill = changed(packed(), memory=Memory.VRAM)
     assert plan_peer(packed(base=BASE * 2), [prefill]).sources[0].prefill_memory is Memory.VRAM
@@ -225,6 +244,7 @@ def test_mixed_memory_in_one_shard_is_refused_and_either_alone_is_not() -> None:
     with pytest.raises(PlanError) as caught:
         plan_peer(packed(base=BASE * 2), [mixed])
     assert caught.value.reason is Reason.MEMORY_TYPE_UNSUPPORTED
+    assert "KV in DRAM and VRAM" in caught.value.message
 
 
 def test_more_descriptors_than_can_be_indexed_are_refused() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
 
 HIGHEST = 2**31 - 1
+EXAMPLES = settings().max_examples  # `make soak` asks for ten times as many
 any_ids = st.lists(st.integers(-1, HIGHEST), max_size=60)
 # As vLLM hands blocks out: runs up and down, and null blocks before a window.
 runs = st.lists(
@@ -24,7 +25,7 @@ runs = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=2 * EXAMPLES)
 @given(any_ids | runs)
 def test_nothing_is_lost(ids: list[int]) -> None:
     made = BlockIds(ids)
@@ -38,7 +39,7 @@ def test_nothing_is_lost(ids: list[int]) -> None:
     assert np.asarray(found).dtype == np.int32
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=5 * EXAMPLES)
 @given(
     st.binary(max_size=80)
     | st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([0, 1, 2, 4]), st.binary(max_size=80))
@@ -91,3 +92,11 @@ def test_a_run_that_is_longer_than_is_left_is_refused() -> None:
     assert len(BlockIds.unpacked(run, 100)) == 100
     with pytest.raises(ValueError, match="100 block ids, more than 99"):
         BlockIds.unpacked(run, 99)
+
+
+def test_scattered_ids_that_are_more_than_are_left_are_refused() -> None:
+    scattered = BlockIds([number * number for number in range(100)]).packed()
+    assert scattered[1] == 0, "no step is repeated"
+    assert len(BlockIds.unpacked(scattered, 100)) == 100
+    with pytest.raises(ValueError, match="100 block ids, more than 99"):
+        BlockIds.unpacked(scattered, 99)

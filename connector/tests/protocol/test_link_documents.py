@@ -47,7 +47,7 @@ def test_documents_as_operator_and_worker_write_them() -> None:
     assert json.loads(links.encode_json(REPORT))["links"][0]["state"] == "Established"
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=3 * settings().max_examples)
 @given(st.binary(max_size=200))
 def test_any_bytes(raw: bytes) -> None:
     assert isinstance(links.decode_peers(raw), Malformed)

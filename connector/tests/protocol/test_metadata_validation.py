@@ -64,6 +64,8 @@ def test_sound_metadata_has_no_findings() -> None:
             [Reason.LAYER_MISMATCH],
         ),
         (engine(shape=EngineShape(tensor=4096, pipeline=4096)), [Reason.LAYOUT_UNSUPPORTED]),
+        (engine(shape=EngineShape(tensor=4096, pipeline=1)), [Reason.SHARD_MISSING] * 8),
+        (engine(shape=EngineShape(tensor=241, pipeline=17)), [Reason.LAYOUT_UNSUPPORTED]),
     ],
 )
 def test_contradictions(metadata: m.EngineMetadata, expected: list[Reason]) -> None:
@@ -148,13 +150,13 @@ def test_groups_parts_and_stages_that_fit_together(pipeline: int) -> None:
     assert reasons(hybrid(pipeline=pipeline)) == []
 
 
-def with_region(number: int, **change: object) -> m.EngineMetadata:
+def with_region(number: int, rank: int = 0, **change: object) -> m.EngineMetadata:
     metadata = hybrid()
-    first, *others = metadata.shards
-    regions = list(first.regions)
+    shards = list(metadata.shards)
+    regions = list(shards[rank].regions)
     regions[number] = msgspec.structs.replace(regions[number], **change)
-    changed = msgspec.structs.replace(first, regions=tuple(regions))
-    return msgspec.structs.replace(metadata, shards=(changed, *others))
+    shards[rank] = msgspec.structs.replace(shards[rank], regions=tuple(regions))
+    return msgspec.structs.replace(metadata, shards=tuple(shards))
 
 
 def with_shape(**change: object) -> m.EngineMetadata:
@@ -192,6 +194,16 @@ def two_stages_with_one_layer() -> m.EngineMetadata:
         (with_region(1, part="conv.x"), "parts", ("'conv'", "'conv.x'")),
         (with_region(1, part="ssm"), "regions", ("2 regions", "ssm")),
         (with_region(2, token_bytes=256), "token_bytes", ("512", "256")),
+        (with_region(0, block_tokens=8), "block_tokens", ("16", "8")),
+        (with_layer(0, token_bytes=32), "token_bytes", ("32", "64")),
+        (with_layer(0, token_bytes=128), "token_bytes", ("128", "64")),
+        (with_region(0, 1, block_tokens=32), "block_tokens", ("16", "32")),
+        (with_region(0, 1, token_bytes=32), "token_bytes", ("64", "32")),
+        (with_region(0, 1, group=1), "group", ("0", "1")),
+        (with_region(0, 1, **WHOLE), "heads", ("[1, 2]", "[0, 2]")),
+        (with_region(1, 1, part="conv.x"), "parts", ("'conv'", "'conv.x'")),
+        (with_region(1, 1, part="ssm"), "regions", ("2 regions", "ssm")),
+        (with_region(2, 1, token_bytes=256), "token_bytes", ("512", "256")),
         (with_region(1, head_start=0, head_stop=1), "heads", ("[0, 2]", "[0, 1]")),
         (with_layer(1, token_bytes=9), "layers", ("9 bytes", "1408 bytes")),
         (with_layer(1, group=2), "layers", ("group 2", "2 groups")),

@@ -8,6 +8,7 @@ import random
 import re
 import tracemalloc
 from base64 import b64decode, b64encode
+from hashlib import blake2b
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from pdcluster_connector.protocol.ticket import (
 from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_connector.protocol.transfer_params import kv_transfer_params, passed_on, ticket_of
 
+EXAMPLES = settings().max_examples  # `make soak` asks for ten times as many
 KEYS = parse_keys(b"5a" * 32)
 OTHERS = parse_keys(b"a5" * 32)
 
@@ -87,7 +89,7 @@ def reason(found: object) -> Reason:
     return found.reason
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=2 * EXAMPLES)
 @given(tickets)
 def test_round_trip(ticket: Ticket) -> None:
     text = encode(ticket, KEYS)
@@ -98,21 +100,21 @@ def test_round_trip(ticket: Ticket) -> None:
     assert decode(encode(ticket, None), None, ticket.audience) == ticket, "allow_insecure"
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=3 * EXAMPLES)
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda b: b64encode(b).decode()))
 def test_any_text_is_rejected(text: str) -> None:
     for keys in (KEYS, None):
         assert isinstance(decode(text, keys), Rejected)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=2 * EXAMPLES)
 @given(st.binary(max_size=200))
 def test_any_body_that_is_signed_is_rejected(body: bytes) -> None:
     """What an engine with our key may send, by a fault of its own."""
     assert isinstance(decode(signed(body), KEYS), Rejected)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=2 * EXAMPLES)
 @given(
     st.sampled_from(Ticket.__struct_fields__),
     st.recursive(
@@ -188,7 +190,7 @@ def test_a_ticket_for_other_engines_is_refused() -> None:
 def test_both_keys_are_accepted_while_one_replaces_the_other() -> None:
     old, new = b"0a" * 32, b"0b" * 32
     before, after = parse_keys(old), parse_keys(new)
-    both, young = parse_keys(new + b"\n" + old), parse_keys(new + b"\n" + old, age=179)
+    both, young = (parse_keys(new + b"\n" + old, age=seconds) for seconds in (180, 179))
     for made_with in (before, both, young):
         assert decode(encode(TICKET, made_with), both) == TICKET
     assert decode(encode(TICKET, young), before) == TICKET, "not every engine has the new key yet"
@@ -404,6 +406,42 @@ def test_digest_tells_prompts_apart() -> None:
     }
     assert len(digests) == 10
     assert all(len(digest) == DIGEST_BYTES for digest in digests)
+
+
+def test_the_digest_of_a_prompt_stays_the_same() -> None:
+    """Prefill and decode may run two releases of the connector: both must compute this."""
+
+    def expected(*parts: bytes, tokens: list[int]) -> bytes:
+        whole = len(b"".join(token.to_bytes(8, "little") for token in tokens))
+        text = whole.to_bytes(8, "little")
+        text += b"".join(token.to_bytes(8, "little", signed=True) for token in tokens)
+        for part in parts:
+            text += len(part).to_bytes(8, "little") + part
+        return blake2b(text, digest_size=16, person=b"pdcluster-prompt").digest()
+
+    assert prompt_digest([1, 2, 300]) == expected(b"\0", tokens=[1, 2, 300])
+    assert prompt_digest([]) == expected(b"\0", tokens=[])
+    assert prompt_digest([7], ["i", "jk"], "l") == expected(b"\1l", b"i", b"jk", tokens=[7])
+    assert prompt_digest([7], [], "") == expected(b"\1", tokens=[7])
+
+
+def test_any_text_of_a_client_has_a_digest() -> None:
+    """JSON may hold half of a surrogate pair, which UTF-8 cannot."""
+    half = "\ud800"
+    assert prompt_digest([1], [half]) != prompt_digest([1], [])
+    assert prompt_digest([1], [], half) != prompt_digest([1], [], "")
+
+
+@pytest.mark.parametrize(("count", "listed"), [(4096, True), (4097, False)])
+def test_a_router_is_told_of_so_many_blocks_and_no_more(count: int, listed: bool) -> None:
+    ticket = msgspec.structs.replace(TICKET, blocks=((1,), tuple(range(1, count))))
+    told = kv_transfer_params(ticket, KEYS)["remote_block_ids"]
+    assert told == ([[1], list(range(1, count))] if listed else [[], []])
+
+
+def test_a_ticket_of_wrong_types_is_not_made() -> None:
+    with pytest.raises(TypeError):
+        encode(msgspec.structs.replace(TICKET, blocks=(object(),)), KEYS)
 
 
 def test_digest_does_not_depend_on_the_container() -> None:

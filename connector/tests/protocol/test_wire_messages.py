@@ -21,6 +21,7 @@ from pdcluster_connector.compat.shape import (
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.protocol import messages as m
 
+EXAMPLES = settings().max_examples  # `make soak` asks for ten times as many
 DECODERS = [
     m.decode_handshake_request,
     m.decode_handshake_reply,
@@ -30,7 +31,8 @@ DECODERS = [
     m.decode_health,
 ]
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
-sizes = st.integers(1, 2**31 - 1)
+SIZES = 2**31 - 1
+sizes = st.integers(1, SIZES)
 layers = st.builds(
     LayerShape,
     name=names,
@@ -132,7 +134,7 @@ def check(raw: bytes) -> int:
     return taken
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=4 * EXAMPLES)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_value_or_malformed(raw: bytes) -> None:
     check(raw)
@@ -160,7 +162,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=2 * EXAMPLES)
 @given(values)
 def test_well_formed_msgpack_and_json_of_wrong_types(value: object) -> None:
     check(msgspec.msgpack.encode(value))
@@ -241,7 +243,6 @@ def test_lease_seconds_is_a_sane_number(seconds: float) -> None:
     assert isinstance(m.decode_lease_reply(m.encode(m.LeaseReply(seconds))), m.Malformed)
 
 
-@settings(max_examples=300, deadline=None)
 @given(shapes, st.lists(regions, max_size=4).map(tuple))
 def test_values_survive_the_wire(shape: EngineShape, held: tuple[Region, ...]) -> None:
     raw = m.encode(engine(shape, held))
@@ -250,6 +251,20 @@ def test_values_survive_the_wire(shape: EngineShape, held: tuple[Region, ...]) -
     assert reply.shape == shape
     assert reply.shards[0].shard == Shard((0, 0), held)
     assert m.decode_shard(m.encode(reply.shards[0])) == reply.shards[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "taken"), [(0, False), (1, True), (SIZES, True), (SIZES + 1, False)]
+)
+def test_a_size_is_at_least_one_and_fits_in_31_bits(size: int, taken: bool) -> None:
+    """Plans divide by sizes, and NIXL's indices have 32 bits."""
+    for shape in (
+        EngineShape(block_size=size),
+        EngineShape(layers=(LayerShape("a", LayerKind.FULL_ATTENTION, 0, size, 64),)),
+    ):
+        request = m.HandshakeRequest((1, 1), "d/1", shape, (0, 0))
+        answer = m.decode_handshake_request(m.encode(request))
+        assert (answer == request) is taken
 
 
 def test_the_bytes_of_a_shape_and_of_a_region_stay_the_same() -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol import receive
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive import MAX_BEGINNINGS, Receive
+from pdcluster_connector.protocol.receive import Receive
 from pdcluster_connector.protocol.receive_events import (
     Abandoned,
     Acknowledged,
@@ -34,8 +35,9 @@ from pdcluster_connector.protocol.receive_events import (
 )
 
 LEASE_END = 10.0
-RENEWED = 20.0
+RENEWED = 30.0
 DRAIN = 5.0
+STALL = 12.0  # longer than the first lease, shorter than the renewed one
 WORD = 2  # the transfer that reads the lease word; 0 and 1 are data
 BROKEN = Failure(Reason.BACKEND_ERROR, "broken")
 FAILED = Failure(Reason.PEER_RESTARTED, "gone")
@@ -57,7 +59,11 @@ class Dma:
     clean: bool = True
     reports: int = 0
     destroys: int = 0
-    beginnings: int = 1
+    started: bool = False
+    connecting: bool = False
+    repeated: bool = False
+    crashes: int = 0
+    moved_at: float = 0.0
     now: float = 0.0
     trouble_at: float | None = None
     cause: Failure | None = None
@@ -65,41 +71,63 @@ class Dma:
     def may_open(self, now: float) -> bool:
         """Whether a further transfer may begin to write: nothing has gone wrong so far."""
         posting = self.fencing and not self.fenced if self.posted else self.posting
-        return posting and self.clean and now < self.lease_end
+        return posting and self.clean and not self.over(now)
 
-    def destroyed(self, reading: bool) -> None:
+    def stalled(self, now: float) -> bool:
+        """Whether nothing has begun or landed for too long, and something should have."""
+        return bool(self.flying or self.connecting) and now >= self.moved_at + STALL
+
+    def over(self, now: float) -> bool:
+        """Whether time has ended the receive."""
+        return now >= self.lease_end or self.stalled(now)
+
+    def land(self, transfer: int) -> None:
+        if transfer in self.flying:
+            self.moved_at = self.now
+        self.flying.discard(transfer)
+        self.landed.add(transfer)
+
+    def destroyed(self, reading: bool, crashed: bool) -> None:
         """Destroying an agent on which nothing of this request ran does not hurt it."""
         self.flying.clear()
-        if reading and self.clean and self.beginnings < MAX_BEGINNINGS:
-            self.beginnings += 1
+        self.crashes += reading and crashed
+        if reading and self.clean and self.crashes < receive.MAX_CRASHES:
+            self.connecting = self.repeated = True
             self.landed.clear()
             self.posting = self.posted = self.fencing = self.fenced = False
         else:
             self.clean = self.clean and not reading
 
+    def connect(self, event: Event) -> None:
+        if isinstance(event, Started) and not self.started and self.clean:
+            self.started = self.connecting = True
+            self.moved_at = self.now
+        self.connecting = self.connecting and not isinstance(event, Connected)
+
     def apply(self, event: Event, reading: bool) -> None:
         if isinstance(event, Acknowledged):
             self.lease_end = max(self.lease_end, event.until) if self.claimed else event.until
             self.claimed = True
-        if self.now >= self.lease_end:
+        if self.over(self.now):
             self.clean = False
+        self.connect(event)
         match event:
             case Opened(transfer):
                 self.flying.add(transfer)
+                self.moved_at = self.moved_at if self.repeated else self.now
             case Posted() if self.posted:
                 self.fenced = True
             case Posted():
                 self.posted = True
             case Landed(transfer):
-                self.flying.discard(transfer)
-                self.landed.add(transfer)
+                self.land(transfer)
             case Broken(transfer):
                 self.flying.discard(transfer)
                 self.clean = False
             case Failed() | Abandoned():
                 self.clean = False
-            case AgentDestroyed():
-                self.destroyed(reading)
+            case AgentDestroyed(_, crashed):
+                self.destroyed(reading, crashed)
 
 
 def choices(machine: Receive, dma: Dma) -> list[tuple[Event, float]]:
@@ -111,9 +139,11 @@ def choices(machine: Receive, dma: Dma) -> list[tuple[Event, float]]:
         (Failed(FAILED), now),
         (Abandoned(), now),
         (AgentDestroyed(DESTROYED), now),
+        (AgentDestroyed(DESTROYED, crashed=True), now),
         (Tick(), now),
     ]
-    events += [(Tick(), time) for time in (LEASE_END, LEASE_END + 6 * DRAIN) if time > now]
+    later = (LEASE_END, STALL, LEASE_END + STALL, LEASE_END + 6 * DRAIN)
+    events += [(Tick(), time) for time in later if time > now]
     # The first answer may say less than what was guessed, and the next one come late.
     events += [(Acknowledged(until), now) for until in (LEASE_END - 5, RENEWED)]
     if now < LEASE_END:
@@ -129,8 +159,7 @@ def choices(machine: Receive, dma: Dma) -> list[tuple[Event, float]]:
     for transfer in sorted(dma.flying | dma.landed):
         events.append((Landed(transfer), now))
         events.append((Broken(transfer, BROKEN), now))
-        if now < LEASE_END:
-            events.append((Landed(transfer), LEASE_END))
+        events += [(Landed(transfer), time) for time in (LEASE_END, STALL) if time > now]
     return events
 
 
@@ -139,10 +168,10 @@ def deliver(machine: Receive, dma: Dma, event: Event, now: float) -> None:
     finished = machine.finished
     dma.now = now
     reading = bool(dma.flying) or machine.posting
-    lease_end = dma.lease_end
+    over = dma.over(now)
     may_open = dma.may_open(now)
-    last = machine.beginnings == MAX_BEGINNINGS
-    cause = None if dma.cause or finished else cause_of(event, now < lease_end, reading and last)
+    last = machine.crashes == receive.MAX_CRASHES - 1 and getattr(event, "crashed", False)
+    cause = None if dma.cause or finished else cause_of(event, not over, reading and last)
     actions = machine.on(event, now)
     if isinstance(event, Opened):
         assert (event.transfer in machine.open) == may_open, "written to after trouble, or never"
@@ -151,7 +180,7 @@ def deliver(machine: Receive, dma: Dma, event: Event, now: float) -> None:
         return
     if not isinstance(event, Opened) or event.transfer in machine.open:
         dma.apply(event, reading)  # an executor posts only what the machine took in
-    elif now >= dma.lease_end:
+    elif dma.over(now):
         dma.clean = False
     if not dma.clean and dma.trouble_at is None:
         dma.trouble_at = now
@@ -191,6 +220,8 @@ def check(machine: Receive, dma: Dma, actions: tuple[Action, ...]) -> None:
         assert dma.claimed
         assert dma.now < dma.lease_end
         assert machine.failure is None
+    if dma.clean and (dma.flying or dma.connecting):
+        assert machine.next_tick == min(dma.lease_end, dma.moved_at + STALL)
     if not dma.clean:
         assert machine.failure is not None
         assert machine.finished == (not dma.flying), "trouble with nothing under way must report"
@@ -199,7 +230,7 @@ def check(machine: Receive, dma: Dma, actions: tuple[Action, ...]) -> None:
     if Action.CONNECT in actions:
         assert dma.clean
         assert not dma.flying, "begun again while the old transfers could still write"
-    assert machine.beginnings == dma.beginnings
+    assert not dma.clean or machine.crashes == dma.crashes
     if Action.FENCE in actions:
         assert dma.clean
         assert dma.posted
@@ -242,6 +273,10 @@ def snapshot(machine: Receive, dma: Dma) -> tuple[object, ...]:
         dma.fenced,
         dma.claimed,
         dma.lease_end,
+        dma.moved_at if dma.flying or dma.connecting else 0.0,
+        dma.connecting,
+        dma.repeated,
+        dma.crashes,
         machine.claimed,
         machine.deadline,
         dma.clean,
@@ -260,10 +295,11 @@ def twins(machine: Receive, dma: Dma) -> tuple[Receive, Dma]:
     )
 
 
-def test_every_order_of_events() -> None:
+def test_every_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "MAX_CRASHES", 1)  # or there would be three times as many orders
     seen: set[tuple[object, ...]] = set()
     states: set[State] = set()
-    frontier = [(Receive("r", LEASE_END, DRAIN), Dma())]
+    frontier = [(Receive("r", LEASE_END, DRAIN, STALL), Dma())]
     steps = 0
     while frontier:
         machine, dma = frontier.pop()
@@ -284,7 +320,7 @@ def test_every_order_of_events() -> None:
 
 
 def ready(*transfers: int, claimed: bool = True) -> Receive:
-    machine = Receive("r", LEASE_END, DRAIN, claimed)
+    machine = Receive("r", LEASE_END, DRAIN, STALL, claimed)
     assert machine.on(Started(), 0) == (Action.CONNECT,)
     assert machine.on(Connected(), 1) == (Action.POST,)
     for transfer in transfers:
@@ -353,6 +389,41 @@ def test_a_claim_before_the_data_is_enough() -> None:
     assert machine.on(Landed(WORD), 5) == (Action.REPORT,)
 
 
+def test_transfers_of_which_none_lands_end_the_receive_although_the_lease_stands() -> None:
+    machine = ready(0, 1)
+    machine.on(Posted(), 3)
+    machine.on(Acknowledged(1000.0), 4)
+    assert machine.next_tick == 2 + STALL
+    machine.on(Landed(1), 5)
+    assert machine.next_tick == 5 + STALL
+    machine.on(Landed(1), 6)  # a second time: nothing has moved
+    machine.on(Acknowledged(2000.0), 4 + STALL)
+    assert machine.state is State.POSTED
+    machine.on(Acknowledged(2001.0), 5 + STALL)
+    assert machine.state is State.QUARANTINE
+    assert machine.failure == Failure(
+        Reason.TRANSFER_STALLED, f"1 transfer under way, and none has landed for {STALL:.0f} s"
+    )
+    assert machine.next_tick == 5 + STALL + DRAIN
+
+
+def test_a_lease_word_that_does_not_come_ends_the_receive() -> None:
+    machine = fenced(claimed=True)
+    machine.on(Acknowledged(1000.0), 5)
+    machine.on(Tick(), 4 + STALL)
+    assert machine.failure is not None
+    assert machine.failure.reason is Reason.TRANSFER_STALLED
+
+
+def test_a_receive_that_waits_for_its_claim_alone_has_not_stalled() -> None:
+    machine = fenced(claimed=False)
+    machine.deadline = 1000.0
+    machine.on(Landed(WORD), 5)
+    assert machine.next_tick == 1000.0
+    machine.on(Tick(), 5 + STALL)
+    assert machine.state is State.FENCE
+
+
 def test_a_claim_that_does_not_come_is_named() -> None:
     machine = fenced(claimed=False)
     machine.on(Landed(WORD), 5)
@@ -362,8 +433,18 @@ def test_a_claim_that_does_not_come_is_named() -> None:
     assert "did not acknowledge" in machine.failure.message
 
 
+@pytest.mark.parametrize(("until", "state"), [(5.0, State.FAILED), (5.5, State.DONE)])
+def test_an_acknowledgement_that_ends_now_acknowledges_nothing(until: float, state: State) -> None:
+    """At its end, prefill may already have given the blocks to another request."""
+    machine = fenced(claimed=False)
+    machine.on(Landed(WORD), 4)
+    assert machine.on(Acknowledged(until), 5.0) == (Action.REPORT,)
+    assert machine.state is state
+
+
 def test_the_deadline_follows_what_prefill_acknowledges() -> None:
     machine = ready(0, claimed=False)
+    machine.stall_seconds = 1000.0
     machine.on(Acknowledged(6.0), 3)
     assert machine.next_tick == 6.0, "not what was guessed before"
     machine.on(Acknowledged(16.0), 5)
@@ -388,7 +469,10 @@ def test_a_sibling_keeps_a_failed_request_in_quarantine() -> None:
 
 @pytest.mark.parametrize(
     ("machine", "reason"),
-    [(Receive("r", LEASE_END, DRAIN), Reason.LEASE_EXPIRED), (ready(0), Reason.TRANSFER_STALLED)],
+    [
+        (Receive("r", LEASE_END, DRAIN, STALL), Reason.LEASE_EXPIRED),
+        (ready(0), Reason.TRANSFER_STALLED),
+    ],
 )
 def test_the_lease_end_names_what_it_interrupted(machine: Receive, reason: Reason) -> None:
     machine.on(Tick(), LEASE_END)
@@ -398,7 +482,7 @@ def test_the_lease_end_names_what_it_interrupted(machine: Receive, reason: Reaso
 
 @pytest.mark.parametrize("transfers", [(), (0,)])
 def test_a_known_cause_is_not_hidden_by_the_lease_end(transfers: tuple[int, ...]) -> None:
-    machine = ready(*transfers) if transfers else Receive("r", LEASE_END, DRAIN)
+    machine = ready(*transfers) if transfers else Receive("r", LEASE_END, DRAIN, STALL)
     machine.on(Failed(FAILED), LEASE_END + 1)
     assert machine.failure == FAILED
     machine.on(Tick(), LEASE_END + 2)
@@ -418,7 +502,7 @@ def test_nothing_is_opened_in_quarantine(trouble: Event) -> None:
 
 
 def test_nothing_is_opened_before_the_peer_is_known_or_after_the_last_was_posted() -> None:
-    machine = Receive("r", LEASE_END, DRAIN)
+    machine = Receive("r", LEASE_END, DRAIN, STALL)
     machine.on(Opened(0), 0)
     machine.on(Started(), 0)
     machine.on(Opened(0), 0)
@@ -447,15 +531,57 @@ def test_a_hanging_transfer_costs_the_agent_after_the_drain_deadline() -> None:
     assert machine.abandoned
 
 
+def begins_again(machine: Receive, *, crashed: bool) -> None:
+    assert machine.on(AgentDestroyed(DESTROYED, crashed), 4) == (Action.CONNECT,)
+    assert machine.open == set()
+    assert machine.on(Connected(), 5) == (Action.POST,)
+    machine.on(Opened(0), 5)
+
+
 def test_a_healthy_receive_begins_again_when_its_agent_is_destroyed() -> None:
     machine = ready(0)
-    for _ in range(MAX_BEGINNINGS - 1):
-        assert machine.on(AgentDestroyed(DESTROYED), 4) == (Action.CONNECT,)
-        assert machine.open == set()
-        assert machine.on(Connected(), 5) == (Action.POST,)
-        machine.on(Opened(0), 5)
-    assert machine.on(AgentDestroyed(DESTROYED), 6) == (Action.REPORT,)
-    assert machine.failure == DESTROYED, "whoever kills every agent must not go on for ever"
+    for _ in range(10):
+        begins_again(machine, crashed=False)
+    for _ in range(receive.MAX_CRASHES - 1):
+        begins_again(machine, crashed=True)
+    assert machine.on(AgentDestroyed(DESTROYED, crashed=True), 6) == (Action.REPORT,)
+    assert machine.failure == DESTROYED, "whoever makes the thread fail must not go on for ever"
+
+
+def test_a_receive_that_gets_no_connection_ends_although_its_lease_is_renewed() -> None:
+    machine = Receive("r", LEASE_END, DRAIN, STALL)
+    assert machine.on(Started(), 3) == (Action.CONNECT,)
+    machine.on(Acknowledged(10 * STALL), 4)
+    assert machine.next_tick == 3 + STALL
+    assert machine.on(Tick(), 3 + STALL) == (Action.REPORT,)
+    assert machine.failure is not None
+    assert "no connection to the prefill engine for" in machine.failure.message
+
+
+def test_transfers_that_wait_in_a_queue_that_moves_do_not_hang() -> None:
+    machine = ready(0)
+    machine.on(Acknowledged(10 * STALL), 3)
+    opened = machine.moved_at
+    machine.queue_moved(opened + 1)
+    assert machine.on(Tick(), opened + STALL) == ()
+    assert machine.next_tick == opened + 1 + STALL
+    machine.on(Abandoned(), opened + STALL)
+    machine.queue_moved(opened + STALL + 1)
+    assert machine.on(Tick(), opened + STALL + DRAIN) == ()
+    assert machine.on(Tick(), opened + STALL + 1 + DRAIN) == (Action.DESTROY_AGENT,)
+    machine.queue_moved(opened + 2 * STALL)
+    assert machine.drain_at == opened + STALL + 1 + DRAIN, "it is asked for already"
+
+
+def test_what_is_read_again_has_no_more_time_than_before() -> None:
+    machine = ready(0)
+    machine.on(Acknowledged(10 * STALL), 3)
+    opened = machine.moved_at
+    begins_again(machine, crashed=False)
+    assert machine.next_tick == opened + STALL
+    machine.on(Landed(0), opened + 7)
+    machine.on(Opened(1), opened + 8)
+    assert machine.next_tick == opened + 7 + STALL
 
 
 def test_what_landed_before_the_agent_was_destroyed_is_read_again() -> None:
@@ -486,3 +612,24 @@ def test_a_lease_that_has_ended_is_not_begun_again() -> None:
     assert machine.on(AgentDestroyed(DESTROYED), LEASE_END) == (Action.REPORT,)
     assert machine.failure is not None
     assert machine.failure.reason is not Reason.BACKEND_ERROR
+
+
+@pytest.mark.parametrize("before", [[], [Started()], [Started(), Connected()]])
+@pytest.mark.parametrize(
+    "event",
+    [Started(), Connected(), Opened(0), Posted(), Landed(0), Broken(0, BROKEN), Failed(FAILED),
+     Abandoned(), AgentDestroyed(DESTROYED), Tick(), Acknowledged(LEASE_END)],
+    ids=lambda event: type(event).__name__,
+)  # fmt: skip
+def test_whatever_comes_when_the_lease_has_ended_the_receive_is_reported_once(
+    before: list[Event], event: Event
+) -> None:
+    """With nothing under way, it is over at once, and what comes then is not taken in."""
+    machine = Receive("r", LEASE_END, DRAIN, STALL)
+    for one in before:
+        machine.on(one, 0.0)
+    actions = [*machine.on(event, LEASE_END), *machine.on(Tick(), LEASE_END + 2 * DRAIN)]
+    assert actions.count(Action.REPORT) == 1
+    assert machine.state is State.FAILED
+    assert not machine.open
+    assert machine.on(event, LEASE_END + 3 * DRAIN) == ()

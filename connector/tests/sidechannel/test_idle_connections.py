@@ -16,9 +16,11 @@ IDLE_SECONDS = 15.0
 class Handler:
     """What the guard needs of aiohttp's handler of one connection."""
 
-    closed = False
+    def __init__(self) -> None:
+        self.closed = False
+        self.transport = SimpleNamespace(abort=self.abort)
 
-    def force_close(self) -> None:
+    def abort(self) -> None:
         self.closed = True
 
 

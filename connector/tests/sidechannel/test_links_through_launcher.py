@@ -18,7 +18,7 @@ from pdcluster_connector.launcher.http import LauncherServer
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.readiness import Readiness
-from pdcluster_connector.link_health.control_agent import ControlAgent
+from pdcluster_connector.link_health.launcher_client import LauncherClient
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
@@ -77,9 +77,9 @@ def launcher() -> Iterator[int]:
 
 @pytest.fixture
 def workers(launcher: int, books: Callable[..., PeerBook]) -> Iterator[None]:
-    """Two ranks with a peer book and an agent each."""
-    agents = [
-        ControlAgent(
+    """Two ranks with a peer book and a client of the launcher each."""
+    clients = [
+        LauncherClient(
             f"http://127.0.0.1:{launcher}",
             "secret",
             rank=(0, tensor),
@@ -90,11 +90,11 @@ def workers(launcher: int, books: Callable[..., PeerBook]) -> Iterator[None]:
         )
         for tensor in range(2)
     ]
-    for agent in agents:
-        agent.start()
+    for client in clients:
+        client.start()
     yield
-    for agent in agents:
-        agent.close()
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.usefixtures("workers")

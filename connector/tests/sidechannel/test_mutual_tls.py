@@ -21,6 +21,8 @@ from cryptography.hazmat.primitives.serialization import (
 from loopback_engines import DECODE, PREFILL, SHAPE, Answer, connect, shards_of, until
 
 from authority import Authority
+from pdcluster_connector import certificate_files
+from pdcluster_connector.certificate_files import TlsError
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
@@ -38,7 +40,7 @@ from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
-from pdcluster_connector.sidechannel.tls import Tls, TlsError
+from pdcluster_connector.sidechannel.tls import Tls
 
 OTHER_CLUSTER = "ns.other.decode.r.0/00000000000000dd"
 OTHER_NAMESPACE = "else.c.decode.r.0/00000000000000dd"
@@ -203,7 +205,7 @@ def test_a_rotation_holds_for_new_connections_and_fails_none(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The authority changes, too: first both are trusted, then certificates are of the new one."""
-    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(certificate_files, "LOOK_SECONDS", 0.0)
     first, second = engines.authority, Authority("next CA")
     places = {PREFILL: engines.folder / "prefill", DECODE: engines.folder / "decode"}
     tls = {one: Tls(first.files(place, one), one) for one, place in places.items()}
@@ -222,7 +224,7 @@ def test_a_rotation_holds_for_new_connections_and_fails_none(
 def test_files_that_cannot_be_used_do_not_replace_those_that_can(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(certificate_files, "LOOK_SECONDS", 0.0)
     files = engines.files(PREFILL)
     server = engines.serve(Tls(files, PREFILL))
     files.key.write_text("half of a ke")
@@ -240,12 +242,12 @@ def test_files_are_looked_at_every_few_seconds_and_read_when_they_have_changed(
     tls = Tls(files, PREFILL, clock=lambda: now[0])
     first = tls.client()
     engines.authority.files(place, PREFILL)
-    now[0] += tls_module.LOOK_SECONDS - 0.1
+    now[0] += certificate_files.LOOK_SECONDS - 0.1
     assert tls.client() is first
     now[0] += 0.1
     second = tls.client()
     assert second is not first
-    now[0] += 2 * tls_module.LOOK_SECONDS
+    now[0] += 2 * certificate_files.LOOK_SECONDS
     assert tls.client() is second, "nothing has changed since"
 
 
@@ -253,7 +255,7 @@ def test_files_that_change_while_they_are_read_break_no_connection(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new pair is tried, and before it is used, the certificate of a third one is written."""
-    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(certificate_files, "LOOK_SECONDS", 0.0)
     place = engines.folder / "prefill"
     files = engines.authority.files(place, PREFILL)
     server = engines.serve(Tls(files, PREFILL))
@@ -278,7 +280,7 @@ def test_files_that_change_while_they_are_read_break_no_connection(
 def test_an_authority_that_leaves_the_file_is_trusted_no_longer(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(certificate_files, "LOOK_SECONDS", 0.0)
     old, place = Authority("old CA"), engines.folder / "prefill"
     tls = Tls(engines.authority.files(place, PREFILL, trusting=(old,)), PREFILL)
     server = engines.serve(tls)
@@ -369,7 +371,7 @@ def test_clients_that_never_shake_hands_are_bounded(
         ("other engine", "ns.c.prefill.r.0.engine.pdcluster.dev"),
         ("other authority", "signed by an authority of"),
         ("no key", "is not a file"),
-        ("no ca", "tls.ca"),
+        ("no ca", "holds no CA certificates"),
         ("a long path", "is not a file"),
         ("a password", "the key has a password"),
     ],
@@ -394,6 +396,7 @@ def test_wrong_files_are_refused_at_the_start(engines: Engines, fault: str, said
     with pytest.raises(TlsError) as raised:
         Tls(files, PREFILL)
     assert said in str(raised.value)
+    assert str(raised.value).startswith("tls: "), "the option that names the files"
 
 
 def test_engines_whose_certificates_name_their_role_meet(engines: Engines) -> None:

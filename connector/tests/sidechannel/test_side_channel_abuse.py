@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from loopback_engines import DECODE, PREFILL, SHAPE, connect, until
+from loopback_engines import DECODE, PREFILL, SHAPE, connect, shards_of, until
 
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.sidechannel.http_guard import ConnectionGuard
@@ -202,6 +202,28 @@ def test_slow_clients_are_dropped_and_hold_up_nobody(
     finally:
         for peer in slow:
             peer.close()
+
+
+def test_a_client_that_asks_and_never_reads_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdcluster_connector.sidechannel.server.IDLE_SECONDS", 1.0)
+    large = tuple(
+        msgspec.structs.replace(shard, agent_metadata=bytes(6 << 20))
+        for shard in shards_of(PREFILL)
+    )
+    server = SideChannelServer("127.0.0.1", 0, PREFILL, SHAPE, shards=large)
+    server.start()
+    peer = socket.socket()
+    try:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        peer.connect(("127.0.0.1", server.port))
+        peer.sendall(HEAD % len(REQUEST) + REQUEST)
+        guard = server._guard
+        assert guard is not None
+        until(lambda: bool(guard._server.connections))
+        until(lambda: not guard._server.connections)
+    finally:
+        peer.close()
+        server.stop()
 
 
 def test_connections_over_the_limit_are_turned_away_at_once(

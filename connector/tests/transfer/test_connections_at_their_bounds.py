@@ -2,124 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import Future
-from functools import partial
-
 import pytest
-from transfer_rig import FakePeers, Prefill
+from transfer_rig import Prefill
+from turn_by_turn import LEASE, PROBE_SECONDS, Bench
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import GroupShape, LayerKind
-from pdcluster_connector.nixl_io.probe import PROBE_SLOTS, ProbeResult
-from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
+from pdcluster_connector.nixl_io.probe import PROBE_SLOTS
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.testing.caches import LabelledCache
-from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer import connections as connections_module
 from pdcluster_connector.transfer import probing as probing_module
-from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
-from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiveResults, ReceiverOptions
+from pdcluster_connector.transfer.job import HANDSHAKE_GRACE_SECONDS
 from pdcluster_connector.transfer.probe_run import NO_ROOM
-from pdcluster_connector.transfer.reads import Job
-from pdcluster_connector.transfer.receives import HANDSHAKE_GRACE_SECONDS, Receives
-from pdcluster_connector.transfer.transfer_thread import Timers
-
-CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
-PROBE_SECONDS = 10.0
-LEASE = 60.0
-
-
-class Bench:
-    """The transfer thread's objects without the thread."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.fabric = Fabric()
-        self.peers = FakePeers()
-        self.ended: deque[Job] = deque()
-        self.timers = Timers()
-        self.cache = LabelledCache(**CACHE)
-        self.hanging: set[str] = set()
-        self.fabric.behave = self._behave
-        self.receives = Receives(
-            self._make_connections,
-            self.peers,
-            self.ended,
-            ReceiverOptions(drain_deadline_seconds=1e6),
-            self.timers,
-            clock=lambda: self.now,
-            answer=lambda serial, answer: self.answers.append((serial, answer)),
-        )
-        self.answers: list = []
-        self.sent = 0
-
-    def _make_connections(self, warmed: Warmed, closed: Closed) -> Connections:
-        self.connections = Connections(
-            self.cache.shard,
-            self.cache.memory,
-            partial(self.fabric.agent, "decode"),
-            clock=lambda: self.now,
-            probe_seconds=PROBE_SECONDS,
-            check_seconds=5.0,
-            warmed=warmed,
-            closed=closed,
-        )
-        return self.connections
-
-    def _behave(self, transfer: Transfer) -> Behaviour:
-        """From an engine of ``hanging``, KV hangs; warm-ups and lease words are well."""
-        engine_id = transfer.peer.partition("-")[0]
-        small = len(transfer.copies) == 1 and transfer.nbytes in (8, 4096)
-        return Behaviour(hang=engine_id in self.hanging and not small)
-
-    def prefill(self, engine_id: str) -> Prefill:
-        made = Prefill(self.fabric, engine_id, **CACHE)
-        self.peers.table[engine_id] = made.metadata
-        return made
-
-    def send(self, prefill: Prefill) -> str:
-        """Hand a request of four tokens over; returns its id."""
-        self.sent += 1
-        request_id = f"r{self.sent}"
-        ticket = prefill.ticket(self.sent, [self.sent], 4)
-        groups = [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])]
-        blocks = EngineBlocks(groups, [GroupBlocks([31 - self.sent])])
-        request = ReceiveRequest(request_id, ticket, blocks, 0, 4, self.now + LEASE, True)
-        self.receives.receive([request])
-        self.turns()
-        return request_id
-
-    def probe(self, prefill: Prefill) -> Future[ProbeResult]:
-        future: Future[ProbeResult] = Future()
-        self.connections.probe(prefill.metadata, future)
-        self.turns()
-        return future
-
-    def turns(self) -> None:
-        """Go on until nothing moves any more."""
-        for _ in range(100):
-            answers, self.answers = self.answers, []
-            for serial, answer in answers:
-                self.receives.answered(serial, answer)
-            for serial in self.timers.run_out(self.now):
-                self.receives.time_is_up(serial)
-            self.receives.turn()
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        self.turns()
-
-    def take(self) -> ReceiveResults:
-        results = ReceiveResults()
-        while self.ended:
-            job = self.ended.popleft()
-            results.add(job.machine, job.nbytes, job.descriptors)
-        return results
-
-    def right(self, request_id: str) -> bool:
-        number = int(request_id[1:])
-        return self.cache.wrong_tokens(number, [31 - number], 0, 4) == []
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import numpy as np
 from pdcluster_connector.nixl_io.probe import WORD_BYTES, WORD_SLOTS, Scratch
 from pdcluster_connector.protocol.receive import Receive
 from pdcluster_connector.protocol.receive_events import Connected, Posted, Started, State
-from pdcluster_connector.transfer.reads import Job, Read
+from pdcluster_connector.transfer.job import Job, Read
 from pdcluster_connector.transfer.transfers import Transfers
 
 
 def test_the_slot_and_the_connection_are_given_back() -> None:
-    machine = Receive("r", deadline=10.0, drain_seconds=5.0)
+    machine = Receive("r", deadline=10.0, drain_seconds=5.0, stall_seconds=300.0)
     for event in (Started(), Connected(), Posted()):
         machine.on(event, 1.0)
     assert machine.state is State.FENCE

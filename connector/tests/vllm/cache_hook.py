@@ -24,7 +24,7 @@ _received: OrderedDict[str, Contents] = OrderedDict()
 
 
 def install() -> None:
-    """Have every worker role keep a copy of what its last receives brought."""
+    """Have every worker side keep a copy of what its last receives brought."""
     from pdcluster_connector.vllm.worker import WorkerRole
 
     start, results = WorkerRole.start, WorkerRole.results

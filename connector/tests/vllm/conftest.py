@@ -40,7 +40,7 @@ def engines(fork_host: ForkHost) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker role believes itself the only rank: vLLM's groups are made by its executors."""
+    """The worker side believes itself the only rank: vLLM's groups are made by its executors."""
     one = SimpleNamespace(rank_in_group=0)
     for group in ("get_pp_group", "get_tp_group"):
         monkeypatch.setattr(f"pdcluster_connector.vllm.worker.{group}", lambda: one)

@@ -1,4 +1,4 @@
-"""vLLM's own Scheduler and KVOutputAggregator with our scheduler role and W invented workers.
+"""vLLM's own Scheduler and KVOutputAggregator with our scheduler side and W invented workers.
 
 There is no model: a step samples one token for each request whose tokens are all computed. A
 worker carries out orders as the real ones do (each id answered once), but the test says which
@@ -245,7 +245,7 @@ class ContractEngine:
     def total(self, name: str) -> Any:
         """A connector stat over all steps."""
         values = [stats.get(name) for stats in self.stats]
-        if name == "leases_held":
+        if name in ("leases_held", "local_prompts_waiting"):
             return [value for value in values if value is not None][-1]
         if name == "decodes_without_transfer":
             values = [stats["prompts"].get("local", {}) for stats in self.stats]
@@ -255,6 +255,8 @@ class ContractEngine:
                 for label, count in value.items():
                     sums[label] = sums.get(label, 0) + count
             return sums
+        if name == "local_prompt_waits":
+            return [seconds for value in values for seconds in value]
         return sum(values)
 
     def prompts(self) -> dict[tuple[str, str], int]:

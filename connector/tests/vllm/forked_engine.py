@@ -122,6 +122,8 @@ def _serve(address: str, connector: dict[str, Any] | None, options: dict[str, An
     }
     if connector is not None:
         settings["kv_transfer_config"] = connector
+    if (data_rank := settings.pop("data_rank", None)) is not None:
+        _be_data_rank(data_rank)
     if settings.get("node_rank"):
         _follow(settings)
         return
@@ -143,6 +145,24 @@ def _serve(address: str, connector: dict[str, Any] | None, options: dict[str, An
             commands.step()
 
 
+def _be_data_rank(rank: int) -> None:
+    """Be a data-parallel rank, as vLLM's engine core makes one of a model without experts.
+
+    Such ranks know nothing of each other. What tells a request's choices to them is not here.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = create(self, *args, **kwargs)
+        config.parallel_config.data_parallel_index = rank
+        config.kv_transfer_config.engine_id += f"_dp{rank}"
+        return config
+
+    EngineArgs.create_engine_config = create_engine_config
+
+
 def _follow(settings: dict[str, Any]) -> None:
     """Run the workers of an engine's other node, as ``serve --headless`` does."""
     from vllm.engine.arg_utils import EngineArgs
@@ -159,6 +179,8 @@ class Commands:
         self.engine = engine
         self._scheduler = engine.engine_core.engine_core.scheduler
         self._answers: dict[str, tuple[Any, ...]] = {}
+        self._steps = 0
+        self._last_steps: dict[str, int] = {}
         self._nap = 0.0
         self.paused = False
 
@@ -189,8 +211,10 @@ class Commands:
     def step(self) -> None:
         nap, self._nap = self._nap, 0.0
         time.sleep(nap)
+        self._steps += 1
         for output in self.engine.step():
             if output.finished:
+                self._last_steps[output.request_id] = self._steps
                 self._answers[output.request_id] = (
                     list(output.outputs[0].token_ids),
                     output.outputs[0].finish_reason,
@@ -225,6 +249,10 @@ class Commands:
     def answer(self, request_id: str) -> tuple[Any, ...] | None:
         return self._answers.get(request_id)
 
+    def last_step(self, request_id: str) -> int:
+        """The engine step that ended a request; the first one has the number 1."""
+        return self._last_steps[request_id]
+
     def nap(self, seconds: float) -> None:
         """Let the next step last so long; the engine's other threads run."""
         self._nap = seconds
@@ -236,7 +264,7 @@ class Commands:
         return len(self._scheduler.requests)
 
     def readers(self) -> int:
-        """Decode engines whose claims on this engine's leases have come."""
+        """Decode ranks whose claims on this engine's leases have come, and that still read."""
         leases = self._scheduler.connector._scheduler._leases._table._leases
         return sum(len(lease.readers) for lease in leases.values())
 

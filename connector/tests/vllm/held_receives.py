@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive import State
 
 _release: list[Callable[[], None]] = []
+_queued: list[Any] = []  # orders that wait in the transfer thread's queue
 _mended = threading.Event()
 _mended.set()
 _request = aiohttp.ClientSession._request
@@ -31,46 +32,83 @@ def _receiver() -> Any:
 def hold(state: str) -> None:
     """Let receives come as far as ``state`` and no further, until :func:`release`."""
     receiver = _receiver()
-    receives = receiver._receives
     if state == State.NEW.name:
-        event = threading.Event()
-        receiver._thread.put(event.wait)
-        _release.append(event.set)
+        _hold_orders(receiver)
     elif state == State.HANDSHAKE.name:
-        _disconnect(receiver)
-        peers, waiting = receives._peers, []
-        connect = peers.connect
-        peers.connect = lambda *args: waiting.append(args)
-
-        def go_on() -> None:
-            peers.connect = connect
-            for args in waiting:
-                connect(*args)
-
-        _release.append(go_on)
+        _hold_handshakes(receiver)
     elif state == State.FENCE.name:
-        # Planned and not posted: from the planning on, the connection stays for the fence.
-        post, planned = receives._post, []
-
-        def keep(job: Any, failure: Failure | None) -> None:
-            planned.append((job, failure)) if _is_in(job, state) else post(job, failure)
-
-        def post_fences() -> None:
-            receives._post = post
-            for job, failure in planned:
-                post(job, failure)
-
-        receives._post = keep
-        _release.append(lambda: receiver._thread.put(post_fences))
+        _hold_fences(receiver)
     else:
-        transfers = receives._transfers
-        poll = transfers.poll
+        _hold_landings(receiver)
 
-        def poll_others() -> bool:
-            return not any(_is_in(job, state) for job in receives._jobs.values()) and poll()
 
-        transfers.poll = poll_others
-        _release.append(lambda: setattr(transfers, "poll", poll))
+def _hold_orders(receiver: Any) -> None:
+    """Let the transfer thread take nothing from its queue."""
+    event, receive = threading.Event(), receiver.receive
+    receiver._thread.put(event.wait)
+    _queued.clear()
+
+    def queue(requests: Iterable[Any]) -> None:
+        batch = tuple(requests)
+        receive(batch)
+        _queued.extend(batch)
+
+    def let_go() -> None:
+        receiver.receive = receive
+        event.set()
+
+    receiver.receive = queue
+    _release.append(let_go)
+
+
+def _hold_handshakes(receiver: Any) -> None:
+    """Disconnect, and ask no peer."""
+    _disconnect(receiver)
+    peers, waiting = receiver._receives._connecting._peers, []
+    connect = peers.connect
+    peers.connect = lambda *args: waiting.append(args)
+
+    def go_on() -> None:
+        peers.connect = connect
+        for args in waiting:
+            connect(*args)
+
+    _release.append(go_on)
+
+
+def _hold_fences(receiver: Any) -> None:
+    """Plan the reads of lease words, and post none: the connection stays for them."""
+    transfers, planned = receiver._receives._transfers, {}
+    add = transfers.add
+
+    def keep(job: Any) -> None:
+        if _is_in(job, State.FENCE.name):
+            planned[job.serial] = job
+        else:
+            add(job)
+
+    def post_fences() -> None:
+        transfers.add = add
+        for job in planned.values():
+            if _is_in(job, State.FENCE.name):  # it may have failed meanwhile
+                add(job)
+
+    transfers.add = keep
+    _release.append(lambda: receiver._thread.put(post_fences))
+
+
+def _hold_landings(receiver: Any) -> None:
+    """See no transfer land while any receive is posted."""
+    receives = receiver._receives
+    transfers = receives._transfers
+    poll = transfers.poll
+
+    def poll_others() -> bool:
+        posted = (_is_in(job, State.POSTED.name) for job in receives._jobs.values())
+        return not any(posted) and poll()
+
+    transfers.poll = poll_others
+    _release.append(lambda: setattr(transfers, "poll", poll))
 
 
 def _disconnect(receiver: Any) -> None:
@@ -81,7 +119,7 @@ def _disconnect(receiver: Any) -> None:
     def close() -> None:
         connections = receiver._connections
         for connection in list(connections.by_engine.values()):
-            receiver._receives._peers.forget(connection.engine_id, failure)
+            receiver._receives._connecting._peers.forget(connection.engine_id, failure)
             connections.break_off(connection, failure)
         done.set()
 
@@ -97,8 +135,10 @@ def release() -> None:
 
 def stands(count: int, state: str) -> bool:
     """Whether so many receives have come to ``state``; NEW ones wait in a queue."""
+    if state == State.NEW.name:
+        return len(_queued) == count
     jobs = list(_receiver()._receives._jobs.values())
-    return state == State.NEW.name or sum(_is_in(job, state) for job in jobs) == count
+    return sum(_is_in(job, state) for job in jobs) == count
 
 
 def claimed() -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import fields
 
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.vllm.config import ConfigError, ConnectorOptions, parse_options
 
@@ -18,11 +20,13 @@ def test_defaults_are_safe_ones() -> None:
         side_channel_port=5600,
         lease_seconds=60.0,
         drain_deadline_seconds=30.0,
+        transfer_stall_seconds=300.0,
         allow_insecure=False,
         backends=("UCX",),
         num_threads=4,
         backend_options=(),
         ticket_key_file="/run/key",
+        local_tokens_per_step=512,
     )
 
 
@@ -33,9 +37,11 @@ def test_every_option_is_taken() -> None:
             "side_channel_port": 7000,
             "lease_seconds": 5,
             "drain_deadline_seconds": 2.5,
+            "transfer_stall_seconds": 600,
             "allow_insecure": True,
             "backends": ["UCX"],
             "num_threads": 0,
+            "local_tokens_per_step": 64,
             "show_internal_names": True,
             "ticket_key_file": "/run/key",
             "ticket_audience": "ns/c/k",
@@ -44,8 +50,9 @@ def test_every_option_is_taken() -> None:
     )
     nixl = (("UCX", "ucx_devices", "mlx5_0:1"), ("UCX", "split_batch_size", "2048"))
     assert options == ConnectorOptions(
-        "10.0.0.7", 7000, 5.0, 2.5, True, ("UCX",), 0, nixl, True, "/run/key", "ns/c/k"
-    )
+        "10.0.0.7", 7000, 5.0, 2.5, 600.0, True, ("UCX",), 0, nixl, True, "/run/key", "ns/c/k",
+        local_tokens_per_step=64,
+    )  # fmt: skip
 
 
 def test_the_data_parallel_rank_moves_the_port() -> None:
@@ -99,6 +106,14 @@ def test_threads_are_a_small_number(threads: object) -> None:
         parse_options({"num_threads": threads})
 
 
+@pytest.mark.parametrize("tokens", [-1, 2**20 + 1, True, "512", 1.5, None])
+def test_tokens_of_a_step_are_a_whole_number(tokens: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"local_tokens_per_step: .* is not a whole number from 0 to 1048576"
+    ):
+        parse_options({"local_tokens_per_step": tokens})
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -113,6 +128,9 @@ def test_threads_are_a_small_number(threads: object) -> None:
             "GDS.num_workers, which is not an option of GDS; the options are none",
         ),
         ({"UCX": {"num_workers": 0}}, "UCX.num_workers, which is not a whole number from 1 to 64"),
+        ({"UCX": {"num_workers": 65}}, "which is not a whole number"),
+        ({"UCX": {"split_batch_size": 0}}, "which is not a whole number"),
+        ({"UCX": {"split_batch_size": 2**20 + 1}}, "which is not a whole number"),
         ({"UCX": {"num_workers": "2"}}, "which is not a whole number"),
         ({"UCX": {"num_workers": True}}, "which is not a whole number"),
         ({"UCX": {"ucx_devices": ""}}, "which is not a text of 1 to 1024 characters"),
@@ -125,6 +143,21 @@ def test_threads_are_a_small_number(threads: object) -> None:
 def test_backend_options_are_known_and_bounded(options: object, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"backend_options: .*{why}"):
         parse_options({"backend_options": options})
+
+
+def test_backend_options_may_have_their_smallest_and_their_largest_value() -> None:
+    for given in (
+        {"num_workers": 1, "split_batch_size": 1, "ucx_devices": "x"},
+        {"num_workers": 64, "split_batch_size": 2**20, "ucx_devices": "x" * 1024},
+    ):
+        options = parse_options({"backend_options": {"UCX": given}, **KEY})
+        assert options.backend_options == tuple(("UCX", name, str(v)) for name, v in given.items())
+
+
+def test_a_ticket_that_does_not_say_it_has_a_lease_of_the_usual_time() -> None:
+    """Decode renews a lease as often as its time asks for."""
+    [told] = [field.default for field in fields(Ticket) if field.name == "lease_seconds"]
+    assert told == parse_options(KEY).lease_seconds == 60
 
 
 def test_tls_names_three_files() -> None:

@@ -28,6 +28,8 @@ def filled() -> ConnectorStats:
     collector.fault("start_load_kv:KeyError")
     collector.lease_expired()
     collector.leases_held(3)
+    collector.local_prompts_waiting(4)
+    collector.local_prompt_waited(0.75)
     taken = collector.take()
     assert taken is not None
     return taken
@@ -54,6 +56,8 @@ def test_ranks_add_up_and_dicts_come_back() -> None:
     assert again.data["seconds"]["total"] == [0.25, 0.25]
     assert again.data["failures"] == {"BackendError": 4}
     assert again.data["leases_held"] == 3, "a gauge is not summed"
+    assert again.data["local_prompts_waiting"] == 4
+    assert again.data["local_prompt_waits"] == [0.75, 0.75]
     assert again.reduce()["failures"] == 4
     assert again.reduce()["prompts computed here"] == 4
     assert again.reduce()["mean seconds"] == 0.25
@@ -65,10 +69,13 @@ def test_samples_are_bounded() -> None:
     collector = StatsCollector()
     for _ in range(3):
         collector.receives(0, {"total": [0.1] * MAX_SAMPLES}, {})
+    for _ in range(MAX_SAMPLES + 1):
+        collector.local_prompt_waited(0.1)
     taken = collector.take()
     assert taken is not None
     assert len(taken.data["seconds"]["total"]) == MAX_SAMPLES
     assert len(taken.aggregate(taken).data["seconds"]["total"]) == MAX_SAMPLES
+    assert len(taken.data["local_prompt_waits"]) == MAX_SAMPLES
 
 
 def test_prometheus_names_and_values() -> None:
@@ -104,6 +111,9 @@ def test_prometheus_names_and_values() -> None:
     assert value(tokens, reason="PrefixHit") is None, "nothing that prefill should have brought"
     assert value("pdcluster_kv_leases_expired_total") == 2
     assert value("pdcluster_kv_leases_held") == 3
+    assert value("pdcluster_kv_local_prompts_waiting") == 4
+    assert value("pdcluster_kv_local_prompt_wait_seconds_sum") == 1.5
+    assert value("pdcluster_kv_local_prompt_wait_seconds_count") == 2
     assert value("pdcluster_kv_receive_seconds_sum", phase="total") == 0.5
     assert value("pdcluster_kv_receive_seconds_count", phase="transfer") == 2
     assert value("pdcluster_kv_step_faults_total", method="start_load_kv:KeyError") == 2

@@ -102,8 +102,6 @@ class World:
             for each, ticket, salt in zip(PROMPTS, tickets, salts, strict=True)
         ]
         self._until(lambda: self.decode.ask("stands", len(sent), state.name), where)
-        if state is State.NEW:
-            time.sleep(0.2)  # their orders wait in the transfer thread's queue
         self._happen(fault)
         if fault == "kill D":
             for _ in sent:

@@ -1,4 +1,4 @@
-"""Our scheduler role under vLLM's own scheduler, with another block size on each side.
+"""Our scheduler side under vLLM's own scheduler, with another block size on each side.
 
 What the two schedulers hand to their workers is carried out in simulated memory, where every
 byte is compared with what the layout means (``layout_cases``).

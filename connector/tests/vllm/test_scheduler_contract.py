@@ -1,4 +1,4 @@
-"""Our scheduler role under vLLM's own scheduler: every state a request can be in."""
+"""Our scheduler side under vLLM's own scheduler: every state a request can be in."""
 
 from __future__ import annotations
 

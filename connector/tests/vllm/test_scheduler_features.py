@@ -1,4 +1,4 @@
-"""Our scheduler role beside vLLM's other features, under vLLM's own schedulers."""
+"""Our scheduler side beside vLLM's other features, under vLLM's own schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our scheduler role under vLLM's own scheduler: windows and Mamba states beside full attention."""
+"""Our scheduler side under vLLM's own scheduler: windows and Mamba states beside full attention."""
 
 from __future__ import annotations
 

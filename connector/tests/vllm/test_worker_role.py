@@ -1,4 +1,4 @@
-"""The worker role's step: every id is answered once, whatever goes wrong while starting."""
+"""The worker side's step: every id is answered once, whatever goes wrong while starting."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.request import GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.vllm.config import ConfigError
+from pdcluster_connector.vllm.config import ConfigError, parse_options
 from pdcluster_connector.vllm.connector import PDClusterConnector
 from pdcluster_connector.vllm.peer_news import NEWS_SECONDS, PeerNews
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders, StepReport
+from pdcluster_connector.vllm.worker import receiver_options
 from ticket_key import KEY_FILE
 
 pytestmark = pytest.mark.vllm
@@ -199,6 +200,12 @@ def test_a_buffer_device_is_not_ignored() -> None:
     config.kv_transfer_config.kv_buffer_device = "cuda"
     with pytest.raises(ConfigError, match=r"kv_buffer_device: 'cuda'.*on cpu.*set it to 'cpu'"):
         PDClusterConnector(config, KVConnectorRole.WORKER, SimpleNamespace())
+
+
+def test_the_receivers_limits_are_the_users() -> None:
+    asked = {"drain_deadline_seconds": 7.0, "transfer_stall_seconds": 11.0}
+    limits = receiver_options(parse_options({"ticket_key_file": KEY_FILE, **asked}))
+    assert {name: getattr(limits, name) for name in asked} == asked
 
 
 def test_bad_options_end_the_start() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from vllm_sources import Sources
@@ -58,9 +59,11 @@ READS = {
     ("vllm.v1.request", "Request"): (
         "request_id", "prompt_token_ids", "prompt_embeds", "mm_features", "lora_request",
         "num_tokens", "num_prompt_tokens", "num_computed_tokens", "status", "kv_transfer_params",
-        "skip_reading_prefix_cache",
+        "skip_reading_prefix_cache", "num_output_tokens",
     ),
-    ("vllm.v1.request", "RequestStatus"): ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
+    ("vllm.v1.request", "RequestStatus"): (
+        "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "RUNNING",
+    ),
     ("vllm.v1.outputs", "KVConnectorOutput"): (
         "finished_recving", "failed_recving", "kv_connector_worker_meta",
     ),
@@ -69,7 +72,8 @@ READS = {
     ),
     (BASE[0], "KVConnectorWorkerMetadata"): ("aggregate",),
     ("vllm.v1.core.sched.output", "SchedulerOutput"): (
-        "scheduled_new_reqs", "scheduled_cached_reqs",
+        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
+        "scheduled_spec_decode_tokens", "total_num_scheduled_tokens",
     ),
     ("vllm.v1.core.sched.output", "NewRequestData"): ("req_id", "block_ids"),
     ("vllm.v1.core.sched.output", "CachedRequestData"): (
@@ -125,12 +129,21 @@ def findings(sources: Sources) -> list[str]:
 
 
 def _imports(sources: Sources) -> Iterator[str]:
-    for file in sorted(OURS.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                for alias in node.names:
-                    if not _defines(sources, str(node.module), alias.name):
-                        yield f"{file.name} imports {alias.name} from {node.module}: not there"
+    for file, module, name in _our_imports():
+        if not _defines(sources, module, name):
+            yield f"{file} imports {name} from {module}: not there"
+
+
+@cache
+def _our_imports() -> tuple[tuple[str, str, str], ...]:
+    """(file, module, name) of everything that the connector imports from vLLM."""
+    return tuple(
+        (file.name, str(node.module), alias.name)
+        for file in sorted(OURS.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for alias in node.names
+    )
 
 
 def _defines(sources: Sources, module: str, name: str) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
 from bench_operator import account
-from bench_operator.thresholds import BOUNDS, missed
+from bench_operator.thresholds import BOUNDS, QUIET, REFUSING, missed, missed_on
 
 GOOD = {
     "share_of_raw_objects": 0.6,
@@ -94,3 +95,53 @@ def test_each_bound_can_be_missed(where: tuple[str, ...], value: object) -> None
     place[where[-1]] = value
     [said] = missed(found)
     assert said.startswith(".".join(where))
+
+
+DAYS = {
+    QUIET: {"changed": 10, "writes": 50, "seconds": 20.0, "refused": {}},
+    "broken": {
+        "changed": 20,
+        "writes": 300,
+        "seconds": 240.0,
+        "refused": {"429": 100, "500": 100},
+        "reaction_seconds": {"most": 2.0},
+    },
+    REFUSING: {"changed": 10, "writes": 50, "seconds": 180.0, "refused": {"429": 1}},
+    "silent": {"changed": 10, "writes": 210, "seconds": 20.0, "refused": {}, "silent": 5},
+    "deleted": {
+        "changed": 10,
+        "writes": 50,
+        "seconds": 185.0,
+        "refused": {},
+        "deleted": 5,
+        "writes_there": {"leases": 9},
+    },
+}
+
+
+def test_bad_days_pass() -> None:
+    assert missed_on(DAYS) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("broken", {"writes": 301}),
+        ("broken", {"seconds": 241.0}),
+        ("broken", {"refused": {"500": 201}}),
+        (REFUSING, {"refused": {}}),
+        ("deleted", {"seconds": 186.0}),
+        ("broken", {"reaction_seconds": {"most": 2.1}}),
+        ("silent", {"writes": 211}),
+        ("deleted", {"writes_there": {"services": 6}}),
+    ],
+)
+def test_each_bound_on_a_bad_day_can_be_missed(name: str, more: dict[str, Any]) -> None:
+    [said] = missed_on({**DAYS, name: {**DAYS[name], **more}})
+    assert said.startswith(f"{name}: ")
+
+
+def test_a_quiet_day_may_not_be_a_storm() -> None:
+    day = DAYS[QUIET]
+    [said] = missed_on({QUIET: {**day, "writes": 30 * day["changed"] + 1}})
+    assert said.startswith(f"{QUIET}: ")

@@ -32,7 +32,7 @@ class PlayedNodes:
 
     Args:
         node: a Node for the pods to run on. Then pods end as a kubelet ends them. An engine drains
-            first: it ends when no router knows it any more.
+            first: it ends when it is told that no router sends it requests.
     """
 
     def __init__(self, real: RealApi, namespace: str, node: str = "") -> None:
@@ -88,9 +88,11 @@ class PlayedNodes:
     def _end_pod(self, pod: dict[str, Any]) -> None:
         engine = engine_of(pod)
         uid = pod["metadata"]["uid"]
+        needed = engine is not None and engine.api_url in self.routed()
         if report := self._reports.get(uid):  # a silent one is empty
             report.update(ready=False, state="Draining")
-        if engine is None or engine.api_url not in self.routed():
+            needed = report["routed"]
+        if not needed:
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
             self._real.call("DELETE", f"{self._path}/{pod['metadata']['name']}", options)
 
@@ -172,7 +174,7 @@ class _Server(http.server.ThreadingHTTPServer):
 def _report(name: EngineName) -> dict[str, Any]:
     me = f"{name.logical}/{os.urandom(8).hex()}"
     known = {"engine": name.logical, "engine_id": me, "role": name.role.value}
-    return {"ready": True, "state": "Ready", **known}
+    return {"ready": True, "state": "Ready", "routed": False, **known}
 
 
 def _launcher(name: EngineName, report: dict[str, Any]) -> type[http.server.BaseHTTPRequestHandler]:
@@ -210,7 +212,15 @@ def _launcher(name: EngineName, report: dict[str, Any]) -> type[http.server.Base
 
         def do_PUT(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if self.path == "/v1/routed":
+                report["routed"] = True
+                self._answer({})
+                return
             peers[:] = json.loads(body)["peers"]
+            self._answer({})
+
+        def do_DELETE(self) -> None:
+            report["routed"] = False
             self._answer({})
 
         def _answer(self, document: dict[str, Any], status: int = 200) -> None:

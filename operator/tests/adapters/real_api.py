@@ -89,6 +89,10 @@ class RealApi:
             "--log-level=error",
         )
 
+    @property
+    def etcd_pid(self) -> int:
+        return self._store.pid
+
     def kill_etcd(self) -> None:
         self._store.kill()
         self._store.wait()
@@ -143,11 +147,13 @@ class RealApi:
     ) -> tuple[int, Any]:
         """Status and answer of one call as the cluster's administrator.
 
-        A server that is busy says so (429) and took nothing, so it is asked again.
+        A server that is busy says so (429) and took nothing, so it is asked again. With the same
+        status, a disruption budget refuses an eviction.
         """
         while True:
             status, answer = self._call(method, path, body, content)
-            if status != 429:
+            causes = (answer.get("details") or {}).get("causes") or ()
+            if status != 429 or any(one["reason"] == "DisruptionBudget" for one in causes):
                 return status, answer
             time.sleep(1)
 

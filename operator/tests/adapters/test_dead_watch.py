@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 
 
 async def test_health_turns_bad_and_sweeps_do_the_work_meanwhile(real, namespace, monkeypatch):
-    async def silent(see: Any, *, namespaces: Any, stop: asyncio.Event) -> None:
+    async def silent(see: Any, *, namespaces: Any, stop: asyncio.Event, same: Any) -> None:
         await stop.wait()
 
     monkeypatch.setattr(kopf_app, "watch", silent)

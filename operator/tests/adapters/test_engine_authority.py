@@ -14,9 +14,10 @@ import pytest
 from aiohttp import web
 from cryptography import x509
 
+from pdcluster_connector.certificate_files import LOOK_SECONDS, TlsError
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in, why_not_peer
 from pdcluster_connector.protocol.tls_files import tls_files
-from pdcluster_connector.sidechannel.tls import LOOK_SECONDS, Tls, TlsError
+from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_operator.adapters import engines_http
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.adapters.tls.engine_authority import AuthorityError, EngineAuthority

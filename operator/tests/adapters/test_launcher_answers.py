@@ -61,7 +61,12 @@ def test_a_redirect_is_a_failure_and_is_not_followed(status: int) -> None:
             said = []
             async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
                 url = target_of(pod)
-                calls = (engines.ready(url), engines.links(url), engines.put_peers(url, {}))
+                calls = (
+                    engines.ready(url),
+                    engines.links(url),
+                    engines.put_peers(url, {}),
+                    engines.tell_routed(url, routed=True),
+                )
                 for call in calls:
                     with pytest.raises(LauncherError) as raised:
                         await call

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from authority import Authority
+from pdcluster_connector import certificate_files
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.http import LauncherServer
 from pdcluster_connector.launcher.identity import Identity
@@ -17,7 +18,6 @@ from pdcluster_connector.launcher.readiness import Readiness
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, role_name
 from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.adapters.tls import mounted_identity
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.tls.mounted_identity import IdentityError, MountedIdentity
 from pdcluster_operator.api.spec.enums import Certificates, Role
@@ -107,12 +107,12 @@ def test_new_files_are_taken_up_and_spoiled_ones_are_not(tmp_path: Path) -> None
     first = identity.context()
     new.files(tmp_path, "operator", name=OPERATOR_NAME, trusting=(old,))
     assert identity.context() is first, "files are looked at once in a while"
-    now[0] += mounted_identity.LOOK_SECONDS
+    now[0] += certificate_files.LOOK_SECONDS
     second = identity.context()
     assert second is not first
     assert len(second.get_ca_certs()) == 2
     (tmp_path / "tls.crt").write_text("spoiled")
-    now[0] += mounted_identity.LOOK_SECONDS
+    now[0] += certificate_files.LOOK_SECONDS
     assert identity.context() is second
     with pytest.raises(IdentityError, match="holds no usable"):
         MountedIdentity(tmp_path).context()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import logging
@@ -10,15 +11,17 @@ import pytest
 
 from pdcluster_operator.adapters.admission.webhook_process import ask_review
 from pdcluster_operator.adapters.api_server.client import NotFound
-from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, slim
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, as_kept, slim
 from pdcluster_operator.adapters.api_server.sweep import Sweeper
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import Metrics, resource_of
 from pdcluster_operator.adapters.operator_process import collect_rarely
+from pdcluster_operator.api.labels import connector_name
 from pdcluster_operator.cli import operator as command
 from pdcluster_operator.plan.deletions import MANAGED_KINDS
 from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.store import Store
 
 
 def test_every_kind_that_the_planner_makes_is_watched():
@@ -83,6 +86,22 @@ def test_what_is_kept_of_an_object_has_its_kind_and_no_bookkeeping():
     assert slim(listed, BY_NAME["Service"])["spec"] == {}
 
 
+def test_an_object_that_is_kept_already_is_not_made_again():
+    store, kind = Store(), BY_NAME["Service"]
+    metadata = {"namespace": "ns", "name": "a", "uid": "u", "resourceVersion": "7"}
+    listed = {"metadata": metadata, "spec": {}}
+    first = as_kept(listed, kind, store.same)
+    store.put(first)
+    assert as_kept(copy.deepcopy(listed), kind, store.same) is first
+    for other in ({"resourceVersion": "8"}, {"uid": "v"}, {"name": "b"}, {"namespace": "other"}):
+        changed = {"metadata": metadata | other, "spec": {}}
+        assert as_kept(changed, kind, store.same)["metadata"] == metadata | other
+    assert as_kept(listed, BY_NAME["ConfigMap"], store.same)["kind"] == "ConfigMap"
+    unversioned = {"metadata": {"name": "c"}, "spec": {}}
+    store.put(as_kept(unversioned, kind, store.same))
+    assert store.same("Service", unversioned) is None, "nobody knows whether it changed"
+
+
 def test_of_a_pods_spec_is_kept_what_plans_read_of_it():
     limits = {"memory": "1Gi", "nvidia.com/gpu": 2}
     engine = {"name": "engine", "args": ["long"] * 99, "resources": {"limits": limits}}
@@ -90,14 +109,22 @@ def test_of_a_pods_spec_is_kept_what_plans_read_of_it():
     spec = {
         "nodeName": "node-1",
         "containers": [engine, {"name": "beside"}],
-        "volumes": [{"name": "certificate", "secret": secret}, {"name": "shm", "emptyDir": {}}],
+        "volumes": [
+            {"name": "certificate", "secret": secret},
+            {"name": "shm", "emptyDir": {}},
+            {"name": "connector", "configMap": {"name": connector_name("a" * 64), "items": []}},
+            {"name": "settings", "configMap": {"name": "settings"}},
+        ],
         "tolerations": [{}],
     }
     kept = slim({"metadata": {"name": "a"}, "spec": spec}, BY_NAME["Pod"])
     assert kept["spec"] == {
         "nodeName": "node-1",
         "containers": [{"resources": {"limits": limits}}],
-        "volumes": [{"secret": {"secretName": "a-certificates"}}],
+        "volumes": [
+            {"secret": {"secretName": "a-certificates"}},
+            {"configMap": {"name": connector_name("a" * 64)}},
+        ],
     }
 
 

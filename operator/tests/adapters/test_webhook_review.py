@@ -41,6 +41,15 @@ def test_a_refusal_says_field_value_rule_and_remedy():
             assert part in message
 
 
+@pytest.mark.parametrize(("ports", "head"), [(1, "1 field is"), (2, "2 fields are")])
+def test_a_refusal_says_how_many_fields_it_names(ports, head):
+    flags = ["--port", "1"] * ports
+    message = judge(manifest(engine={"extraArgs": flags})).message
+    first, *lines = message.splitlines()
+    assert first == f"{head} not acceptable:"
+    assert len(lines) == ports
+
+
 def test_what_is_legal_and_suspicious_is_a_warning():
     warnings = judge(GOOD).warnings
     assert any("NodeLocalModel" in line for line in warnings)
@@ -66,7 +75,7 @@ def test_an_update_answers_only_for_what_it_adds():
     worse["spec"]["prefill"]["engine"]["extraArgs"] = ["--tensor-parallel-size", "2"]
     added = judge(worse, BAD).errors
     assert [error.path for error in added] == ["spec.prefill.engine.extraArgs[0]"]
-    assert judge(BAD, GOOD).errors == judge(BAD).errors
+    assert judge(BAD, GOOD).errors == judge(BAD).errors, "in the same order"
 
 
 def test_an_error_that_moves_in_its_list_is_not_new():

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from pathlib import Path
 
+import pytest
+import yaml
+
+from pdcluster_operator.api.rules.host_path import REMEDY
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.cli.operator import parser
+
+ROOT = Path(__file__).parents[3]
 
 CLAIM = {"persistentVolumeClaim": {"claimName": "models"}}
 FOLDER = {"hostPath": {"path": "/etc"}}
@@ -53,3 +61,14 @@ def test_every_place_is_named_at_once():
             for place in (0, 1)
         ),
     ]
+
+
+def test_the_remedy_names_options_that_there_are():
+    """Of the operator's command line, and of the chart's values."""
+    flags = re.findall(r"--[a-z][-a-z]+", REMEDY)
+    assert flags == ["--allow-host-path-models"]
+    for command in (["run"], ["webhook", "--certificate-folder", "/x"]):
+        assert parser().parse_args([*command, *flags]).allow_host_path_models is True
+    values = yaml.safe_load((ROOT / "charts" / "pdcluster" / "values.yaml").read_text())
+    (named,) = re.findall(r"operator\.([A-Za-z]+)", REMEDY)
+    assert named in values["operator"]

@@ -74,10 +74,23 @@ def test_a_mount_that_hides_the_operators_certificate_is_refused(path: str) -> N
     assert errors("Enabled", decode=role(MOUNT, container="sidecar")) == ()
 
 
-def test_the_operators_own_secret_is_no_certificate_of_the_user() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"secret": {"secretName": "llama-certificates"}},
+        {
+            "projected": {
+                "sources": [
+                    {"configMap": {"name": "authority"}},
+                    {"secret": {"name": "llama-certificates"}},
+                ]
+            }
+        },
+    ],
+)
+def test_the_operators_own_secret_is_no_certificate_of_the_user(source: dict[str, Any]) -> None:
     decode = role(MOUNT)
-    own = {"name": "own", "secret": {"secretName": "llama-certificates"}}
-    decode["podTemplate"]["spec"]["volumes"] = [own]
+    decode["podTemplate"]["spec"]["volumes"] = [{"name": "own", **source}]
     [error] = errors(prefill=role(MOUNT), decode=decode)
     assert error.rule == "CertificateNotMounted"
     assert "llama-certificates" in error.message
@@ -119,6 +132,162 @@ def test_a_mount_that_brings_no_new_certificates_is_refused(
     [error] = errors(prefill=role(MOUNT), decode=role(mount))
     assert error.rule == "CertificateNotMounted"
     assert error.path == f"spec.decode.podTemplate.spec.containers[0].{path}"
+
+
+ALL = [{"key": key, "path": key} for key in ("ca.crt", "tls.crt", "tls.key")]
+OWN_PATH = "spec.decode.podTemplate.spec.volumes[0]"
+
+
+def decode_with(source: dict[str, Any], **template: Any) -> dict[str, Any]:
+    """A decode role whose engines mount this volume, beside other containers."""
+    decode = role(MOUNT)
+    spec = decode["podTemplate"]["spec"]
+    spec["volumes"] = [{"name": "own", **source}]
+    for field, containers in template.items():
+        spec[field] = [*spec.get(field, ()), *containers]
+    return decode
+
+
+def helper(**fields: Any) -> dict[str, Any]:
+    return {"name": "helper", "image": "example/helper:1", "volumeMounts": [MOUNT], **fields}
+
+
+def projected(*sources: dict[str, Any]) -> dict[str, Any]:
+    return {"projected": {"sources": list(sources)}}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"secret": {"secretName": "s", "items": ALL}},
+        {"secret": {"secretName": "s", "items": [{"key": i["key"], "path": f"./{i['path']}"}
+                                                 for i in ALL]}},
+        {"secret": {"secretName": "s", "items": []}},
+        {"csi": {"driver": "csi.cert-manager.io", "readOnly": True}},
+        {"hostPath": {"path": "/certificates"}},
+        projected({"secret": {"name": "s", "items": ALL[1:]}},
+                  {"clusterTrustBundle": {"name": "b", "path": "ca.crt"}}),
+        projected({"secret": {"name": "s", "items": ALL[1:]}}, {"configMap": {"name": "ca"}}),
+        projected({"podCertificate": {"keyType": "ED25519", "signerName": "a.b/c",
+                                      "keyPath": "tls.key", "certificateChainPath": "tls.crt"}},
+                  {"configMap": {"name": "ca", "items": ALL[:1]}}),
+    ],
+)  # fmt: skip
+def test_a_volume_that_may_hold_the_files_is_accepted(source: dict[str, Any]) -> None:
+    decode = decode_with(source)
+    found = check_manifest(manifest(prefill=role(MOUNT), decode=decode))[1]
+    assert found.errors == ()
+    assert [one for one in found.warnings if one.rule.startswith("Certificate")] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "missing"),
+    [
+        ({"secret": {"secretName": "s", "items": ALL[:2]}}, ".secret.items", "out tls.key,"),
+        (
+            {"secret": {"secretName": "s", "items": [{"key": "tls.crt", "path": "sub/tls.crt"}]}},
+            ".secret.items",
+            "out ca.crt, tls.crt, tls.key,",
+        ),
+        ({"configMap": {"name": "c", "items": ALL[1:]}}, ".configMap.items", "out ca.crt,"),
+        (
+            projected({"secret": {"name": "s", "items": ALL[1:]}}),
+            ".projected.sources[0].secret.items",
+            "out ca.crt,",
+        ),
+        (
+            projected(
+                {"secret": {"name": "s", "items": ALL[2:]}},
+                {"clusterTrustBundle": {"name": "b", "path": "ca.crt"}},
+                {"serviceAccountToken": {"path": "token"}},
+            ),
+            ".projected.sources",
+            "out tls.crt,",
+        ),
+    ],
+)
+def test_items_that_leave_a_file_out_are_refused(
+    source: dict[str, Any], path: str, missing: str
+) -> None:
+    [error] = errors(prefill=role(MOUNT), decode=decode_with(source))
+    assert error.rule == "CertificateNotMounted"
+    assert error.path == f"{OWN_PATH}{path}"
+    assert missing in error.message
+    assert "items" in error.remedy
+    assert errors("Disabled", prefill=role(MOUNT), decode=decode_with(source)) == ()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        {},
+        {"initContainers": [helper(volumeMounts=[{**MOUNT, "readOnly": True}])]},
+        {"containers": [helper(volumeMounts=[{"name": "other", "mountPath": "/x"}])]},
+    ],
+)
+@pytest.mark.parametrize("source", [{"emptyDir": {}}, {}, {"emptyDir": None}])
+def test_an_empty_folder_that_nobody_fills_is_warned_of(
+    template: dict[str, Any], source: dict[str, Any]
+) -> None:
+    """A webhook may add a sidecar to the pods: the podTemplate does not show it."""
+    decode = decode_with(source, **template)
+    found = check_manifest(manifest(prefill=role(MOUNT), decode=decode))[1]
+    assert "CertificateNotMounted" not in [one.rule for one in found.errors]
+    [warning] = [one for one in found.warnings if one.rule == "CertificateNotMounted"]
+    assert warning.path == f"{OWN_PATH}.emptyDir"
+    assert "webhook" in warning.remedy
+
+
+def test_an_empty_folder_that_a_sidecar_fills_is_accepted() -> None:
+    for template in (
+        {"containers": [helper()]},
+        {"initContainers": [helper(restartPolicy="Always")]},
+        {"initContainers": [helper()], "containers": [{**helper(), "name": "renews"}]},
+    ):
+        decode = decode_with({"emptyDir": {"medium": "Memory"}}, **template)
+        found = check_manifest(manifest(prefill=role(MOUNT), decode=decode))[1]
+        assert found.errors == ()
+        assert [one for one in found.warnings if one.rule.startswith("Certificate")] == []
+    own = decode_with({"emptyDir": {}})
+    own["podTemplate"]["spec"]["containers"][0]["command"] = ["/fetch-then-launch"]
+    assert errors(prefill=role(MOUNT), decode=own) == (), "what it runs is the user's own"
+
+
+def test_a_certificate_that_only_an_init_container_writes_is_warned_of() -> None:
+    decode = decode_with({"emptyDir": {}}, initContainers=[helper()])
+    found = check_manifest(manifest(prefill=role(MOUNT), decode=decode))[1]
+    assert found.ok
+    [warning] = [one for one in found.warnings if one.rule == "CertificateNotRenewed"]
+    assert warning.path == f"{OWN_PATH}.emptyDir"
+    assert "restartPolicy: Always" in warning.remedy
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ({"secret": {"secretName": "s", "optional": True}}, ".secret.optional"),
+        (
+            projected({"secret": {"name": "s", "optional": True}}),
+            ".projected.sources[0].secret.optional",
+        ),
+    ],
+)
+def test_a_certificate_that_may_be_missing_is_warned_of(source: dict[str, Any], path: str) -> None:
+    found = check_manifest(manifest(prefill=role(MOUNT), decode=decode_with(source)))[1]
+    assert found.ok
+    [warning] = [one for one in found.warnings if one.rule == "CertificateNotMounted"]
+    assert warning.path == f"{OWN_PATH}{path}"
+    assert "Remove" in warning.remedy
+    plain = check_manifest(manifest("Disabled", prefill=role(MOUNT), decode=decode_with(source)))[1]
+    assert "CertificateNotMounted" not in [one.rule for one in plain.warnings]
+
+
+@pytest.mark.parametrize(
+    "value", [None, 7, "x", [], [7], {"items": "x"}, {"sources": [7, {"a": 1}]}]
+)
+@pytest.mark.parametrize("kind", ["emptyDir", "secret", "configMap", "projected", "downwardAPI"])
+def test_volumes_of_any_shape_are_read(kind: str, value: object) -> None:
+    check_manifest(manifest(prefill=role(MOUNT), decode=decode_with({kind: value})))
 
 
 def test_without_a_certificate_of_its_own_an_operator_and_local_mode_refuse() -> None:

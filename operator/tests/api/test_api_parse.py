@@ -275,3 +275,11 @@ def test_null_means_not_given():
 def test_errors_are_bounded():
     many = with_spec(**{f"field{n}": 1 for n in range(1000)})
     assert len(parse_cluster(many).errors) == MAX_ERRORS
+
+
+def test_items_without_a_name_are_not_two_of_one_name():
+    found = check_manifest(with_spec(engine={"env": [{"value": "1"}, {"value": "2"}]}))[1].errors
+    assert [(error.path, error.rule) for error in found] == [
+        ("spec.engine.env[0].name", "Required"),
+        ("spec.engine.env[1].name", "Required"),
+    ]

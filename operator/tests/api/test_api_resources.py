@@ -152,8 +152,9 @@ def test_the_routers_resources_are_judged_too():
     }
 
 
-def test_other_containers_are_judged_too():
-    sidecar = {"name": "x", "image": "x",
+@pytest.mark.parametrize("name", ["x", "router"])
+def test_other_containers_are_judged_too(name):
+    sidecar = {"name": name, "image": "x",
                "resources": {"requests": {"cpu": 2}, "limits": {"cpu": 1}}}  # fmt: skip
     made = manifest()
     made["spec"]["router"] = {"podTemplate": {"spec": {"containers": [sidecar]}}}

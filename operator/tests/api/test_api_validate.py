@@ -356,6 +356,13 @@ def test_exactly_as_many_side_channels_as_allowed_are_accepted(replicas, data, a
     assert found.ok is accepted
 
 
+@pytest.mark.parametrize(("tensor", "accepted"), [(64, True), (65, False)])
+def test_exactly_as_many_workers_of_an_engine_as_allowed_are_accepted(tensor, accepted):
+    found = findings(decode={"parallelism": {"tensor": tensor, "pipeline": 64}})
+    out_of_range = {error.path for error in found.errors if error.rule == "OutOfRange"}
+    assert out_of_range == (set() if accepted else {"spec.decode.parallelism"})
+
+
 def warnings(**spec):
     found = findings(**spec)
     assert found.ok, [str(e) for e in found.errors]
@@ -368,7 +375,8 @@ def env(name, value):
 
 def test_traps_are_warned_of():
     assert "TransportWithoutCuda" in warnings(engine=env("UCX_TLS", "rc,sm"))
-    assert "TransportWithoutCuda" not in warnings(engine=env("UCX_TLS", "rc,cuda_copy"))
+    for knows_gpus in ("cuda_copy", "cuda_ipc", "cuda", "all"):
+        assert "TransportWithoutCuda" not in warnings(engine=env("UCX_TLS", f"rc,{knows_gpus}"))
     assert "TransportWithoutCuda" not in warnings(engine=env("UCX_TLS", "^gga"))
     assert "TransportWithoutCuda" not in warnings(
         engine=env("UCX_TLS", "tcp"), transfer={"device": "CPU"}

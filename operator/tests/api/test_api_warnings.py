@@ -49,6 +49,10 @@ def test_a_plain_spec_has_no_warning():
         ("a:5/b:0.33.1rc2@sha256:0f", Image("a:5/b", "0.33.1rc2", "sha256:0f"), (0, 33)),
         ("b:v0.32-cu13", Image("b", "v0.32-cu13", ""), (0, 32)),
         ("b:12", Image("b", "12", ""), None),
+        ("b:0.32.", Image("b", "0.32.", ""), None),
+        ("b:0.32.x", Image("b", "0.32.x", ""), None),
+        ("b:0.12345", Image("b", "0.12345", ""), None),
+        ("b:20261.1", Image("b", "20261.1", ""), None),
         ("b:nightly-0.32", Image("b", "nightly-0.32", ""), None),
     ],
 )

@@ -104,3 +104,13 @@ def test_the_index_lists_every_file() -> None:
     assert sorted(name for name, _ in listed) == [path.name for path in FILES]
     assert all(name == link for name, link in listed)
     assert len(FILES) >= 11
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_printed_manifests_hold_no_yaml_aliases(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", str(path), "--output", "yaml"])
+    text = capsys.readouterr().out
+    assert "kind: StatefulSet" in text
+    assert not re.search(r"[:-] [&*]\w+$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""``pdcluster up`` with the tests' small engines in the connector's place."""
+"""``pdcluster up`` with the tests' small engines in the connector's place, and a lean router."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 
 def run() -> int:
     from fake_engine import FakeConnector
+    from lean_router import lean_environment
 
     from pdcluster_operator.cli import up
     from pdcluster_operator.cli.main import main
+    from pdcluster_operator.local import cluster
 
     up.BuiltConnector = FakeConnector  # type: ignore[misc, assignment]
+    cluster.container_environment = lean_environment
     return main(["up", *sys.argv[1:]])
 
 

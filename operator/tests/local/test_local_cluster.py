@@ -11,15 +11,24 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeConnector
+from lean_router import lean_environment
 from manifests import tiny
 from pods import alive, carrying, until
 
 from loopback import free_network, free_port
+from pdcluster_operator.api.labels import is_connector_name
 from pdcluster_operator.cli.once import ask, describe_path
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.runtime.queue import Key
 
-CHILDREN = ("StatefulSet", "Deployment", "Service", "ConfigMap", "Pod")
+OWNED = ("StatefulSet", "Deployment", "Service", "Pod")
+CHILDREN = (*OWNED, "ConfigMap")
+
+
+@pytest.fixture(autouse=True)
+def lean_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers that start at once."""
+    monkeypatch.setattr("pdcluster_operator.local.cluster.container_environment", lean_environment)
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +102,9 @@ async def test_deleting_the_cluster_removes_all_it_owned(tmp_path: Path) -> None
         key = cluster.apply(tiny(tmp_path))
         await until_ready(cluster, key)
         cluster.api.delete("PDCluster", key.namespace, key.name)
-        await until(lambda: not any(cluster.api.list(kind) for kind in CHILDREN))
+        await until(lambda: not any(cluster.api.list(kind) for kind in OWNED))
+        [left] = cluster.api.list("ConfigMap")
+        assert is_connector_name(left["metadata"]["name"]), "the connector is for the next one"
         assert carrying(f"mark-{tmp_path}") == []
 
 

@@ -5,12 +5,11 @@ The operator's own store takes the events in, and what it holds is what is plann
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
-from simulated_cluster import SimulatedCluster
+from simulated_cluster import SimulatedCluster, copied
 
 from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, slim
 from pdcluster_operator.api.labels import engine_of
@@ -40,7 +39,11 @@ class LossyWatch:
         assert cluster is not None
         truth = self._world.observed()
         return replace(
-            truth, cluster=cluster, children=self._store.children(KEY), pods=self._store.pods(KEY)
+            truth,
+            cluster=cluster,
+            children=self._store.children(KEY),
+            pods=self._store.pods(KEY),
+            connectors=self._store.connectors(KEY.namespace),
         )
 
     def report(self, data: st.DataObject) -> None:
@@ -69,19 +72,20 @@ class LossyWatch:
 
     def _take(self, event: str, manifest: Manifest) -> None:
         if event == "DELETED":
-            self._store.drop(copy.deepcopy(manifest))
+            self._store.drop(copied(manifest))
         else:
-            self._store.put(copy.deepcopy(manifest))
+            self._store.put(copied(manifest))
 
     def _now(self) -> dict[tuple[str, str], Manifest]:
         """Return all objects as an API server has them: each change has another version."""
         world = self._world
         live = [("PDCluster", world.cluster)]
         live += [(kind, child) for (kind, _), child in world.children.items()]
+        live += [("ConfigMap", shared) for shared in world.shared.values()]
         live += [("Pod", _owned(world, pod)) for pod in world.pods.values()]
         found = {}
         for name, manifest in live:
-            kept = slim(copy.deepcopy(manifest), BY_NAME.get(name, Kind("", "v1", "", name)))
+            kept = slim(copied(manifest), BY_NAME.get(name, Kind("", "v1", "", name)))
             before = self._last.get((name, kept["metadata"]["name"]))
             if before is not None:
                 kept["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]

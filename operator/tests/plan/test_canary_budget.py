@@ -30,7 +30,7 @@ def test_few_links_have_the_interval_of_the_spec() -> None:
     assert interval(2, intervalSeconds=5) == 5
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(8, 1), (8, 4)])
+@pytest.mark.parametrize(("replicas", "ranks"), [(8, 1), (8, 4), (7, 1)])
 def test_very_many_links_share_their_canaries(replicas: int, ranks: int) -> None:
     seconds = interval(replicas, ranks, intervalSeconds=5)
     canaries = replicas * replicas * ranks

@@ -10,6 +10,7 @@ import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.plan.builders.certificates import entry_of
 from pdcluster_operator.plan.certificates import certificates_as_due
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
 from pdcluster_operator.plan.forecast.from_status import reports_in
@@ -211,3 +212,37 @@ def test_certificates_are_made_for_new_engines_and_left_alone_otherwise() -> Non
     course = after(world, decode=env("1"))
     assert kinds(course).count("WriteCertificates") == 2, "for the new engine, and without the old"
     assert course.complete
+
+
+def test_a_forecast_begins_with_all_that_was_seen() -> None:
+    """Its first plan is the operator's own: nothing of what was seen is forgotten."""
+    world = running(decode={"replicas": 2})
+    seen_now = seen(world)
+    assert seen_now.cluster["status"]
+    begun = World(seen_now).observed()
+    pods = tuple(pod for pod in seen_now.pods if engine_of(pod) is not None)
+    assert begun == replace(seen_now, pods=pods)
+
+
+def test_certificates_that_are_due_are_those_of_engines_that_exist() -> None:
+    """The Service of an engine stays a while longer than the engine."""
+    world = running(decode={"replicas": 2})
+    (gone, kept) = world.leaders("decode")
+    del world.children["StatefulSet", kept.stateful_set]
+    due = certificates_as_due(world.observed().children, world.now)
+    assert entry_of(gone) in due.engines
+    assert entry_of(kept) not in due.engines
+    assert len(due.engines) == 2
+
+
+def test_an_engine_that_is_not_ready_becomes_so() -> None:
+    world = running(decode={"replicas": 2})
+    for name in world.leaders("decode"):
+        world.engines[name.logical] = replace(
+            world.engines[name.logical], ready=False, state="LoadingWeights"
+        )
+    begun = World(world.observed())
+    while begun.others_act():
+        pass
+    found = begun.observed().engines
+    assert {name for name, one in found.items() if one.ready} == set(world.engines)

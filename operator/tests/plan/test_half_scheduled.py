@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
@@ -91,6 +92,38 @@ def test_of_two_that_hold_each_others_nodes_one_gives_way() -> None:
         pod["status"] = {"phase": "Pending"}
     step(world, TIMEOUT)
     assert sizes(world)[0] == 2
+
+
+def test_each_timeout_one_more_is_released() -> None:
+    world = world_of(2)
+    step(world, TIMEOUT + 5)
+    assert sizes(world) == [2, 0]
+    step(world, TIMEOUT - 1)  # and one second that each step takes
+    assert sizes(world) == [2, 0], "the other has the whole of a timeout"
+    step(world, 1)
+    assert sizes(world)[0] == 0
+
+
+def test_the_pod_that_waits_longest_counts() -> None:
+    world = world_of(1, nodes=4)
+    [engine] = world.leaders("prefill")
+    late = world.pods[engine.pod(2)]
+    late["status"]["conditions"][0]["lastTransitionTime"] = timestamp(world.now + TIMEOUT)
+    step(world, TIMEOUT + 5)
+    assert sizes(world) == [0]
+
+
+@pytest.mark.parametrize("moment", [None, "", "yesterday", 7])
+def test_a_pod_that_does_not_say_since_when_it_waits_does_not_count(moment: object) -> None:
+    world = world_of(1)
+    [engine] = world.leaders("prefill")
+    [waiting] = world.pods[engine.pod(1)]["status"]["conditions"]
+    waiting["lastTransitionTime"] = moment
+    step(world, 10 * TIMEOUT)
+    assert sizes(world) == [2]
+    del waiting["lastTransitionTime"]
+    step(world, 10 * TIMEOUT)
+    assert sizes(world) == [2]
 
 
 def test_an_engine_that_fits_nowhere_holds_nothing_and_is_left_waiting() -> None:

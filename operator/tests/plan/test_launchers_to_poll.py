@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
+from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import is_unreachable, knows_other_peers, launchers_to_poll
 from pdcluster_operator.plan.reports import LinkReport, LinksReport, PromptsReport
+
+MADE = {
+    "kind": "StatefulSet",
+    "metadata": {"name": "tiny-decode-abcde-0"},
+    "spec": {"template": {"metadata": {}, "spec": {"containers": []}}},
+}
+"""From before there was TLS."""
 
 
 def test_only_leaders_with_an_address_are_asked() -> None:
@@ -36,16 +44,20 @@ def test_only_leaders_with_an_address_are_asked() -> None:
                 pod("third", "2", podIP="10.0.0.3"),
                 pod("c", "0"),
                 {"metadata": {"name": "r", "labels": {}}},
-            ]
+            ],
+            [MADE],
         )
     )
     assert [target.url for target in targets] == ["http://10.0.0.1:5590"]
     [again] = launchers_to_poll(
-        [pod("a", "0", podIP="10.0.0.1", containerStatuses=[{"restartCount": 1}])]
+        [pod("a", "0", podIP="10.0.0.1", containerStatuses=[{"restartCount": 1}])], [MADE]
     )
     assert again.process != targets[0].process
-    [six] = launchers_to_poll([pod("a", "0", podIP="fd00::1")])
+    [six] = launchers_to_poll([pod("a", "0", podIP="fd00::1")], [MADE])
     assert six.url == "http://[fd00::1]:5590"
+    [unknown] = launchers_to_poll([pod("a", "0", podIP="10.0.0.1")], [])
+    assert unknown.url == "https://10.0.0.1:5590", "nothing says that it has no TLS"
+    assert unknown.certificates is Certificates.UNKNOWN
 
 
 def test_one_missed_poll_is_forgiven() -> None:

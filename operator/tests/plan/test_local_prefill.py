@@ -120,6 +120,10 @@ def test_an_engine_that_cannot_be_asked_is_unknown_and_not_well():
     assert judged(world) == "Unknown"
     assert judged(world) == "Unknown"
     assert world.condition("TransportHealthy")["reason"] == "LauncherUnreachable"
+    [engine] = world.leaders("decode")
+    del world.engines[engine.logical]  # now it is not known either whether the engine is ready
+    assert judged(world) == "Unknown"
+    assert world.condition("TransportHealthy")["reason"] == "LauncherUnreachable"
     world.links.update(before)
     assert judged(world) == "False"
 
@@ -219,3 +223,22 @@ def test_other_counts_alone_are_no_other_report():
     )
     assert one == two
     assert two != three
+
+
+def test_only_what_this_judge_said_before_halves_its_limit():
+    """A link that is slow makes the condition False, too."""
+    slow = {"device": "CPU", "minBandwidthMBps": 100}
+    world = running(10, transfer=slow)
+    world.link(bytes_per_second=5e6)
+    world.count_prompts(100, 0)
+    world.step()
+    assert world.condition("TransportHealthy")["reason"] == "ProbableTCPFallback"
+    world.count_prompts(100, 8)
+    world.step()
+    assert world.condition("TransportHealthy")["reason"] == "ProbableTCPFallback"
+    world.count_prompts(100, 11)
+    world.step()
+    assert world.condition("TransportHealthy")["reason"] == "LocalPrefill"
+    world.count_prompts(100, 8)
+    world.step()
+    assert world.condition("TransportHealthy")["reason"] == "LocalPrefill", "above the half"

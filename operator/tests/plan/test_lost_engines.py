@@ -32,6 +32,9 @@ def test_a_pod_that_is_terminating_for_ever_does_not_block_its_role() -> None:
     world.step()
     assert indexes(world) == [0, 1], "its grace period may not be over"
     assert world.condition("PrefillReady")["reason"] == "Draining"
+    world.now += 59
+    world.step()
+    assert indexes(world) == [0, 1], "the kubelet has a minute to confirm that the pod ended"
     later(world)
     world.step()
     assert indexes(world) == [1, 2]

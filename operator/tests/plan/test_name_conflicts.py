@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+from pdcluster_operator.plan.builders.connector_configmap import build_connector_configmap
+from pdcluster_operator.plan.model import ConnectorBundle
 from pdcluster_operator.plan.name_conflicts import (
     NAME_CONFLICT,
     STILL_BEING_DELETED,
@@ -34,7 +37,7 @@ def test_an_object_of_another_owner_or_of_nobody_is_left_alone() -> None:
     for live in (service("theirs"), service(), nobodys, users):
         refusal = why_not_applied(service("ours"), live)
         assert refusal is not None
-        assert refusal.reason == NAME_CONFLICT
+        assert refusal.reason == NAME_CONFLICT == "NameConflict"
         assert "Service tiny exists and does not belong to this PDCluster" in refusal.message
 
 
@@ -42,8 +45,45 @@ def test_an_object_of_the_former_cluster_of_that_name_is_waited_for() -> None:
     live = service("ours", deletionTimestamp="2026-01-01T00:00:00Z")
     refusal = why_not_applied(service("ours"), live)
     assert refusal is not None
-    assert refusal.reason == STILL_BEING_DELETED
+    assert refusal.reason == STILL_BEING_DELETED == "StillBeingDeleted", "as docs/api.md says"
     theirs = service("theirs", deletionTimestamp="2026-01-01T00:00:00Z")
     refusal = why_not_applied(service("ours"), theirs)
     assert refusal is not None
     assert refusal.reason == NAME_CONFLICT, "whose it is comes first"
+
+
+OWNER = {"kind": "PDCluster", "uid": "theirs", "controller": True}
+SHARED = build_connector_configmap("ns", ConnectorBundle("c" * 64, b"bytes"))
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(SHARED), **fields}
+
+
+def test_a_shared_configmap_is_ours_by_its_content_whoever_wrote_it() -> None:
+    relabelled = changed()
+    relabelled["metadata"] = {"name": SHARED["metadata"]["name"], "labels": {"by": "hand"}}
+    for live in (None, SHARED, relabelled):
+        assert why_not_applied(SHARED, live) is None
+
+
+def test_another_content_of_that_name_is_left_alone() -> None:
+    owned = changed(metadata={**SHARED["metadata"], "ownerReferences": [OWNER]})
+    for live in (
+        changed(binaryData={"connector.pyz": "b3RoZXI="}),
+        changed(data={"more": "of it"}),
+        changed(immutable=False),
+        owned,
+    ):
+        refusal = why_not_applied(SHARED, live)
+        assert refusal is not None
+        assert refusal.reason == NAME_CONFLICT
+        assert "does not hold this operator's connector" in refusal.message
+
+
+def test_a_shared_configmap_that_is_being_deleted_is_waited_for() -> None:
+    dying = changed()
+    dying["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    refusal = why_not_applied(SHARED, dying)
+    assert refusal is not None
+    assert refusal.reason == STILL_BEING_DELETED

@@ -9,6 +9,7 @@ from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders.network_policies import (
     build_engines_policy,
     build_router_policy,
+    operator_namespace_in,
 )
 
 ANYBODY = "anybody"
@@ -32,6 +33,15 @@ def let_in(policy, port):
     return found
 
 
+@pytest.mark.parametrize("namespace", ["pdcluster-system", None])
+def test_a_policy_of_engines_tells_where_their_operator_runs(namespace):
+    cluster = parse_cluster(manifest()).cluster
+    assert operator_namespace_in(build_engines_policy(cluster, namespace)) == namespace
+    router = build_router_policy(cluster)
+    assert router is not None
+    assert operator_namespace_in(router) is None
+
+
 def test_by_default_nobody_scrapes():
     engines, router = policies()
     own, *others = let_in(engines, 5591)
@@ -51,6 +61,20 @@ def test_scrapers_reach_metrics_and_nothing_else(peers):
         assert let_in(after[policy], metrics) == [*let_in(before[policy], metrics), *peers]
         for port in others:
             assert let_in(after[policy], port) == let_in(before[policy], port)
+
+
+BOTH = [PROMETHEUS, {"ipBlock": {"cidr": "10.0.0.0/8"}}]
+
+
+@pytest.mark.parametrize("peers", [[PROMETHEUS], BOTH, [*BOTH, {"podSelector": {}}]])
+def test_every_client_that_is_named_is_let_in_and_nobody_else(peers):
+    _, router = policies(router={"allowFrom": peers})
+    assert let_in(router, 8000) == peers
+    assert let_in(router, 29000) == []
+    engines, _ = policies(router={"replicas": 0, "allowFrom": peers})
+    own, *others = let_in(engines, 8000)
+    assert "podSelector" in own
+    assert others == peers
 
 
 def test_an_engines_api_is_for_the_router_while_there_is_one():

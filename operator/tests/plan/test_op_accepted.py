@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import yes
 from pdcluster_operator.api.findings import FieldError, Findings
-from pdcluster_operator.plan.status.engine_conditions import with_warnings
+from pdcluster_operator.plan.status.engine_conditions import accepted, with_warnings
 
 
 def test_accepted_names_the_warnings():
     world = SimulatedCluster(manifest(decode={"replicas": 0}))
     world.step()
-    accepted = world.condition("Accepted")
-    assert accepted["status"] == "True"
-    assert "Not checked yet: " in accepted["message"]
-    assert "the block size of the KV cache (engine.blockSize)" in accepted["message"]
-    assert "spec.decode.replicas [NothingToPair]" in accepted["message"]
+    said = world.condition("Accepted")
+    assert said["status"] == "True"
+    assert "Not checked yet: " in said["message"]
+    assert "the block size of the KV cache (engine.blockSize)" in said["message"]
+    assert "spec.decode.replicas [NothingToPair]" in said["message"]
 
 
 def test_an_error_is_not_drowned_in_warnings():
     world = SimulatedCluster(manifest(decode={"replicas": 0}, engine={"blockSize": 0}))
     world.step()
-    accepted = world.condition("Accepted")
-    assert accepted["status"] == "False"
-    assert "NothingToPair" not in accepted["message"]
+    said = world.condition("Accepted")
+    assert said["status"] == "False"
+    assert "NothingToPair" not in said["message"]
+
+
+@pytest.mark.parametrize(("count", "tail"), [(5, "4: bad"), (6, "and 1 more"), (9, "and 4 more")])
+def test_five_errors_are_shown_and_the_others_counted(count, tail):
+    errors = tuple(FieldError(f"spec.{n}", "", "BadFormat", "bad", "") for n in range(count))
+    message = accepted(Findings(errors=errors)).message
+    shown = message.split("; ")
+    assert len([part for part in shown if part.startswith("spec.")]) == 5
+    assert tail in shown[-1]
 
 
 def test_without_a_warning_nothing_is_added():

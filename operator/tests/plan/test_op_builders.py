@@ -169,10 +169,24 @@ def test_the_engines_are_told_what_a_request_without_its_kv_costs(role, policy, 
     assert config["kv_load_failure_policy"] == word
 
 
+@pytest.mark.parametrize("tokens", [0, 256, None])
+def test_decode_alone_is_told_how_many_prompt_tokens_it_computes_in_a_step(tokens):
+    transfer = {"device": "CPU"} | ({} if tokens is None else {"localTokensPerStep": tokens})
+    told = {}
+    for role in ("prefill", "decode"):
+        template = one("StatefulSet", f"-{role}-", transfer=transfer)["spec"]["template"]
+        words = template["spec"]["containers"][0]["args"]
+        config = json.loads(words[words.index("--kv-transfer-config") + 1])
+        told[role] = config["kv_connector_extra_config"].get("local_tokens_per_step")
+    assert told == {"prefill": None, "decode": tokens}
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_evictions_take_one_engine_at_a_time_and_a_broken_one_always(role):
     spec = one("PodDisruptionBudget", role)["spec"]
-    assert spec["maxUnavailable"] == 1
+    assert spec["minAvailable"] == 0  # the example has one engine of each role
+    large = {"replicas": 3, "parallelism": {"tensor": 2, "nodes": 2}}
+    assert one("PodDisruptionBudget", role, **{role: large})["spec"]["minAvailable"] == 5
     # A node must be drainable although the engine on it never becomes ready.
     assert spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     for other in ("prefill", "decode"):
@@ -249,5 +263,6 @@ def test_what_does_not_decide_about_it_leaves_the_pairing_key():
         {"prefill": {"replicas": 3}},
         {"decode": {"parallelism": {"tensor": 2}}},
         {"transfer": {"device": "CPU", "loadFailurePolicy": "Recompute"}},
+        {"transfer": {"device": "CPU", "localTokensPerStep": 256}},
     ):
         assert pairing_keys(**copy.deepcopy(spec)) == plain, spec

@@ -13,9 +13,11 @@ from simulated_cluster import manifest as cluster
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import engine_of
-from pdcluster_operator.plan.certificates import CLOCKS_DIFFER, DAY, PERIOD_SECONDS
+from pdcluster_operator.plan.certificates import PERIOD_SECONDS
 from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.model import Apply, HeldCertificates, WriteCertificates
+
+A_DAY = 24 * 60 * 60
 
 
 def secured(**spec: Any) -> SimulatedCluster:
@@ -106,8 +108,8 @@ def test_launchers_are_asked_as_their_pods_were_made_not_as_the_spec_is_now() ->
     world = secured()
     world.step()
     world.run_pods()
-    kept = world.observed().pods
-    assert {target.url[:6] for target in launchers_to_poll(kept)} == {"https:"}
+    seen = world.observed()
+    assert {one.url[:6] for one in launchers_to_poll(seen.pods, seen.children)} == {"https:"}
     mine = {"name": "certificate", "secret": {"secretName": "of-my-own"}}
     plain = SimulatedCluster(
         cluster(
@@ -117,7 +119,8 @@ def test_launchers_are_asked_as_their_pods_were_made_not_as_the_spec_is_now() ->
     )
     plain.step()
     plain.run_pods()
-    assert {target.url[:5] for target in launchers_to_poll(plain.pods.values())} == {"http:"}
+    seen = plain.observed()
+    assert {one.url[:5] for one in launchers_to_poll(seen.pods, seen.children)} == {"http:"}
     assert steps(plain) == []
 
 
@@ -128,14 +131,18 @@ def test_a_new_period_makes_them_again_and_restarts_nothing() -> None:
     held = world.certificates.engines
     plan = world.plan()
     assert plan.requeue_after is not None, "no event tells a cluster at rest of a new period"
-    assert 0 < plan.requeue_after <= PERIOD_SECONDS
+    assert 0 < plan.requeue_after <= 30 * A_DAY
     world.now += plan.requeue_after
     [step] = world.plan().steps
     assert isinstance(step, WriteCertificates)
     assert step.engines.keys() == held
-    assert step.start <= world.now - CLOCKS_DIFFER
-    assert step.end >= world.now + 2 * PERIOD_SECONDS, "an operator may be away for a while"
+    assert step.start == world.now - A_DAY, "clocks of two machines differ"
+    assert step.end == world.now + 90 * A_DAY, "an operator may be away for two months"
+    begun = world.now
     world.settle()
+    again = world.plan().requeue_after
+    assert again is not None
+    assert world.now + again == begun + 30 * A_DAY
     assert [engine["spec"]["template"] for engine in engines(world)] == templates
 
 
@@ -313,6 +320,17 @@ def test_when_one_role_changes_both_get_tls_because_else_they_could_not_pair(
     assert world.condition("Ready")["status"] == "True"
 
 
+def test_engines_that_have_tls_by_default_lose_it_when_the_spec_says_so() -> None:
+    """Their stored spec says nothing of TLS either, but they are of a time when there was TLS."""
+    world = SimulatedCluster(cluster(transfer={"device": "CPU"}))
+    world.bring_up()
+    assert all(certificate_of(engine["spec"]["template"]) for engine in engines(world))
+    world.edit(transfer={"device": "CPU", "tls": "Disabled"})
+    replaced(world)
+    assert not any(certificate_of(engine["spec"]["template"]) for engine in engines(world))
+    assert world.condition("Ready")["status"] == "True"
+
+
 @pytest.mark.parametrize("given", [{}, {"tls": "Enabled"}])
 def test_a_change_that_is_taken_back_brings_no_engines_without_tls_back(
     given: dict[str, str],
@@ -355,8 +373,8 @@ def test_the_status_says_whose_certificates_are_used_and_when_the_first_expires(
     assert transfer(world) == {}, "nothing runs yet"
     world.bring_up()
     assert transfer(world) == {"certificates": "Operator"}, "older launchers do not tell"
-    expires(world, START + 90 * DAY, START + 60 * DAY)
-    told = {"certificates": "Operator", "notAfter": timestamp(START + 60 * DAY)}
+    expires(world, START + 90 * A_DAY, START + 60 * A_DAY)
+    told = {"certificates": "Operator", "notAfter": timestamp(START + 60 * A_DAY)}
     assert transfer(world) == told
     world.engines.clear()
     assert transfer(world) == told, "an operator that starts again has not heard an engine yet"

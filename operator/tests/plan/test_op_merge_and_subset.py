@@ -45,6 +45,13 @@ def test_plain_lists_are_replaced():
     assert merge(BASE, engine(args=["c"]))["spec"]["containers"][0]["args"] == ["c"]
 
 
+@pytest.mark.parametrize("value", ["text", b"bytes", 7, True, {}, {"a": 1}])
+@pytest.mark.parametrize("field", ["env", "ports", "volumeMounts"])
+def test_what_is_no_list_replaces_a_list(field, value):
+    box = merge(BASE, engine(**{field: value}))["spec"]["containers"][0]
+    assert box[field] == value
+
+
 def test_a_variable_or_volume_is_replaced_whole():
     env = merge(BASE, engine(env=[{"name": "A", "value": "1"}]))["spec"]["containers"][0]["env"]
     assert env == [{"name": "A", "value": "1"}, {"name": "B", "value": "b"}]
@@ -172,7 +179,7 @@ def test_differences_are_named_by_their_path():
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1", 1), ("500m", 0.5), ("1.5", 1.5), ("16Gi", 16 * 2**30), ("1k", 1000), ("1e3", 1000),
-     ("-2", -2), (".5", 0.5), ("5.", 5)],
+     ("1.5e3", 1500), ("2E-1", 0.2), ("-2", -2), (".5", 0.5), ("5.", 5)],
 )  # fmt: skip
 def test_quantities(text, value):
     assert float(parse_quantity(text)) == value

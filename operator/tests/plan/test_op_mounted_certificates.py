@@ -12,7 +12,7 @@ from simulated_cluster import manifest as cluster
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.spec.enums import Certificates
-from pdcluster_operator.plan.launchers import launchers_to_poll
+from pdcluster_operator.plan.launchers import Target, launchers_to_poll
 from pdcluster_operator.plan.model import WriteCertificates
 from pdcluster_operator.plan.planner import make_plan
 
@@ -32,6 +32,11 @@ def spec_of(tls: str) -> dict[str, Any]:
     """The pod templates mount certificates only where engines are to use them."""
     role = ROLE if tls == "Mounted" else {}
     return {"transfer": {"device": "CPU", "tls": tls}, "prefill": role, "decode": role}
+
+
+def targets_of(world: SimulatedCluster) -> list[Target]:
+    seen = world.observed()
+    return list(launchers_to_poll(seen.pods, seen.children))
 
 
 def world_of(tls: str, **spec: Any) -> SimulatedCluster:
@@ -90,7 +95,7 @@ def test_their_launchers_are_asked_over_tls_with_the_operators_mounted_certifica
         world = world_of(tls)
         world.step()
         world.run_pods()
-        targets = list(launchers_to_poll(world.observed().pods))
+        targets = targets_of(world)
         assert len(targets) == 2
         for target in targets:
             assert (target.url.split(":")[0], target.certificates) == (scheme, held)
@@ -107,7 +112,7 @@ def test_no_label_of_a_pod_template_makes_engines_look_as_if_they_had_certificat
     )
     world.step()
     world.run_pods()
-    targets = list(launchers_to_poll(world.observed().pods))
+    targets = targets_of(world)
     assert [target.certificates for target in targets] == [Certificates.NONE] * 2
 
 
@@ -170,13 +175,20 @@ def test_engines_go_over_to_mounted_certificates_and_back(how: str) -> None:
             assert mount == ("own" if tls == "Mounted" else "certificate")
 
 
-def test_engines_from_before_there_was_tls_are_replaced_for_mounted_certificates() -> None:
-    world = world_of("Disabled")
+@pytest.mark.parametrize("mounted", [False, True], ids=["without the files", "with the files"])
+def test_engines_from_before_there_was_tls_are_replaced_for_mounted_certificates(
+    mounted: bool,
+) -> None:
+    """Their user wants TLS. Whether their pods mounted such files already makes no difference."""
+    pods = spec_of("Mounted" if mounted else "Disabled")
+    world = SimulatedCluster(cluster(**pods | {"transfer": spec_of("Disabled")["transfer"]}))
     world.bring_up()
     for child in world.children.values():
         if child["kind"] == "ControllerRevision":
             del child["data"]["spec"]["transfer"]["tls"]
+    before = pairing_keys(world)
     change_to(world, "Mounted")
+    assert not pairing_keys(world) & before
     assert world.cluster["status"]["transfer"] == {"certificates": "Mounted"}
     assert world.condition("Ready")["status"] == "True"
 

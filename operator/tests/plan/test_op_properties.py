@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import re
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import simulated_cluster
 import valid_specs
 from hypothesis import given, settings
-from simulated_cluster import SimulatedCluster
+from simulated_cluster import SimulatedCluster, copied
 from valid_specs import manifests
 
 from pdcluster_connector.launcher.arguments import engine_command
@@ -68,7 +67,7 @@ def test_planning_its_own_result_gives_no_step(cluster):
     world.link()
     world.route()
     world.settle()
-    before = copy.deepcopy(world.cluster["status"])
+    before = copied(world.cluster["status"])
     world.now += 1000
     plan = world.plan()
     assert plan.steps == ()
@@ -197,7 +196,7 @@ def test_replicas_and_router_do_not_restart_engines(cluster):
         }
 
     before = revisions(cluster)
-    changed = copy.deepcopy(cluster)
+    changed = copied(cluster)
     for role in ("prefill", "decode"):
         changed["spec"][role]["replicas"] = cluster["spec"][role].get("replicas", 1) + 1
     # The key is the engines' too: they must be restarted to ask for another.

@@ -45,6 +45,9 @@ def test_a_new_cluster_gets_its_fences_first_and_the_router_last():
 
 def test_every_child_is_owned_by_the_cluster():
     for step in SimulatedCluster(manifest()).plan().steps:
+        if step.manifest["kind"] == "ConfigMap":  # the one that the namespace shares
+            assert "ownerReferences" not in step.manifest["metadata"]
+            continue
         (owner,) = step.manifest["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"], owner["kind"]) == ("uid-0", True, "PDCluster")
 
@@ -145,7 +148,8 @@ def test_scaling_up_adds_and_scaling_down_removes_with_preconditions():
     world.bring_up()
     world.edit(decode={"replicas": 2})
     assert kinds(world.step()) == [
-        ("WriteCertificates", "Secret"), ("Apply", "Service"), ("Apply", "StatefulSet"),
+        ("WriteCertificates", "Secret"), ("Apply", "PodDisruptionBudget"),
+        ("Apply", "Service"), ("Apply", "StatefulSet"),
     ]  # fmt: skip
     world.run_pods()
     world.edit(decode={"replicas": 1})
@@ -155,8 +159,11 @@ def test_scaling_up_adds_and_scaling_down_removes_with_preconditions():
     assert gone.name.endswith("-1")
     assert gone.uid
     assert gone.resource_version
-    # Its address goes when its last pod is gone.
-    assert world.step().steps == ()
+    # Its address goes when its last pod is gone. It counts no more.
+    plan = world.step()
+    assert plan.steps == ()
+    assert plan.status["decode"] == "1/1"
+    assert gone.name not in {engine["name"] for engine in plan.status["engines"]}
     world.reap()
     assert kinds(world.step()) == [("WriteCertificates", "Secret"), ("Delete", "Service")]
 
@@ -224,7 +231,9 @@ def test_a_cluster_that_is_being_deleted_is_left_alone():
     world.bring_up()
     world.cluster["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
     world.children.clear()
-    assert world.plan().steps == ()
+    plan = world.plan()
+    assert plan.steps == ()
+    assert plan.status == world.cluster["status"], "what it was until it went"
 
 
 def test_objects_of_other_kinds_are_not_deleted():
@@ -338,3 +347,16 @@ def test_a_change_of_the_router_alone_replaces_no_engine():
     plan = world.step()
     assert kinds(plan) == [("Apply", "PodDisruptionBudget"), ("Apply", "Deployment")]
     assert engines(world) == old
+
+
+def test_an_engine_that_somebody_scaled_to_nothing_is_missing_its_pods():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    key = next(key for key in world.children if key[0] == "StatefulSet" and "-decode-" in key[1])
+    world.children[key]["spec"]["replicas"] = 0
+    world.pods = {name: pod for name, pod in world.pods.items() if key[1] not in name}
+    plan = world.step()
+    assert [step.manifest["metadata"]["name"] for step in plan.steps] == [key[1]], "put right"
+    condition = world.condition("DecodeReady")
+    assert (condition["status"], condition["reason"]) == ("False", "PodsMissing")
+    assert "0 of 1 pod so far" in condition["message"]

@@ -132,3 +132,26 @@ def test_without_a_scaler_nobody_says_that_it_decides() -> None:
     world = SimulatedCluster(manifest())
     world.step()
     assert "PrefillScaler" not in world.condition("PrefillReady")["message"]
+
+
+@pytest.mark.parametrize("replicas", ["2", 1.5, [1], {}])
+@pytest.mark.parametrize("bounds", [{}, {"minPercentOfDecode": 50}, {"maxPercentOfDecode": 50}])
+def test_without_a_number_of_decode_engines_the_rules_say_what_is_wrong(
+    replicas: Any, bounds: dict[str, int]
+) -> None:
+    world = SimulatedCluster(manifest(decode={"replicas": replicas}))
+    world.scaler = scaler(2)
+    world.scaler["spec"] |= bounds
+    world.step()
+    assert world.condition("Accepted")["reason"] == "WrongType"
+    assert "spec.decode.replicas" in world.condition("Accepted")["message"]
+    assert "PrefillScaler" not in world.condition("PrefillReady")["message"]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(3, 1), (1, 3), (2, 2)])
+def test_its_status_counts_prefill_engines_alone(prefill: int, decode: int) -> None:
+    world = SimulatedCluster(manifest(decode={"replicas": decode}))
+    world.scaler = scaler(prefill)
+    world.settle()
+    assert world.scaler["status"]["replicas"] == prefill
+    assert "role=prefill" in world.scaler["status"]["selector"]

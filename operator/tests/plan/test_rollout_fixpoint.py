@@ -6,14 +6,13 @@ lost, come late or twice. Specs change while engines are replaced, to wrong ones
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lossy_watch import LossyWatch
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import SimulatedCluster, copied, manifest
 
 from pdcluster_operator.plan.planner import make_plan
 
@@ -56,7 +55,7 @@ def content(world: SimulatedCluster) -> dict[str, Any]:
     for (kind, name), child in world.children.items():
         if kind == "ControllerRevision":
             continue
-        spec = copy.deepcopy(child.get("spec"))
+        spec = copied(child.get("spec"))
         found[f"{kind}/{name}"] = spec
     return found
 
@@ -74,7 +73,7 @@ def killed_while(world: SimulatedCluster, data: st.DataObject) -> None:
         except (KeyError, AssertionError):
             break  # a precondition: the object is another one, or gone
     if data.draw(st.booleans(), label="status written"):
-        world.cluster["status"] = copy.deepcopy(dict(plan.status))
+        world.cluster["status"] = copied(dict(plan.status))
     world.now += 1
 
 
@@ -82,7 +81,7 @@ def until_at_rest(world: SimulatedCluster) -> None:
     """Let an operator that sees well work for as long as anything changes."""
 
     def seen() -> Any:
-        return copy.deepcopy((world.children, world.pods, world.engines, world.links))
+        return copied((world.children, world.pods, world.engines, world.links))
 
     for _ in range(60):
         before = seen()
@@ -134,7 +133,7 @@ def ends_as_a_fresh_one_although_events_get_lost(data: st.DataObject) -> None:
                 world.perform(step)
             except (KeyError, AssertionError):
                 break  # a precondition: the object is another one, or gone
-        world.cluster["status"] = copy.deepcopy(dict(plan.status))
+        world.cluster["status"] = copied(dict(plan.status))
         world.now += 1
         if data.draw(st.booleans(), label="others act"):
             world.others_act()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType
-from pdcluster_operator.plan.rollout.fleet import gpus
-from pdcluster_operator.plan.rollout.moves import Fleet, Moves, RoleFleet, next_moves
+from pdcluster_operator.plan.rollout.fleet import Fleet, RoleFleet, gpus
+from pdcluster_operator.plan.rollout.moves import Moves, next_moves
 
 SURGE, REPLACE, RECREATE = RolloutType.SURGE, RolloutType.REPLACE, RolloutType.RECREATE
 
@@ -293,6 +293,17 @@ def test_scaling_down_while_rolling_takes_old_engines_first() -> None:
     assert world.names() == wanted(world.spec)
 
 
+def test_of_too_many_engines_the_last_ones_leave_first() -> None:
+    """Here one of them has to stay, because the engine that is wanted is not verified yet."""
+    for role, replicas in ((Role.DECODE, (1, 3)), (Role.PREFILL, (3, 1))):
+        world = fresh(SURGE, Spec(replicas))
+        revision = "p1" if role is Role.PREFILL else "d1"
+        first, _, last = (name(role, revision, index) for index in range(3))
+        world.linked = {pair for pair in world.linked if first not in pair}
+        world.change(Spec((1, 1)))
+        assert world.moves().leaving == {last}
+
+
 def test_zero_replicas_remove_everything() -> None:
     world = fresh(SURGE, Spec((2, 2)))
     world.change(replace(KEY, replicas=(0, 0)))
@@ -369,3 +380,12 @@ def test_what_counts_as_a_gpu_is_what_admission_counts(
     limits: dict[str, object], pieces: int
 ) -> None:
     assert gpus({"spec": {"containers": [{"resources": {"limits": limits}}]}}) == pieces
+
+
+def test_the_gpus_of_all_containers_count() -> None:
+    def box(**limits: object) -> dict[str, object]:
+        return {"resources": {"limits": limits}}
+
+    boxes = [box(**{"nvidia.com/gpu": 2}), box(memory="1Gi"), box(**{"nvidia.com/gpu": "3"}), {}]
+    assert gpus({"spec": {"containers": boxes}}) == 5
+    assert gpus({"spec": {"containers": boxes[::-1]}}) == 5

@@ -187,6 +187,40 @@ def test_a_drain_of_nodes_evicts_every_engine_and_clients_always_reach_some() ->
     assert not set(before.values()) & {pod["metadata"]["uid"] for pod in world.pods.values()}
 
 
+def test_an_engine_that_is_evicted_serves_on_until_no_router_knows_it() -> None:
+    world = up("Recreate", decode={"replicas": 2})
+    pod = min(name for name in world.pods if "-decode-" in name)
+    engine = engine_of(world.pods[pod])
+    assert engine is not None
+    assert engine.logical in world.plan().routed
+    evict(world, [pod])
+    assert engine.logical in world.step().routed
+    assert pod not in routers(world)[selector(world)]
+    [deployment] = [child for (kind, _), child in world.children.items() if kind == "Deployment"]
+    deployment["status"] = {"availableReplicas": 1, "updatedReplicas": 0}
+    assert engine.logical in world.plan().routed, "the routers that know it still run"
+    world.route()
+    assert engine.logical not in world.plan().routed
+
+
+def test_the_only_engine_of_a_role_waits_for_no_router() -> None:
+    """No router forgets it, because no other one could serve."""
+    world = up("Recreate", decode={"replicas": 2})
+    assert world.plan().routed == {engine.logical for engine in world.leaders("decode")}
+
+
+def test_an_engine_that_the_operator_removes_waits_for_no_router() -> None:
+    world = up("Recreate", prefill={"replicas": 2}, decode={"replicas": 2})
+    old = {engine.logical for role in ("prefill", "decode") for engine in world.leaders(role)}
+    assert world.plan().routed == old
+    world.edit(**KEY)
+    for _ in range(2):
+        world.step()
+    assert not engines(world)
+    assert world.pods, "they drain"
+    assert not world.plan().routed & old
+
+
 def evict(world: SimulatedCluster, pods: list[str]) -> None:
     """Let pods end. Their launchers say that they drain."""
     for name in pods:
@@ -354,6 +388,46 @@ def test_replace_rolls_two_engines_of_each_role_without_another_gpu() -> None:
     assert world.condition("Ready")["status"] == "True"
 
 
+def test_recreate_ends_old_routers_so_that_old_engines_get_no_more_requests() -> None:
+    """An engine that is told to end serves on as long as requests come."""
+    world = up("Recreate")
+    old = engines(world)
+
+    def unavailable() -> object:
+        [router] = [child for (kind, _), child in world.children.items() if kind == "Deployment"]
+        return router["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"]
+
+    assert unavailable() == 0
+    world.edit(**ENV)
+    while engines(world) >= old:
+        assert unavailable() == 0
+        world.step()
+    assert unavailable() == "100%"
+    for _ in range(30):
+        world.others_act()
+        world.step()
+    assert world.condition("Ready")["status"] == "True"
+    assert len(engines(world) - old) == 1
+    assert unavailable() == 0
+
+
+@pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
+def test_at_each_moment_of_a_rollout_one_engine_of_a_role_may_be_evicted(how: str) -> None:
+    """Each engine has one pod. One that is missing counts as one that was evicted."""
+    world = up(how, prefill={"replicas": 2}, decode={"replicas": 3})
+    old = engines(world)
+    world.edit(**KEY)
+    for _ in range(60):
+        world.step()
+        for role, replicas in (("prefill", 2), ("decode", 3)):
+            there = sum(f"-{role}-" in name for name in engines(world))
+            budget = world.children["PodDisruptionBudget", f"llama-{role}"]["spec"]
+            assert budget["minAvailable"] == max(there, replicas) - 1
+        world.others_act()
+    assert not engines(world) & old
+    assert world.condition("Ready")["status"] == "True"
+
+
 def test_replace_holds_with_one_engine_of_a_role_and_says_why() -> None:
     world = up("Replace")
     old = engines(world)
@@ -371,19 +445,83 @@ def test_replace_holds_with_one_engine_of_a_role_and_says_why() -> None:
     assert not engines(world) & old
 
 
+NO_GPU = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+NO_SUCH_NODE = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
+
+
+def no_node(world: SimulatedCluster, old: set[str], words: str) -> None:
+    """Let the scheduler find no node for the new decode engines. All others run."""
+    world.others_act()
+    for name, pod in world.pods.items():
+        engine = engine_of(pod)
+        if engine is not None and engine.role == "decode" and engine.stateful_set not in old:
+            scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+            world.pods[name]["status"] = {"conditions": [{**scheduled, "message": words}]}
+            world.engines.pop(engine.logical, None)
+            world.links.pop(engine.logical, None)
+
+
 def test_surge_that_gets_no_gpu_gives_up_and_the_old_engines_serve() -> None:
     world = up("Surge")
     old = engines(world)
     world.edit(**ENV)
     for _ in range(3):
         world.step()
-        world.make_pods()
+        no_node(world, old, NO_GPU)
+    world.step()
+    progressing = world.condition("Progressing")
+    assert progressing["status"] == "True"
+    assert NO_GPU in progressing["message"]
+    assert progressing["message"].endswith("or set rollout.type to Replace")
     world.now += 4000
     world.step()
-    assert world.condition("Progressing")["reason"] == StatusReason.PROGRESS_DEADLINE_EXCEEDED
+    progressing = world.condition("Progressing")
+    assert progressing["reason"] == StatusReason.PROGRESS_DEADLINE_EXCEEDED
+    assert NO_GPU in progressing["message"]
+    assert progressing["message"].endswith("or set rollout.type to Replace")
     assert world.condition("Available")["status"] == "True"
     assert old < engines(world)
     assert_served(world)
+
+
+def test_what_gets_no_gpu_is_told_although_engines_of_the_other_role_wait_for_it() -> None:
+    world = up("Surge", prefill={"replicas": 2}, decode={"replicas": 2})
+    old = engines(world)
+    world.edit(**KEY)
+    for _ in range(8):
+        world.step()
+        no_node(world, old, NO_GPU)
+    world.step()
+    assert world.condition("PrefillReady")["reason"] == StatusReason.PODS_MISSING
+    ready, progressing = world.condition("Ready"), world.condition("Progressing")
+    assert ready["reason"] == StatusReason.UNSCHEDULABLE
+    assert NO_GPU in ready["message"]
+    assert NO_GPU in progressing["message"]
+    assert "Make room" in progressing["message"]
+    world.now += 4000
+    world.step()
+    progressing = world.condition("Progressing")
+    assert progressing["reason"] == StatusReason.PROGRESS_DEADLINE_EXCEEDED
+    assert NO_GPU in progressing["message"]
+    assert "Make room" in progressing["message"]
+
+
+def test_where_no_room_would_help_nobody_is_told_to_make_some() -> None:
+    """With Recreate the old engines would go, and the new ones still find no node."""
+    world = up("Surge")
+    old = engines(world)
+    world.edit(**ENV)
+    for moment in (0, 4000):
+        for _ in range(3):
+            world.step()
+            no_node(world, old, NO_SUCH_NODE)
+        world.now += moment
+        world.step()
+        progressing = world.condition("Progressing")
+        assert NO_SUCH_NODE in progressing["message"]
+        assert "rollout.type" not in progressing["message"]
+    assert progressing["reason"] == StatusReason.PROGRESS_DEADLINE_EXCEEDED
+    assert world.condition("Available")["status"] == "True"
 
 
 def test_a_pause_stops_a_rollout_where_it_is() -> None:

@@ -37,16 +37,16 @@ def test_what_makes_pods_comes_after_all_that_pods_need() -> None:
     trial = TryOut((), {"kind": "ControllerRevision"}, beside=False, why="a test")
     staged = stages([restart, gone, trial, *steps])
     kinds = [{what(step) for step in stage} for stage in staged]
-    assert kinds[0] == {"Secret"}
-    assert kinds[1] == {
+    assert kinds[0] == {
         "ConfigMap",
         "ControllerRevision",
         "NetworkPolicy",
         "PodDisruptionBudget",
+        "Secret",
         "Service",
         "ServiceAccount",
     }
-    assert kinds[2:] == [{"StatefulSet", "Deployment"}, {"TryOut"}, {"Delete"}, {"RestartPod"}]
+    assert kinds[1:] == [{"StatefulSet", "Deployment"}, {"TryOut"}, {"Delete"}, {"RestartPod"}]
     assert sorted(map(id, (step for stage in staged for step in stage))) == sorted(
         map(id, [restart, gone, trial, *steps])
     )
@@ -70,8 +70,10 @@ def test_a_step_knows_whether_it_creates() -> None:
     assert step.uid == "", "it must be looked at: it may be gone, or kept from going"
 
 
-def status(ready: str = "False", message: str = "", generation: int = 1) -> dict[str, object]:
-    conditions = [{"type": "Ready", "status": ready, "message": message}]
+def status(
+    ready: str = "False", message: str = "", generation: int = 1, reason: str = "Starting"
+) -> dict[str, object]:
+    conditions = [{"type": "Ready", "status": ready, "message": message, "reason": reason}]
     return {"observedGeneration": generation, "conditions": conditions}
 
 
@@ -82,6 +84,8 @@ def status(ready: str = "False", message: str = "", generation: int = 1) -> dict
         ({}, status(), 0.0, 0.0),
         (status(), status("True"), 0.0, 0.0),
         (status(), status(generation=2), 0.0, 0.0),
+        (status(), status(reason="ImageUnavailable"), 0.0, 0.0),
+        (status(), status(reason="LoadingWeights"), 0.0, QUIET_SECONDS),
         (status(), status(message="1 of 2 pods"), 0.25, QUIET_SECONDS - 0.25),
         (status(), status(message="1 of 2 pods"), QUIET_SECONDS, 0.0),
         (status(), status(message="1 of 2 pods"), float("inf"), 0.0),

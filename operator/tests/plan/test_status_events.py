@@ -60,11 +60,57 @@ def test_ready_speaks_for_the_others_only_when_it_becomes_true() -> None:
     assert event.message.startswith("Available is False")
 
 
+def test_ready_speaks_for_its_reason_when_it_stops_being_true() -> None:
+    was = {"observedGeneration": 1, **all_of("True", "Complete", "False")}
+    lost = {"observedGeneration": 1, **all_of("False", "PodsMissing", "True")}
+    (event,) = transitions(was, lost, secured=True)
+    assert (event.type, event.reason) == ("Warning", "PodsMissing")
+    assert event.message.startswith("Ready is False")
+    (event,) = transitions(was, {**lost, "observedGeneration": 2}, secured=True)
+    assert event.type == "Normal", "somebody changed the spec"
+    broken = {"observedGeneration": 2, **all_of("False", "EngineFailed", "True")}
+    (event,) = transitions(was, broken, secured=True)
+    assert event.type == "Warning", "an engine that crashes is trouble, whatever was changed"
+    given_up = {"observedGeneration": 1, **all_of("False", "PodsMissing", "False")}
+    progressing = next(one for one in given_up["conditions"] if one["type"] == "Progressing")
+    progressing["reason"] = "ProgressDeadlineExceeded"
+    was["conditions"][1]["status"] = "True"
+    kinds = [event.message.split(" is ")[0] for event in transitions(was, given_up, secured=True)]
+    assert kinds == ["Progressing", "Ready"]
+
+
+def all_of(ready: str, reason: str, progressing: str) -> dict[str, Any]:
+    kinds = {"DecodeReady": ready, "Progressing": progressing, "Ready": ready}
+    return {
+        "conditions": [
+            {"type": kind, "status": value, "reason": reason, "message": "so it is"}
+            for kind, value in kinds.items()
+        ]
+    }
+
+
 def test_a_cluster_without_tls_is_told_so_once() -> None:
     accepted = status(ConditionType.ACCEPTED, Status.TRUE, "PartiallyChecked")
-    events = transitions(None, accepted, secured=False)
-    assert [event.reason for event in events] == ["PartiallyChecked", "InsecureSideChannel"]
-    assert len(transitions(None, accepted, secured=True)) == 1
+    (event,) = transitions(None, accepted, secured=False)
+    assert (event.type, event.reason) == ("Warning", "InsecureSideChannel")
     refused = status(ConditionType.ACCEPTED, Status.FALSE, "Refused")
-    assert len(transitions(None, refused, secured=False)) == 1
-    assert len(transitions(refused, accepted, secured=False)) == 1, "the cluster is not new"
+    for before, after in ((None, refused), (refused, accepted), (accepted, accepted)):
+        reasons = [event.reason for event in transitions(before, after, secured=False)]
+        assert "InsecureSideChannel" not in reasons, "the cluster is not new, or is refused"
+
+
+def test_that_a_spec_is_accepted_is_an_event_only_if_it_was_not() -> None:
+    accepted = status(ConditionType.ACCEPTED, Status.TRUE, "PartiallyChecked")
+    refused = status(ConditionType.ACCEPTED, Status.FALSE, "Refused")
+    assert transitions(None, accepted, secured=True) == ()
+    for before, after, kind in ((None, refused, "Warning"), (refused, accepted, "Normal")):
+        assert [event.type for event in transitions(before, after, secured=True)] == [kind]
+
+
+@pytest.mark.parametrize("length", [0, 900, 1100, 5000])
+def test_an_event_is_as_long_as_the_api_server_takes(length: int) -> None:
+    """Kubernetes refuses an event whose message is longer than 1024 characters."""
+    after = status(ConditionType.READY, Status.FALSE, "Waiting")
+    after["conditions"][0]["message"] = "x" * length
+    (event,) = transitions(status(ConditionType.READY, "True", "Ready"), after, secured=True)
+    assert event.message == f"Ready is False: {'x' * length}"[:1024]

@@ -12,12 +12,20 @@ from valid_specs import manifests
 
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.builders import engine_pod
+from pdcluster_operator.plan.connector_mounts import shared_connectors_of
 from pdcluster_operator.plan.model import ConnectorBundle, Delete
 from pdcluster_operator.plan.rollout import targets
-from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, what_changed
+from pdcluster_operator.plan.rollout.changes import (
+    in_words,
+    spec_of_engines,
+    what_changed,
+    why_replaced,
+)
+from pdcluster_operator.plan.rollout.stored import Revision
 
 NEWER = ConnectorBundle("d" * 64, b"newer")
-OLD_CONNECTOR, NEW_CONNECTOR = "llama-connector-c0ffee0000", "llama-connector-dddddddddd"
+OLD_CONNECTOR = "pdcluster-connector-c0ffee0000000000"
+NEW_CONNECTOR = "pdcluster-connector-dddddddddddddddd"
 ONE_VARIABLE = {"engine": {"env": [{"name": "A", "value": "1"}]}}
 
 
@@ -109,7 +117,7 @@ def test_the_next_change_brings_the_builder_and_the_connector_for_its_role(
     mounted = {v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v}
     assert mounted == {NEW_CONNECTOR}
     # Prefill mounts the older one still. The two roles pair: the key is the same.
-    assert named(world, "ConfigMap") == {OLD_CONNECTOR, NEW_CONNECTOR}
+    assert world.shared.keys() == {OLD_CONNECTOR, NEW_CONNECTOR}
     keys = {
         child["metadata"]["labels"]["pdcluster.dev/pairing-key"]
         for (kind, _), child in world.children.items()
@@ -178,14 +186,14 @@ def test_a_connector_that_somebody_deleted_makes_its_idle_revision_useless() -> 
     world.connector = NEWER
     world.edit(engine={"maxModelLen": 512})
     roll(world)
-    del world.children["ConfigMap", OLD_CONNECTOR]
+    del world.shared[OLD_CONNECTOR]
     world.edit(engine={})
     roll(world)
-    assert len(named(world, "ConfigMap")) == 1
+    assert world.shared.keys() == {NEW_CONNECTOR}
     assert len(named(world, "StatefulSet")) == 2
 
 
-def test_history_is_pruned_and_connectors_go_with_it() -> None:
+def test_history_is_pruned_and_mounts_no_connector_then() -> None:
     world = up(rollout={"revisionHistoryLimit": 1})
     for number in range(4):
         world.connector = ConnectorBundle(f"{number}" * 64, b"another")
@@ -193,7 +201,9 @@ def test_history_is_pruned_and_connectors_go_with_it() -> None:
         roll(world)
     world.settle()
     assert len(named(world, "ControllerRevision")) == 4  # of each role: the one that runs, one more
-    assert named(world, "ConfigMap") == {f"llama-connector-{n * 10}" for n in ("2", "3")}
+    assert {name for child in world.children.values() for name in shared_connectors_of(child)} == {
+        f"pdcluster-connector-{n * 16}" for n in ("2", "3")
+    }
 
 
 def test_engines_of_an_operator_that_stored_nothing_are_adopted() -> None:
@@ -284,3 +294,33 @@ def test_what_counts_as_a_change_of_an_engine() -> None:
     assert what_changed(before, after, Role.PREFILL, rekeyed=False) == []
     assert in_words(["b", "a", "d", "c", "a"]) == "a, b, c and 1 more changed"
     assert in_words([]) == ""
+    assert in_words(["a"]) == "a changed"
+    assert in_words(["c", "b", "a"]) == "a, b, c changed"
+    assert in_words("abcde") == "a, b, c and 2 more changed"
+
+
+def revision(name, **changes):
+    base = {"role": Role.PREFILL, "pairing_key": "key", "connector": "", "nodes": 1,
+            "template": {}, "spec": {}, "renew": ""}  # fmt: skip
+    return Revision(name=name, **base | changes)
+
+
+OLD = revision("old", spec={"prefill": {"engine": {"env": 1}}, "decode": {"engine": {"env": 1}}})
+
+
+@pytest.mark.parametrize("before", [[], [None], [revision("new")]], ids=["none", "unknown", "same"])
+@pytest.mark.parametrize("behind", [[], [None], [revision("new")]], ids=["none", "unknown", "same"])
+def test_each_older_revision_says_why_it_is_replaced(before, behind):
+    """An engine of a revision that is not known, or of the wanted one, hides no other's cause."""
+    wanted, spec = revision("new"), {"decode": {"engine": {"env": 1}}}
+    older = [*before, OLD, *behind]
+    assert why_replaced(older, wanted, spec) == {"prefill.engine.env"}
+    renewed = [*older, revision("renewed", spec=spec, renew="x")]
+    assert why_replaced(renewed, wanted, spec) == {"prefill.engine.env", "rollout.renew"}
+
+
+def test_the_other_roles_fields_count_only_if_the_pairing_key_changed():
+    spec = {"prefill": {"engine": {"env": 1}}, "decode": {"engine": {"env": 2}}}
+    assert why_replaced([OLD], revision("new"), spec) == set()
+    rekeyed = revision("new", pairing_key="other")
+    assert why_replaced([OLD], rekeyed, spec) == {"decode.engine.env"}

@@ -44,6 +44,17 @@ def test_each_role_is_tried_out_and_stored_before_an_engine_is_deleted() -> None
     assert any(isinstance(step, Delete) for step in world.step().steps)
 
 
+@pytest.mark.parametrize(
+    ("how", "beside"), [("Surge", True), ("Replace", False), ("Recreate", False)]
+)
+def test_only_pods_of_a_surge_run_beside_the_old_ones(how: str, beside: bool) -> None:
+    """A quota that is used up refuses them. It does not refuse a pod that takes another's place."""
+    world = SimulatedCluster(manifest(rollout={"type": how}))
+    world.bring_up()
+    world.edit(engine=LONGER)
+    assert [step.beside for step in trials(world)] == [beside, beside]
+
+
 def test_what_is_refused_changes_nothing_and_the_old_engines_serve() -> None:
     world = SimulatedCluster(manifest())
     world.bring_up()

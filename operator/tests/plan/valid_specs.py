@@ -104,6 +104,7 @@ def manifests(draw: st.DrawFn) -> dict:
                     internalNames=st.sampled_from(["Hidden", "Shown"]),
                     tls=st.sampled_from(["Enabled", "Disabled"]),
                     nixlThreads=st.integers(0, 64),
+                    localTokensPerStep=st.integers(0, 1_048_576),
                     backends=st.just(["UCX"]),
                     minBandwidthMBps=st.integers(1, 100),
                     rdma=st.just({"resource": "rdma/ib", "perGPU": 2, "networks": ["a"]}),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdcluster_operator.api.labels import CONNECTOR_LABEL, connector_name
 from pdcluster_operator.plan.model import (
     Apply,
     Delete,
@@ -74,7 +75,7 @@ class Api:
         self.now -= 1
         if manifest["metadata"]["name"] in self.fail:
             raise ApiError("Forbidden", manifest["metadata"]["name"])
-        return manifest
+        return {**manifest, "metadata": {**manifest["metadata"], "uid": "uid-of-what-was-made"}}
 
     async def try_out(self, step: TryOut) -> None:
         raise AssertionError("nothing is tried out here")
@@ -211,6 +212,75 @@ async def test_engines_wait_for_their_certificates_and_both_for_a_cluster_that_i
     with pytest.raises(ApiError):
         await executor_of(api).perform(KEY, CLUSTER, [engine, certificates()], [])
     assert api.begun == ["certificates"]
+
+
+def connector() -> Apply:
+    name = connector_name("ab" * 32)
+    labels = {CONNECTOR_LABEL: "ab" * 32}
+    metadata = {"namespace": "ns", "name": name, "labels": labels}
+    return Apply({"kind": "ConfigMap", "metadata": metadata}, "a test")
+
+
+async def test_what_many_clusters_need_at_once_is_created_once() -> None:
+    api, there, labels = Api(), "", connector().manifest["metadata"]["labels"]
+    api.go.clear()
+
+    def held(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+        metadata = {**manifest["metadata"], "uid": there, "labels": labels}
+        return {**manifest, "metadata": metadata} if there else None
+
+    executor = Executor(api, RewriteNotes(), lambda _: True, held=held)
+    keys = [Key("ns", f"c-{number}") for number in range(20)]
+    running = [
+        asyncio.create_task(executor.perform(key, CLUSTER, [connector()], [])) for key in keys
+    ]
+    async with asyncio.timeout(60):
+        while len(api.reads) < len(keys):  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0)
+    api.go.set()
+    assert await asyncio.gather(*running) == [True] * len(keys)
+    assert len(api.begun) == 1
+    there = "uid-of-what-was-made"
+    assert await executor.perform(KEY, CLUSTER, [connector()], [])
+    assert len(api.begun) == 1, "its plan is older than what another cluster's plan made"
+    for number, other in enumerate(("", "uid-of-another"), start=2):
+        there = other
+        assert await executor.perform(KEY, CLUSTER, [connector()], [])
+        assert len(api.begun) == number, "somebody deleted it, or made another"
+    there, labels = "uid-of-what-was-made", {}
+    assert await executor.perform(KEY, CLUSTER, [connector()], [])
+    assert len(api.begun) == 4, "somebody took its labels away"
+
+
+async def test_who_waits_for_a_creation_may_be_cancelled_alone() -> None:
+    api = Api()
+    api.go.clear()
+    executor = executor_of(api)
+    first, second = (
+        asyncio.create_task(executor.perform(Key("ns", name), CLUSTER, [connector()], []))
+        for name in ("a", "b")
+    )
+    async with asyncio.timeout(60):
+        while not api.begun or len(api.reads) < 2:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    first.cancel()
+    api.go.set()
+    assert await second
+    assert len(api.begun) == 1
+
+
+async def test_all_who_wait_for_a_creation_hear_that_it_failed() -> None:
+    api = Api()
+    step = connector()
+    api.fail = {step.manifest["metadata"]["name"]}
+    executor = executor_of(api)
+    calls = (executor.perform(KEY, CLUSTER, [step], []) for _ in range(3))
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(one) for one in ended] == [ApiError] * 3
+    api.fail.clear()
+    assert await executor.perform(KEY, CLUSTER, [step], [])
 
 
 async def test_nothing_is_written_without_the_lease() -> None:

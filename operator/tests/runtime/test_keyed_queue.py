@@ -65,6 +65,50 @@ async def test_a_key_added_while_it_runs_runs_once_more_and_never_beside_itself(
     assert (runs, most) == (2, 1)
 
 
+async def run_in_order(queue: KeyedQueue, ran: list[str], count: int) -> list[str]:
+    queue.start()
+    async with asyncio.timeout(60):
+        while len(ran) < count:  # noqa: ASYNC110 - the handler announces nothing
+            await asyncio.sleep(0)
+    await queue.stop()
+    return ran
+
+
+async def test_urgent_keys_and_others_take_turns() -> None:
+    ran: list[str] = []
+
+    async def handler(key: Key) -> None:
+        ran.append(key.name)
+
+    queue = KeyedQueue(handler, workers=1)
+    for number in range(5):
+        queue.add(Key("ns", f"n{number}"))
+    for number in range(3):
+        queue.add(Key("ns", f"u{number}"), urgent=True)
+    queue.add(Key("ns", "n4"), urgent=True)
+    queue.add(Key("ns", "u0"))
+    assert queue.depth == 8
+    order = await run_in_order(queue, ran, 8)
+    assert order == ["u0", "n0", "u1", "n1", "u2", "n2", "n4", "n3"]
+
+
+async def test_a_key_that_becomes_urgent_while_it_runs_is_urgent_afterwards() -> None:
+    ran: list[str] = []
+    queue: KeyedQueue
+
+    async def handler(key: Key) -> None:
+        if not ran:
+            queue.add(A, urgent=True)
+            queue.add(A)
+            queue.add(B)
+            queue.add(Key("ns", "c"))
+        ran.append(key.name)
+
+    queue = KeyedQueue(handler, workers=1)
+    queue.add(A)
+    assert (await run_in_order(queue, ran, 4))[:2] == ["a", "a"]
+
+
 async def test_no_two_workers_on_a_key_under_churn() -> None:
     running: set[Key] = set()
     overlaps = 0

@@ -25,6 +25,7 @@ from pdcluster_operator.runtime.queue import Key
 KEY = Key("ns", "tiny")
 P = Target("ns.tiny.prefill.a.0", Role.PREFILL, "http://p", "1/0")
 D = Target("ns.tiny.decode.a.0", Role.DECODE, "http://d", "2/0")
+FORBIDDEN = "403 Forbidden"
 
 
 class Launchers:
@@ -34,8 +35,11 @@ class Launchers:
         self.ids: dict[str, str | None] = {"http://p": "p/1", "http://d": "d/1"}
         self.engines = {P.url: P.engine, D.url: D.engine}
         self.told: list[tuple[str, Mapping[str, Any]]] = []
+        self.routed: dict[str, bool | None] = {}  # what each launcher knows, if it can be told
+        self.routes: list[tuple[str, bool]] = []
         self.hang: set[str] = set()
         self.refuse_peers = False
+        self.refuse_routes = ""  # why a launcher does not want to know who routes to it
         self.misses = 0  # polls of readiness, of whomever, that fail from now on
         self.polls = 0
         self.waits = 0
@@ -53,7 +57,10 @@ class Launchers:
             await asyncio.sleep(60)
         if (engine_id := self.ids[url]) is None:
             raise LauncherError("refused")
-        return EngineReport(ready=True, engine=self.engines[url], engine_id=engine_id)
+        routed = self.routed.get(url)
+        return EngineReport(
+            ready=True, engine=self.engines[url], engine_id=engine_id, routed=routed
+        )
 
     async def links(self, target: Target) -> LinksReport:
         url = target.url
@@ -74,6 +81,12 @@ class Launchers:
         self.told.append((self.ids[target.url] or "", body))
         if self.refuse_peers:
             raise LauncherError("400")
+
+    async def tell_routed(self, target: Target, *, routed: bool) -> None:
+        self.routes.append((target.engine, routed))
+        if self.refuse_routes:
+            raise LauncherError(self.refuse_routes)
+        self.routed[target.url] = routed
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -136,6 +149,65 @@ async def test_peers_are_sent_once_and_again_when_they_or_the_engine_change() ->
     launchers.ids["http://d"] = "d/2"
     await until(lambda: len(launchers.told) == 3)
     assert launchers.told[1:] == [("d/1", {"generation": 2}), ("d/2", {"generation": 2})]
+    await monitor.stop()
+
+
+async def test_an_engine_is_told_whether_routers_may_send_it_requests() -> None:
+    launchers = Launchers()
+    launchers.revision = "1"
+    launchers.routed[D.url] = False  # the other launcher is of a version that cannot be told
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [P, D])
+    await until(lambda: len(monitor.engines(KEY)) == 2)
+    assert launchers.routes == []
+    monitor.route(KEY, {P.engine, D.engine})
+    await until(lambda: monitor.engines(KEY)[D.engine].routed)
+    launchers.routed[D.url] = False  # its process starts again
+    launchers.revision = "2"
+    await until(lambda: len(launchers.routes) == 2)
+    monitor.route(KEY, {P.engine})
+    await until(lambda: len(launchers.routes) == 3)
+    assert launchers.routes == [(D.engine, True), (D.engine, True), (D.engine, False)]
+    await monitor.stop()
+
+
+async def test_an_engine_that_cannot_be_told_of_routers_is_no_less_ready(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    launchers = Launchers()
+    launchers.routed |= {D.url: False, P.url: False}
+    launchers.refuse_routes = FORBIDDEN
+    monitor, woken = monitor_of(launchers)
+    monitor.follow(KEY, [P, D])
+    await until(lambda: len(monitor.engines(KEY)) == 2)
+    monitor.assign(KEY, [peers(1)])
+    monitor.route(KEY, {P.engine, D.engine})
+    await until(lambda: all(launchers.routes.count((one.engine, True)) > 3 for one in (P, D)))
+    assert set(monitor.engines(KEY)) == {P.engine, D.engine}
+    assert set(monitor.links(KEY)) == {D.engine}
+    assert launchers.told == [("d/1", {"generation": 1})], "peers are told all the same"
+    assert len(woken) == 2, "it was ready all the time"
+    for one in (P, D):
+        said = [text for text in caplog.messages if one.engine in text]
+        assert said == [
+            f"{one.engine} cannot be told whether routers send it requests: {FORBIDDEN}"
+        ]
+    launchers.refuse_routes = ""
+    await until(lambda: launchers.routed == {D.url: True, P.url: True})
+    await monitor.stop()
+
+
+async def test_the_engines_of_a_cluster_that_was_deleted_wait_for_no_router() -> None:
+    launchers = Launchers()
+    launchers.routed |= {D.url: False, P.url: False}
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [P, D])
+    monitor.route(KEY, {D.engine})
+    await until(lambda: (found := monitor.engines(KEY).get(D.engine)) and found.routed)
+    monitor.dismiss(KEY)
+    await until(lambda: launchers.routed[D.url] is False)
+    assert launchers.routes == [(D.engine, True), (D.engine, False)]
+    assert monitor.engines(KEY) == {}
     await monitor.stop()
 
 

@@ -7,22 +7,30 @@ import base64
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
+from authority import Authority
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
+from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.tls.engine_certificates import (
     held_certificates,
     with_certificates,
 )
+from pdcluster_operator.adapters.tls.mounted_identity import MountedIdentity
 from pdcluster_operator.api.labels import (
     API_VERSION,
     ROTATE_TICKET_KEY_ANNOTATION,
     certificates_name,
 )
 from pdcluster_operator.local.api import LocalApi
+from pdcluster_operator.plan import launchers
 from pdcluster_operator.plan.launchers import Target, launchers_to_poll
 from pdcluster_operator.plan.model import (
     ConnectorBundle,
@@ -163,6 +171,9 @@ class Serving:
     async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
         assert body
 
+    async def tell_routed(self, target: Target, *, routed: bool) -> None:
+        raise AssertionError("these launchers are of a version that cannot be told")
+
 
 class Fixed:
     def bundle(self) -> ConnectorBundle:
@@ -173,12 +184,14 @@ class Fixed:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, **spec: Any) -> None:
         self.api, self.store, self.events = LocalApi(), Store(), Nobody()
         self.port = RecordingApi(self.api)
         self.start(self.events)
         self.api.watch(self._see)
-        self.api.apply(copy.deepcopy(MANIFEST))
+        manifest = copy.deepcopy(MANIFEST)
+        manifest["spec"] |= spec
+        self.api.apply(manifest)
 
     def start(self, launchers: object) -> None:
         """A process of the operator, which has not asked anybody yet."""
@@ -212,7 +225,8 @@ async def test_children_come_first_then_the_status() -> None:
     assert world.port.writes.count("apply StatefulSet") == 2
     assert world.condition("Accepted")["status"] == "True"
     kinds = {child["kind"] for child in world.store.children(KEY)}
-    assert kinds >= {"StatefulSet", "Service", "Deployment", "ConfigMap"}
+    assert kinds >= {"StatefulSet", "Service", "Deployment"}
+    assert len(world.store.connectors("ns")) == 1
 
 
 def keys(world: World) -> list[str]:
@@ -224,7 +238,8 @@ def keys(world: World) -> list[str]:
 async def test_the_ticket_key_is_minted_once_and_rotated_on_demand() -> None:
     world = World()
     await world.reconcile()
-    assert world.port.writes[0] == "write Secret", "before the first pod mounts it"
+    secret, engine = map(world.port.writes.index, ("write Secret", "apply StatefulSet"))
+    assert secret < engine, "before the first pod mounts it"
     [first] = keys(world)
     assert len(bytes.fromhex(first)) == 32
     for _ in range(3):
@@ -316,6 +331,44 @@ async def test_a_second_look_at_the_same_world_writes_nothing() -> None:
     events = list(world.events.events)
     await world.reconcile()
     assert world.events.events == events
+
+
+async def test_plans_of_few_clusters_are_remembered_and_nobody_notices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reconcile, "MOST_MEMOS", 1)
+    monkeypatch.setattr(Nobody, "publish", AsyncMock())
+    world = World()
+    other = copy.deepcopy(MANIFEST)
+    other["metadata"] |= {"name": "other", "uid": "another"}
+    world.api.apply(other)
+    for name in ("tiny", "other") * 3:
+        world.port.writes.clear()
+        await world.reconciler.reconcile(Key("ns", name))
+        assert [key.name for key in world.reconciler._memos] == [name]
+    assert world.port.writes == []
+    assert await world.reconcile() is not None
+    assert world.port.writes == []
+
+
+async def test_events_come_with_the_status_that_they_are_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    told = Event("Normal", "Told", "Ready is True")
+    plan = reconcile.make_plan
+
+    def with_event(*arguments: Any) -> Any:
+        return replace(plan(*arguments), events=(told,))
+
+    monkeypatch.setattr(reconcile, "make_plan", with_event)
+    monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 4.0)
+    await world.reconcile()
+    await world.reconcile()
+    assert told not in world.events.events, "the status waits, so each plan until then says it"
+    monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 0.0)
+    await world.reconcile()
+    assert world.events.events.count(told) == 1
 
 
 async def test_a_failed_step_stops_the_rest_and_stands_in_the_status() -> None:
@@ -444,7 +497,8 @@ async def test_an_operator_that_has_just_started_asks_before_it_judges() -> None
     for number, child in enumerate(world.store.children(KEY)):
         if child["kind"] == "StatefulSet":
             world.store.put(ready_pod(child, f"10.0.0.{number}"))
-    engines = {target.url: target.engine for target in launchers_to_poll(world.store.pods(KEY))}
+    targets = launchers_to_poll(world.store.pods(KEY), world.store.children(KEY))
+    engines = {target.url: target.engine for target in targets}
     assert len(engines) == 2
     world.start(Serving(engines))
     await world.reconcile()
@@ -466,6 +520,53 @@ async def test_an_operator_that_has_just_started_asks_before_it_judges() -> None
         await world.monitor.stop()
     assert wait is not None
     assert 0 < wait <= LONGEST_WAIT_SECONDS
+
+
+MOUNTED = {
+    "podTemplate": {
+        "spec": {
+            "containers": [
+                {"name": "engine", "volumeMounts": [{"name": "own", "mountPath": "/pdcluster-tls"}]}
+            ],
+            "volumes": [{"name": "own", "secret": {"secretName": "of-the-user"}}],
+        }
+    }
+}
+
+
+@pytest.mark.parametrize(("tls", "role"), [("Mounted", MOUNTED), ("Enabled", {})])
+async def test_who_changes_the_labels_of_a_pod_gets_no_request_without_tls(
+    tls: str, role: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[bytes] = []
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if data := await reader.read(1 << 16):
+            heard.append(data)
+        writer.close()
+
+    Authority("the user's CA").files(tmp_path, "operator", name=OPERATOR_NAME)
+    stranger = await asyncio.start_server(take, "127.0.0.1", 0)
+    monkeypatch.setattr(launchers, "LAUNCHER_PORT", stranger.sockets[0].getsockname()[1])
+    world = World(transfer={"tls": tls}, prefill=role, decode=role)
+    await world.reconcile()
+    for child in world.store.children(KEY):
+        if child["kind"] == "StatefulSet":
+            pod = ready_pod(child, "127.0.0.1")
+            pod["metadata"]["labels"] |= {"pdcluster.dev/tls": "Disabled"}
+            world.store.put(pod)
+    async with stranger, EnginesHttp(world.port.authority, identity=MountedIdentity(tmp_path)) as c:
+        world.start(c)
+        await world.reconcile()
+        async with asyncio.timeout(120):
+            while len(heard) < 6 or not world.monitor.all_heard(KEY):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await world.reconcile()
+        await world.monitor.stop()
+    assert {data[:2] for data in heard} == {b"\x16\x03"}, "a TLS handshake, and no more"
+    status = world.api.get("PDCluster", *KEY)["status"]
+    assert status["transfer"]["certificates"] == {"Mounted": "Mounted", "Enabled": "Operator"}[tls]
+    assert world.condition("DecodeReady")["reason"] == "LauncherUnreachable"
 
 
 def ready_pod(stateful_set: Mapping[str, Any], address: str) -> dict[str, Any]:

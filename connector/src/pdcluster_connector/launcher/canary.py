@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.canary_schedule import CanarySchedule
 from pdcluster_connector.launcher.engine_api import ApiError, ApiUnreachableError, EngineApi
 from pdcluster_connector.launcher.link_table import CanaryResult, LinkTable
@@ -27,6 +28,8 @@ from pdcluster_connector.protocol.kv_path import KEY_PARAMETER
 
 TIMEOUT_SECONDS: Final = 120.0
 _BLOCKS: Final = 3
+# The block size that vLLM chooses on CPU. On GPUs it is smaller, and a canary moves more blocks.
+_USUAL_BLOCK: Final = 128
 _LOOK_EVERY: Final = 0.5
 
 
@@ -42,6 +45,13 @@ def prompt(block_tokens: int, vocabulary: int, limit: int | None) -> list[int]:
     low = min(10, vocabulary - 1)
     draw = random.SystemRandom()
     return [draw.randrange(low, vocabulary) for _ in range(length)]
+
+
+def prompt_maker(command: EngineCommand) -> Callable[[], list[int]]:
+    """Return what makes prompts for an engine with this command line."""
+    size = vocabulary(model_config(command.model))
+    block = command.block_tokens or _USUAL_BLOCK
+    return lambda: prompt(block, size, command.max_tokens)
 
 
 async def run(

@@ -1,75 +1,52 @@
-"""Whether an engine still has work that a stop would break: running requests, or leases.
+"""A drain: the engine serves on until it has nothing left to do, and will get nothing more.
 
-``wait_until_idle`` in :mod:`.engine_polls` asks here again and again while an engine drains.
+``remaining_work.py`` says what it still has to do. ``supervisor.py`` decides when a drain begins.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+import asyncio
+import time
 from typing import Final
 
-from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.launcher.engine_api import NO_ANSWER, EngineApi
+from pdcluster_connector.launcher.readiness import Readiness
+from pdcluster_connector.launcher.remaining_work import Work
 
-_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (?P<value>\S+)")
-_REQUESTS: Final = frozenset({"vllm:num_requests_running", "vllm:num_requests_waiting"})
-_FINISHED: Final = "vllm:request_success_total"
-_LEASES: Final = "pdcluster_kv_leases_held"
+_POLL: Final = 0.5
 SETTLE_SECONDS: Final = 3.0
-"""For so long at least an engine serves on when it is told to end.
+"""For so long at least an engine serves on when it is told to end."""
+FORGET_SECONDS: Final = 60.0
+"""For so long at most an engine serves on because routers may still send it requests.
 
-Routers leave it out as soon as the operator tells them, a moment after the pod is deleted.
+The operator replaces the routers by new ones that do not know it. It says when that is done, mostly
+after half a minute.
 """
 QUIET_SECONDS: Final = 2.0
 """For so long no request may have finished: then no router sends any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The work that an engine still has.
+async def wait_until_idle(
+    api: EngineApi, readiness: Readiness, deadline: float, *, forever: bool = False
+) -> None:
+    """Wait until nothing is left to do, and nothing more comes; say in ``readiness`` what is left.
 
-    Attributes:
-        requests: running or waiting, on all data-parallel ranks.
-        leases: finished prefills whose KV blocks a decode engine may still read.
-        finished: requests that have finished since the engine started.
+    Args:
+        deadline: when to stop waiting, in seconds of the monotonic clock.
+        forever: go on when nothing is left: the engine stays drained.
     """
-
-    requests: int
-    leases: int
-    finished: int = 0
-
-    @property
-    def done(self) -> bool:
-        """Whether the engine can stop without anybody noticing."""
-        return self.requests == 0 and self.leases == 0
-
-    def __str__(self) -> str:
-        if self.done:
-            return "drained: no request and no lease is left"
-        return (
-            f"waiting for {counted(self.requests, 'request')} and {counted(self.leases, 'lease')}"
-        )
-
-
-def work(metrics: str) -> Work:
-    """Sum up an engine's ``/metrics`` (Prometheus text); a metric that is missing counts as 0."""
-    requests = leases = finished = 0.0
-    names = {*_REQUESTS, _LEASES, _FINISHED}
-    for line in metrics.splitlines():
-        match = _SAMPLE.match(line)
-        if match is None or match["name"] not in names:
-            continue
+    readiness.draining("draining")
+    calm, ends = Calm(time.monotonic()), False
+    while time.monotonic() < deadline and (forever or not ends):
+        left: Work | None = None
         try:
-            value = float(match["value"])
-        except ValueError:
-            continue
-        if match["name"] == _LEASES:
-            leases += value
-        elif match["name"] == _FINISHED:
-            finished += value
+            left = await api.work()
+        except NO_ANSWER as error:
+            readiness.draining(f"the engine's work is not known: {error}")
         else:
-            requests += value
-    return Work(round(requests), round(leases), round(finished))
+            readiness.draining(str(left))
+        ends = calm.seen(left, time.monotonic(), routed=readiness.routed)
+        await asyncio.sleep(_POLL)
 
 
 class Calm:
@@ -86,10 +63,15 @@ class Calm:
         self._since = now
         self._finished: int | None = None
 
-    def seen(self, work: Work | None, now: float) -> bool:
-        """Take in the work of this moment, None if it is not known; return whether all is calm."""
+    def seen(self, work: Work | None, now: float, *, routed: bool = False) -> bool:
+        """Take in the work of this moment, None if it is not known; return whether all is calm.
+
+        Args:
+            routed: routers may still send requests.
+        """
         if work is None or not work.done or work.finished != self._finished:
             self._since = now
         if work is not None:
             self._finished = work.finished
-        return now - self._since >= QUIET_SECONDS and now - self._began >= SETTLE_SECONDS
+        settled = now - self._began >= (FORGET_SECONDS if routed else SETTLE_SECONDS)
+        return settled and now - self._since >= QUIET_SECONDS

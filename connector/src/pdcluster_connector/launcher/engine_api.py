@@ -8,7 +8,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from pdcluster_connector.launcher.drain import Work, work
+from pdcluster_connector.launcher.remaining_work import Work, work
 from pdcluster_connector.protocol import api_key
 
 MAX_ANSWER: Final = 4 << 20
@@ -23,6 +23,10 @@ class ApiError(Exception):
 
 class ApiUnreachableError(Exception):
     """The API did not answer: no connection, or it broke. The message says why."""
+
+
+NO_ANSWER: Final = (ApiError, ApiUnreachableError, TimeoutError)
+"""What a call raises when the engine gave no good answer."""
 
 
 class EngineApi:

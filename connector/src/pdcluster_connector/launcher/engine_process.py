@@ -34,6 +34,23 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def engine_environment(package: Path, control: str, token: str) -> dict[str, str]:
+    """Return the environment of an engine: ours, and what its connector needs.
+
+    Args:
+        package: folder or zip file of the connector.
+        control: address of the launcher that its ranks report to.
+        token: for these reports.
+    """
+    inherited = os.environ.get("PYTHONPATH", "")
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{package}{os.pathsep}{inherited}" if inherited else str(package),
+        "PDCLUSTER_CONTROL_URL": control,
+        "PDCLUSTER_CONTROL_TOKEN": token,
+    }
+
+
 class EngineProcess:
     """One engine and all of its descendants. Lives in an asyncio loop of the main thread.
 

@@ -85,6 +85,8 @@ class LauncherServer:
         app.router.add_get("/v1/links", self._get_links)
         app.router.add_get("/v1/changes", self._get_changes)
         app.router.add_post("/v1/drain", self._post_drain)
+        app.router.add_put("/v1/routed", self._put_routed)
+        app.router.add_delete("/v1/routed", self._delete_routed)
         if self._followers is not None:
             app.router.add_get("/v1/rendezvous", self._get_rendezvous)
         return app
@@ -196,6 +198,16 @@ class LauncherServer:
             if loss := self._followers.loss(now):
                 return _error(409, f"{loss}: the engine ends and starts again")
         return _json(Rendezvous(engine_id, self._token, self._readiness.ready))
+
+    async def _put_routed(self, _: web.Request) -> web.Response:
+        """Routers may send requests from now on."""
+        self._readiness.routed = True
+        return web.Response(status=204)
+
+    async def _delete_routed(self, _: web.Request) -> web.Response:
+        """No router sends requests any more, so a drain need not wait for one."""
+        self._readiness.routed = False
+        return web.Response(status=204)
 
     async def _post_drain(self, _: web.Request) -> web.Response:
         self._drain()

@@ -20,7 +20,11 @@ def reachable(host: str, otherwise: str) -> str:
 
 
 class Readiness:
-    """State of one engine, from its output (any thread), its API's health and the launcher."""
+    """State of one engine, from its output (any thread), its API's health and the launcher.
+
+    Attributes:
+        routed: whether routers may send it requests, as the operator said last.
+    """
 
     def __init__(
         self, identity: Identity, role: str, command: EngineCommand, versions: Mapping[str, str]
@@ -33,6 +37,7 @@ class Readiness:
         # channel's address is the one that they know.
         self.api = url(reachable(command.host, command.side_channel_host), command.port)
         self.side_channel = f"{command.side_channel_host}:{command.side_channel_port}"
+        self.routed = False
         self._lock = threading.Lock()
         self._progress = Progress(EngineState.STARTING, "starting vLLM")
         self._served = False
@@ -103,6 +108,7 @@ class Readiness:
             "side_channel": self.side_channel,
             "data_parallel_size": self.data_parallel_size,
             "api": self.api,
+            "routed": self.routed,
         }
 
     def _set(self, state: EngineState, message: str) -> None:

@@ -9,35 +9,34 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import aiohttp
 
 from pdcluster_connector.launcher import canary
-from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
+from pdcluster_connector.launcher.arguments import EngineCommand
+from pdcluster_connector.launcher.drain import wait_until_idle
 from pdcluster_connector.launcher.engine_api import EngineApi
-from pdcluster_connector.launcher.engine_polls import keep_counting, wait_until_idle, watch_health
-from pdcluster_connector.launcher.engine_process import EngineProcess
+from pdcluster_connector.launcher.engine_polls import keep_counting, watch_health
+from pdcluster_connector.launcher.engine_process import EngineProcess, engine_environment
 from pdcluster_connector.launcher.http import LauncherServer
 from pdcluster_connector.launcher.identity import Identity, mint_incarnation
 from pdcluster_connector.launcher.last_words import LastLines, death
 from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.memory import oom_kills
 from pdcluster_connector.launcher.metrics_page import MetricsPage
+from pdcluster_connector.launcher.nodes import join, watch_followers, watch_leader
 from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.launcher.prompt_window import PromptWindow
 from pdcluster_connector.launcher.readiness import Readiness, reachable
-from pdcluster_connector.launcher.rendezvous import Followers, Leader, Rendezvous
+from pdcluster_connector.launcher.rendezvous import Followers, Leader
 from pdcluster_connector.launcher.terminal import say
 from pdcluster_connector.protocol import api_key
 from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.kv_path import key_of
 from pdcluster_connector.sidechannel.tls import Tls
-
-# The block size that vLLM chooses on CPU. On GPUs it is smaller, and a canary moves more blocks.
-_USUAL_BLOCK: Final = 128
-_FOLLOWERS_POLL: Final = 1.0
 
 
 class Supervisor:
@@ -89,7 +88,8 @@ class Supervisor:
         killed_before = oom_kills()
         code = 128 + signal.SIGTERM  # of a stop before there is an engine
         async with aiohttp.ClientSession() as session:
-            self._api = EngineApi(session, self._own_api(), self._key)
+            address = url(reachable(self._command.host, "127.0.0.1"), self._command.port)
+            self._api = EngineApi(session, address, self._key)
             followers = self._followers if self._command.nodes > 1 else None
             server = LauncherServer(
                 self._readiness,
@@ -132,7 +132,10 @@ class Supervisor:
             self._start_engine(self._command, self._own_control(), self._token)
             self._spawn(watch_health(self._api, self._readiness))
             if self._command.nodes > 1:
-                self._spawn(self._watch_followers())
+                watched = watch_followers(
+                    self._followers, drain=self._drain, lose=self._lose, stopping=self._stopping
+                )
+                self._spawn(watched)
             if self._options.role == "decode":
                 self._spawn(self._send_canaries(session))
             if self._prompts is not None:
@@ -143,47 +146,24 @@ class Supervisor:
 
     def _start_engine(self, command: EngineCommand, control: str, token: str) -> None:
         arguments = [sys.executable, "-m", self._options.runner, *command.arguments]
-        self._engine.start(arguments, self._environment(control, token))
+        self._engine.start(arguments, engine_environment(self._package, control, token))
 
     # Several nodes.
 
     async def _follow(self, session: aiohttp.ClientSession) -> None:
         """Start this node's part of an engine whose identity its leader knows."""
         address = url(self._command.leader, self._options.port, secured=self._tls is not None)
-        rank = self._command.node_rank
-        leader = Leader(session, address, rank, mint_incarnation(), self._tls)
-        met = await leader.meet(self._readiness.waiting)
-        logical, _, incarnation = met.engine_id.partition("/")
-        try:
-            self._readiness.identity = Identity(logical, incarnation)
-            command = engine_command(
-                self._options.vllm, engine_id=met.engine_id, role=self._options.role
-            )
-        except ValueError as error:
-            raise OSError(f"{address} gave a bad engine id: {error}") from None
+        node = self._command.node_rank
+        leader = Leader(session, address, node, mint_incarnation(), self._tls)
+        met, command = await join(leader, self._options, self._readiness)
         self._start_engine(command, address, met.token)
-        self._leader = leader, self._spawn(self._watch_leader(leader, met))
+        watched = watch_leader(
+            leader, met, self._readiness, node=node, lose=self._lose, stopping=self._stopping
+        )
+        self._leader = leader, self._spawn(watched)
 
-    async def _watch_leader(self, leader: Leader, met: Rendezvous) -> None:
-        def heard(answer: Rendezvous) -> None:
-            if answer.ready:
-                self._readiness.healthy(f"node {self._command.node_rank} of the engine")
-            else:
-                self._readiness.unhealthy("the engine's leader is not ready")
-
-        why = await leader.watch(met, heard)
-        if not self._stops:
-            self._lose(why)
-
-    async def _watch_followers(self) -> None:
-        while True:
-            if loss := self._followers.loss(time.monotonic()):
-                self._lose(loss)
-            elif (rank := self._followers.leaving) is not None and not self._stops:
-                await self._drain(time.monotonic() + self._options.drain_seconds)
-                if not self._stops:  # else the engine is being stopped, and need not be killed
-                    self._lose(f"node {rank} of this engine was told to stop")
-            await asyncio.sleep(_FOLLOWERS_POLL)
+    def _stopping(self) -> bool:
+        return self._stops > 0
 
     def _lose(self, why: str) -> None:
         if not self._stops:
@@ -213,7 +193,7 @@ class Supervisor:
             self._engine.kill()
             return
         if self._command.is_leader:
-            await self._drain(time.monotonic() + self._options.drain_seconds)
+            await self._drain()
         elif self._leader is not None:
             leader, watched = self._leader
             leader.leaving = True
@@ -227,17 +207,15 @@ class Supervisor:
 
     def _begin_drain(self) -> None:
         if self._draining is None and not self._stops:
-            self._draining = self._spawn(self._drain(float("inf"), forever=True))
+            self._draining = self._spawn(self._drain(forever=True))
 
-    async def _drain(self, deadline: float, *, forever: bool = False) -> None:
+    async def _drain(self, *, forever: bool = False) -> None:
+        deadline = inf if forever else time.monotonic() + self._options.drain_seconds
         await wait_until_idle(self._api, self._readiness, deadline, forever=forever)
 
     # What runs beside the engine.
 
     async def _send_canaries(self, session: aiohttp.ClientSession) -> None:
-        size = canary.vocabulary(canary.model_config(self._command.model))
-        block = self._command.block_tokens or _USUAL_BLOCK
-        limit = self._command.max_tokens
         await canary.keep_running(
             self._links,
             session,
@@ -245,7 +223,7 @@ class Supervisor:
             decode_engine_id=self._readiness.identity.engine_id,
             decode_ranks=self._command.data,
             ready=lambda: self._readiness.ready,
-            make_prompt=lambda: canary.prompt(block, size, limit),
+            make_prompt=canary.prompt_maker(self._command),
             names_key=key_of(self._token),
             api_key=self._key,
         )
@@ -263,22 +241,9 @@ class Supervisor:
 
     # The engine's surroundings.
 
-    def _own_api(self) -> str:
-        return url(reachable(self._command.host, "127.0.0.1"), self._command.port)
-
     def _own_control(self) -> str:
         host = reachable(self._options.host, "127.0.0.1")
         return url(host, self._options.port, secured=self._tls is not None)
-
-    def _environment(self, control: str, token: str) -> dict[str, str]:
-        inherited = os.environ.get("PYTHONPATH", "")
-        package = str(self._package)
-        return {
-            **os.environ,
-            "PYTHONPATH": f"{package}{os.pathsep}{inherited}" if inherited else package,
-            "PDCLUSTER_CONTROL_URL": control,
-            "PDCLUSTER_CONTROL_TOKEN": token,
-        }
 
     def _on_line(self, line: str) -> None:
         self._lines.add(line)

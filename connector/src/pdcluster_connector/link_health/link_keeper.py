@@ -3,6 +3,10 @@
 The other end is one data-parallel rank of a prefill engine, with a side channel of its own. The
 keeper asks the peer itself which incarnation listens. So a prefill engine that has restarted is
 linked again at once, before the operator notices.
+
+Three files say why a link fails. ``sidechannel/handshake.py`` applies the rules.
+``sidechannel/peer_liveness.py`` says when a peer is gone. ``transfer/probe_run.py`` says when a
+probe or a check fails.
 """
 
 from __future__ import annotations
@@ -36,10 +40,9 @@ CONNECT_SECONDS = 30.0
 PROBE_SECONDS = 60.0
 RETRY_SECONDS = 0.5
 REFUSED_SECONDS = 5.0  # wait this long after a refusal
-# The pause between checks that an established link still carries data. A check may take 5 s, and is
-# left out if KV landed less than 2 s ago. So a cut is seen within 14 s.
+# The pause between checks that an established link still carries data. transfer/handover.py says
+# how long a check may take, and transfer/probe_run.py when one is left out.
 CHECK_SECONDS = (5.0, 7.0)
-
 
 _ESTABLISHMENTS = itertools.count(1)
 

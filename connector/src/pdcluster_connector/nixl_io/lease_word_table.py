@@ -7,7 +7,7 @@ which vLLM calls the two roles:
 * The scheduler mints the token in ``update_state_after_alloc`` and the ticket leaves at the end of
   a later ``update_from_output``. That step's orders have the word in them, and its output is there
   only after every rank has carried them out: no decode engine can ask for a word too early.
-* A lease of which a ticket is out ends in the scheduler role alone (release, expiry). Its blocks
+* A lease of which a ticket is out ends on the scheduler side alone (release, expiry). Its blocks
   stay vLLM's until every rank has reported the request as sent. The same step's orders say
   "clear the word" and "report as sent", and a rank does the first before the second. So the word is
   0 on every rank before the scheduler may give a block to another request, and the worker writes

@@ -7,6 +7,7 @@ of the read gives the bandwidth. A probe touches no KV block.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -90,7 +91,10 @@ class Scratch:
 
     def __init__(self) -> None:
         self._words = WARM_UP_SLOTS * WARM_UP_BYTES + PROBE_SLOTS * PROBE_BYTES
-        self._bytes = np.zeros(self._words + WORD_SLOTS * WORD_BYTES, np.uint8)
+        # Zeros of the kernel's, which cost no time before they are used.
+        size = self._words + WORD_SLOTS * WORD_BYTES
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._bytes = np.frombuffer(mmap.mmap(-1, size, flags=private), np.uint8)
         self.reset()
 
     @property

@@ -46,6 +46,8 @@ class Source:
             in the shard's table.
         word_slots: how many the shard's table has.
         moved_at: when KV of it last landed, in seconds of the receiver's clock.
+        newest_landed: the highest number of a transfer of KV that has landed.
+        under_way: how many transfers of KV run.
     """
 
     rank: tuple[int, int]
@@ -58,6 +60,8 @@ class Source:
     remote_words: Dlist
     word_slots: int
     moved_at: float = -inf
+    newest_landed: int = -1
+    under_way: int = 0
 
 
 @dataclass(eq=False, slots=True)

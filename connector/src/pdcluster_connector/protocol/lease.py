@@ -5,7 +5,8 @@ when the request finishes: from then on it has a deadline. The first decode engi
 has *claimed* it, and it is nobody else's then. The data-parallel ranks of that engine may all read
 under it, since vLLM spreads one request with ``n=4`` over them. A lease ends when the last of its
 readers has released it, by expiry, or by being dropped (the request was aborted). The table owns no
-clock and no thread; its owner passes times in and acts on what comes out.
+clock and no thread. Its owner, ``sidechannel/lease_desk.py``, passes times in, says how long a
+lease lasts, and acts on what comes out.
 
 Each lease has a *slot*: the place of its token in every rank's table of lease words. The slot of
 a lease that has ended is written with 0, or with the token of the next lease that gets it.

@@ -202,7 +202,7 @@ def decode_lease_reply(raw: bytes) -> LeaseReply | Malformed:
 
 
 def decode_shard(raw: bytes) -> ShardMetadata | Malformed:
-    """Decode what a worker handed to its own engine's scheduler role."""
+    """Decode what a worker handed to its own engine's scheduler side."""
     return bounded(raw, MAX_REPLY_BYTES, _SHARD.decode)
 
 

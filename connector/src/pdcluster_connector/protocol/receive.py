@@ -44,7 +44,7 @@ from pdcluster_connector.protocol.receive_events import (
     State,
 )
 
-MAX_BEGINNINGS = 3
+MAX_CRASHES = 3
 ABANDONED = "given up by the engine before all data had landed"
 
 
@@ -57,6 +57,8 @@ class Receive:
         deadline: when the prefill engine's lease ends; same clock as the ``now`` of events.
             Acknowledgements move it.
         drain_seconds: how long a quarantine may last before the agent must be destroyed.
+        stall_seconds: how long it may wait for a connection, and how long transfers may be under
+            way of which none lands.
         claimed: whether prefill has acknowledged the lease for this engine.
         state: where it stands.
         failure: the first cause, once there is one.
@@ -65,12 +67,16 @@ class Receive:
         posting: whether further transfers may be opened.
         entered: when each state was first entered.
         posted_at: when the last transfer of the data was posted.
-        beginnings: how often its reads were begun, each time over another agent.
+        moved_at: when it began to connect, or a transfer was opened or has landed since. What is
+            read again over another agent does not count before it lands.
+        crashes: how often the transfer thread failed while it was under way.
+        is_repeated: whether its reads were begun again over another agent.
     """
 
     request_id: str
     deadline: float
     drain_seconds: float
+    stall_seconds: float
     claimed: bool = False
     state: State = State.NEW
     failure: Failure | None = None
@@ -79,9 +85,11 @@ class Receive:
     entered: dict[State, float] = field(default_factory=dict)
     posting: bool = False
     posted_at: float | None = None
+    moved_at: float = 0.0
     drain_at: float = inf
     destroy_asked: bool = False
-    beginnings: int = 1
+    crashes: int = 0
+    is_repeated: bool = False
 
     @property
     def finished(self) -> bool:
@@ -100,7 +108,23 @@ class Receive:
             return inf
         if self.state is State.QUARANTINE:
             return inf if self.destroy_asked else self.drain_at
-        return self.deadline
+        return min(self.deadline, self._stalled_at)
+
+    @property
+    def _stalled_at(self) -> float:
+        """When it fails although its lease stands: leases are renewed also while no KV moves."""
+        if self.state is State.HANDSHAKE or (self.open and self.state is not State.QUARANTINE):
+            return self.moved_at + self.stall_seconds
+        return inf
+
+    def queue_moved(self, at: float) -> None:
+        """Take in when a transfer landed that a source had before one of this request.
+
+        A link carries transfers one after the other. So this request waits and does not hang.
+        """
+        self.moved_at = max(self.moved_at, at)
+        if not self.destroy_asked:
+            self.drain_at = max(self.drain_at, at + self.drain_seconds)
 
     def on(self, event: Event, now: float) -> tuple[Action, ...]:
         """Take in ``event`` at time ``now``; returns what to do, in order."""
@@ -113,6 +137,8 @@ class Receive:
             # why the receive fails before it takes the event in. A Failed event is let through,
             # because it knows the cause better, and an Acknowledged event moves the deadline.
             self._fail(self._expired(), now, actions)
+        elif now >= self._stalled_at and not isinstance(event, Failed):
+            self._fail(self._stalled(now), now, actions)
         if not self.finished:
             self._take(event, now, actions)
         if self.state is State.QUARANTINE and now >= self.drain_at and not self.destroy_asked:
@@ -124,6 +150,7 @@ class Receive:
         # An event that no case matches came late, or a second time. It changes nothing.
         match event:
             case Started() if self.state is State.NEW:
+                self.moved_at = now
                 self._enter(State.HANDSHAKE, now)
                 actions.append(Action.CONNECT)
             case Connected() if self.state is State.HANDSHAKE:
@@ -132,13 +159,16 @@ class Receive:
                 actions.append(Action.POST)
             case Opened(transfer) if self.posting:
                 self.open.add(transfer)
+                self.moved_at = self.moved_at if self.is_repeated else now
             case Posted() if self.posting:
                 self.posting = False
                 if self.posted_at is None:
                     self.posted_at = now
                 self._settle(now, actions)
             case Landed(transfer):
-                self.open.discard(transfer)
+                if transfer in self.open:
+                    self.open.discard(transfer)
+                    self.moved_at = now
                 self._settle(now, actions)
             case Acknowledged(until):
                 self._acknowledge(until, now, actions)
@@ -160,22 +190,24 @@ class Receive:
             case Abandoned():
                 self.abandoned = True
                 self._fail(Failure(Reason.TRANSFER_STALLED, ABANDONED), now, actions)
-            case AgentDestroyed(failure):
+            case AgentDestroyed(failure, crashed):
                 if self.open or self.posting:
                     self.open.clear()
+                    self.crashes += crashed
                     self._begin_again_or_fail(failure, now, actions)
 
     def _begin_again_or_fail(self, failure: Failure, now: float, actions: list[Action]) -> None:
         """Read everything again over a new agent: the lease stands, and this was no fault of ours.
 
-        The bound is for a receive that is itself what kills the agents.
+        MAX_CRASHES is for a receive that itself makes the transfer thread fail. Nothing else bounds
+        how often it begins again but ``stall_seconds`` in which nothing of it lands.
         """
-        if self.state is State.QUARANTINE or self.beginnings >= MAX_BEGINNINGS:
+        if self.state is State.QUARANTINE or self.crashes >= MAX_CRASHES:
             self._fail(failure, now, actions)
             return
-        self.beginnings += 1
         self.posting = False
         self.posted_at = None
+        self.is_repeated = True
         self._enter(State.HANDSHAKE, now)
         actions.append(Action.CONNECT)
 
@@ -224,6 +256,14 @@ class Receive:
         return Failure(
             Reason.LEASE_EXPIRED, "the lease ended before the prefill engine could be read"
         )
+
+    def _stalled(self, now: float) -> Failure:
+        if self.state is State.HANDSHAKE:
+            message = f"no connection to the prefill engine for {now - self.moved_at:.0f} s"
+            return Failure(Reason.TRANSFER_STALLED, message)
+        silent = f"none has landed for {now - self.moved_at:.0f} s"
+        message = f"{counted(len(self.open), 'transfer')} under way, and {silent}"
+        return Failure(Reason.TRANSFER_STALLED, message)
 
     def _enter(self, state: State, now: float) -> None:
         self.state = state

@@ -98,9 +98,14 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class AgentDestroyed:
-    """The agent that ran this request's transfers is gone, and its DMA with it."""
+    """The agent that ran this request's transfers is gone, and its DMA with it.
+
+    Attributes:
+        crashed: whether the transfer thread failed. If not, another request's transfer hung.
+    """
 
     failure: Failure
+    crashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ class ConnectionGuard:
             known = self._idle_since
             self._idle_since = {each: known.get(each, now) for each in self._server.connections}
             for handler, since in self._idle_since.items():
-                if handler not in self._busy and now - since > self._idle_seconds:
-                    handler.force_close()
+                idle = handler not in self._busy and now - since > self._idle_seconds
+                if idle and handler.transport is not None:
+                    handler.transport.abort()  # closing would wait for a client that does not read
             await asyncio.sleep(1.0)

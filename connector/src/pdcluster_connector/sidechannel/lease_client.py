@@ -1,9 +1,9 @@
 """Renews and releases leases: tells prefill engines which ones decode still needs.
 
-Runs in decode's scheduler role. A message is one HTTP request to one engine and carries
+Runs on decode's scheduler side. A message is one HTTP request to one engine and carries
 everything that waits for that engine; it is repeated until it arrives or its deadline has
 passed (the lease has ended by itself then). What prefill says of a lease comes back as a
-:class:`LeaseAnswer`. ``vllm/ticket_book.py`` decides when a lease is renewed.
+:class:`LeaseAnswer`. ``vllm/ticket_book.py`` decides when a lease is renewed or released.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
 """Where a prefill engine's scheduler and its side channel meet over the leases.
 
 The scheduler arms, grants and expires; the side channel answers decode engines at once, however
-long the engine's step lasts. One lock makes each of these whole: a lease that the side channel
-has renewed does not expire in the same moment.
+long the engine step lasts. One lock makes each of these whole: a lease that the side channel has
+renewed does not expire in the same moment.
+
+``protocol/lease.py`` judges which leases have expired, and who may renew or release one. When a
+lease has ended, ``vllm/prefill.py`` has the ranks report its request as sent. Then vLLM frees the
+blocks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -26,6 +25,7 @@ from pdcluster_connector.sidechannel.handshake import (
     client_session,
     shake_hands,
 )
+from pdcluster_connector.sidechannel.known_peer import Done, KnownPeer, Waiter, call
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peer_liveness import why_gone
 from pdcluster_connector.sidechannel.peer_source import PeerSource
@@ -33,7 +33,6 @@ from pdcluster_connector.sidechannel.tls import Tls
 
 logger = logging.getLogger(__name__)
 
-Done = Callable[[EngineMetadata | Failure], None]
 OnGone = Callable[[str, Failure], None]
 
 FIRST_RETRY_SECONDS = 0.05
@@ -46,24 +45,6 @@ CONCERNS_ALL_RANKS = frozenset(
 )
 MAX_PEERS = 4096
 CLOSING = "this engine is shutting down"
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    done: Done
-    deadline: float
-    timer: asyncio.TimerHandle | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Peer:
-    engine_id: str
-    host: str
-    port: int
-    waiters: list[_Waiter] = field(default_factory=list)
-    answer: EngineMetadata | Failure | None = None
-    last_error: TryAgain | None = None
-    task: asyncio.Task[None] | None = None
 
 
 class PeerBook(PeerSource):
@@ -82,7 +63,7 @@ class PeerBook(PeerSource):
         self._tls = tls
         self._asks_often = rank == FIRST_RANK
         self._thread = LoopThread("pdcluster-peers")
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, KnownPeer] = {}
         self._listeners: list[OnGone] = []
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
@@ -100,7 +81,7 @@ class PeerBook(PeerSource):
 
     def connect(self, engine_id: str, host: str, port: int, deadline: float, done: Done) -> None:
         """See :meth:`PeerSource.connect`."""
-        waiter = _Waiter(done, deadline)
+        waiter = Waiter(done, deadline)
         if self._closed or not self._thread.call(self._connect, engine_id, host, port, waiter):
             done(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, CLOSING))
 
@@ -118,7 +99,7 @@ class PeerBook(PeerSource):
 
     # From here on: the loop's thread only.
 
-    def _connect(self, engine_id: str, host: str, port: int, waiter: _Waiter) -> None:
+    def _connect(self, engine_id: str, host: str, port: int, waiter: Waiter) -> None:
         loop = self._thread.loop
         peer = self._peers.get(engine_id)
         if peer is None:
@@ -126,11 +107,11 @@ class PeerBook(PeerSource):
                 self._trim()
             if len(self._peers) >= MAX_PEERS:
                 message = f"{MAX_PEERS} handshakes are under way already"
-                _tell(waiter, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
+                waiter.tell(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
                 return
-            peer = self._peers[engine_id] = _Peer(engine_id, host, port)
+            peer = self._peers[engine_id] = KnownPeer(engine_id, host, port)
         if peer.answer is not None:
-            _tell(waiter, peer.answer)
+            waiter.tell(peer.answer)
             return
         peer.host, peer.port = host, port
         peer.waiters.append(waiter)
@@ -139,7 +120,7 @@ class PeerBook(PeerSource):
         if peer.task is None:
             peer.task = loop.create_task(self._attend(peer))
 
-    async def _attend(self, peer: _Peer) -> None:
+    async def _attend(self, peer: KnownPeer) -> None:
         """Shake hands while anyone waits; once connected, watch until the peer is gone."""
         try:
             await self._shake_hands(peer)
@@ -154,7 +135,7 @@ class PeerBook(PeerSource):
         finally:
             peer.task = None
 
-    async def _shake_hands(self, peer: _Peer) -> None:
+    async def _shake_hands(self, peer: KnownPeer) -> None:
         pause = FIRST_RETRY_SECONDS
         while peer.waiters:
             outcome = await shake_hands(
@@ -169,21 +150,19 @@ class PeerBook(PeerSource):
             if isinstance(outcome, Failure):
                 logger.warning("no KV from %s: %s", peer.engine_id, outcome)
                 self._thread.loop.call_later(REFUSAL_SECONDS, self._drop_refused, peer)
-            waiters, peer.waiters = peer.waiters, []
-            for waiter in waiters:
-                _tell(waiter, outcome)
+            peer.tell_all(outcome)
 
-    async def _health(self, peer: _Peer, seconds: float) -> HealthReply | Failure | TryAgain:
+    async def _health(self, peer: KnownPeer, seconds: float) -> HealthReply | Failure | TryAgain:
         return await ask_health(
             self._http(), peer.engine_id, peer.host, peer.port, seconds, self._tls
         )
 
-    def _gone(self, peer: _Peer, failure: Failure) -> None:
+    def _gone(self, peer: KnownPeer, failure: Failure) -> None:
         logger.warning("peer %s is gone: %s", peer.engine_id, failure)
         if self._peers.get(peer.engine_id) is peer:
             del self._peers[peer.engine_id]
         if self.on_gone is not None:
-            _guarded(self.on_gone, peer.engine_id, failure)
+            call(self.on_gone, peer.engine_id, failure)
         self._tell_listeners(peer, failure)
 
     def _hear(self, engine_id: str, failure: Failure) -> None:
@@ -194,16 +173,16 @@ class PeerBook(PeerSource):
             peer.task.cancel()
         self._gone(peer, failure)
 
-    def _tell_listeners(self, peer: _Peer, failure: Failure) -> None:
+    def _tell_listeners(self, peer: KnownPeer, failure: Failure) -> None:
         for listener in self._listeners:
-            _guarded(listener, peer.engine_id, failure)
+            call(listener, peer.engine_id, failure)
 
-    def _too_late(self, peer: _Peer, waiter: _Waiter) -> None:
+    def _too_late(self, peer: KnownPeer, waiter: Waiter) -> None:
         if waiter in peer.waiters:
             peer.waiters.remove(waiter)
             last = peer.last_error or TryAgain(f"{peer.host}:{peer.port} has not answered yet")
             message = f"no handshake before the deadline; last: {last.message}"
-            _tell(waiter, Failure(last.reason, message))
+            waiter.tell(Failure(last.reason, message))
             if not peer.waiters and peer.task is not None:
                 peer.task.cancel()
                 self._peers.pop(peer.engine_id, None)
@@ -214,13 +193,11 @@ class PeerBook(PeerSource):
             return
         if peer.task is not None:
             peer.task.cancel()
-        waiters, peer.waiters = peer.waiters, []
-        for waiter in waiters:
-            _tell(waiter, failure)
+        peer.tell_all(failure)
         if isinstance(peer.answer, EngineMetadata):  # nobody watches it any more
             self._tell_listeners(peer, failure)
 
-    def _drop_refused(self, peer: _Peer) -> None:
+    def _drop_refused(self, peer: KnownPeer) -> None:
         """Forget a refusal: an incarnation that is gone is never asked for again."""
         if self._peers.get(peer.engine_id) is peer:
             del self._peers[peer.engine_id]
@@ -240,16 +217,3 @@ class PeerBook(PeerSource):
             self._forget(engine_id, Failure(Reason.SIDE_CHANNEL_UNREACHABLE, CLOSING))
         if self._session is not None:
             await self._session.close()
-
-
-def _tell(waiter: _Waiter, outcome: EngineMetadata | Failure) -> None:
-    if waiter.timer is not None:
-        waiter.timer.cancel()
-    _guarded(waiter.done, outcome)
-
-
-def _guarded(callback: Callable[..., None], *args: object) -> None:
-    try:
-        callback(*args)
-    except Exception:  # a fault of one listener must not end the peers' thread
-        logger.exception("a callback of the peer book failed")

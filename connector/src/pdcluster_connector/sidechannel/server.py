@@ -1,6 +1,6 @@
 """The side channel: the small HTTP server through which peers learn about this engine.
 
-Runs in the scheduler role, in a thread of its own, so that neither an engine step nor a
+Runs on the scheduler side, in a thread of its own, so that neither an engine step nor a
 client's behaviour can hold up the other. What it answers is in :mod:`answers`. With TLS, every
 client shows a certificate, and what it says of itself has to fit it. Without TLS, the server binds
 to loopback only unless ``allow_insecure`` says otherwise, because its answers let the reader read

@@ -7,54 +7,69 @@ waits a moment for it, and what has not landed then is read again over a new age
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from math import inf
 
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentSurvivedError, NixlError
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive_events import AgentDestroyed, Event, Failed, State
 from pdcluster_connector.transfer.connections import Connections
-from pdcluster_connector.transfer.reads import Job
+from pdcluster_connector.transfer.job import Job
 from pdcluster_connector.transfer.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 HEALTHY_SECONDS = 1.0  # for others to land before the agent is destroyed under them
+RENEWAL_SECONDS = 5.0  # new receives wait this long at most for a renewal
+RETRY_SECONDS = 30.0  # between two attempts at a renewal
 
 
 class AgentRebuild:
     """Destroys the agent when it is due.
 
     Args:
+        jobs: all receives under way, by serial.
         tell: takes what happened to a job's machine.
         connect: has a job connect anew.
         fatal: told when the agent cannot be destroyed.
+        stall_seconds: how long a probe may hang before receives are cut that are under way.
 
     Attributes:
         by: when the agent is destroyed at the latest; None while nobody asked for it.
-        renew: destroy it as soon as nothing runs on it.
+        renew_by: when a renewal is given up: until then, the agent is destroyed as soon as nothing
+            runs on it. None while no renewal is wanted.
         held: jobs that connect over the next agent.
+        over: what every further receive fails with; None while there may be another agent.
     """
 
     def __init__(
         self,
         connections: Connections,
         transfers: Transfers,
+        jobs: Mapping[int, Job],
         *,
         tell: Callable[[Job, Event], None],
         connect: Callable[[Job], None],
         fatal: Callable[[str], None],
+        stall_seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self.by: float | None = None
-        self.renew = False
+        self.renew_by: float | None = None
         self.held: list[Job] = []
+        self.over: Failure | None = None
+        self._retry_at = -inf
         self._connections = connections
         self._transfers = transfers
+        self._jobs = jobs
         self._tell = tell
         self._connect = connect
         self._fatal = fatal
         self._clock = clock
+        self._stall_seconds = stall_seconds
+        self._patience = stall_seconds
 
     def ask(self, job: Job) -> None:
         """Have the agent destroyed soon: a transfer of ``job`` hangs."""
@@ -69,20 +84,63 @@ class AgentRebuild:
             self.by = self._clock() + HEALTHY_SECONDS
 
     def look_at_probes(self, seconds: float) -> None:
-        """Renew the agent if a probe has hung for ``seconds``; no KV is at stake."""
-        hanging = self._connections.hanging_since
-        if hanging is not None and self._clock() >= hanging + seconds:
-            self.renew = True
+        """Renew the agent if a probe has hung for ``seconds``; no KV is at stake.
 
-    def is_due(self) -> bool:
+        The agent may never be without a transfer. So at last those under way are cut, and read
+        again. Each time that happens, the next time comes twice as late: slow reads come to an end.
+        """
+        hanging, now = self._connections.hanging_since, self._clock()
+        if hanging is None:
+            return
+        if now >= hanging + seconds + self._patience and self.by is None:
+            self._patience *= 2
+            self.by = now + HEALTHY_SECONDS
+        elif now >= max(hanging + seconds, self._retry_at) and self.renew_by is None:
+            self.renew_by = now + RENEWAL_SECONDS
+
+    def carry_out_if_due(self) -> bool:
+        """Destroy the agent if it is due; returns whether it was."""
+        if self._transfers.unseen and self.by is None:
+            self.by = self._clock() + RENEWAL_SECONDS
+        if not self._is_due():
+            if self.renew_by is not None and self._clock() >= self.renew_by:
+                self._put_off_renewal()
+            return False
+        if self.by is None:
+            self._patience = self._stall_seconds
+        message = "the reading agent was rebuilt to stop a transfer that hung"
+        self.carry_out(Failure(Reason.BACKEND_ERROR, message))
+        return True
+
+    def _is_due(self) -> bool:
         """Whether nothing healthy has to be waited for any more."""
         if self.by is not None:
             return not self._transfers.healthy or self._clock() >= self.by
         return not self._transfers
 
-    def carry_out(self, failure: Failure, jobs: Mapping[int, Job], *, final: bool) -> None:
-        """Destroy the agent, and tell every job. ``final``: fail all of them."""
-        self.by, self.renew = None, False
+    def _put_off_renewal(self) -> None:
+        """Let those connect that wait for a renewal: a transfer may be slow for minutes."""
+        self.renew_by = None
+        self._retry_at = self._clock() + RETRY_SECONDS
+        held, self.held = self.held, []
+        self._connect_waiting(held)
+
+    def _connect_waiting(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            if job.machine.state is State.HANDSHAKE:
+                self._connect(job)
+
+    def carry_out(self, failure: Failure, *, crashed: bool = False, final: bool = False) -> None:
+        """Destroy the agent; healthy receives that ran on it begin again over a new one.
+
+        Args:
+            crashed: whether the thread failed. A receive begins again only a few times then.
+            final: fail everything instead, now and from now on.
+        """
+        if final:
+            self.over = failure
+        self.by, self.renew_by = None, None
+        jobs = self._jobs
         writing = any(job.machine.open for job in jobs.values())
         try:
             cut = self._connections.destroy_agent(failure, writing=writing, final=final)
@@ -91,15 +149,14 @@ class AgentRebuild:
             self._fatal(str(error))
             return
         self._transfers.clear()
-        again = [jobs[serial] for connection in cut for serial in connection.waiting or ()]
+        waiting = (serial for connection in cut for serial in connection.waiting or ())
+        again = [jobs[serial] for serial in waiting if serial in jobs]  # some have ended meanwhile
         again, self.held = again + self.held, []
         for job in list(jobs.values()):
             if final:
                 self._tell(job, Failed(failure))
-            self._tell(job, AgentDestroyed(failure))
-        for job in again:
-            if job.machine.state is State.HANDSHAKE:
-                self._connect(job)
+            self._tell(job, AgentDestroyed(failure, crashed))
+        self._connect_waiting(again)
         if not final:
             with suppress(NixlError):  # the next request tries again, and tells
                 _ = self._connections.agent

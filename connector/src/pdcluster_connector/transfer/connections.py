@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from msgspec.structs import replace
 
@@ -29,6 +30,8 @@ from pdcluster_connector.transfer.probing import Probing
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
+SILENT = frozenset({Reason.SIDE_CHANNEL_UNREACHABLE, Reason.AUTHENTICATION_FAILED})
+"""What is over when the peer answers a handshake: TLS also calls a broken connection the second."""
 
 Warmed = Callable[[Connection, Failure | None], None]
 Closed = Callable[[Connection], None]
@@ -45,7 +48,7 @@ class Connections:
 
     Attributes:
         by_engine: every connection, whatever its state, by the peer's engine id.
-        probe, check, step, runs, scratch: those of :class:`Probing`.
+        runs, scratch: those of :class:`Probing`.
         probes: probes that wait for their turn.
     """
 
@@ -78,7 +81,6 @@ class Connections:
             probe_seconds=probe_seconds,
             check_seconds=check_seconds,
         )
-        self.probe, self.check, self.step = probing.probe, probing.check, probing.step
         self.runs, self.probes = probing.runs, probing.waiting
         self.scratch = probing.scratch
 
@@ -94,6 +96,18 @@ class Connections:
         """Return :attr:`Probing.hanging_since`."""
         return self._probing.hanging_since
 
+    def probe(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
+        """Probe a peer when its turn comes; see :meth:`Probing.probe`."""
+        self._probing.probe(metadata, future)
+
+    def check(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
+        """Check that a connection still carries data; see :meth:`Probing.check`."""
+        self._probing.check(metadata, future)
+
+    def step(self) -> bool:
+        """Go on with all warm-ups, probes and checks; return whether to come back soon."""
+        return self._probing.step()
+
     def open(self, metadata: EngineMetadata) -> Connection:
         """Return the peer's connection; a new one begins with its warm-up.
 
@@ -103,8 +117,6 @@ class Connections:
         """
         connection = self.by_engine.get(metadata.engine_id)
         if connection is not None:
-            if connection.broken and connection.broken.reason is Reason.SIDE_CHANNEL_UNREACHABLE:
-                connection.broken = None  # the peer has just answered again
             return connection
         self._retire_predecessors(metadata.engine_id)
         if len(self.by_engine) >= MAX_CONNECTIONS:
@@ -123,9 +135,15 @@ class Connections:
         self._probing.warm_up(connection, self._warm_up_done)
         return connection
 
+    def peer_answered(self, engine_id: str) -> None:
+        """Take in that a peer has just answered a handshake: its silence is over."""
+        connection = self.by_engine.get(engine_id)
+        if connection is not None and connection.broken and connection.broken.reason in SILENT:
+            connection.broken = None
+
     def break_off(self, connection: Connection, failure: Failure) -> None:
         """Start nothing new over ``connection``; it closes when its last transfer has ended."""
-        if connection.broken is None or failure.reason is not Reason.SIDE_CHANNEL_UNREACHABLE:
+        if connection.broken is None or failure.reason not in SILENT:
             connection.broken = failure
         if failure.reason is Reason.PEER_RESTARTED:
             self._plans.pop(connection.engine_id, None)

@@ -54,6 +54,8 @@ class ReceiverOptions:
     Attributes:
         drain_deadline_seconds: how long a failed request may wait for its transfers before
             the reading agent is destroyed.
+        transfer_stall_seconds: how long a request may have transfers under way of which none
+            lands. One transfer may be slow: it waits behind those of other requests.
         descriptors_per_transfer: larger requests are posted in several transfers, so that other
             requests are served in between; posting takes about 10 microseconds a descriptor.
         probe_seconds: how long a warm-up or a probe may take.
@@ -64,6 +66,7 @@ class ReceiverOptions:
     """
 
     drain_deadline_seconds: float = 30.0
+    transfer_stall_seconds: float = 300.0
     descriptors_per_transfer: int = 1024
     probe_seconds: float = 10.0
     check_seconds: float = 5.0

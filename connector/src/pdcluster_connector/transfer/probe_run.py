@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 
 from pdcluster_connector.compat.reasons import Reason
@@ -17,7 +18,11 @@ from pdcluster_connector.nixl_io.reading_agent import Connection, ReadingAgent, 
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.transfer.transfers import release
 
+logger = logging.getLogger(__name__)
+
 RECENT_SECONDS = 2.0
+BEHIND_KV_SECONDS = 30.0
+"""How long a read may wait behind KV of which nothing lands: one transfer may be slow."""
 NO_ROOM = Failure(Reason.BACKEND_ERROR, "nothing can be probed: earlier probe reads still hang")
 REMEDY = (
     "Allow every port between the two engines' pods in network policies and firewalls, not only the"
@@ -28,9 +33,10 @@ REMEDY = (
 class ProbeRun:
     """Reads ``size`` bytes of each source's probe region, one source after the other.
 
-    ``done`` is called exactly once, ``seconds`` after the start at the latest. While KV lands from
-    the same source, the probe may be queued behind it, so the seconds count from the last KV. The
-    run goes on until none of its transfers can write any more. Only then is its scratch slot free.
+    ``done`` is called exactly once, ``seconds`` after the first read at the latest. While KV lands
+    from the same source, the probe may be queued behind it, so the seconds count from the last KV.
+    While KV is under way and does not land, they are at least BEHIND_KV_SECONDS. The run goes on
+    until none of its transfers can write any more. Only then is its scratch slot free.
 
     A ``check`` is a run over a connection in use. It leaves out sources from which KV has landed
     within the last RECENT_SECONDS.
@@ -54,6 +60,7 @@ class ProbeRun:
         self.deadline = clock() + seconds
         self._seconds = seconds
         self._reading: Source | None = None
+        self._since = 0.0  # when the present source's read began
         self._agent = agent
         self._scratch = scratch
         self._size = size
@@ -61,15 +68,23 @@ class ProbeRun:
         self._done = done
         self._offset = scratch.take(size)
         self._probes: list[SourceProbe] = []
+        self._stuck = False
         self._steps = self._run()
         connection.transfers += 1
 
     def step(self) -> bool:
-        """Go on; return False when the run is over and holds nothing any more."""
+        """Go on; return False when the run is over and holds nothing any more. Does not raise."""
+        if self._stuck:
+            return True
         try:
             next(self._steps)
         except StopIteration:
             over = True
+        except Exception as error:
+            logger.exception("a probe failed in an unforeseen way")
+            self._stuck = True  # its read may still write: only the end of the agent ends the run
+            self.report(Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}"))
+            return True
         else:
             over = False
             if not self.reported:
@@ -83,7 +98,11 @@ class ProbeRun:
     def _watch_the_time(self) -> None:
         if self._reading is None:
             return
-        self.deadline = max(self.deadline, self._reading.moved_at + self._seconds)
+        seconds, source = self._seconds, self._reading
+        self.deadline = max(self.deadline, source.moved_at + seconds)
+        if source.under_way:
+            longer = max(seconds, BEHIND_KV_SECONDS)
+            self.deadline = max(self.deadline, self._since + longer, source.moved_at + longer)
         if self._clock() >= self.deadline:
             message = (
                 f"a read from {self.connection.engine_id} (rank {self._reading.rank}) did not"
@@ -108,6 +127,9 @@ class ProbeRun:
             recent = self._clock() - source.moved_at < RECENT_SECONDS
             if length == 0 or (self.check and recent):
                 continue
+            self._since = self._clock()
+            if self._reading is None:  # other calls of NIXL may have taken long before
+                self.deadline = self._since + self._seconds
             self._reading = source
             flying = False
             try:

@@ -105,13 +105,7 @@ class Probing:
         """Go on with all runs; return whether to come back soon."""
         moved = False
         for run in list(self.runs):
-            try:
-                over = not run.step()
-            except Exception as error:  # its scratch slot and its count on the connection are lost
-                logger.exception("a probe failed in an unforeseen way")
-                run.report(Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}"))
-                over = True
-            if over:
+            if not run.step():
                 moved = True
                 self.runs.remove(run)
                 self._settle(run.connection)

@@ -25,7 +25,7 @@ from pdcluster_connector.transfer.handover import (
     ReceiveResults,
     ReceiverOptions,
 )
-from pdcluster_connector.transfer.reads import Job
+from pdcluster_connector.transfer.job import Job
 from pdcluster_connector.transfer.receives import Receives
 from pdcluster_connector.transfer.transfer_thread import Timers, TransferThread
 

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.watchdog import Watchdog
+from pdcluster_connector.transfer.thread_watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

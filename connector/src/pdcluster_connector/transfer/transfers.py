@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, Handle, NixlError
@@ -27,7 +28,7 @@ from pdcluster_connector.protocol.receive_events import (
     Posted,
     State,
 )
-from pdcluster_connector.transfer.reads import Job
+from pdcluster_connector.transfer.job import Job
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,18 @@ class Transfers:
             transfer.job.machine.state is not State.QUARANTINE
             for transfer in self._under_way.values()
         )
+
+    def queue_moved_at(self, job: Job) -> float:
+        """Return when a transfer last landed that some source had before one of ``job``'s.
+
+        A transfer that later ones have overtaken does not wait in a queue any more.
+        """
+        sources = (
+            transfer.source
+            for number, transfer in self._under_way.items()
+            if transfer.job is job and transfer.source.newest_landed < number
+        )
+        return max((source.moved_at for source in sources), default=-inf)
 
     def add(self, job: Job) -> None:
         """Post ``job``'s reads when their turn comes."""
@@ -151,6 +164,7 @@ class Transfers:
             self._lost(job, f"posting failed: {type(error).__name__}: {error}")
         else:
             self._under_way[number] = _UnderWay(job, connection, source, handle, word)
+            source.under_way += 1
 
     def poll(self) -> bool:
         """Look at every transfer under way; returns whether any ended."""
@@ -163,22 +177,27 @@ class Transfers:
                 if source.agent.state(transfer.handle) != "DONE":
                     continue
             except NixlError as error:
-                del self._under_way[number]
+                self._take_away(number)
                 if not error.flying:
                     release(source.agent, transfer.handle)
                     self._give_back(transfer.word)
                 self._failed(number, job, connection, error)
             except BaseException as error:  # noqa: BLE001 - its state is unknown
-                del self._under_way[number]
+                self._take_away(number)
                 self._lost(job, f"polling failed: {type(error).__name__}: {error}")
             else:
-                del self._under_way[number]
+                self._take_away(number)
                 release(source.agent, transfer.handle)
                 source.moved_at = self._clock()
+                if transfer.word is None:  # lease words are small and come first anyway
+                    source.newest_landed = max(source.newest_landed, number)
                 self._tell(job, self._landed(number, transfer))
                 self._ended(connection)  # after its fence was planned
             moved = True
         return moved
+
+    def _take_away(self, number: int) -> None:
+        self._under_way.pop(number).source.under_way -= 1
 
     def _landed(self, number: int, transfer: _UnderWay) -> Event:
         """Judge a transfer that has landed: any data is well, only one lease word is."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
+from pdcluster_connector.protocol.prompt_pace import MOST_TOKENS_PER_STEP, TOKENS_PER_STEP
 from pdcluster_connector.protocol.ticket_keys import MAKE_A_KEY_FILE
 from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 
@@ -34,6 +35,7 @@ class ConnectorOptions:
         side_channel_port: its port; a data-parallel engine adds its rank.
         lease_seconds: how long a prefill engine keeps a finished request's blocks unasked.
         drain_deadline_seconds: how long a failed receive may hold its blocks in quarantine.
+        transfer_stall_seconds: how long a receive may have transfers under way of which none lands.
         allow_insecure: permits a side channel without TLS on other than loopback addresses, and
             tickets without a signature where there is no ticket_key_file.
         backends: NIXL's transport backends.
@@ -43,12 +45,15 @@ class ConnectorOptions:
         ticket_key_file: file with the keys that sign tickets; empty for none.
         ticket_audience: which engines may use this engine's tickets; equal on both sides.
         tls: files for mutual TLS on the side channel; None for plain HTTP.
+        local_tokens_per_step: prompt tokens that a decode engine computes itself in a mean engine
+            step while other requests generate; 0 for no limit.
     """
 
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = 5600
     lease_seconds: float = 60.0
     drain_deadline_seconds: float = 30.0
+    transfer_stall_seconds: float = 300.0
     allow_insecure: bool = False
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 4  # as the stock connector
@@ -57,6 +62,7 @@ class ConnectorOptions:
     ticket_key_file: str = ""
     ticket_audience: str = ""
     tls: TlsFiles | None = None
+    local_tokens_per_step: int = TOKENS_PER_STEP
 
 
 def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> ConnectorOptions:
@@ -82,6 +88,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         side_channel_port=take("side_channel_port", _port) + data_parallel_rank,
         lease_seconds=take("lease_seconds", _seconds),
         drain_deadline_seconds=take("drain_deadline_seconds", _seconds),
+        transfer_stall_seconds=take("transfer_stall_seconds", _seconds),
         allow_insecure=take("allow_insecure", _flag),
         backends=take("backends", _backends),
         num_threads=take("num_threads", _threads),
@@ -90,6 +97,7 @@ def parse_options(extra: Mapping[str, Any], data_parallel_rank: int = 0) -> Conn
         ticket_key_file=take("ticket_key_file", _path),
         ticket_audience=take("ticket_audience", _audience),
         tls=take("tls", tls_files),
+        local_tokens_per_step=take("local_tokens_per_step", _tokens_per_step),
     )
     if "ticket_key_file" not in extra and not options.allow_insecure:
         problems.append(
@@ -204,8 +212,16 @@ def _backends(value: Any) -> tuple[str, ...]:
 
 
 def _threads(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_THREADS:
-        raise ValueError(f"is not a whole number from 0 to {MAX_THREADS}")
+    return _whole(value, MAX_THREADS)
+
+
+def _tokens_per_step(value: Any) -> int:
+    return _whole(value, MOST_TOKENS_PER_STEP)
+
+
+def _whole(value: Any, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"is not a whole number from 0 to {most}")
     return value
 
 

@@ -8,7 +8,6 @@ in a step go through :mod:`guard` and never raise.
 from __future__ import annotations
 
 import contextlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -25,6 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdcluster_connector.vllm.config import ConfigError, parse_options, refuse_unsupported
 from pdcluster_connector.vllm.guard import engine_step
+from pdcluster_connector.vllm.log_handlers import share_handlers
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         if role is not None:
             role.fault(f"{method}:{type(error).__name__}")
 
-    # Scheduler role.
+    # Scheduler side.
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -164,7 +164,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         """Make all KV computed so far invalid (new weights); False while others may fetch it."""
         return True if self._scheduler is None else self._scheduler.reset()
 
-    # Worker role.
+    # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the caches with NIXL; raises at start only."""
@@ -172,7 +172,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler role publishes on behalf of this rank."""
+        """What the scheduler side publishes on behalf of this rank."""
         return None if self._worker is None else self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -266,7 +266,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         """Return the API server's Prometheus metrics."""
-        from pdcluster_connector.vllm.metrics import PrometheusMetrics
+        from pdcluster_connector.vllm.prometheus_metrics import PrometheusMetrics
 
         return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
@@ -277,16 +277,7 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata if isinstance(metadata, StepOrders) else StepOrders()
 
 
-def _share_logging() -> None:
-    """Log to vLLM's handlers, because they know its processes, ranks and formats."""
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("pdcluster_connector")
-    if not ours.handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.level)
-
-
-_share_logging()
+share_handlers()
 
 # MultiConnector's metrics look classes up by name. A second import does no harm.
 with contextlib.suppress(ValueError):

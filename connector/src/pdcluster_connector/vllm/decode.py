@@ -1,4 +1,4 @@
-"""Scheduler role of a decode engine: which prompt tokens come from a prefill engine.
+"""Scheduler side of a decode engine: which prompt tokens come from a prefill engine.
 
 Each live request has an :class:`Incoming`. Its ticket is judged when it arrives
 (:mod:`ticket_check`), and released as soon as its KV is no longer needed: after the receive (also a
@@ -7,7 +7,6 @@ failed one), or without one when the request never got that far.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -17,25 +16,22 @@ from vllm.v1.request import Request, RequestStatus
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import has_key, without_names
-from pdcluster_connector.protocol.prompt_outcomes import LocalReason, Outcome
+from pdcluster_connector.protocol.prompt_outcomes import LocalReason
+from pdcluster_connector.protocol.prompt_pace import PromptPace
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.protocol.transfer_params import passed_on
 from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.incoming import Incoming, Stage
+from pdcluster_connector.vllm.local_prompts import LocalPrompts
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.prefill import is_prefill
+from pdcluster_connector.vllm.prompt_counts import PromptCounts
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
 from pdcluster_connector.vllm.ticket_book import LeaseSender, TicketBook
 from pdcluster_connector.vllm.ticket_check import TicketCheck
 
-# Why a request was decoded without a transfer.
-NO_TICKET: Final = LocalReason.NO_TICKET.value
 CACHE_RESET: Final = LocalReason.CACHE_RESET.value
-PREFIX_HIT: Final = LocalReason.PREFIX_HIT.value
-PREFIX_READING_OFF: Final = LocalReason.PREFIX_READING_OFF.value
-SHORT_PROMPT: Final = LocalReason.SHORT_PROMPT.value
-_CHOICE: Final = re.compile(r"[0-9]+_")  # how vLLM begins the id of a choice of ``n``
 
 
 class DecodeRole:
@@ -47,6 +43,7 @@ class DecodeRole:
         show_names: tell every client between which engines its KV moved.
         key: of requests that are told so in any case; empty for none.
         recomputes: vLLM computes the prompt here if its transfer fails, and fails it otherwise.
+        pace: of prompts that are computed here while other requests generate.
     """
 
     def __init__(
@@ -64,20 +61,20 @@ class DecodeRole:
         show_names: bool = False,
         key: str = "",
         recomputes: bool = False,
+        pace: PromptPace | None = None,
     ) -> None:
         self._engine_id = engine_id
-        self._is_data_rank = parse_engine_id(engine_id).data_rank is not None
         self._groups = groups
-        self._block = smallest_block(groups)
-        self._recomputes = recomputes
         self._tickets = TicketBook(leases, lease_seconds, clock)
-        self._stats = stats
+        self._counts = PromptCounts(stats, smallest_block(groups), recomputes=recomputes)
+        self.local = LocalPrompts(pace or PromptPace(), smallest_block(groups), stats, clock)
         self._check = TicketCheck(
             self._tickets,
             wall_clock,
             leaves_last_token=leaves_last_token(groups),
             keys=keys,
             audience=audience,
+            is_data_rank=parse_engine_id(engine_id).data_rank is not None,
         )
         self._show_names, self._key = show_names, key
         self._requests: dict[str, Incoming] = {}
@@ -96,18 +93,29 @@ class DecodeRole:
         incoming.named = self._show_names or has_key(params, self._key)
         incoming.repeated = passed_on(params)
         self._requests[request.request_id] = incoming
+        self.local.arrived(request)
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens that a transfer brings beyond ``computed``, loaded asynchronously).
 
         None: a very long prompt is still compared with its ticket, or the claim of a ticket that
-        another data-parallel rank may use up is not answered. vLLM asks again each step until the
-        request is admitted; apart from that comparison, nothing changes here.
+        another data-parallel rank may use up is not answered, or nothing comes and the prompt has
+        to wait its turn to be computed here. vLLM asks again each step until the request is
+        admitted; apart from that comparison, nothing changes here.
         """
         incoming = self._requests.get(request.request_id)
-        if incoming is not None:
-            incoming.computed = computed
-        if incoming is None or incoming.ticket is None or incoming.stage is not Stage.WAITING:
+        if incoming is None:
+            return 0, False
+        incoming.computed = computed
+        count, loads = self._from_prefill(request, incoming)
+        if count == 0 and self.local.must_wait(request, computed):
+            if incoming.reason and incoming.stage is Stage.WAITING:
+                self._settle(request.request_id, incoming)  # prefill need not hold its KV meanwhile
+            return None, False
+        return count, loads
+
+    def _from_prefill(self, request: Request, incoming: Incoming) -> tuple[int | None, bool]:
+        if incoming.ticket is None or incoming.stage is not Stage.WAITING:
             return 0, False
         if incoming.reason:
             return 0, False
@@ -117,18 +125,10 @@ class DecodeRole:
                 return None, False
         if incoming.reason or self._tickets.objection(incoming.ticket) is not None:
             return 0, False
-        if self._is_shared(request) and not self._tickets.is_claimed(incoming.ticket):
+        if self._check.waits_for_claim(request, incoming.ticket):
             return None, False
-        count = min(incoming.ticket.tokens, request.num_tokens) - computed
+        count = min(incoming.ticket.tokens, request.num_tokens) - incoming.computed
         return (count, True) if count > 0 else (0, False)
-
-    def _is_shared(self, request: Request) -> bool:
-        """Whether other data-parallel ranks of this engine have requests with the same ticket.
-
-        vLLM spreads the choices of a request with ``n`` > 1 over them. A rank may come when the
-        others have read and released. It then computes the prompt; a receive would only fail.
-        """
-        return self._is_data_rank and _CHOICE.match(request.request_id) is not None
 
     def reset(self) -> None:
         """Use none of the waiting tickets: their KV is of before the caches were cleared."""
@@ -147,16 +147,14 @@ class DecodeRole:
             return
         if incoming.stage is Stage.WAITING and external_tokens > 0 and incoming.ticket is not None:
             self._park(request, incoming, incoming.ticket, blocks, external_tokens)
+            self.local.kv_comes(request.request_id)
             return
         if incoming.stage is Stage.WAITING:
-            self._explain(request, incoming)
+            self._check.explain(request, incoming)
             self._settle(request.request_id, incoming)
-        if not incoming.counted and incoming.outcome == "local":
-            incoming.counted = True
-            tokens = incoming.here(request)
-            if incoming.reason == NO_TICKET and tokens < self._block:
-                incoming.reason = SHORT_PROMPT
-            self._stats.prompt(Outcome.LOCAL, incoming.reason, tokens)
+        if incoming.outcome != "transferred":
+            self.local.begins(request, incoming.computed)
+        self._counts.scheduled(request, incoming)
 
     def _park(
         self,
@@ -166,15 +164,8 @@ class DecodeRole:
         blocks: tuple[list[int], ...],
         external_tokens: int,
     ) -> None:
-        # The ticket covers [0, tokens); what vLLM has not asked for is a local prefix hit.
-        incoming.stop = min(ticket.tokens, request.num_tokens)
-        incoming.start = incoming.stop - external_tokens
-        held = tuple(
-            group.holding(ids, incoming.start, incoming.stop)
-            for group, ids in zip(self._groups, blocks, strict=True)
-        )
-        incoming.blocks = sum(block > 0 for group in held for block in group.blocks)
-        incoming.stage = Stage.PARKED
+        stop = min(ticket.tokens, request.num_tokens)
+        held = incoming.park(self._groups, blocks, stop, external_tokens)
         seconds, claimed = self._tickets.park(ticket, request.request_id)
         self._orders.append(
             ReceiveOrder(
@@ -187,18 +178,6 @@ class DecodeRole:
                 claimed=claimed,
             )
         )
-
-    def _explain(self, request: Request, incoming: Incoming) -> None:
-        """Say why a request whose ticket was good is computed here."""
-        if incoming.reason or incoming.ticket is None:
-            return
-        objection = self._tickets.objection(incoming.ticket) if incoming.held else None
-        if objection is not None:
-            incoming.reason, incoming.message = objection.reason.value, objection.message
-        elif request.skip_reading_prefix_cache:
-            incoming.reason = PREFIX_READING_OFF
-        else:
-            incoming.reason = PREFIX_HIT
 
     def hear(self) -> tuple[dict[str, float], dict[str, Failure]]:
         """Return parked requests whose lease was renewed (seconds left), or lost (why)."""
@@ -234,21 +213,12 @@ class DecodeRole:
             if incoming.receipt is not None and incoming.receipt.reason:
                 incoming.reason = incoming.receipt.reason
                 incoming.message = incoming.receipt.message
-            self._count(incoming, failed=request_id in failed)
+            self._counts.received(incoming, failed=request_id in failed)
             self._settle(request_id, incoming)
-
-    def _count(self, incoming: Incoming, *, failed: bool) -> None:
-        """Count a prompt whose receive ended."""
-        if incoming.counted:
-            return
-        incoming.counted = True
-        outcome = Outcome.TRANSFERRED
-        if failed:
-            outcome = Outcome.RECOMPUTED if self._recomputes else Outcome.FAILED
-        self._stats.prompt(outcome, incoming.reason, incoming.stop - incoming.start)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget a request; return what the client learns about its KV."""
+        self.local.left(request.request_id)
         incoming = self._requests.pop(request.request_id, None)
         if incoming is None:
             return None
@@ -266,6 +236,7 @@ class DecodeRole:
 
     def forget(self, request_id: str) -> None:
         """Drop a request; if it is parked, only when all ranks are through with it."""
+        self.local.left(request_id)
         incoming = self._requests.pop(request_id, None)
         if incoming is None:
             return

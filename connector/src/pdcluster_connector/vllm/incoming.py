@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from vllm.v1.request import Request
 
+from pdcluster_connector.plan.request import GroupBlocks
 from pdcluster_connector.protocol.prompt_digest import PromptDigest
 from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.vllm.groups import CacheGroup
 from pdcluster_connector.vllm.step_messages import Receipt
 
 
@@ -52,6 +54,26 @@ class Incoming:
     def here(self, request: Request) -> int:
         """Return the prompt tokens that this engine computes if nothing is transferred."""
         return max(0, int(request.num_prompt_tokens) - self.computed)
+
+    def park(
+        self,
+        groups: Sequence[CacheGroup],
+        blocks: tuple[list[int], ...],
+        stop: int,
+        external_tokens: int,
+    ) -> tuple[GroupBlocks, ...]:
+        """Wait for tokens that end at ``stop``; return the blocks for them, for each group.
+
+        The ticket covers [0, ``stop``). What vLLM has not asked for is a local prefix hit.
+        """
+        self.start, self.stop = stop - external_tokens, stop
+        held = tuple(
+            group.holding(ids, self.start, self.stop)
+            for group, ids in zip(groups, blocks, strict=True)
+        )
+        self.blocks = sum(block > 0 for group in held for block in group.blocks)
+        self.stage = Stage.PARKED
+        return held
 
     def path(self, decode: str) -> dict[str, Any]:
         """Return what the answer says of the KV's way; ``decode`` is this engine's id."""

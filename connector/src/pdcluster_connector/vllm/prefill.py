@@ -1,4 +1,4 @@
-"""Scheduler role of a prefill engine: leases, tickets, and when blocks may go.
+"""Scheduler side of a prefill engine: leases, tickets, and when blocks may go.
 
 A lease is armed when a request is scheduled, so that its token exists before its blocks hold
 anything, and granted when the request finishes. When it has ended (release, expiry), every rank

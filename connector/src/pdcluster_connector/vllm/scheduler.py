@@ -1,4 +1,4 @@
-"""Scheduler role: the prefill and the decode half, the side channel, and their inboxes.
+"""Scheduler side: the prefill and the decode half, the side channel, and their inboxes.
 
 Runs in vLLM's EngineCore, on the step's critical path: everything that waits for the network
 has a thread of its own (sidechannel.server, sidechannel.lease_client).
@@ -20,9 +20,10 @@ from vllm.v1.request import Request
 
 from pdcluster_connector import __version__
 from pdcluster_connector.compat.counted import counted
-from pdcluster_connector.link_health.control_agent import TOKEN_VARIABLE
+from pdcluster_connector.link_health.launcher_client import TOKEN_VARIABLE
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.kv_path import key_of
+from pdcluster_connector.protocol.prompt_pace import PromptPace
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.server import SideChannelServer
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerRole:
-    """One engine's scheduler role. Not thread-safe: lives on the scheduler's thread."""
+    """One engine's scheduler side. Not thread-safe: lives on the scheduler's thread."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class SchedulerRole:
                 show_names=options.show_internal_names,
                 key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
                 recomputes=transfer.kv_load_failure_policy == "recompute",
+                pace=PromptPace(options.local_tokens_per_step),
             )
 
     # At start.
@@ -173,6 +175,7 @@ class SchedulerRole:
         if self.decode is not None:
             orders.renewed, orders.lost = self.decode.hear()
             orders.receive, orders.abandon = self.decode.take_orders()
+            self.decode.local.step()
         orders.unreceivable, self._unreceivable = self._unreceivable, {}
         orders.gone, self._gone = self._gone, {}
         return orders

@@ -2,10 +2,12 @@
 
 A ticket is used once, and only for the prompt that it was made for. Nobody is told about a ticket
 that an engine of ours did not sign: whoever sent it would say where decode connects to.
+``protocol/ticket.py`` checks the signature.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final
 
@@ -22,9 +24,12 @@ from pdcluster_connector.vllm.prompt import digest_of_prompt, prompt_reader
 from pdcluster_connector.vllm.ticket_book import TicketBook
 
 LEASE_EXPIRED: Final = Reason.LEASE_EXPIRED.value
+PREFIX_HIT: Final = LocalReason.PREFIX_HIT.value
+PREFIX_READING_OFF: Final = LocalReason.PREFIX_READING_OFF.value
 PROMPT_MISMATCH: Final = LocalReason.PROMPT_MISMATCH.value
 TICKET_SPENT: Final = LocalReason.TICKET_SPENT.value
 TICKET_TOO_LONG: Final = LocalReason.TICKET_TOO_LONG.value
+_CHOICE: Final = re.compile(r"[0-9]+_")  # how vLLM begins the id of a choice of ``n``
 
 
 class TicketCheck:
@@ -35,6 +40,7 @@ class TicketCheck:
         leaves_last_token: decode computes a prompt's last token (see ``groups``).
         keys: gives the keys of which one must have signed a ticket.
         audience: a ticket must be meant for it.
+        is_data_rank: this engine has other data-parallel ranks.
     """
 
     def __init__(
@@ -45,11 +51,13 @@ class TicketCheck:
         leaves_last_token: bool,
         keys: Callable[[], TicketKeys | None],
         audience: str,
+        is_data_rank: bool,
     ) -> None:
         self._tickets = tickets
         self._wall_clock = wall_clock
         self._leaves_last_token = leaves_last_token
         self._keys, self._audience = keys, audience
+        self._is_data_rank = is_data_rank
         self._may_read = DIGEST_TOKENS_A_STEP
 
     def begin_step(self) -> None:
@@ -85,6 +93,27 @@ class TicketCheck:
             incoming.reason = PROMPT_MISMATCH
         elif not incoming.held:
             self._hold(incoming, ticket)
+
+    def waits_for_claim(self, request: Request, ticket: Ticket) -> bool:
+        """Whether other data-parallel ranks may use the ticket up before this one has claimed it.
+
+        vLLM spreads the choices of a request with ``n`` > 1 over them. A rank may come when the
+        others have read and released. It then computes the prompt; a receive would only fail.
+        """
+        is_shared = self._is_data_rank and _CHOICE.match(request.request_id) is not None
+        return is_shared and not self._tickets.is_claimed(ticket)
+
+    def explain(self, request: Request, incoming: Incoming) -> None:
+        """Say why a request is computed here although its ticket was good."""
+        if incoming.reason or incoming.ticket is None:
+            return
+        objection = self._tickets.objection(incoming.ticket) if incoming.held else None
+        if objection is not None:
+            incoming.reason, incoming.message = objection.reason.value, objection.message
+        elif request.skip_reading_prefix_cache:
+            incoming.reason = PREFIX_READING_OFF
+        else:
+            incoming.reason = PREFIX_HIT
 
     def _hold(self, incoming: Incoming, ticket: Ticket) -> None:
         incoming.held = True

@@ -1,4 +1,4 @@
-"""Worker role: registers this rank's caches, starts receives and reports what ended.
+"""Worker side: registers this rank's caches, starts receives and reports what ended.
 
 The engine step only swaps queues: NIXL belongs to the receiver's transfer thread
 (transfer.receiver), handshakes to the peer book's (sidechannel.peers).
@@ -6,7 +6,6 @@ The engine step only swaps queues: NIXL belongs to the receiver's transfer threa
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from dataclasses import replace
@@ -18,9 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.link_health.control_agent import ControlAgent
+from pdcluster_connector.link_health.launcher_client import LauncherClient
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.request import EngineBlocks, groups_of
@@ -38,9 +36,9 @@ from pdcluster_connector.vllm.fingerprint import digest_of_engine
 from pdcluster_connector.vllm.joined_shape import decode_shape, encode_shape, join_shapes
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.peer_news import PeerNews
+from pdcluster_connector.vllm.rank_results import RankResults
 from pdcluster_connector.vllm.registration import Registration, register
 from pdcluster_connector.vllm.step_messages import (
-    Receipt,
     ReceiveOrder,
     StepOrders,
     StepReport,
@@ -48,11 +46,9 @@ from pdcluster_connector.vllm.step_messages import (
 )
 from pdcluster_connector.vllm.unfilled_blocks import Tails
 
-logger = logging.getLogger(__name__)
-
 
 class WorkerRole:
-    """One rank's worker role. Not thread-safe: lives on the worker's main thread."""
+    """One rank's worker side. Not thread-safe: lives on the worker's main thread."""
 
     def __init__(
         self,
@@ -77,11 +73,9 @@ class WorkerRole:
         self._peers: PeerBook | None = None
         self._peer_news: PeerNews | None = None
         self._receiver: Receiver | None = None
-        self._control: ControlAgent | None = None
+        self._launcher: LauncherClient | None = None
         self._bound_at = inf
-        self._sent: set[str] = set()
-        self._unreceivable: dict[str, str] = {}
-        self._receipts: dict[str, Receipt] = {}
+        self._results = RankResults(self._stats)
 
     # At start.
 
@@ -112,13 +106,13 @@ class WorkerRole:
             memory=registration.memory,
             make_agent=lambda: self._new_agent(threads=self._options.num_threads),
             peers=self._peers,
-            options=ReceiverOptions(drain_deadline_seconds=self._options.drain_deadline_seconds),
+            options=receiver_options(self._options),
             prepare_thread=self._select_device,
         )
         self._peers.start()
         self._receiver.start()
         parallel = self._vllm_config.parallel_config
-        self._control = ControlAgent.from_environment(
+        self._launcher = LauncherClient.from_environment(
             os.environ,
             rank=self._rank,
             of=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
@@ -127,11 +121,11 @@ class WorkerRole:
             probe=self._receiver.probe,
             tls=tls,
         )
-        if self._control is not None:
-            self._control.start()
+        if self._launcher is not None:
+            self._launcher.start()
 
     def handshake(self) -> WorkerHandshake | None:
-        """What the scheduler role publishes on behalf of this rank."""
+        """What the scheduler side publishes on behalf of this rank."""
         if self._registration is None:
             return None
         shard = None
@@ -167,8 +161,8 @@ class WorkerRole:
         """Write lease words, and hand orders to the transfer thread."""
         if self._serving is not None:
             self._serving.lease_words.write(orders.lease_words)
-        self._sent.update(orders.sent)  # not before: vLLM gives these blocks to others
-        self._unreceivable.update(orders.unreceivable)
+        self._results.sent.update(orders.sent)  # not before: vLLM gives these blocks to others
+        self._results.unreceivable.update(orders.unreceivable)
         if self._receiver is None:
             return
         if orders.abandon:
@@ -176,8 +170,9 @@ class WorkerRole:
         # Receives start last, and all of them or none: if a line above raises, none has started.
         if orders.receive:
             requests = [self._request(order) for order in orders.receive]
-            for request in requests if self._tails is not None else ():
-                self._tails.clear(request.decode_blocks, request.stop)
+            if self._tails is not None:
+                for request in requests:
+                    self._tails.clear(request.decode_blocks, request.stop)
             self._receiver.receive(requests)
             self._tell_of_leases(orders)  # those that have just been ordered
 
@@ -195,37 +190,19 @@ class WorkerRole:
     def fail_orders(self, orders: StepOrders, error: Exception) -> None:
         """Report every receive of these orders as failed: starting them went wrong."""
         for order in orders.receive:
-            self._unreceivable[order.request_id] = repr(error)
+            self._results.unreceivable[order.request_id] = repr(error)
 
     def results(self) -> KVConnectorTransferResults:
         """Requests that this rank is through with, each exactly once."""
-        # This call comes first because it may raise, and the lines below empty sets.
+        # The receiver comes first: it may raise, and taking the results empties them.
         ended = ReceiveResults() if self._receiver is None else self._receiver.results()
-        sent, self._sent = self._sent, set()
-        unreceivable, self._unreceivable = self._unreceivable, {}
-        for request_id, why in unreceivable.items():
-            self._failed(request_id, Reason.BACKEND_ERROR, why)
-        for request_id in ended.failed.keys() - ended.abandoned:
-            failure = ended.failed[request_id]
-            self._failed(request_id, failure.reason, failure.message)
-        for request_id, received in ended.received.items():
-            self._receipts[request_id] = Receipt(received.nbytes, received.seconds)
-        if unreceivable:
-            self._stats.receives(0, {}, {Reason.BACKEND_ERROR.value: len(unreceivable)})
-        self._stats.receives(ended.stats.nbytes, ended.stats.phase_seconds, ended.stats.failures)
-        return KVConnectorTransferResults(
-            finished_sending=sent,
-            finished_recving=ended.finished | unreceivable.keys(),
-            failed_recving=set(ended.failed) | unreceivable.keys(),
-        )
+        return self._results.take(ended)
 
     def report(self) -> StepReport | None:
         """What became of the receives in :meth:`results`, and which peers are gone."""
         gone = {} if self._peer_news is None else self._peer_news.take()
-        if not self._receipts and not gone:
-            return None
-        receipts, self._receipts = self._receipts, {}
-        return StepReport(receipts, gone)
+        receipts = self._results.take_receipts()
+        return StepReport(receipts, gone) if receipts or gone else None
 
     def fault(self, method: str) -> None:
         """Count an exception that the guard caught."""
@@ -237,7 +214,7 @@ class WorkerRole:
 
     def close(self) -> None:
         """End the threads and NIXL's agents."""
-        for part in (self._control, self._receiver, self._peers, self._serving):
+        for part in (self._launcher, self._receiver, self._peers, self._serving):
             if part is not None:
                 part.close()
 
@@ -253,10 +230,6 @@ class WorkerRole:
             claimed=order.claimed,
         )
 
-    def _failed(self, request_id: str, reason: Reason, message: str) -> None:
-        self._receipts[request_id] = Receipt(0, 0.0, reason.value, message)
-        logger.warning("KV of %s was not received: %s: %s", request_id, reason.value, message)
-
 
 def _of_all_stages(shape: EngineShape) -> EngineShape:
     """The engine's shape from this pipeline rank's; every rank calls it at the same time."""
@@ -267,3 +240,11 @@ def _of_all_stages(shape: EngineShape) -> EngineShape:
     torch.distributed.all_gather_object(stages, encode_shape(shape), group=group.cpu_group)
     tensor = get_tp_group().rank_in_group
     return join_shapes({(stage, tensor): decode_shape(raw) for stage, raw in enumerate(stages)})
+
+
+def receiver_options(options: ConnectorOptions) -> ReceiverOptions:
+    """Return what a user may set of the receiver's limits."""
+    return ReceiverOptions(
+        drain_deadline_seconds=options.drain_deadline_seconds,
+        transfer_stall_seconds=options.transfer_stall_seconds,
+    )

@@ -106,6 +106,10 @@ class EnginesHttp:
         """See :class:`..runtime.interfaces.Launchers`."""
         await self._call("PUT", target, "/v1/peers", (200, 204), body)
 
+    async def tell_routed(self, target: Target, *, routed: bool) -> None:
+        """See :class:`..runtime.interfaces.Launchers`."""
+        await self._call("PUT" if routed else "DELETE", target, "/v1/routed", (200, 204))
+
     async def _call(
         self,
         method: str,

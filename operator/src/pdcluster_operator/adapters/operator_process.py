@@ -21,7 +21,8 @@ from pdcluster_operator.adapters.api_server.client import (
     own_namespace,
 )
 from pdcluster_operator.adapters.api_server.events import KubeEvents
-from pdcluster_operator.adapters.api_server.leases import KubeLeases, own_identity
+from pdcluster_operator.adapters.api_server.namespace_leases import KubeLeases, own_identity
+from pdcluster_operator.adapters.api_server.shared_connectors import KubeConnectors
 from pdcluster_operator.adapters.api_server.sweep import Sweeper
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
@@ -32,7 +33,10 @@ from pdcluster_operator.adapters.tls.authority_secret import find_authority
 from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.tls.mounted_identity import IdentityError, MountedIdentity
-from pdcluster_operator.plan.lease import lease_name
+from pdcluster_operator.adapters.tls.small_buffers import use_small_buffers
+from pdcluster_operator.plan.namespace_lease import lease_name
+from pdcluster_operator.plan.unused_connectors import KEEP_SECONDS
+from pdcluster_operator.runtime.connector_collector import PERIOD_SECONDS, ConnectorCollector
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
 from pdcluster_operator.runtime.reconcile import Place
@@ -40,7 +44,7 @@ from pdcluster_operator.runtime.reconcile import Place
 log = logging.getLogger(__name__)
 
 NEW_OBJECTS = 10_000
-"""After so many the garbage collector looks at them. A page of a LIST alone has more than 700."""
+"""After so many new objects the garbage collector runs. One page of a LIST has more than 700."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class OperatorOptions:
             CA lives as long as the process.
         webhook: where the webhook's certificate is stored; None if the operator makes none.
         operator_class: of the PDClusters to work on; empty for those without one.
+        keep_connector_seconds: how long a connector's ConfigMap stays that nothing mounts.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -66,6 +71,7 @@ class OperatorOptions:
     launcher_poll_seconds: float = 1.0
     operator_class: str = ""
     engine_certificate: Path | None = None
+    keep_connector_seconds: float = KEEP_SECONDS
 
 
 class _WallClock:
@@ -76,6 +82,7 @@ class _WallClock:
 async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
     """Run until ``stop``, a signal, or the first part that fails, whose error is raised."""
     _allow_many_connections()
+    use_small_buffers()
     metrics = Metrics()
     ready: list[Sweeper] = []
     watches = WatchHealth()
@@ -131,7 +138,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             leases=leases,
             worked=lambda seconds, failed: metrics.reconciled(seconds, failed=failed),
         )
-        api.remember = loop.store.put
+        api.remember, api.same = loop.store.put, loop.store.same
         leases.needed, leases.acquired = loop.works_in, loop.wake
         metrics.measure(
             lambda: loop.queue.depth, lambda: len(loop.store.keys()), loop.local_prefill_shares
@@ -149,9 +156,18 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             watches.reported(event, manifest)
             loop.see(event, manifest)
 
+        keep = options.keep_connector_seconds
+        collector = ConnectorCollector(
+            loop.store,
+            KubeConnectors(client, api),
+            _WallClock(),
+            period=max(1.0, min(PERIOD_SECONDS, keep)),
+            keep=keep,
+        )
         parts: list[Coroutine[Any, Any, None]] = [
-            kopf_app.watch(see, namespaces=options.namespaces, stop=stop),
+            kopf_app.watch(see, namespaces=options.namespaces, stop=stop, same=loop.store.same),
             sweeper.run(),
+            collector.run(),
         ]
         if options.webhook is not None:
             keeper = CertificateKeeper(

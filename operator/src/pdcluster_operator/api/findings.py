@@ -40,6 +40,7 @@ class Rule(StrEnum):
     INSECURE_SIDE_CHANNEL = "InsecureSideChannel"
     CERTIFICATE_NOT_MOUNTED = "CertificateNotMounted"
     CERTIFICATE_HIDDEN = "CertificateHidden"
+    CERTIFICATE_NOT_RENEWED = "CertificateNotRenewed"
     MOUNTED_NOT_SUPPORTED = "MountedNotSupported"
     REQUEST_LIMIT_MISMATCH = "RequestLimitMismatch"
     NO_MEMORY_REQUEST = "NoMemoryRequest"

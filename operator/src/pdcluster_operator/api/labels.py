@@ -43,11 +43,16 @@ ROTATE_TICKET_KEY_ANNOTATION = f"{GROUP}/rotate-ticket-key"
 """On a PDCluster: each new value asks for a new ticket key. On the Secret: the last such value."""
 
 TLS_LABEL = f"{GROUP}/tls"
-"""On an engine's pods: Mounted, if they use certificates that the user's pod template mounts."""
+"""In an engine's pod template: Mounted, if its pods use certificates that the user mounts. On a
+pod it decides nothing, because others may change it."""
 CERTIFICATES_ANNOTATION = f"{GROUP}/certificates"
 """On the Secret with engines' certificates: which authority made them, and for which time."""
 CERTIFICATES_HASH_ANNOTATION = f"{GROUP}/certificates-hash"
 """On the same Secret: a hash of each entry that was written, which shows what somebody changed."""
+CONNECTOR_LABEL = f"{GROUP}/connector"
+"""On a ConfigMap that PDClusters of a namespace share: the beginning of the connector's digest."""
+UNUSED_ANNOTATION = f"{GROUP}/unused-since"
+"""On the same ConfigMap: since when nothing mounts it; empty while something does."""
 
 HTTP_PORT = 8000
 LAUNCHER_PORT = 5590
@@ -61,8 +66,13 @@ NAME_LIMIT = 34
 STATEFUL_SET_NAME_LIMIT = 52
 OBJECT_NAME_LIMIT = 63
 REVISION_LENGTH = 5
+CONNECTOR_LENGTH = 16
+"""Digits of a digest. More than :func:`own_connector_name` has, so that no two names are equal."""
+OWN_CONNECTOR_LENGTH = 10
 
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_SHARED_CONNECTOR = re.compile(rf"pdcluster-connector-[0-9a-f]{{{CONNECTOR_LENGTH}}}")
+_OWN_CONNECTOR = re.compile(rf"(.+)-connector-[0-9a-f]{{{OWN_CONNECTOR_LENGTH}}}")
 
 
 def name_errors(name: object) -> list[tuple[str, str]]:
@@ -180,9 +190,25 @@ def router_deployment_name(cluster: str, pairing_key: str) -> str:
     return f"{cluster}-router-{pairing_key}"
 
 
-def connector_name(cluster: str, digest: str) -> str:
-    """Name of the ConfigMap that holds the connector, by its content."""
-    return f"{cluster}-connector-{digest[:10]}"
+def connector_name(digest: str) -> str:
+    """Name of the ConfigMap that holds the connector for a namespace, by its content."""
+    return f"pdcluster-connector-{digest[:CONNECTOR_LENGTH]}"
+
+
+def is_connector_name(name: str) -> bool:
+    """Whether a ConfigMap of this name holds a connector for a namespace."""
+    return _SHARED_CONNECTOR.fullmatch(name) is not None
+
+
+def own_connector_name(cluster: str, digest: str) -> str:
+    """Name of the ConfigMap with which an older operator gave each cluster its own copy."""
+    return f"{cluster}-connector-{digest[:OWN_CONNECTOR_LENGTH]}"
+
+
+def owner_of_connector(name: str) -> str:
+    """Return the cluster whose own copy has this name; empty if it is no copy's name."""
+    found = _OWN_CONNECTOR.fullmatch(name)
+    return found[1] if found else ""
 
 
 def revision_name(cluster: str, role: Role, revision: str) -> str:

@@ -79,6 +79,13 @@ def parser() -> argparse.ArgumentParser:
         help="time between two lists of all objects (default 300)",
     )
     run.add_argument(
+        "--keep-connector-seconds",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long a namespace keeps a connector that nothing mounts any more (default 600)",
+    )
+    run.add_argument(
         "--engine-certificate-folder",
         type=Path,
         metavar="DIR",
@@ -173,6 +180,7 @@ def _operator(options: argparse.Namespace) -> Work:
         launcher_poll_seconds=options.launcher_poll_seconds,
         operator_class=options.operator_class,
         engine_certificate=options.engine_certificate_folder,
+        keep_connector_seconds=options.keep_connector_seconds,
     )
     return lambda stop: run_operator(chosen, stop)
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
 from pdcluster_operator.api.conditions import ConditionType, find_condition
+from pdcluster_operator.api.plain_yaml import PlainDumper
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.lint import print_findings
@@ -34,7 +35,8 @@ def show_plan(file: str, output: str) -> Exit:
     plan = plan_new(document)
     if output == "yaml":
         manifests = [_shortened(step.manifest) for step in plan.steps if isinstance(step, Apply)]
-        console.print(yaml.safe_dump_all(manifests, sort_keys=False, width=100), markup=False)
+        text = yaml.dump_all(manifests, Dumper=PlainDumper, sort_keys=False, width=100)
+        console.print(text, markup=False)
         return Exit.DONE
     for number, step in enumerate(plan.steps, 1):
         if isinstance(step, Apply | WriteTicketKey):

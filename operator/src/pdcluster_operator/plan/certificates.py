@@ -16,8 +16,8 @@ from pdcluster_operator.plan.builders.certificates import (
     build_certificates_secret,
     certificates_of,
     entry_of,
-    mounts_certificate,
 )
+from pdcluster_operator.plan.engine_certificates import certificates_by_engine
 from pdcluster_operator.plan.model import (
     HeldCertificates,
     Manifest,
@@ -78,8 +78,10 @@ def seconds_to_renewal(observed: Observed, cluster: Cluster, now: float) -> floa
 
 
 def _are_needed(observed: Observed, cluster: Cluster) -> bool:
-    signed = certificates_of(cluster) is Certificates.OPERATOR
-    return signed or any(map(mounts_certificate, observed.pods))
+    if certificates_of(cluster) is Certificates.OPERATOR:
+        return True
+    live = certificates_by_engine(observed.pods, observed.children).values()
+    return Certificates.OPERATOR in live
 
 
 def _period_start(now: float) -> float:

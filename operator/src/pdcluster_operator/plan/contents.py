@@ -1,35 +1,42 @@
 """What is kept of large objects: all that plans read, and no more.
 
-Each cluster has a ConfigMap with the connector, of some hundred kB. The operator compares its
-content and never reads it, so it keeps the hash: a thousand clusters would need a gigabyte.
-A pod's spec is the largest part of a pod. Strings that many objects have are held once.
+Each namespace has a ConfigMap with the connector, of some hundred kB. The operator compares its
+content and never reads it, so it keeps the hash: a thousand namespaces would need a gigabyte.
+A pod's spec is the largest part of a pod. What many objects have, :mod:`.shared_parts` holds once.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from functools import lru_cache
 from typing import Any
 
+from pdcluster_operator.api.labels import is_connector_name, owner_of_connector
 from pdcluster_operator.plan.model import Manifest
 
 CONTENTS = ("data", "binaryData")
 MARK = "sha256:"
 SHORT = 128
 """Characters that are kept as they are."""
-LEVELS = 32
-"""A pod template's deepest field of Kubernetes' own lies at half of that."""
 
 
 def without_contents(manifest: Manifest) -> Manifest:
     """Return an immutable ConfigMap with hashes of its contents; any other object as it is.
 
+    Of a connector, the bytes are hashed always: its name says the beginning of that hash.
     The result for a result is the same, so that both sides of a comparison may come from here.
     """
-    if manifest.get("kind") != "ConfigMap" or not manifest.get("immutable"):
+    if manifest.get("kind") != "ConfigMap":
+        return manifest
+    connector = _is_connector(str(manifest["metadata"]["name"]))
+    if not connector and not manifest.get("immutable"):
         return manifest
     hashed: dict[str, Any] = {
-        part: {name: _hashed(text) for name, text in manifest[part].items()}
+        part: {
+            name: _bytes_hashed(text) if connector and part == "binaryData" else _hashed(text)
+            for name, text in manifest[part].items()
+        }
         for part in CONTENTS
         if manifest.get(part)
     }
@@ -37,38 +44,27 @@ def without_contents(manifest: Manifest) -> Manifest:
 
 
 def pod_spec_that_is_read(spec: Manifest) -> dict[str, Any]:
-    """Return a pod's node, the limits of its containers (GPUs), and the Secrets that it mounts."""
+    """Return a pod's node, the limits of its containers (GPUs), and what it mounts of ours.
+
+    That is its Secrets, and the ConfigMap with the connector.
+    """
     volumes = spec.get("volumes") or ()
     secrets = (one["secret"].get("secretName") for one in volumes if one.get("secret"))
+    maps = (one["configMap"].get("name") for one in volumes if one.get("configMap"))
     limits = ((one.get("resources") or {}).get("limits") for one in spec.get("containers") or ())
     kept = {
         "nodeName": spec.get("nodeName"),
-        "volumes": [{"secret": {"secretName": name}} for name in secrets],
+        "volumes": [
+            *({"secret": {"secretName": name}} for name in secrets),
+            *({"configMap": {"name": name}} for name in maps if _is_connector(str(name))),
+        ],
         "containers": [{"resources": {"limits": one}} for one in limits if one],
     }
     return {name: value for name, value in kept.items() if value}
 
 
-def with_shared_text(value: Any, levels: int = LEVELS) -> Any:
-    """Return a copy in which equal short strings are one object.
-
-    Each JSON document brings strings of its own. The objects of a thousand clusters have the same
-    keys, images, commands and addresses, and would hold each of them thousands of times.
-
-    Args:
-        levels: how deep to look. Nobody's pod template may exhaust the stack.
-    """
-    if isinstance(value, dict) and levels:
-        return {_shared(key): with_shared_text(item, levels - 1) for key, item in value.items()}
-    if isinstance(value, list) and levels:
-        return [with_shared_text(item, levels - 1) for item in value]
-    return _shared(value) if isinstance(value, str) and len(value) <= SHORT else value
-
-
-@lru_cache(maxsize=1 << 14)
-def _shared(text: str) -> str:
-    """Not ``sys.intern``: some versions of Python never free what that was given."""
-    return text
+def _is_connector(config_map: str) -> bool:
+    return is_connector_name(config_map) or bool(owner_of_connector(config_map))
 
 
 def _hashed(text: str) -> str:
@@ -79,3 +75,16 @@ def _hashed(text: str) -> str:
 def _digest(text: str) -> str:
     """Remembered, because all clusters of an operator have the same content."""
     return MARK + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _bytes_hashed(text: str) -> str:
+    return text if text.startswith(MARK) else _digest_of_bytes(text)
+
+
+@lru_cache(maxsize=4)
+def _digest_of_bytes(text: str) -> str:
+    try:
+        content = base64.b64decode(text, validate=True)
+    except ValueError:
+        return _digest(text)
+    return MARK + hashlib.sha256(content).hexdigest()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from pdcluster_operator.api.labels import EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.connector_mounts import config_maps_of
 from pdcluster_operator.plan.model import Delete, Manifest, Observed
 from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.rollout.desired import Desired, live_engines
@@ -43,7 +44,7 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
             continue
         if kind == REVISION_KIND and name not in desired.forgotten:
             continue
-        if kind == "ConfigMap" and name in desired.mounted:
+        if kind == "ConfigMap" and (name in desired.mounted or _is_mounted(observed, name)):
             continue
         if kind == "ConfigMap" and (leaving or desired.kept):
             # A pod that is leaving may restart once more. It mounts what it was made with.
@@ -71,6 +72,12 @@ def existing_engines(children: Iterable[Manifest], role: Role) -> int:
 def is_being_deleted(manifest: Manifest) -> bool:
     """Whether Kubernetes has begun to delete an object."""
     return bool((manifest.get("metadata") or {}).get("deletionTimestamp"))
+
+
+def _is_mounted(observed: Observed, config_map: str) -> bool:
+    """Whether a live pod or template mounts it. An older operator stored no revision that does."""
+    live = (*observed.children, *observed.pods)
+    return any(config_map in config_maps_of(one) for one in live)
 
 
 def _leaving(observed: Observed, desired: Desired) -> set[EngineName]:

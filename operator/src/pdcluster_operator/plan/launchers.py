@@ -8,7 +8,7 @@ from typing import Any
 
 from pdcluster_operator.api.labels import LAUNCHER_PORT, POD_INDEX_LABEL, engine_of
 from pdcluster_operator.api.spec.enums import Certificates, Role
-from pdcluster_operator.plan.builders.certificates import certificates_of_pod
+from pdcluster_operator.plan.engine_certificates import certificates_by_engine
 from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.reports import LinksReport
 
@@ -25,7 +25,7 @@ class Target:
         url: base URL of the launcher.
         process: changes with the pod and with every restart of its container. What the old
             process said is dropped when it changes.
-        certificates: which ones the engine has.
+        certificates: which ones the engine has. With Unknown, it has to show the operator's.
     """
 
     engine: str
@@ -35,15 +35,21 @@ class Target:
     certificates: Certificates = Certificates.OPERATOR
 
 
-def launchers_to_poll(pods: Iterable[Manifest]) -> Iterator[Target]:
-    """Yield one target for every engine whose leading pod has an address."""
+def launchers_to_poll(pods: Iterable[Manifest], children: Iterable[Manifest]) -> Iterator[Target]:
+    """Yield one target for every engine whose leading pod has an address.
+
+    What the operator made (``children``) says whether the launcher speaks HTTPS. Where that is not
+    known, it is asked over HTTPS.
+    """
+    pods = tuple(pods)
+    certificates = certificates_by_engine(pods, children)
     for pod in pods:
         metadata, status = pod["metadata"], pod.get("status") or {}
         engine, address = engine_of(pod), status.get("podIP")
         if engine and address and metadata["labels"].get(POD_INDEX_LABEL, "0") == "0":
             restarts = sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or ())
             process = f"{metadata['uid']}/{restarts}"
-            held = certificates_of_pod(pod)
+            held = certificates[engine]
             url = launcher_url(address, secured=held is not Certificates.NONE)
             yield Target(engine.logical, engine.role, url, process, held)
 

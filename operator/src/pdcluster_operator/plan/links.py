@@ -1,4 +1,9 @@
-"""The link table: the pairs of a prefill and a decode engine, and what is known of each."""
+"""The link table: the pairs of a prefill and a decode engine, and what is known of each.
+
+The connector judges each link: ``launcher/link_table.py`` joins what an engine's ranks report, and
+``link_health/link_keeper.py`` keeps their links. ``status/link_conditions.py`` makes conditions of
+the pairs.
+"""
 
 from __future__ import annotations
 

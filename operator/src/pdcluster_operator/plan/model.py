@@ -80,6 +80,7 @@ class Observed:
         links: decode engine's logical id -> what its launcher says of its links; missing =
             unreachable.
         connector: the connector to mount in engine pods.
+        connectors: live ConfigMaps with a connector that the PDClusters of the namespace share.
         ticket_key: the Secret with the ticket keys; None if there is none.
         certificates: the Secret with the engines' certificates.
         operator_namespace: where the operator runs; None where that is not known.
@@ -106,6 +107,7 @@ class Observed:
     mounted_certificates: bool = True
     rewrites: Rewrites = field(default_factory=dict)
     scaler: Manifest | None = None
+    connectors: tuple[Manifest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,7 @@ class Plan:
             executor begins no stage after one that failed.
         status: the whole ``status`` to write, also when a step failed.
         peers: assignments to send to decode launchers.
+        routed: logical ids of the engines that routers may send requests to.
         requeue_after: seconds until this cluster should be looked at again; None if an
             event will tell.
         events: to be published once the status is written.
@@ -250,6 +253,7 @@ class Plan:
     steps: tuple[Step, ...]
     status: Mapping[str, Any]
     peers: tuple[PeerAssignment, ...] = ()
+    routed: frozenset[str] = frozenset()
     requeue_after: float | None = None
     events: tuple[Event, ...] = ()
     scaler: ScalerStatus | None = None

@@ -7,6 +7,7 @@ object that already is as wanted is not applied.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.enums import RolloutType
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.certificates import has_certificates
 from pdcluster_operator.plan.certificates import certificates_step, seconds_to_renewal
@@ -24,6 +26,11 @@ from pdcluster_operator.plan.half_scheduled import with_releases
 from pdcluster_operator.plan.links import by_pairing_key, observe_pairs, to_sample
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
+from pdcluster_operator.plan.name_conflicts import (
+    may_be_taken,
+    strange_connectors,
+    why_strange,
+)
 from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
@@ -32,9 +39,15 @@ from pdcluster_operator.plan.rewrites import is_settled
 from pdcluster_operator.plan.rollout.desired import Desired, desire, live_engines
 from pdcluster_operator.plan.rollout.fleet import engine_keys
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
-from pdcluster_operator.plan.routers import router_available, router_behind, router_trouble
+from pdcluster_operator.plan.routers import (
+    routed_engines,
+    router_available,
+    router_behind,
+    router_trouble,
+)
 from pdcluster_operator.plan.status.build import View, build_status
 from pdcluster_operator.plan.status.events import transitions
+from pdcluster_operator.plan.status.failed_step import with_failure
 from pdcluster_operator.plan.status.progress import ChangeView
 from pdcluster_operator.plan.ticket_key import ticket_key_step
 
@@ -65,8 +78,14 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         key = ticket_key_step(observed, cluster)
         rest = _steps(observed, cluster, desired, now, memo)
         steps = (*((key,) if key else ()), *steps, *rest)
+    strange = strange_connectors(observed, (child.manifest for child in desired.children))
+    if strange:
+        steps = tuple(step for step in steps if may_be_taken(step, observed, strange))
     view = _view(observed, cluster, desired, steps, memo, accepted=findings.ok)
     status = build_status(observed, cluster, findings, view, now, memo)
+    if strange:
+        refused = why_strange(strange)
+        status = with_failure(status, observed.cluster, refused.reason, refused.message, now)
     peers: tuple[PeerAssignment, ...] = ()
     if findings.ok:
         prefill, decode = (view.engines[role] for role in Role)
@@ -86,10 +105,25 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         steps=steps,
         status=status,
         peers=peers,
+        routed=_routed(observed, now),
         requeue_after=min((wait for wait in waits if wait is not None), default=None),
         events=transitions(before, status, secured=has_certificates(cluster)),
         scaler=scaler_status(observed),
     )
+
+
+def _routed(observed: Observed, now: float) -> frozenset[str]:
+    """Return the logical ids of the engines that should not end before routers forget them.
+
+    Routers never forget the only engine of a role. One that the operator removed waits for nobody:
+    its StatefulSet is gone. With ``pdcluster up``, routers and engines end together.
+    """
+    if observed.one_node:
+        return frozenset()
+    live = live_engines(observed)
+    engines = Counter(name.role for name in live)
+    routed = routed_engines(observed, live, now)
+    return frozenset(name.logical for name in routed if engines[name.role] > 1)
 
 
 def _next_look(status: Manifest, view: View, now: float) -> float:
@@ -130,7 +164,7 @@ def _frozen(observed: Observed) -> Desired:
 def _steps(
     observed: Observed, cluster: Cluster, desired: Desired, now: float, memo: Memo
 ) -> Iterator[Step]:
-    live = {identity(child): child for child in observed.children}
+    live = {identity(child): child for child in (*observed.connectors, *observed.children)}
     children = _children(observed, cluster, desired, now)
     applied = _applied(observed, live, children, memo)
     for wanted in children:
@@ -208,6 +242,7 @@ def _view(
     change = ChangeView(
         replacing=desired.stale,
         paused=cluster.spec.rollout.paused,
+        surging=cluster.spec.rollout.type is RolloutType.SURGE,
         router_available=router_available(observed, cluster),
         started=max((moment for moment in created if moment is not None), default=None),
         deadline=cluster.spec.rollout.progress_deadline_seconds,

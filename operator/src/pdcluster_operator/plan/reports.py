@@ -46,6 +46,7 @@ class EngineReport:
             it does not say.
         certificate_expires: when the certificate that it uses expires, in seconds since the epoch;
             None if it has none, or does not say.
+        routed: whether it was told that routers may send it requests; None if it cannot be told.
     """
 
     ready: bool
@@ -59,6 +60,7 @@ class EngineReport:
     api: str = ""
     data_parallel_size: int | None = None
     certificate_expires: float | None = None
+    routed: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ def parse_engine_report(document: object) -> EngineReport | None:
         api=_text(document, "api"),
         data_parallel_size=_size(document, "data_parallel_size"),
         certificate_expires=_moment(document, "certificate_expires"),
+        routed=routed if isinstance(routed := document.get("routed"), bool) else None,
     )
 
 

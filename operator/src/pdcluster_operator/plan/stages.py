@@ -36,7 +36,7 @@ def _stage(step: Step) -> int:
     if isinstance(step, WriteTicketKey | WriteCertificates):
         return 0
     if isinstance(step, Apply):
-        return 2 if step.manifest["kind"] in WORKLOADS else 1
+        return 1 if step.manifest["kind"] in WORKLOADS else 0
     if isinstance(step, TryOut):
-        return 3
-    return 4 if isinstance(step, Delete) else 5
+        return 2
+    return 3 if isinstance(step, Delete) else 4

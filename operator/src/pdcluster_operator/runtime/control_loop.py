@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
+from pdcluster_operator.plan.changed_specs import is_changed_spec
+from pdcluster_operator.plan.connector_mounts import is_shared_connector
 from pdcluster_operator.plan.operator_class import belongs_to
 from pdcluster_operator.plan.reports import local_share
 from pdcluster_operator.runtime.interfaces import Api, Clock, ConnectorSource, EventSink, Launchers
@@ -56,7 +58,7 @@ class ControlLoop:
         self._worked = worked
         self._leases = leases
         self.store = Store()
-        self.queue = KeyedQueue(self._work, backoff=backoff)
+        self.queue = KeyedQueue(self._work, is_urgent=self._is_urgent, backoff=backoff)
         self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
         self._reconciler = Reconciler(
             store=self.store,
@@ -74,7 +76,13 @@ class ControlLoop:
         """One watch event: ADDED, MODIFIED or DELETED."""
         key = self.store.drop(manifest) if event == "DELETED" else self.store.put(manifest)
         if key is not None:
-            self.queue.add(key)
+            self.queue.add(key, urgent=is_changed_spec(manifest))
+        elif event == "DELETED" and is_shared_connector(manifest):
+            self.wake(str(manifest["metadata"]["namespace"]))
+
+    def _is_urgent(self, key: Key) -> bool:
+        cluster = self.store.cluster(key)
+        return cluster is not None and is_changed_spec(cluster)
 
     def sweep(self, kind: str, manifests: Iterable[Manifest]) -> None:
         """One LIST of all objects of a kind that concern us."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from pdcluster_operator.plan.connector_mounts import is_shared_connector
 from pdcluster_operator.plan.model import (
     Apply,
     Event,
@@ -23,9 +24,10 @@ from pdcluster_operator.plan.model import (
     WriteTicketKey,
 )
 from pdcluster_operator.plan.stages import stages
-from pdcluster_operator.runtime.interfaces import Api
+from pdcluster_operator.runtime.interfaces import Api, Manifest
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
+from pdcluster_operator.runtime.shared_creations import SharedCreations
 from pdcluster_operator.runtime.ticket_keys import what_is_held
 
 log = logging.getLogger(__name__)
@@ -61,11 +63,13 @@ class Executor:
         rewrites: RewriteNotes,
         may_write: Callable[[Key], bool],
         clock: Callable[[], float] = time.monotonic,
+        held: Callable[[Manifest], Manifest | None] = lambda _: None,
     ) -> None:
         self._api = api
         self._rewrites = rewrites
         self._may_write = may_write
         self._clock = clock
+        self._shared = SharedCreations(api, held)
         self._ticket_keys: dict[Key, _Known[TicketKey]] = {}
         self._certificates: dict[Key, _Known[HeldCertificates]] = {}
 
@@ -139,7 +143,9 @@ class Executor:
                 self._certificates.pop(key, None)  # the next plan reads what was written
                 await self._api.write_certificates(step)
             elif isinstance(step, Apply):
-                answer = await self._api.apply(step.manifest, step.uid)
+                answer = await self._apply(step)
+                if answer is None:
+                    return
                 if (news := self._rewrites.note(key, step.manifest, answer)) is not None:
                     events.append(news)
             elif isinstance(step, TryOut):
@@ -148,6 +154,12 @@ class Executor:
             else:
                 await self._api.delete(step)
         log.info("%s: %s: %s", key, type(step).__name__, step.why)
+
+    async def _apply(self, step: Apply) -> Manifest | None:
+        """Apply a child; return it, or None if it has come meanwhile."""
+        if not step.uid and is_shared_connector(step.manifest):
+            return await self._shared.create(step.manifest)
+        return await self._api.apply(step.manifest, step.uid)
 
     def _note(self, key: Key, uid: str, ticket_key: TicketKey | None) -> TicketKey | None:
         if ticket_key is None:

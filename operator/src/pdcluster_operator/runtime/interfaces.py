@@ -114,6 +114,13 @@ class Launchers(Protocol):
         """``PUT /v1/peers`` of a decode engine. Raises :class:`LauncherError`."""
         ...
 
+    async def tell_routed(self, target: Target, *, routed: bool) -> None:
+        """``PUT`` or ``DELETE /v1/routed``: whether routers may send the engine requests.
+
+        Raises :class:`LauncherError`.
+        """
+        ...
+
 
 class EventSink(Protocol):
     """Kubernetes events, or lines in a terminal."""

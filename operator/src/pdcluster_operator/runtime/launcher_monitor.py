@@ -11,9 +11,11 @@ version that cannot say so is polled every period.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pdcluster_operator.api.spec.enums import Role
@@ -43,6 +45,7 @@ class LauncherMonitor:
         self._watches: dict[Key, dict[str, _Watch]] = {}
         self._since: dict[Key, float] = {}  # when this process began to follow each cluster
         self._unheard: dict[Key, set[str]] = {}  # engines of that moment, not heard yet
+        self._releases: set[asyncio.Task[None]] = set()
 
     def follow(self, key: Key, targets: Iterable[Target]) -> None:
         """Poll exactly these engines of a cluster from now on."""
@@ -75,17 +78,39 @@ class LauncherMonitor:
         return not unheard
 
     def forget(self, key: Key) -> None:
-        """Stop polling a cluster that is gone."""
+        """Stop polling a cluster."""
         self._since.pop(key, None)
         self._unheard.pop(key, None)
         for watch in self._watches.pop(key, {}).values():
             watch.stop()
+
+    def dismiss(self, key: Key) -> None:
+        """Stop polling a cluster that was deleted. Its engines need not wait for routers."""
+        for watch in self._watches.get(key, {}).values():
+            if watch.report is not None and watch.report.routed:
+                task = asyncio.create_task(self._release(watch.target))
+                self._releases.add(task)
+                task.add_done_callback(self._releases.discard)
+        self.forget(key)
+
+    async def _release(self, target: Target) -> None:
+        with contextlib.suppress(LauncherError):  # it waits no longer than a minute
+            await self._launchers.tell_routed(target, routed=False)
 
     def assign(self, key: Key, peers: Iterable[PeerAssignment]) -> None:
         """Send each decode engine its peers when they change, and when the engine restarts."""
         for assignment in peers:
             if (watch := self._watches.get(key, {}).get(assignment.decode)) is not None:
                 watch.assign(assignment)
+
+    def route(self, key: Key, routed: AbstractSet[str]) -> None:
+        """Tell each engine of a cluster whether routers may send it requests, when that changes.
+
+        Args:
+            routed: logical ids of the engines that may get some.
+        """
+        for engine, watch in self._watches.get(key, {}).items():
+            watch.route(routed=engine in routed)
 
     def engines(self, key: Key) -> Mapping[str, EngineReport]:
         """Return what each reachable engine of a cluster last said."""
@@ -108,7 +133,7 @@ class LauncherMonitor:
         tasks = [watch.task for watches in self._watches.values() for watch in watches.values()]
         for key in list(self._watches):
             self.forget(key)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
 
 
 class _Watch:
@@ -121,12 +146,14 @@ class _Watch:
         self.report: EngineReport | None = None
         self.links: LinksReport | None = None
         self.peers: PeerAssignment | None = None
+        self.routed: bool | None = None  # None until a plan says
         self.heard = False  # whether it has answered, or has missed its polls
         self._launchers = launchers
         self._period = period
         self._changed = changed
         self._misses = 0
         self._said = ""  # why it does not answer, as the log has it
+        self._refused = ""  # why it was not told of routers, as the log has it
         self._told: tuple[str, Mapping[str, Any]] | None = None
         self._revision = ""
         self._cannot_tell_until = 0.0  # a launcher of a version that cannot say when it has news
@@ -140,6 +167,11 @@ class _Watch:
         if self.peers is None or self.peers.body != peers.body:
             self._assigned.set()
         self.peers = peers
+
+    def route(self, *, routed: bool) -> None:
+        if self.routed is not routed:
+            self._assigned.set()
+        self.routed = routed
 
     async def _run(self) -> None:
         while True:
@@ -165,7 +197,12 @@ class _Watch:
         """Whether the launcher answers, was told what it should know, and can tell of news."""
         if self.report is None or self._misses or time.monotonic() < self._cannot_tell_until:
             return False
+        if self._knows_other_routes(self.report):
+            return False
         return self.peers is None or self._told == (self.report.engine_id, self.peers.body)
+
+    def _knows_other_routes(self, report: EngineReport) -> bool:
+        return self.routed is not None and report.routed not in (None, self.routed)
 
     async def _wait_for_news(self) -> None:
         """Return when a poll may find something new, and after a while in any case."""
@@ -208,6 +245,22 @@ class _Watch:
             self._said = problem
             log.info("%s does not answer: %s", self.target.engine, problem)
 
+    async def _tell_routed(self, report: EngineReport) -> None:
+        """Tell it whether routers send it requests. If it refuses, it is as ready as before."""
+        if self.routed is None or not self._knows_other_routes(report):
+            return
+        try:
+            await self._launchers.tell_routed(self.target, routed=self.routed)
+            self._refused = ""
+        except LauncherError as error:
+            if str(error) != self._refused:
+                self._refused = str(error)
+                log.warning(
+                    "%s cannot be told whether routers send it requests: %s",
+                    self.target.engine,
+                    error,
+                )
+
     async def _poll(self) -> None:
         report = await self._launchers.ready(self.target)
         if report.engine != self.target.engine:
@@ -215,6 +268,7 @@ class _Watch:
         if self.report is not None and self.report.engine_id != report.engine_id:
             self.links = None  # what the engine's former incarnation said of its links
         self.report = report
+        await self._tell_routed(report)
         if self.target.role is not Role.DECODE:
             return
         if self.peers is not None and self._told != (report.engine_id, self.peers.body):

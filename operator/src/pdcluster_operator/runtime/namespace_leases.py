@@ -1,6 +1,7 @@
 """Holds a Lease in each namespace that has PDClusters of ours, and says whether it is held.
 
-``plan.lease`` has the rules. Without the Lease of its namespace, no PDCluster is worked on.
+``plan.namespace_lease`` has the rules. Without the Lease of its namespace, no PDCluster is worked
+on.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from pdcluster_operator.plan.lease import (
+from pdcluster_operator.plan.namespace_lease import (
     Term,
     holding_of,
     lease_manifest,
@@ -43,7 +44,7 @@ class NamespaceLeases:
 
     Args:
         me: who holds them; differs between processes that may run at the same time.
-        renew: seconds between two renewals; as ``plan.lease`` says if None.
+        renew: seconds between two renewals; as ``plan.namespace_lease`` says if None.
 
     Attributes:
         needed: whether a namespace has PDClusters of ours.

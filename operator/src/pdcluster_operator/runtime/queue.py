@@ -4,6 +4,10 @@ An event says only *which* object may have changed. The reconcile then reads the
 So the queue keeps keys, not events. Adding a key that is queued changes nothing. Adding a key
 that a worker has makes it run once more afterwards. A failed key comes back after a delay that
 doubles with each failure; other keys do not wait for it.
+
+Keys that somebody waits for have a line of their own. The workers take keys from both lines in
+turns. So a spec that changes does not wait behind a thousand PDClusters whose engines fell silent,
+and these do not wait for ever.
 """
 
 from __future__ import annotations
@@ -54,37 +58,53 @@ class Backoff:
 
 
 class KeyedQueue:
-    """Runs a handler over keys. Every method must be called on the event loop's thread."""
+    """Runs a handler over keys. Every method must be called on the event loop's thread.
+
+    Args:
+        is_urgent: whether somebody still waits for a key that comes back after a while.
+    """
 
     def __init__(
         self,
         handler: Handler,
         *,
+        is_urgent: Callable[[Key], bool] = lambda _: False,
         workers: int = WORKERS,
         backoff: Backoff | None = None,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._handler = handler
+        self._is_urgent = is_urgent
         self._workers = workers
         self._backoff = backoff or Backoff()
         self._uniform = uniform
         self._ready: OrderedDict[Key, None] = OrderedDict()
+        self._urgent: OrderedDict[Key, None] = OrderedDict()
+        self._urgent_next = True
         self._running: set[Key] = set()
-        self._again: set[Key] = set()
+        self._again: dict[Key, bool] = {}  # whether it is urgent
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
         self._wake = asyncio.Event()
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    def add(self, key: Key) -> None:
-        """Queue ``key``. A worker takes it as soon as one is free."""
+    def add(self, key: Key, *, urgent: bool = False) -> None:
+        """Queue ``key``. A worker takes it as soon as one is free.
+
+        Args:
+            urgent: somebody waits for it.
+        """
         if self._stopping:
             return
         if key in self._running:
-            self._again.add(key)
+            self._again[key] = urgent or self._again.get(key, False)
             return
-        self._ready[key] = None
+        if urgent or key in self._urgent:
+            self._ready.pop(key, None)
+            self._urgent[key] = None
+        else:
+            self._ready[key] = None
         self._wake.set()
 
     def add_after(self, key: Key, seconds: float) -> None:
@@ -107,7 +127,7 @@ class KeyedQueue:
     def forget(self, key: Key) -> None:
         """Drop timers and failure counts of a key whose object is gone."""
         self._failures.pop(key, None)
-        self._again.discard(key)
+        self._again.pop(key, None)
         if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
 
@@ -118,7 +138,7 @@ class KeyedQueue:
     @property
     def depth(self) -> int:
         """Keys that wait for a worker."""
-        return len(self._ready)
+        return len(self._ready) + len(self._urgent)
 
     def start(self) -> None:
         """Start the workers on the running loop."""
@@ -131,6 +151,7 @@ class KeyedQueue:
         """Take no more keys, and cancel handlers that still run after ``grace`` seconds."""
         self._stopping = True
         self._ready.clear()
+        self._urgent.clear()
         self._again.clear()
         for timer in self._timers.values():
             timer.cancel()
@@ -144,17 +165,25 @@ class KeyedQueue:
 
     def _due(self, key: Key) -> None:
         self._timers.pop(key, None)
-        self.add(key)
+        self.add(key, urgent=self._is_urgent(key))
 
     async def _next(self) -> Key | None:
         while not self._stopping:
-            if self._ready:
-                key, _ = self._ready.popitem(last=False)
+            if self._ready or self._urgent:
+                key = self._take()
                 self._running.add(key)
                 return key
             self._wake.clear()
             await self._wake.wait()
         return None
+
+    def _take(self) -> Key:
+        """Return the oldest key of the line whose turn it is, or of the other if that is empty."""
+        if not self._urgent or (self._ready and not self._urgent_next):
+            self._urgent_next = True
+            return self._ready.popitem(last=False)[0]
+        self._urgent_next = False
+        return self._urgent.popitem(last=False)[0]
 
     async def _work(self) -> None:
         while (key := await self._next()) is not None:
@@ -168,8 +197,7 @@ class KeyedQueue:
                 self._failures.pop(key, None)
             finally:
                 self._running.discard(key)
-            if key in self._again:
-                self._again.discard(key)
-                self.add(key)
+            if (urgent := self._again.pop(key, None)) is not None:
+                self.add(key, urgent=urgent)
             elif again_after is not None:
                 self.add_after(key, again_after)

@@ -6,9 +6,11 @@ has it carried out, up to the stage in which a step fails, and says so in the st
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,11 @@ log = logging.getLogger(__name__)
 Manifest = Mapping[str, Any]
 STALE_SECONDS = 2.0
 """How long to wait where the store is behind the API server."""
+MOST_MEMOS = 256
+"""How many clusters keep the results of their last plan.
+
+The results of all clusters were a third of the memory that the operator held for them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +87,8 @@ class Reconciler:
         self._place = place or Place()
         self._may_write = may_write
         self._rewrites = RewriteNotes()
-        self._executor = Executor(api, self._rewrites, may_write)
-        self._memos: dict[Key, Memo] = {}
+        self._executor = Executor(api, self._rewrites, may_write, held=store.held)
+        self._memos: OrderedDict[Key, Memo] = OrderedDict()
         self._wrote: dict[Key, float] = {}  # when each status was written
 
     async def reconcile(self, key: Key) -> float | None:
@@ -96,9 +103,10 @@ class Reconciler:
             self._wrote.pop(key, None)
             self._executor.forget(key)
             self._rewrites.forget(key)
-            self._monitor.forget(key)  # Kubernetes deletes the children: the cluster owns them
+            self._monitor.dismiss(key)  # Kubernetes deletes the children: the cluster owns them
             return None
-        self._monitor.follow(key, launchers_to_poll(self._store.pods(key)))
+        children, pods = self._store.children(key), self._store.pods(key)
+        self._monitor.follow(key, launchers_to_poll(pods, children))
         wait = wait_before_judging(
             cluster,
             followed_seconds=self._monitor.followed_seconds(key),
@@ -108,8 +116,8 @@ class Reconciler:
             return wait
         now = self._clock.now()
         try:
-            memo = self._memos.setdefault(key, Memo())
-            plan = make_plan(await self._observe(key, cluster), now, memo)
+            observed = await self._observe(key, cluster, children, pods)
+            plan = make_plan(observed, now, self._memo(key))
         except ApiError as error:
             before = cluster.get("status") or {}
             status = with_failure(before, cluster, error.reason, str(error), now)
@@ -125,6 +133,13 @@ class Reconciler:
             raise failure from error
         return await self._carry_out(key, cluster, plan, now)
 
+    def _memo(self, key: Key) -> Memo:
+        memo = self._memos.setdefault(key, Memo())
+        self._memos.move_to_end(key)
+        if len(self._memos) > MOST_MEMOS:
+            self._memos.popitem(last=False)
+        return memo
+
     async def _carry_out(self, key: Key, cluster: Manifest, plan: Plan, now: float) -> float | None:
         failure: ApiError | None = None
         events = list(plan.events)
@@ -137,9 +152,12 @@ class Reconciler:
         if failure is not None and not failure.passing:
             status = with_failure(status, cluster, failure.reason, str(failure), now)
         self._monitor.assign(key, plan.peers)
+        self._monitor.route(key, plan.routed)
         wait = await self._write_status(key, cluster, status)
         if plan.scaler is not None and self._may_write(key):
             await self._api.write_scaler_status(key, plan.scaler)
+        if wait:  # the status of now is still the one before, so the next plan has them, too
+            events = [one for one in events if one not in plan.events]
         await self._events.publish(cluster, events)
         if failure is not None:
             raise failure
@@ -158,20 +176,31 @@ class Reconciler:
             self._wrote[key] = moment
         return wait
 
-    async def _observe(self, key: Key, cluster: Manifest) -> Observed:
+    async def _observe(
+        self,
+        key: Key,
+        cluster: Manifest,
+        children: tuple[Manifest, ...],
+        pods: tuple[Manifest, ...],
+    ) -> Observed:
+        uid = cluster["metadata"]["uid"]
+        ticket_key, certificates = await asyncio.gather(
+            self._executor.ticket_key(key, uid), self._executor.certificates(key, uid)
+        )
         return Observed(
             cluster=cluster,
-            children=self._store.children(key),
-            pods=self._store.pods(key),
+            children=children,
+            pods=pods,
             engines=self._monitor.engines(key),
             links=self._monitor.links(key),
             connector=self._connector.bundle(),
-            ticket_key=await self._executor.ticket_key(key, cluster["metadata"]["uid"]),
-            certificates=await self._executor.certificates(key, cluster["metadata"]["uid"]),
+            ticket_key=ticket_key,
+            certificates=certificates,
             operator_namespace=self._place.namespace,
             host_path_models=self._place.host_path_models,
             mounted_certificates=self._place.mounted_certificates,
             one_node=self._place.one_node,
             rewrites=self._rewrites.of(key),
             scaler=self._store.scaler(key),
+            connectors=self._store.connectors(key.namespace),
         )

@@ -11,21 +11,26 @@ as its own cluster is large.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, SCALER_KIND
+from pdcluster_operator.plan.connector_mounts import is_shared_connector, shared_connectors_of
 from pdcluster_operator.plan.ownership import controller_uid, own_pods
 from pdcluster_operator.runtime.queue import Key
+
+log = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
 Identity = tuple[str, str, str]
 """Kind, namespace, name."""
-Owner = tuple[str, str]
-"""Namespace and UID of a controller. An owner is always in the namespace of what it owns."""
+Place = tuple[str, ...]
+"""An index, and under what an object stands in it."""
 
 CLUSTER_KIND = "PDCluster"
-Place = TypeVar("Place")
+# The indexes. An owner is always in the namespace of what it owns.
+OWNER, POD_LABEL, CONNECTOR, MOUNTED = "owner", "pod-label", "connector", "mounted"
 
 
 class Store:
@@ -33,8 +38,7 @@ class Store:
 
     def __init__(self) -> None:
         self._objects: dict[str, dict[Identity, Manifest]] = {}
-        self._children: dict[Owner, dict[Identity, Manifest]] = {}
-        self._pods: dict[Key, dict[Identity, Manifest]] = {}  # by label
+        self._index: dict[Place, dict[Identity, Manifest]] = {}
         self._touched: dict[str, set[Identity]] = {}
 
     def put(self, manifest: Manifest) -> Key | None:
@@ -45,9 +49,29 @@ class Store:
         """
         identity = _identity(manifest)
         self._touch(identity)
-        if not _older(manifest, self._held(identity)):
+        held = self._held(identity)
+        if manifest is not held and not _older(manifest, held):
             self._set(identity, manifest)
         return key_of(manifest)
+
+    def held(self, manifest: Mapping[str, Any]) -> Manifest | None:
+        """Return the object of this kind and name; None if none is known."""
+        return self._held(_identity(manifest))
+
+    def same(self, kind: str, manifest: Mapping[str, Any]) -> Manifest | None:
+        """Return the object that is held if it is this very version, else None.
+
+        Most objects that are listed, and most that a watch reports after our own writes, are held
+        already. Nothing has to be made of them again.
+
+        Args:
+            manifest: as the API server sent it. Items of a LIST do not say their kind.
+        """
+        metadata = manifest["metadata"]
+        held = self._held((kind, metadata.get("namespace", ""), metadata["name"]))
+        if held is None or not _version(held) or _version(held) != _version(manifest):
+            return None
+        return held if _uid(held) == _uid(manifest) else None
 
     def drop(self, manifest: Manifest) -> Key | None:
         """Forget an object; return the key of the cluster that it concerned."""
@@ -74,12 +98,15 @@ class Store:
             if identity not in held or _version(held[identity]) != _version(listed[identity])
         ]
         touched = [held[identity] for identity in gone]
+        lost = [manifest for manifest in touched if is_shared_connector(manifest)]
         touched += [listed[identity] for identity in changed]
         for identity in gone:
             self._remove(identity)
         for identity in changed:
             self._set(identity, listed[identity])
-        return {key for manifest in touched if (key := key_of(manifest)) is not None}
+        keys = {key for manifest in touched if (key := key_of(manifest)) is not None}
+        orphaned = {one["metadata"]["namespace"] for one in lost}
+        return keys | {key for key in self.keys() if key.namespace in orphaned}
 
     def keys(self) -> list[Key]:
         """Every cluster that is known."""
@@ -99,11 +126,27 @@ class Store:
         cluster = self.cluster(key)
         if cluster is None:
             return ()
-        return tuple(self._children.get((key.namespace, _uid(cluster)), {}).values())
+        return tuple(self._at(OWNER, key.namespace, _uid(cluster)))
 
     def pods(self, key: Key) -> tuple[Manifest, ...]:
         """Return the pods that the cluster's workloads made."""
-        return tuple(own_pods(self._pods.get(key, {}).values(), self.children(key)))
+        return tuple(own_pods(self._at(POD_LABEL, *key), self.children(key)))
+
+    def connectors(self, namespace: str) -> tuple[Manifest, ...]:
+        """Return the ConfigMaps with a connector that the namespace's PDClusters share."""
+        return tuple(self._at(CONNECTOR, namespace))
+
+    def all_connectors(self) -> list[Manifest]:
+        """Return the ConfigMaps with a connector of all namespaces."""
+        held = self._objects.get("ConfigMap", {}).values()
+        return [manifest for manifest in held if is_shared_connector(manifest)]
+
+    def is_mounted(self, namespace: str, config_map: str) -> bool:
+        """Whether a pod, a workload's template or a stored revision mounts this ConfigMap."""
+        return (MOUNTED, namespace, config_map) in self._index
+
+    def _at(self, *place: str) -> Iterable[Manifest]:
+        return self._index.get(place, {}).values()
 
     def _touch(self, identity: Identity) -> None:
         if (touched := self._touched.get(identity[0])) is not None:
@@ -114,21 +157,19 @@ class Store:
 
     def _set(self, identity: Identity, manifest: Manifest) -> None:
         old = self._held(identity)
-        if old is not None and _places(old) != _places(manifest):
+        places = _places(manifest)
+        if old is not None and _places(old) != places:
             self._remove(identity)
         self._objects.setdefault(identity[0], {})[identity] = manifest
-        owner, cluster = _places(manifest)
-        if owner is not None:
-            self._children.setdefault(owner, {})[identity] = manifest
-        if cluster is not None:
-            self._pods.setdefault(cluster, {})[identity] = manifest
+        for place in places:
+            self._index.setdefault(place, {})[identity] = manifest
 
     def _remove(self, identity: Identity) -> None:
-        owner, cluster = _places(self._objects[identity[0]].pop(identity))
-        if owner is not None:
-            _take(self._children, owner, identity)
-        if cluster is not None:
-            _take(self._pods, cluster, identity)
+        for place in _places(self._objects[identity[0]].pop(identity)):
+            held = self._index.get(place, {})
+            held.pop(identity, None)
+            if not held:
+                self._index.pop(place, None)
 
 
 def key_of(manifest: Mapping[str, Any]) -> Key | None:
@@ -143,19 +184,30 @@ def key_of(manifest: Mapping[str, Any]) -> Key | None:
     return _labelled(manifest)
 
 
-def _places(manifest: Mapping[str, Any]) -> tuple[Owner | None, Key | None]:
-    """Return under what an object stands in the indexes: its owner, or a pod's cluster."""
+def _places(manifest: Mapping[str, Any]) -> frozenset[Place]:
+    """Return where an object stands in the indexes.
+
+    Anybody may write objects with our labels. One that cannot be read stands in no index, because
+    an error here would end the operator, and would end it again after each start.
+    """
+    try:
+        return frozenset(_read_places(manifest))
+    except Exception:
+        log.exception("%s %s/%s cannot be read", *_identity(manifest))
+        return frozenset()
+
+
+def _read_places(manifest: Mapping[str, Any]) -> Iterator[Place]:
+    namespace = manifest["metadata"].get("namespace", "")
     if manifest["kind"] == "Pod":
-        return None, _labelled(manifest)
-    uid = controller_uid(manifest)
-    return ((manifest["metadata"].get("namespace", ""), uid) if uid else None), None
-
-
-def _take(index: dict[Place, dict[Identity, Manifest]], place: Place, identity: Identity) -> None:
-    if (held := index.get(place)) is not None:
-        held.pop(identity, None)
-        if not held:
-            del index[place]
+        if (key := _labelled(manifest)) is not None:
+            yield (POD_LABEL, *key)
+    elif uid := controller_uid(manifest):
+        yield OWNER, namespace, uid
+    elif is_shared_connector(manifest):
+        yield CONNECTOR, namespace
+    for config_map in shared_connectors_of(manifest):
+        yield MOUNTED, namespace, config_map
 
 
 def _labelled(manifest: Mapping[str, Any]) -> Key | None:

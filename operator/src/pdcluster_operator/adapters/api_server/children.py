@@ -17,7 +17,9 @@ from pdcluster_operator.adapters.api_server.kinds import (
     PREFILL_SCALER,
     SECRET,
     Kind,
-    slim,
+    Same,
+    as_kept,
+    nothing_is_kept,
 )
 from pdcluster_operator.adapters.api_server.server_side_apply import ServerSideApply
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
@@ -60,6 +62,7 @@ class KubeApi:
         authority: signs the engines' certificates.
         remember: called with every object that the server answers to a write. So the next
             reconcile knows our own writes before the watch reports them.
+        same: returns what is remembered already.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class KubeApi:
         client: KubeClient,
         authority: EngineAuthority,
         remember: Callable[[dict[str, Any]], object] | None = None,
+        same: Same = nothing_is_kept,
     ) -> None:
         self._client = client
         self._writes = ServerSideApply(client)
         self._authority = authority
         self.remember = remember or (lambda _: None)
+        self.same = same
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the live cluster's UID; None if it is gone or is being deleted."""
@@ -211,7 +216,7 @@ class KubeApi:
                 query["labelSelector"] = kind.selector
             while True:
                 page = await self._client.call("GET", kind.path(namespace), query=query)
-                found += [slim(item, kind) for item in page.get("items") or ()]
+                found += [as_kept(item, kind, self.same) for item in page.get("items") or ()]
                 rest = (page.get("metadata") or {}).get("continue")
                 if not rest:
                     break
@@ -224,4 +229,4 @@ class KubeApi:
     def _keep(self, kind: Kind, live: Manifest) -> None:
         if kind is SECRET:  # whose content is not for the store
             return
-        self.remember(slim(live, kind))
+        self.remember(as_kept(live, kind, self.same))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.labels import (
     CLUSTER_LABEL,
+    FIELD_MANAGER,
     GROUP,
     PLURAL,
     SCALER_KIND,
@@ -15,12 +16,9 @@ from pdcluster_operator.api.labels import (
     VERSION,
 )
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
-from pdcluster_operator.plan.contents import (
-    pod_spec_that_is_read,
-    with_shared_text,
-    without_contents,
-)
+from pdcluster_operator.plan.contents import pod_spec_that_is_read, without_contents
 from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
+from pdcluster_operator.plan.shared_parts import with_shared_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,7 @@ class Kind:
 
 
 SMALLEST_PAGE = 50
+OURS = f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
 PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
 PREFILL_SCALER = Kind(GROUP, VERSION, SCALER_PLURAL, SCALER_KIND, selector="", optional=True)
 POD = Kind("", "v1", "pods", "Pod")
@@ -89,7 +88,8 @@ WATCHED = (
         selector=f"{CLUSTER_LABEL},app.kubernetes.io/component={REVISION_COMPONENT}",
     ),
     Kind("", "v1", "services", "Service"),
-    Kind("", "v1", "configmaps", "ConfigMap", page=SMALLEST_PAGE),  # some hundred kB each
+    # PDClusters share the connector's ConfigMap, so it has no PDCluster's label. It is large.
+    Kind("", "v1", "configmaps", "ConfigMap", selector=OURS, page=SMALLEST_PAGE),
     Kind("", "v1", "serviceaccounts", "ServiceAccount"),
     Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
     Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
@@ -98,6 +98,19 @@ WATCHED = (
 BY_NAME: Mapping[str, Kind] = {
     kind.name: kind for kind in (*WATCHED, SECRET, LEASE, EVENT, WEBHOOK_CONFIGURATION)
 }
+
+
+Same = Callable[[str, Mapping[str, Any]], dict[str, Any] | None]
+"""Returns the object of a kind that is kept already, if it is this very version."""
+
+
+def nothing_is_kept(_kind: str, _manifest: Mapping[str, Any]) -> None:
+    """See :data:`Same`."""
+
+
+def as_kept(manifest: Mapping[str, Any], kind: Kind, same: Same) -> dict[str, Any]:
+    """Return an object as the store keeps it; the one that it keeps already if nothing changed."""
+    return same(kind.name, manifest) or slim(manifest, kind)
 
 
 def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
@@ -112,4 +125,4 @@ def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         kept.pop("spec", None)
         if spec := pod_spec_that_is_read(manifest.get("spec") or {}):
             kept["spec"] = spec
-    return dict(with_shared_text(without_contents(kept)))
+    return dict(with_shared_parts(without_contents(kept)))

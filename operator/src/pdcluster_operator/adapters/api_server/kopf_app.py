@@ -22,7 +22,9 @@ from pdcluster_operator.adapters.api_server.kinds import (
     SMALLEST_PAGE,
     WATCHED,
     Kind,
-    slim,
+    Same,
+    as_kept,
+    nothing_is_kept,
 )
 from pdcluster_operator.adapters.tls.live_certificate import keep_loaded
 from pdcluster_operator.api.labels import GROUP
@@ -44,13 +46,19 @@ WEBHOOK_ID = "validate"
 """The last part of the URL that the API server calls."""
 
 
-async def watch(see: See, *, namespaces: Collection[str], stop: asyncio.Event) -> None:
+async def watch(
+    see: See,
+    *,
+    namespaces: Collection[str],
+    stop: asyncio.Event,
+    same: Same = nothing_is_kept,
+) -> None:
     """Watch every kind until ``stop`` or a signal, in all namespaces if none is given."""
     registry = kopf.OperatorRegistry()
     _login(registry)
     settings = _settings()
     for kind in WATCHED:
-        _watch_kind(registry, kind, see)
+        _watch_kind(registry, kind, see, same)
         if kind.selector:
             settings.watching.label_selectors[kind.group, kind.version, kind.plural] = kind.selector
     await _run(registry, settings, namespaces, stop)
@@ -103,10 +111,10 @@ async def serve_webhook(
         following.cancel()
 
 
-def _watch_kind(registry: kopf.OperatorRegistry, kind: Kind, see: See) -> None:
+def _watch_kind(registry: kopf.OperatorRegistry, kind: Kind, see: See, same: Same) -> None:
     @kopf.on.event(kind.group, kind.version, kind.plural, id=kind.plural, registry=registry)
     async def event(event: Mapping[str, Any], **_: Any) -> None:
-        see(str(event["type"] or "MODIFIED"), slim(event["object"], kind))
+        see(str(event["type"] or "MODIFIED"), as_kept(event["object"], kind, same))
 
 
 def _login(registry: kopf.OperatorRegistry) -> None:

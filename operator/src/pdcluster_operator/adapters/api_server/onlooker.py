@@ -78,6 +78,7 @@ async def observe(
         certificates=await _certificates(api, key, cluster, children),
         operator_namespace=next(filter(None, map(operator_namespace_in, policies)), None),
         scaler=store.scaler(key),
+        connectors=store.connectors(key.namespace),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import SECRET, WEBHOOK_CONFIGURATION
-from pdcluster_operator.adapters.tls.certificates import (
+from pdcluster_operator.adapters.tls.webhook_certificate import (
     Certificate,
     expiry,
     make_certificate,

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pdcluster_operator.adapters.tls.certificates import key_usage
+from pdcluster_operator.adapters.tls.key_usage import key_usage
 
 LIFETIME = timedelta(days=20 * 365)
 CLOCKS_DIFFER = timedelta(days=1)

@@ -12,6 +12,8 @@ import logging
 import ssl
 from pathlib import Path
 
+from pdcluster_connector.certificate_files import no_password
+
 log = logging.getLogger(__name__)
 
 
@@ -19,7 +21,7 @@ def tls_problem(folder: Path) -> str | None:
     """Return why the folder's certificate cannot serve; None if it can."""
     try:
         load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), folder)
-    except (OSError, ssl.SSLError) as error:
+    except (OSError, ValueError) as error:
         return f"{folder} holds no usable tls.crt and tls.key: {error}"
     return None
 
@@ -29,13 +31,14 @@ def load(context: ssl.SSLContext, folder: Path) -> None:
 
     Raises:
         OSError: it cannot be read, or is none (ssl.SSLError).
+        ValueError: its key has a password.
     """
-    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=no_password)
 
 
 async def keep_loaded(context: ssl.SSLContext, folder: Path, seconds: float) -> None:
     """Load the folder's certificate when it changes. Look every ``seconds``; never return."""
-    loaded = b""
+    loaded = refused = b""
     while True:
         await asyncio.sleep(seconds)
         found = _digest(folder)
@@ -44,10 +47,12 @@ async def keep_loaded(context: ssl.SSLContext, folder: Path, seconds: float) -> 
         # Try it in another context first. While only one of the two files is new, every new
         # connection would fail.
         if (problem := tls_problem(folder)) is not None:
-            log.warning("%s; the former certificate stays in use", problem)
+            if found != refused:
+                refused = found
+                log.warning("%s; the former certificate stays in use", problem)
             continue
         load(context, folder)
-        loaded = found
+        loaded = refused = found
 
 
 def _digest(folder: Path) -> bytes:

@@ -12,6 +12,12 @@ from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.labels import certificates_name
+from pdcluster_operator.api.rules.certificate_volumes import (
+    FILES,
+    TLS,
+    volume_errors,
+    volume_warnings,
+)
 from pdcluster_operator.api.spec.enums import Role, TlsMode
 from pdcluster_operator.api.spec.pod_templates import (
     CERTIFICATE_FOLDER,
@@ -21,8 +27,8 @@ from pdcluster_operator.api.spec.pod_templates import (
 )
 from pdcluster_operator.api.spec.types import Cluster
 
-TLS = "spec.transfer.tls"
-FILES = "ca.crt, tls.crt and tls.key"
+Volume = tuple[str, Mapping[str, Any]]
+"""A volume and its path in the spec."""
 
 
 def mount_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -32,6 +38,16 @@ def mount_errors(cluster: Cluster) -> Iterator[FieldError]:
             yield from _of_role(cluster, role)
         elif cluster.spec.transfer.tls is TlsMode.ENABLED:
             yield from _hidden(cluster, role)
+
+
+def mount_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield what is legal in the volumes that hold certificates, but suspicious."""
+    for role in Role:
+        if cluster.spec.transfer.tls is TlsMode.MOUNTED:
+            volumes = _volumes(cluster, role)
+            for _, mount, at_folder in _mounts(engine_container(cluster, role)[1]):
+                if at_folder and (named := volumes.get(str(mount.get("name")))) is not None:
+                    yield from volume_warnings(cluster, role, *named)
 
 
 def support_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -94,11 +110,10 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
             f"mount it there in the container {ENGINE_CONTAINER}.",
             (TLS,),
         )
-    volumes = _list(pod_spec(cluster.spec.role(role).pod_template).get("volumes"))
-    by_name = {str(one.get("name")): one for one in volumes if isinstance(one, Mapping)}
-    for number, mount, _ in mounts:
-        volume = by_name.get(str(mount.get("name")))
-        if volume is None:
+    volumes = _volumes(cluster, role)
+    for number, mount, at_folder in mounts:
+        named = volumes.get(str(mount.get("name")))
+        if named is None:
             yield FieldError(
                 f"{path}[{number}].name",
                 shown(mount.get("name")),
@@ -107,32 +122,48 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
                 f"Add the volume to spec.{role}.podTemplate.spec.volumes.",
                 (TLS,),
             )
-        elif _secret(volume) == certificates_name(cluster.name):
+        elif certificates_name(cluster.name) in _secrets(named[1]):
             yield FieldError(
                 f"{path}[{number}].name",
                 shown(mount.get("name")),
                 Rule.CERTIFICATE_NOT_MOUNTED,
-                f"is the Secret {_secret(volume)}, which the operator writes only while {TLS} is "
-                "Enabled",
+                f"is the Secret {certificates_name(cluster.name)}, which the operator writes only "
+                f"while {TLS} is Enabled",
                 f"Mount a Secret of your own, or set {TLS} to Enabled without this mount.",
                 (TLS,),
             )
+        elif at_folder:
+            yield from volume_errors(role, *named)
         for field in ("subPath", "subPathExpr"):
             if mount.get(field):
                 yield FieldError(
                     f"{path}[{number}].{field}",
                     shown(mount[field]),
                     Rule.CERTIFICATE_NOT_MOUNTED,
-                    "keeps the files of the pod's start: the kubelet updates no subPath, so the "
+                    "never gets new files, because the kubelet does not update a subPath, and the "
                     "certificate expires",
                     "Mount the whole volume.",
                     (TLS,),
                 )
 
 
-def _secret(volume: Mapping[str, Any]) -> object:
-    secret = volume.get("secret")
-    return secret.get("secretName") if isinstance(secret, Mapping) else None
+def _volumes(cluster: Cluster, role: Role) -> dict[str, Volume]:
+    """Return the volumes of a role's pod template by name."""
+    volumes = _list(pod_spec(cluster.spec.role(role).pod_template).get("volumes"))
+    return {
+        str(one.get("name")): (f"spec.{role}.podTemplate.spec.volumes[{number}]", one)
+        for number, one in enumerate(volumes)
+        if isinstance(one, Mapping)
+    }
+
+
+def _secrets(volume: Mapping[str, Any]) -> list[object]:
+    """Return the names of the Secrets that a volume is made of."""
+    projected = volume.get("projected")
+    listed = _list(projected.get("sources")) if isinstance(projected, Mapping) else ()
+    given = [one.get("secret") for one in listed if isinstance(one, Mapping)]
+    named = [(volume.get("secret"), "secretName"), *((one, "name") for one in given)]
+    return [secret.get(field) for secret, field in named if isinstance(secret, Mapping)]
 
 
 def _list(value: object) -> Sequence[Any]:

@@ -1,4 +1,8 @@
-"""Whether the two roles' engines can exchange KV, as far as the spec tells."""
+"""Whether the two roles' engines can exchange KV, as far as the spec tells.
+
+The rules are in the connector's ``compat/``, because the handshake applies the same ones. This
+module says which field of the spec a refusal comes from.
+"""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from pdcluster_operator.api.rules.images import image_errors, image_warnings
 from pdcluster_operator.api.rules.layout import layout_errors
 from pdcluster_operator.api.rules.mounted_certificates import (
     mount_errors,
+    mount_warnings,
     support_errors,
     support_warnings,
 )
@@ -108,4 +109,5 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from resource_warnings(cluster)
     yield from pod_template_warnings(cluster)
     yield from trap_warnings(cluster)
+    yield from mount_warnings(cluster)
     yield from exposure_warnings(cluster)

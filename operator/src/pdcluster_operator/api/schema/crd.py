@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
-import yaml
-
 from pdcluster_operator.api.labels import API_VERSION, GROUP, KIND, NAME_LIMIT, PLURAL, VERSION
+from pdcluster_operator.api.plain_yaml import to_yaml
 from pdcluster_operator.api.schema.object_schema import object_schema
 from pdcluster_operator.api.schema.status_schema import status_schema
 from pdcluster_operator.api.spec.types import Spec
@@ -104,20 +102,6 @@ def _schema() -> dict[str, Any]:
             },
         ],
     }
-
-
-class _Plain(yaml.SafeDumper):
-    """Writes an object twice if it is used twice: aliases are hard to read."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def to_yaml(value: Any) -> str:
-    """Return JSON values as YAML in block style, keys in the order given."""
-    plain = json.loads(json.dumps(value))  # without the types' own subclasses of str and dict
-    text: str = yaml.dump(plain, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
-    return text
 
 
 def render() -> str:

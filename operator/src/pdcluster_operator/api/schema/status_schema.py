@@ -69,16 +69,18 @@ def _transfer() -> dict[str, Any]:
                 "description": (
                     "certificates says whose certificates the engines' pods have. Operator: those "
                     "that the operator signs. Mounted: files that the user's podTemplate mounts. "
-                    "None: they speak without TLS. Mixed: not all pods have the same. It is left "
-                    "out while there are no pods."
+                    "None: they speak without TLS. Mixed: not all pods have the same. Unknown: "
+                    "what the pods were made from is gone. It is left out while there are no pods."
                 ),
             },
             "notAfter": _time(
-                "notAfter is when the first of the certificates expires that engines use now."
+                "notAfter is when the first certificate in use expires: one of an engine, or one "
+                "of an authority above it."
             ),
             "message": _text(
-                "message says which engines speak without TLS although the spec wants it, why, and "
-                "what helps. It is left out if there are none.",
+                "message says how many engines speak without TLS although the spec wants TLS, and "
+                "of how many this is not known. It says why, and what helps. It is left out if "
+                "there are none.",
                 1024,
             ),
         },

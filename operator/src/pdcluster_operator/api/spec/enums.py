@@ -34,6 +34,7 @@ class Certificates(StrEnum):
     MOUNTED = "Mounted"
     NONE = "None"
     MIXED = "Mixed"
+    UNKNOWN = "Unknown"
 
 
 class Device(StrEnum):

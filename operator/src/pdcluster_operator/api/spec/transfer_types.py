@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from pdcluster_connector.protocol.prompt_pace import MOST_TOKENS_PER_STEP
 from pdcluster_operator.api.spec.bounds import EXTENDED_RESOURCE
 from pdcluster_operator.api.spec.enums import (
     Backend,
@@ -63,6 +64,18 @@ class Transfer:
         Example("Recompute"),
         Doc("says what happens to a request whose KV did not arrive."),
     ] = LoadFailurePolicy.FAIL
+    local_tokens_per_step: Annotated[
+        int | None,
+        Example(256),
+        Doc(
+            "is how many prompt tokens a decode engine computes by itself in each engine step, on "
+            "the average, while other requests generate on it. Further prompts wait: none fails, "
+            "and those whose KV comes from prefill wait for none. Without it, the connector's "
+            "default holds, 512: prompts and requests that generate then share the engine about "
+            "equally. 0 turns this off: prompts then take all that vLLM gives them."
+        ),
+        Whole(0, MOST_TOKENS_PER_STEP),
+    ] = None
     lease_seconds: Annotated[
         int,
         Example(120),

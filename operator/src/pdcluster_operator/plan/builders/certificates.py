@@ -10,14 +10,13 @@ from typing import Any
 
 from pdcluster_operator.api.labels import (
     CERTIFICATES_ANNOTATION,
-    CLUSTER_LABEL,
     TLS_LABEL,
     EngineName,
     certificates_name,
     cluster_labels,
 )
 from pdcluster_operator.api.spec.enums import Certificates, TlsMode
-from pdcluster_operator.api.spec.pod_templates import CERTIFICATE_FOLDER
+from pdcluster_operator.api.spec.pod_templates import CERTIFICATE_FOLDER, ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.metadata import child_metadata
 from pdcluster_operator.plan.model import Manifest
@@ -97,18 +96,30 @@ def tls_option(cluster: Cluster) -> dict[str, str]:
     return {name: f"{CERTIFICATE_FOLDER}/{file}" for name, file in files.items()} | names
 
 
-def certificates_of_pod(pod: Manifest) -> Certificates:
-    """Return which certificates a pod was made with. With any, its launcher speaks HTTPS."""
-    if mounts_certificate(pod):
+def certificates_of_template(template: Manifest, cluster: str) -> Certificates:
+    """Return which certificates the pods of a template have. With any, launchers speak HTTPS.
+
+    Args:
+        template: of a StatefulSet or of a stored revision, never a pod: others may change the
+            labels of a pod.
+        cluster: the name of the PDCluster.
+    """
+    if _mounts_own_volume(template.get("spec") or {}, certificates_name(cluster)):
         return Certificates.OPERATOR
-    labels = pod["metadata"].get("labels") or {}
+    labels = (template.get("metadata") or {}).get("labels") or {}
     mounted = labels.get(TLS_LABEL) == TlsMode.MOUNTED
     return Certificates.MOUNTED if mounted else Certificates.NONE
 
 
-def mounts_certificate(pod: Manifest) -> bool:
-    """Whether a pod was made with a certificate of the operator."""
-    labels = pod["metadata"].get("labels") or {}
-    name = certificates_name(str(labels.get(CLUSTER_LABEL, "")))
-    volumes = (pod.get("spec") or {}).get("volumes") or ()
-    return any((volume.get("secret") or {}).get("secretName") == name for volume in volumes)
+def _mounts_own_volume(spec: Manifest, secret: str) -> bool:
+    """Whether engines have the operator's volume. A user's volume may name the same Secret."""
+    volumes = [one for one in spec.get("volumes") or () if one.get("name") == CERTIFICATE_VOLUME]
+    sources = [one.get("secret") or {} for one in volumes]
+    mounts = [
+        (mount.get("name"), mount.get("mountPath"))
+        for container in spec.get("containers") or ()
+        if container.get("name") == ENGINE_CONTAINER
+        for mount in container.get("volumeMounts") or ()
+    ]
+    ours = any(one.get("secretName") == secret and one.get("items") for one in sources)
+    return ours and (CERTIFICATE_VOLUME, CERTIFICATE_FOLDER) in mounts

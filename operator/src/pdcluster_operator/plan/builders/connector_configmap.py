@@ -1,4 +1,8 @@
-"""The ConfigMap that carries the connector into engine pods."""
+"""The ConfigMap that carries the connector into engine pods.
+
+All PDClusters of a namespace share one. It has no owner, and :mod:`..unused_connectors` says when
+it goes. Older operators made a copy for each PDCluster, and stored revisions may mount that one.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,58 @@ import base64
 from functools import lru_cache
 from typing import Any
 
-from pdcluster_operator.api.labels import cluster_labels, connector_name
+from pdcluster_operator.api.labels import (
+    CONNECTOR_LABEL,
+    CONNECTOR_LENGTH,
+    FIELD_MANAGER,
+    UNUSED_ANNOTATION,
+    cluster_labels,
+    connector_name,
+    own_connector_name,
+)
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.metadata import child_metadata
 from pdcluster_operator.plan.model import ConnectorBundle
 
 CONNECTOR_FILE = "connector.pyz"
 CONNECTOR_FOLDER = "/pdcluster"
+CONNECTOR_COMPONENT = "connector"
+CONNECTOR_VOLUME = "connector"
 
 
-def build_connector_configmap(cluster: Cluster, connector: ConnectorBundle) -> dict[str, Any]:
-    """Return an immutable ConfigMap, named by the connector's hash."""
-    name = connector_name(cluster.name, connector.digest)
+def build_connector_configmap(namespace: str, connector: ConnectorBundle) -> dict[str, Any]:
+    """Return the immutable ConfigMap of a namespace, named by the connector's hash.
+
+    Operators of different releases may share it. So nothing in it depends on who wrote it.
+    """
+    labels = {
+        "app.kubernetes.io/name": "pdcluster",
+        "app.kubernetes.io/component": CONNECTOR_COMPONENT,
+        "app.kubernetes.io/part-of": "pdcluster",
+        "app.kubernetes.io/managed-by": FIELD_MANAGER,
+        CONNECTOR_LABEL: connector.digest[:CONNECTOR_LENGTH],
+    }
+    metadata = {
+        "name": connector_name(connector.digest),
+        "namespace": namespace,
+        "labels": labels,
+        "annotations": {UNUSED_ANNOTATION: ""},
+    }
+    return _with_contents(metadata, connector)
+
+
+def build_own_configmap(cluster: Cluster, connector: ConnectorBundle) -> dict[str, Any]:
+    """Return the copy that an older operator made for one cluster."""
+    name = own_connector_name(cluster.name, connector.digest)
+    labels = cluster_labels(cluster.name, CONNECTOR_COMPONENT)
+    return _with_contents(child_metadata(cluster, name, labels), connector)
+
+
+def _with_contents(metadata: dict[str, Any], connector: ConnectorBundle) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": child_metadata(cluster, name, cluster_labels(cluster.name, "connector")),
+        "metadata": metadata,
         "immutable": True,
         "binaryData": {CONNECTOR_FILE: _base64(connector.data)},
     }
@@ -33,11 +73,11 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def connector_volume(cluster: Cluster, digest: str) -> dict[str, Any]:
-    """Return the volume of a pod that mounts this ConfigMap."""
-    return {"name": "connector", "configMap": {"name": connector_name(cluster.name, digest)}}
+def connector_volume(config_map: str) -> dict[str, Any]:
+    """Return the volume of a pod that mounts a connector's ConfigMap."""
+    return {"name": CONNECTOR_VOLUME, "configMap": {"name": config_map}}
 
 
 def connector_mount() -> dict[str, Any]:
     """Return where a container sees it."""
-    return {"name": "connector", "mountPath": CONNECTOR_FOLDER, "readOnly": True}
+    return {"name": CONNECTOR_VOLUME, "mountPath": CONNECTOR_FOLDER, "readOnly": True}

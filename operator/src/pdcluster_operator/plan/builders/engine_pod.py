@@ -12,6 +12,7 @@ from pdcluster_operator.api.labels import (
     SIDE_CHANNEL_PORT,
     TLS_LABEL,
     EngineName,
+    connector_name,
     engine_labels,
     service_account_name,
 )
@@ -67,7 +68,7 @@ def build_engine_pod(
             "terminationGracePeriodSeconds": grace_period(cluster),
             "containers": [_container(cluster, engine, name, pairing_key)],
             "volumes": [
-                *_volumes(engine, cluster, digest),
+                *_volumes(engine, digest),
                 *model_volumes(cluster),
                 ticket_key_volume(cluster),
                 *([certificate_volume(cluster, name)] if signed else []),
@@ -188,8 +189,10 @@ def _security(cluster: Cluster) -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
-def _volumes(engine: Engine, cluster: Cluster, digest: str) -> list[dict[str, Any]]:
-    return [] if engine.connector is ConnectorSource.IMAGE else [connector_volume(cluster, digest)]
+def _volumes(engine: Engine, digest: str) -> list[dict[str, Any]]:
+    if engine.connector is ConnectorSource.IMAGE:
+        return []
+    return [connector_volume(connector_name(digest))]
 
 
 def _mounts(engine: Engine) -> list[dict[str, Any]]:

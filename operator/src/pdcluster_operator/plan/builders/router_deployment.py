@@ -49,12 +49,18 @@ def build_router_deployment(
     pairing_key: str,
     prefill: Sequence[EngineName],
     decode: Sequence[EngineName],
-    digest: str,
+    connector: str,
+    *,
+    stop: bool = False,
 ) -> dict[str, Any] | None:
     """Return the Deployment; None without routers, or without engines of both roles.
 
+    An old router goes when a new one is ready, not before. With ``stop`` it goes at once: its
+    engines are being ended, and each of them ends only when it gets no more requests.
+
     Args:
-        digest: of the connector, which holds the gate that asks for the API key.
+        connector: name of the ConfigMap with the connector. It holds the gate that asks for the
+            API key.
     """
     router = cluster.spec.router
     if router.replicas == 0 or not prefill or not decode:
@@ -80,7 +86,7 @@ def build_router_deployment(
         },
     }
     if router.api_key_secret_ref is not None:
-        template["spec"]["volumes"] = [connector_volume(cluster, digest)]
+        template["spec"]["volumes"] = [connector_volume(connector)]
     merged = merge(merge(template, router.pod_template or {}), {"metadata": {"labels": labels}})
     name = router_deployment_name(cluster.name, pairing_key)
     return {
@@ -89,10 +95,9 @@ def build_router_deployment(
         "metadata": child_metadata(cluster, name, labels),
         "spec": {
             "replicas": router.replicas,
-            # An old router goes when a new one is ready, not before.
             "strategy": {
                 "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": "100%" if stop else 0},
             },
             "selector": {"matchLabels": router_selector(cluster, pairing_key)},
             "template": merged,

@@ -1,6 +1,7 @@
 """The Secret with the keys that sign tickets: all of it but the keys, and where pods mount it.
 
-The keys are minted when the Secret is written. No plan, status or log ever holds one.
+``plan/ticket_key.py`` says when it is written, and ``runtime/ticket_keys.py`` makes the keys then.
+No plan, status or log ever holds one.
 """
 
 from __future__ import annotations

@@ -82,6 +82,8 @@ def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
     transfer = cluster.spec.transfer
     policy = "fail" if transfer.load_failure_policy is LoadFailurePolicy.FAIL else "recompute"
     threads = {} if transfer.nixl_threads is None else {"num_threads": transfer.nixl_threads}
+    tokens = transfer.local_tokens_per_step if role is Role.DECODE else None
+    pace = {} if tokens is None else {"local_tokens_per_step": tokens}
     document = {
         "kv_connector": "PDClusterConnector",
         "kv_connector_module_path": "pdcluster_connector.vllm.connector",
@@ -98,6 +100,7 @@ def kv_transfer_config(cluster: Cluster, role: Role, pairing_key: str) -> str:
             "ticket_key_file": f"{TICKET_KEY_FOLDER}/{TICKET_KEY_FILE}",
             "ticket_audience": ticket_audience(cluster, pairing_key),
             **threads,
+            **pace,
             # A pod's address is not loopback, so the side channel has to be told which it is.
             **(
                 {"tls": tls_option(cluster)}

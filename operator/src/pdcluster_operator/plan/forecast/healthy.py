@@ -57,7 +57,7 @@ def is_ready(pod: Manifest) -> bool:
 
 
 def ready_engine(name: EngineName, incarnation: str = "forecast") -> EngineReport:
-    """Return what the launcher of an engine reports that is ready."""
+    """Return what the launcher of a ready engine reports."""
     return EngineReport(
         ready=True,
         engine=name.logical,

@@ -19,6 +19,7 @@ from pdcluster_operator.api.labels import (
     engine_of,
 )
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.connector_mounts import is_shared_connector
 from pdcluster_operator.plan.drift import covers
 from pdcluster_operator.plan.forecast.healthy import (
     is_ready,
@@ -53,6 +54,7 @@ class World:
     def __init__(self, seen: Observed) -> None:
         self._seen = seen
         self._children = {identity(one): one for one in seen.children}
+        self._connectors = {identity(one): one for one in seen.connectors}
         # Router pods are Kubernetes' own affair: their Deployment says what matters.
         self._pods = {
             str(pod["metadata"]["name"]): pod for pod in seen.pods if engine_of(pod) is not None
@@ -68,6 +70,7 @@ class World:
             self._seen,
             cluster={**self._seen.cluster, "status": self._status},
             children=tuple(self._children.values()),
+            connectors=tuple(self._connectors.values()),
             pods=tuple(self._pods.values()),
             engines=dict(self._engines),
             links=dict(self._links),
@@ -128,6 +131,9 @@ class World:
     def _apply(self, wanted: Manifest, now: float) -> None:
         self._made += 1
         key = identity(wanted)
+        if is_shared_connector(wanted):
+            self._connectors[key] = wanted
+            return
         old = self._children.get(key)
         made = copy.deepcopy(dict(wanted))
         metadata = made["metadata"]

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pdcluster_operator.api.spec.enums import TlsMode
+from pdcluster_operator.api.spec.enums import Certificates, TlsMode
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.certificates import (
     certificates_of,
-    certificates_of_pod,
-    mounts_certificate,
+    certificates_of_template,
 )
 from pdcluster_operator.plan.rollout.stored import Revision
 
@@ -28,7 +27,8 @@ def spec_with_tls(one: Revision, cluster: Cluster) -> dict[str, Any]:
     """
     transfer = one.spec.get("transfer") or {}
     wanted = cluster.spec.transfer.tls
-    if "tls" in transfer or mounts_certificate(one.template) or wanted is TlsMode.MOUNTED:
+    held = certificates_of_template(one.template, cluster.name)
+    if "tls" in transfer or held is Certificates.OPERATOR or wanted is TlsMode.MOUNTED:
         return dict(one.spec)
     return {**one.spec, "transfer": {**transfer, "tls": wanted.value}}
 
@@ -40,4 +40,4 @@ def speaking_alike(cluster: Cluster, found: Iterable[Revision]) -> list[Revision
 
 def speaks_alike(one: Revision, cluster: Cluster) -> bool:
     """Whether the engines of a revision can pair with one that is rendered today."""
-    return certificates_of_pod(one.template) is certificates_of(cluster)
+    return certificates_of_template(one.template, cluster.name) is certificates_of(cluster)

@@ -14,6 +14,7 @@ from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
 from pdcluster_operator.api.spec.enums import RolloutType
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.engine_statefulset import engine_names
+from pdcluster_operator.plan.connector_mounts import config_maps_seen
 from pdcluster_operator.plan.lost import lost_engines
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed, TryOut
@@ -109,7 +110,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         if cluster.spec.rollout.type is not RolloutType.RECREATE or not replacing:
             routing = route(observed, fleet, moves, key, hold=hold)
         elif not hold:
-            routing = Routing(key, {key: names})
+            routing = Routing(key, {key: names}, stop=True)
     names = {role: (*names[role], *_of(kept, role)) for role in Role}
     waiting = any(serving[role] is not targets.wanted[role] for role in Role)
     stale = bool(seen.difference(*names.values())) or bool(kept) or waiting
@@ -121,6 +122,8 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         {role: targets.number(role) for role in Role if serving[role] is targets.wanted[role]},
         routing,
         observed.operator_namespace,
+        {role: _pods(cluster, role, set(names[role]) - blocked, live, serving) for role in Role},
+        config_maps_seen(observed),
     )
     return Desired(
         names,
@@ -144,6 +147,25 @@ def _is_of(name: EngineName, serving: Mapping[Role, Revision | None]) -> bool:
 
 def _of(names: AbstractSet[EngineName], role: Role) -> list[EngineName]:
     return sorted(name for name in names if name.role is role)
+
+
+def _pods(
+    cluster: Cluster,
+    role: Role,
+    engines: AbstractSet[EngineName],
+    live: Mapping[Role, Mapping[EngineName, Manifest]],
+    serving: Mapping[Role, Revision | None],
+) -> int:
+    """Return how many pods engines should have now, and at least those that the spec asks for.
+
+    A rollout may have more engines than the spec for a while, or fewer.
+    """
+    revision, found = serving[role], live[role]
+    new = 1 if revision is None else revision.nodes
+    sizes = (
+        int(found[name]["spec"].get("replicas", 1)) if name in found else new for name in engines
+    )
+    return max(sum(sizes), cluster.spec.role(role).replicas * new)
 
 
 def _serving(

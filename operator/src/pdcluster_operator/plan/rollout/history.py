@@ -1,7 +1,8 @@
 """How long a revision and its connector are kept.
 
-A connector's bytes exist only in its ConfigMap, and in the operator that brought it. So the
-ConfigMap stays for as long as a revision that names it.
+A connector's bytes exist only in its ConfigMap, and in the operator that brought it. So a
+ConfigMap of the cluster's own stays for as long as a revision that names it. What stays of those
+that a namespace shares, :mod:`..unused_connectors` decides.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from pdcluster_operator.api.labels import EngineName, connector_name, revision_name
+from pdcluster_operator.api.labels import EngineName, own_connector_name, revision_name
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.connector_mounts import mounted_connector
 from pdcluster_operator.plan.rollout.targets import Targets
 
 
@@ -41,6 +43,8 @@ def keep_history(cluster: Cluster, targets: Targets, seen: AbstractSet[EngineNam
     return History(
         frozenset(revision_name(cluster.name, role, name) for role, name in forgotten),
         frozenset(
-            connector_name(cluster.name, one.connector) for one in remaining if one.connector
+            mounted_connector(cluster.name, one.template)
+            or own_connector_name(cluster.name, one.connector)
+            for one in remaining
         ),
     )

@@ -7,99 +7,18 @@ change:
 * engines leave only while a verified pair remains that clients reach, if there was one;
 * the engines of a role never use more GPUs than its budget;
 * an engine leaves the routers first, and is removed when no router knows it any more.
+
+:mod:`.fleet` sorts the engines of a side. The last one leaves first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType
-
-Pair = tuple[EngineName, EngineName]
-"""A prefill engine and a decode engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoleFleet:
-    """The engines of one role.
-
-    Attributes:
-        wanted: names that the spec asks for, of the target revision.
-        cost: GPUs of one wanted engine.
-        live: GPUs of each engine that has a StatefulSet or a pod.
-        going: those of ``live`` that have pods only: they are being removed.
-    """
-
-    wanted: tuple[EngineName, ...]
-    cost: int
-    live: Mapping[EngineName, int]
-    going: AbstractSet[EngineName] = frozenset()
-
-    @property
-    def old(self) -> list[EngineName]:
-        """Engines of other revisions that are not being removed."""
-        revisions = {name.revision for name in self.wanted}
-        return sorted(
-            name for name in self.live if name not in self.going and name.revision not in revisions
-        )
-
-    @property
-    def surplus(self) -> list[EngineName]:
-        """Engines of the wanted revision that the spec does not ask for any more."""
-        wanted = set(self.wanted)
-        revisions = {name.revision for name in wanted}
-        return sorted(
-            name
-            for name in self.live
-            if name.revision in revisions and name not in wanted and name not in self.going
-        )
-
-    @property
-    def made(self) -> list[EngineName]:
-        """Wanted engines that exist."""
-        return [name for name in self.wanted if name in self.live and name not in self.going]
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """All engines of a cluster, and what clients reach.
-
-    Attributes:
-        roles: the engines of each role.
-        keys: pairing key of each engine, live or wanted.
-        verified: pairs of live engines that were seen to move KV.
-        idle: live engines that are known to serve nothing.
-        routed: engines that some router may still send requests to.
-        listed: engines that the newest routers know.
-        ending: engines with a pod that is being deleted, for example because it was evicted.
-        served_key: pairing key of the routers behind the Service; empty if there are none, and
-            clients then reach every engine.
-        surge: engines of each role that may exist beside its replicas.
-        unheard: engines that are not known to have run at any time.
-    """
-
-    roles: Mapping[Role, RoleFleet]
-    keys: Mapping[EngineName, str]
-    verified: AbstractSet[Pair]
-    idle: AbstractSet[EngineName]
-    routed: AbstractSet[EngineName]
-    listed: AbstractSet[EngineName]
-    ending: AbstractSet[EngineName]
-    served_key: str
-    surge: int
-    unheard: AbstractSet[EngineName] = frozenset()
-
-    @property
-    def proven(self) -> AbstractSet[EngineName]:
-        """Engines of a verified pair."""
-        return {name for pair in self.verified for name in pair}
-
-    def reached(self, name: EngineName) -> bool:
-        """Whether clients reach an engine."""
-        return self.served_key in ("", self.keys[name])
+from pdcluster_operator.plan.rollout.fleet import Fleet, RoleFleet
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def pairing_key(cluster: Cluster) -> str:
     """Return the key of all engines of a spec; engines pair when their keys are equal."""
     document: dict[str, Any] = {"model": _source(cluster)}
     if (tls := cluster.spec.transfer.tls) is not TlsMode.DISABLED:
-        # Without TLS, the key is the one of before there was TLS.
+        # Without TLS, the key is the same as before the field existed.
         document["tls"] = True if tls is TlsMode.ENABLED else tls.value
     for role in Role:
         engine = resolve_engine(cluster, role)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.model import Observed
-from pdcluster_operator.plan.rollout.moves import Fleet, Moves
+from pdcluster_operator.plan.rollout.fleet import Fleet
+from pdcluster_operator.plan.rollout.moves import Moves
 from pdcluster_operator.plan.routers import routed_keys, routers_run
 
 Members = Mapping[Role, tuple[EngineName, ...]]
@@ -25,10 +26,12 @@ class Routing:
     Attributes:
         served_key: pairing key of the routers that the Service selects.
         members: the engines that routers know, by pairing key and role.
+        stop: the engines that routers knew before are being ended, and none serves in their place.
     """
 
     served_key: str
     members: Mapping[str, Members]
+    stop: bool = False
 
 
 def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: bool) -> Routing:

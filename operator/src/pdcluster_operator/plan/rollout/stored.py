@@ -6,7 +6,7 @@ never rendered again, so another builder or another connector changes no engine 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from pdcluster_operator.api.labels import (
     ROLE_LABEL,
     EngineName,
     cluster_labels,
-    connector_name,
     engine_labels,
     revision_name,
 )
@@ -61,9 +60,15 @@ class Revision:
 
 def stored_revisions(observed: Observed) -> tuple[Revision, ...]:
     """Return the revisions that are stored, the newest first."""
-    found = (_read(child) for child in observed.children if child.get("kind") == REVISION_KIND)
-    known = [revision for revision in found if revision is not None]
+    known = revisions_in(observed.children)
     return tuple(sorted(known, key=lambda one: (-one.number, one.role, one.name)))
+
+
+def revisions_in(children: Iterable[Manifest]) -> Iterator[Revision]:
+    """Yield the revisions that are stored among the objects of a cluster."""
+    for child in children:
+        if child.get("kind") == REVISION_KIND and (revision := _read(child)) is not None:
+            yield revision
 
 
 def build_revision(cluster: Cluster, revision: Revision) -> dict[str, Any]:
@@ -123,16 +128,6 @@ def renamed(
         "metadata": {**metadata, "labels": labels},
         "spec": {**template["spec"], "containers": containers, "volumes": volumes},
     }
-
-
-def mounted_connector(cluster: str, template: Template) -> str:
-    """Return the digest of the connector that a pod mounts, or its beginning; empty if none."""
-    beginning = connector_name(cluster, "")
-    for volume in template["spec"].get("volumes") or ():
-        name = str((volume.get("configMap") or {}).get("name", ""))
-        if name.startswith(beginning):
-            return name.removeprefix(beginning)
-    return ""
 
 
 def _read(child: Manifest) -> Revision | None:

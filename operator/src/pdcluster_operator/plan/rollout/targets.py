@@ -12,20 +12,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
-from pdcluster_operator.api.labels import (
-    PAIRING_LABEL,
-    EngineName,
-    connector_name,
-    engine_of,
-)
+from pdcluster_operator.api.conditions import ConditionType, find_condition
+from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
+from pdcluster_operator.plan.connector_mounts import (
+    config_maps_seen,
+    mounted_connector,
+)
 from pdcluster_operator.plan.drift import covers
 from pdcluster_operator.plan.model import Manifest, Observed
+from pdcluster_operator.plan.rollout.adopted import adopted_revisions
 from pdcluster_operator.plan.rollout.before_tls import (
     speaking_alike,
     speaks_alike,
@@ -36,9 +36,7 @@ from pdcluster_operator.plan.rollout.revision import pairing_key, short_hash
 from pdcluster_operator.plan.rollout.stored import (
     REVISION_KIND,
     Revision,
-    mounted_connector,
     nameless,
-    renamed,
     stored_revisions,
 )
 
@@ -82,7 +80,7 @@ def find_targets(
     """
     spec = spec_of_engines(observed.cluster)
     stored = stored_revisions(observed)
-    known = (*stored, *_adopted(observed, spec, live, {one.role for one in stored}))
+    known = (*stored, *adopted_revisions(observed, spec, live, {one.role for one in stored}))
     running = _pairing_keys(live)
     usable = [
         one
@@ -106,9 +104,7 @@ def what_targets_depend_on(
     observed: Observed, cluster: Cluster, live: Mapping[Role, Mapping[EngineName, Manifest]]
 ) -> tuple[Any, ...]:
     """Return all that :func:`find_targets` looks at. For equal values it returns the same."""
-    kept = tuple(
-        child for child in observed.children if child.get("kind") in (REVISION_KIND, "ConfigMap")
-    )
+    kept = tuple(child for child in observed.children if child.get("kind") == REVISION_KIND)
     status = observed.cluster.get("status") or {}
     judged = (
         status.get("observedGeneration"),
@@ -116,7 +112,8 @@ def what_targets_depend_on(
         observed.cluster["metadata"].get("generation"),
     )
     spec = observed.cluster.get("spec")
-    return cluster, spec, observed.connector.digest, kept, judged, live
+    maps = config_maps_seen(observed)
+    return cluster, spec, observed.connector.digest, kept, maps, judged, live
 
 
 def render(cluster: Cluster, role: Role, key: str, digest: str) -> dict[str, Any]:
@@ -203,56 +200,10 @@ def _is_usable(
     """Whether engines can be made: somebody may have deleted the connector that they mount."""
     if observed.connector.digest.startswith(one.connector):
         return True
-    if not mounted_connector(cluster.name, one.template):
+    mounted = mounted_connector(cluster.name, one.template)
+    if not mounted or any(name.revision == one.name for name in live[one.role]):
         return True
-    if any(name.revision == one.name for name in live[one.role]):
-        return True
-    mounted = connector_name(cluster.name, one.connector)
-    return any(
-        child.get("kind") == "ConfigMap" and child["metadata"]["name"] == mounted
-        for child in observed.children
-    )
-
-
-def _adopted(
-    observed: Observed,
-    spec: Mapping[str, Any],
-    live: Mapping[Role, Mapping[EngineName, Manifest]],
-    stored: set[Role],
-) -> Iterator[Revision]:
-    """Yield the revision of engines that exist without one: an older operator stored none.
-
-    They are taken for engines of this spec only if that operator had seen this very spec and
-    had nothing left to replace.
-    """
-    status = observed.cluster.get("status") or {}
-    seen = status.get("observedGeneration") == observed.cluster["metadata"].get("generation")
-    ready = find_condition(status, ConditionType.READY).get("reason")
-    if not seen or ready in (StatusReason.PAUSED, StatusReason.REPLACING):
-        return
-    for role in Role:
-        revisions = {name.revision for name in live[role]}
-        if role in stored or len(revisions) != 1:
-            continue
-        name, engine = min(live[role].items(), key=lambda item: item[0])
-        template = engine["spec"]["template"]
-        key = str((engine["metadata"].get("labels") or {}).get(PAIRING_LABEL, ""))
-        nobody = nameless(name.namespace, name.cluster, role)
-        yield Revision(
-            role=role,
-            name=name.revision,
-            pairing_key=key,
-            connector=mounted_connector(name.cluster, template) or observed.connector.digest,
-            nodes=int(engine["spec"].get("replicas") or 1),
-            template=renamed(_given(template), name, nobody, key),
-            spec=dict(spec),
-        )
-
-
-def _given(template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a live template without the empty fields that an API server adds."""
-    metadata = {name: value for name, value in template["metadata"].items() if value is not None}
-    return {**template, "metadata": metadata}
+    return mounted in config_maps_seen(observed)
 
 
 def live_by_role(observed: Observed) -> dict[Role, dict[EngineName, Manifest]]:

@@ -5,14 +5,17 @@ Which engines and which routers these are, :mod:`.desired` decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.labels import EngineName, connector_name, own_connector_name
 from pdcluster_operator.api.spec.types import Cluster, Role
-from pdcluster_operator.plan.builders.connector_configmap import build_connector_configmap
+from pdcluster_operator.plan.builders.connector_configmap import (
+    build_connector_configmap,
+    build_own_configmap,
+)
 from pdcluster_operator.plan.builders.disruption_budget import (
     build_disruption_budget,
     build_router_budget,
@@ -26,15 +29,20 @@ from pdcluster_operator.plan.builders.network_policies import (
 from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
+from pdcluster_operator.plan.connector_mounts import is_shared_connector, mounted_connector
 from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.model import ConnectorBundle
 from pdcluster_operator.plan.rollout.routing import Routing
-from pdcluster_operator.plan.rollout.stored import Revision, build_revision, mounted_connector
+from pdcluster_operator.plan.rollout.stored import Revision, build_revision
+from pdcluster_operator.plan.shared_parts import with_shared_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One child, stamped with a hash of itself, and why it is wanted."""
+    """One child, stamped with a hash of itself, and why it is wanted.
+
+    What other PDClusters share is not stamped: operators of two releases would stamp it in turns.
+    """
 
     manifest: dict[str, Any]
     why: str
@@ -47,6 +55,8 @@ class Build:
     Attributes:
         serving: the revision that engines are made from, by role; None if it is not known.
         numbers: the number with which a role's revision has to be stored.
+        pods: how many pods the engines of a role should have.
+        config_maps: names of the ConfigMaps with a connector that exist.
     """
 
     cluster: Cluster
@@ -55,15 +65,16 @@ class Build:
     numbers: Mapping[Role, int]
     routing: Routing
     operator_namespace: str | None
+    pods: Mapping[Role, int]
+    config_maps: frozenset[str] = frozenset()
 
     def children(
         self, names: Mapping[Role, tuple[EngineName, ...]], skipped: AbstractSet[EngineName]
     ) -> Iterator[Wanted]:
         """Yield the children in order; ``skipped`` engines are not among them."""
         yield from self._fences()
-        if self._needs_connector():
-            connector = build_connector_configmap(self.cluster, self.connector)
-            yield Wanted(connector, "the connector that engines mount")
+        routers = self._routers()
+        yield from self._connectors(routers)
         for role in Role:
             revision = self.serving[role]
             if revision is None:
@@ -72,31 +83,48 @@ class Build:
             for name in names[role]:
                 if name not in skipped:
                     yield from self._engine(name, revision)
-        for key, members in self.routing.members.items():
-            router = build_router_deployment(
-                self.cluster, key, members[Role.PREFILL], members[Role.DECODE], self._gate()
-            )
-            if router is not None:
-                yield Wanted(router, "the router before the engines")
+        for router in routers:
+            yield Wanted(router, "the router before the engines")
         service = build_router_service(self.cluster, self.routing.served_key)
         if service is not None:
             yield Wanted(service, "the address for clients")
 
-    def _needs_connector(self) -> bool:
-        digest = self.connector.digest
-        router = self.cluster.spec.router
-        if router.replicas and router.api_key_secret_ref is not None and self._gate() == digest:
-            return True  # the gate is in the connector, not in the router's image
-        return any(
-            digest.startswith(one.connector) and mounted_connector(self.cluster.name, one.template)
-            for one in self.serving.values()
-            if one is not None
+    def _routers(self) -> list[dict[str, Any]]:
+        gate, stop = self._gate(), self.routing.stop
+        routers = (
+            build_router_deployment(
+                self.cluster, key, members[Role.PREFILL], members[Role.DECODE], gate, stop=stop
+            )
+            for key, members in self.routing.members.items()
         )
+        return [router for router in routers if router is not None]
+
+    def _connectors(self, routers: Iterable[Mapping[str, Any]]) -> Iterator[Wanted]:
+        """Yield the ConfigMaps that are mounted and that this operator has the bytes of."""
+        templates = [one.template for one in self.serving.values() if one is not None]
+        templates += [router["spec"]["template"] for router in routers]
+        mounted = {mounted_connector(self.cluster.name, template) for template in templates}
+        why = "the connector that engines mount"
+        if connector_name(self.connector.digest) in mounted:
+            yield Wanted(build_connector_configmap(self.cluster.namespace, self.connector), why)
+        if own_connector_name(self.cluster.name, self.connector.digest) in mounted:
+            yield Wanted(build_own_configmap(self.cluster, self.connector), why)
 
     def _gate(self) -> str:
-        """Return the connector that routers mount: that of the engines, so that both stay."""
-        known = [one.connector for one in self.serving.values() if one is not None]
-        return known[0] if known else self.connector.digest
+        """Return the ConfigMap that routers mount: that of the engines, so that both stay.
+
+        Engines whose image holds the connector mount none. Their routers stay with the one that
+        there was when the engines were made.
+        """
+        newest = connector_name(self.connector.digest)
+        engines = next((one for one in self.serving.values() if one is not None), None)
+        if engines is None:
+            return newest
+        if mounted := mounted_connector(self.cluster.name, engines.template):
+            return mounted
+        digest = engines.connector
+        names = own_connector_name(self.cluster.name, digest), connector_name(digest)
+        return next((name for name in names if name in self.config_maps), newest)
 
     def _revision(self, revision: Revision) -> Iterator[Wanted]:
         """Yield the ControllerRevision if it is not stored, or is not the newest one."""
@@ -114,7 +142,7 @@ class Build:
         if policy_of_router is not None:
             yield Wanted(policy_of_router, "who may reach the router")
         for role in Role:
-            budget = build_disruption_budget(self.cluster, role)
+            budget = build_disruption_budget(self.cluster, role, self.pods[role])
             yield Wanted(budget, f"how many {role} engines may be evicted at once")
         budget_of_routers = build_router_budget(self.cluster, self.routing.served_key)
         if budget_of_routers is not None:
@@ -138,4 +166,8 @@ def wanted_children(
         skipped: engines that are not applied: they wait, or are of another revision.
     """
     wanted = build.children(names, skipped)
-    return tuple(Wanted(stamped(child.manifest), child.why) for child in wanted)
+    return tuple(Wanted(with_shared_parts(_stamped(one.manifest)), one.why) for one in wanted)
+
+
+def _stamped(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest if is_shared_connector(manifest) else stamped(manifest)

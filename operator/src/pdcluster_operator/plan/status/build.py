@@ -42,13 +42,8 @@ from pdcluster_operator.plan.status.link_conditions import (
     transport_healthy,
 )
 from pdcluster_operator.plan.status.local_prefill import local_prefill
-from pdcluster_operator.plan.status.progress import (
-    ChangeView,
-    available,
-    progressing,
-    progressing_since,
-    summary,
-)
+from pdcluster_operator.plan.status.progress import ChangeView, progressing, progressing_since
+from pdcluster_operator.plan.status.ready import available, summary
 
 MAX_FAILED_LINKS = 16
 MAX_ENGINES = 64
@@ -88,7 +83,7 @@ def build_status(
         "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
         "failedLinks": _failed_links(before, troubled, now),
     }
-    if transfer := transfer_status(observed, cluster, view.change):
+    if transfer := transfer_status(observed, cluster, view.change, now):
         status["transfer"] = transfer
     if _on_its_way(verdicts[ConditionType.PROGRESSING]):
         status["progressingSince"] = timestamp(since)

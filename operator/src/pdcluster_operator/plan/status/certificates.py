@@ -1,7 +1,7 @@
 """``status.transfer``: whose certificates the engines have, until when, and who has none.
 
-It is judged from the pods that run, not from the spec. Engines can be older than the field of the
-spec, and ``rollout.paused`` keeps engines of another revision.
+It is judged from what the pods that run were made from, not from the spec. Engines can be older
+than the field of the spec, and ``rollout.paused`` keeps engines of another revision.
 """
 
 from __future__ import annotations
@@ -11,54 +11,64 @@ from typing import Any
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.labels import EngineName, engine_of
+from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.certificates import certificates_of_pod, has_certificates
+from pdcluster_operator.plan.builders.certificates import has_certificates
+from pdcluster_operator.plan.engine_certificates import certificates_by_engine
+from pdcluster_operator.plan.lost import is_lost
 from pdcluster_operator.plan.model import Observed
 from pdcluster_operator.plan.status.progress import ChangeView
 
 DANGER = "whoever reaches their ports can read where their KV lies"
 
 
-def transfer_status(observed: Observed, cluster: Cluster, change: ChangeView) -> dict[str, Any]:
-    """Return ``status.transfer``; nothing while there are no pods of engines."""
-    found = {
-        engine: certificates_of_pod(pod)
-        for pod in observed.pods
-        if (engine := engine_of(pod)) is not None
-    }
+def transfer_status(
+    observed: Observed, cluster: Cluster, change: ChangeView, now: float
+) -> dict[str, Any]:
+    """Return ``status.transfer``; nothing while there are no pods of engines.
+
+    Lost pods do not count: they may stay for ever, long after all that told of them is gone.
+    """
+    pods = [pod for pod in observed.pods if not is_lost(pod, now)]
+    found = certificates_by_engine(pods, observed.children)
     if not found:
         return {}
     sources = set(found.values())
     source = sources.pop() if len(sources) == 1 else Certificates.MIXED
     status: dict[str, Any] = {"certificates": source.value}
-    if source is not Certificates.NONE and (moment := _not_after(observed, found, source)):
+    if source is not Certificates.NONE and (moment := _not_after(observed, found)):
         status["notAfter"] = moment
     without = sum(one is Certificates.NONE for one in found.values())
+    unknown = sum(one is Certificates.UNKNOWN for one in found.values())
+    said = []
     if without and has_certificates(cluster):
-        status["message"] = _without_tls(without, len(found), cluster, change)
+        said.append(_without_tls(without, len(found), cluster, change))
+    if unknown:
+        said.append(_unknown(unknown, len(found)))
+    if said:
+        status["message"] = " ".join(said)
     return status
 
 
-def without_tls(status: object) -> str:
-    """Return what a status says of engines without TLS that should have it; empty if nothing."""
+def tls_warning(status: object) -> str:
+    """Return what a status says of engines that may have no TLS; empty if it says nothing."""
     transfer = status.get("transfer") if isinstance(status, Mapping) else None
     message = transfer.get("message") if isinstance(transfer, Mapping) else None
     return message if isinstance(message, str) else ""
 
 
-def _not_after(observed: Observed, engines: Iterable[EngineName], source: Certificates) -> str:
+def _not_after(observed: Observed, engines: Iterable[EngineName]) -> str:
     """Return when the first certificate expires.
 
-    An engine whose certificate has expired does not answer any more. So while one does not answer,
-    the time that was known before stays, if it is earlier.
+    An engine whose certificate has expired no longer answers. So while an engine does not answer,
+    the moment in the former status stays if it is earlier.
     """
     reports = [observed.engines.get(engine.logical) for engine in engines]
     told = [report.certificate_expires for report in reports if report is not None]
     known = [timestamp(moment) for moment in told if moment is not None]
     before = (observed.cluster.get("status") or {}).get("transfer") or {}
-    if (None in reports or not known) and before.get("certificates") == source:
+    if None in reports or not known:
         known.append(str(before.get("notAfter") or ""))
     return min(filter(None, known), default="")
 
@@ -74,4 +84,12 @@ def _without_tls(without: int, engines: int, cluster: Cluster, change: ChangeVie
     return (
         f"{without} of {counted(engines, 'engine')} without TLS, made before spec.transfer.tls "
         f"was {tls}: {DANGER}. {remedy}."
+    )
+
+
+def _unknown(unknown: int, engines: int) -> str:
+    return (
+        f"It is not known which certificates {unknown} of {counted(engines, 'engine')} have: their "
+        "StatefulSets and their stored revisions are gone. The operator speaks only TLS with them. "
+        "Delete their pods if they stay."
     )

@@ -12,12 +12,16 @@ from pdcluster_operator.api.rules.unchecked import unchecked_message
 from pdcluster_operator.plan.engines import EngineView
 
 MAX_SHOWN_ERRORS = 5
-# Which engine's reason is shown if several are not ready: first what waiting does not cure.
-SEVERITY = (
+NEED_HELP = (
     StatusReason.ENGINE_FAILED,
     StatusReason.IMAGE_UNAVAILABLE,
     StatusReason.POD_CONFIG_ERROR,
     StatusReason.UNSCHEDULABLE,
+)
+"""Reasons that waiting does not cure, the worst first."""
+# Which engine's reason is shown if several are not ready.
+SEVERITY = (
+    *NEED_HELP,
     StatusReason.PODS_MISSING,
     StatusReason.CONTAINER_CREATING,
     StatusReason.STARTING,
@@ -55,6 +59,11 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
     if silent is not None:
         return unknown(silent.reason, silent.message)
     return yes(StatusReason.ENGINES_READY, count)
+
+
+def urgency(reason: str) -> int:
+    """Return the place of a reason in ``NEED_HELP``; the number after the last for all others."""
+    return NEED_HELP.index(reason) if reason in NEED_HELP else len(NEED_HELP)
 
 
 def with_scaler(ready: Verdict, decides: str) -> Verdict:

@@ -8,7 +8,9 @@ from typing import Any
 from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, find_condition
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.plan.model import Event
-from pdcluster_operator.plan.status.certificates import without_tls
+from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
+from pdcluster_operator.plan.status.certificates import tls_warning
+from pdcluster_operator.plan.status.engine_conditions import NEED_HELP
 
 LONGEST_EVENT = 1024
 GAVE_UP = (
@@ -25,26 +27,37 @@ INSECURE = (
 def transitions(before: object, after: Mapping[str, Any], *, secured: bool) -> tuple[Event, ...]:
     """Return one event for each condition whose status flipped, if the flip is news.
 
-    Ready needs what the other conditions say. When it becomes True, its event is the only one.
-    Engines without TLS that should have it are one more event.
+    Engines that should have TLS and do not, or may not, are one more event, and so is a name that
+    belongs to something else: it flips no condition where nothing changes.
 
     Args:
         secured: whether the engines of the spec speak TLS. If not, a new cluster is told so.
     """
     events = []
-    for condition in _flipped_to_ready(before, after) or after["conditions"]:
+    for condition in _speakers(before, after):
         kind, status = condition["type"], condition["status"]
         old = find_condition(before, kind).get("status")
         if old == status or not _is_news(kind, old, status):
             continue
+        asked = kind == ConditionType.READY and _is_of_another_spec(before, after)
         bad = _is_bad(kind, status, condition["reason"])
+        bad = bad and (not asked or condition["reason"] in NEED_HELP)
         text = f"{kind} is {status}: {condition['message']}"[:LONGEST_EVENT]
         events.append(Event("Warning" if bad else "Normal", condition["reason"], text))
-        if old is None and not bad and not secured:
-            events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
-    if (message := without_tls(after)) and not without_tls(before):
+    conflict = find_condition(after, ConditionType.PROGRESSING)
+    if conflict.get("reason") == NAME_CONFLICT and _progress(before) != NAME_CONFLICT:
+        message = f"Progressing is False: {conflict['message']}"[:LONGEST_EVENT]
+        events = [one for one in events if one.reason != NAME_CONFLICT]
+        events.append(Event("Warning", NAME_CONFLICT, message))
+    if not secured and _is_newly_accepted(before, after):
+        events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, INSECURE))
+    if (message := tls_warning(after)) and not tls_warning(before):
         events.append(Event("Warning", Rule.INSECURE_SIDE_CHANNEL.value, message))
     return tuple(events)
+
+
+def _progress(status: object) -> object:
+    return find_condition(status, ConditionType.PROGRESSING).get("reason")
 
 
 def _is_bad(kind: str, status: str, reason: str) -> bool:
@@ -62,7 +75,7 @@ def _is_news(kind: str, old: str | None, new: str) -> bool:
     clusters would write ten thousand of them.
     """
     if old is None:  # a new cluster is not ready yet
-        return kind == ConditionType.ACCEPTED
+        return kind == ConditionType.ACCEPTED and new != Status.TRUE
     if kind in (ConditionType.ACCEPTED, ConditionType.PROGRESSING):
         return True
     if kind in (ConditionType.AVAILABLE, ConditionType.READY):
@@ -70,7 +83,32 @@ def _is_news(kind: str, old: str | None, new: str) -> bool:
     return new == Status.FALSE  # of what is Unknown, Ready says why
 
 
-def _flipped_to_ready(before: object, after: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def _is_newly_accepted(before: object, after: Mapping[str, Any]) -> bool:
+    """Whether this is the first status of a cluster, and its spec is accepted."""
+    old, new = (find_condition(one, ConditionType.ACCEPTED) for one in (before, after))
+    return not old and new.get("status") == Status.TRUE
+
+
+def _is_of_another_spec(before: object, after: Mapping[str, Any]) -> bool:
+    """Whether somebody changed the spec: that a cluster is not Ready then is no trouble."""
+    known = before.get("observedGeneration") if isinstance(before, Mapping) else None
+    return known is not None and known != after.get("observedGeneration")
+
+
+def _speakers(before: object, after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the conditions whose flips may become events.
+
+    Ready needs what the other conditions say, and repeats the worst of them when it stops being
+    True. So it speaks for them when it becomes True, and when it stops being True.
+    """
     ready = find_condition(after, ConditionType.READY)
-    flipped = find_condition(before, ConditionType.READY).get("status") != Status.TRUE
-    return (ready,) if flipped and ready.get("status") == Status.TRUE else ()
+    is_ready = ready.get("status") == Status.TRUE
+    was_ready = find_condition(before, ConditionType.READY).get("status") == Status.TRUE
+    if is_ready == was_ready:
+        return list(after["conditions"])
+    if is_ready:
+        return [ready]
+    news = {ConditionType.ACCEPTED, ConditionType.AVAILABLE, ConditionType.READY}
+    if find_condition(after, ConditionType.PROGRESSING).get("reason") != ready.get("reason"):
+        news.add(ConditionType.PROGRESSING)
+    return [condition for condition in after["conditions"] if condition["type"] in news]

@@ -1,33 +1,23 @@
-"""Available, Progressing and the summary Ready."""
+"""Progressing: whether something is on its way to Ready, and since when.
+
+``ready.py`` computes Ready.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.conditions import (
-    ConditionType,
-    Status,
-    StatusReason,
-    Verdict,
-    no,
-    seconds,
-    unknown,
-    yes,
-)
+from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no, seconds, yes
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.plan.links import PairState, PairView
 
-# In this order the first that is False, or else Unknown, explains why Ready is not True.
-SUMMARIZED = (
-    ConditionType.ACCEPTED,
-    ConditionType.PREFILL_READY,
-    ConditionType.DECODE_READY,
-    ConditionType.KV_LINKS_ESTABLISHED,
-    ConditionType.KV_PATH_VERIFIED,
-    ConditionType.TRANSPORT_HEALTHY,
+NO_ROOM = (
+    "Surge starts new engines beside the old ones. Make room for them, or set rollout.type to "
+    "Replace"
 )
+INSUFFICIENT = "Insufficient"
+"""A word of the scheduler's, if a node would fit but has too little left of a resource."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +27,7 @@ class ChangeView:
     Attributes:
         replacing: engines that the spec does not ask for still exist.
         paused: ``rollout.paused`` keeps engines of another revision.
+        surging: ``rollout.type`` is Surge.
         router_available: None if no router is wanted.
         router_trouble: why a router pod does not run; empty if none has trouble.
         stuck: why engines cannot be replaced; empty if they can.
@@ -57,57 +48,7 @@ class ChangeView:
     stuck: str = ""
     router_behind: str = ""
     scaled_to_zero: str = ""
-
-
-def available(pairs: Sequence[PairView], change: ChangeView) -> Verdict:
-    """Whether some verified pair of engines serves."""
-    if change.scaled_to_zero:
-        return _nothing_serves(change)
-    if change.router_available is False:
-        return _no_router(change)
-    if any(pair.verified for pair in pairs):
-        return yes(StatusReason.SERVING, "a verified pair of engines serves")
-    silent = next((pair for pair in pairs if pair.state is PairState.UNKNOWN), None)
-    if silent is not None:
-        return unknown(silent.reason, silent.message)
-    return no(StatusReason.NO_VERIFIED_PAIR, "no pair of engines is verified")
-
-
-def _no_router(change: ChangeView) -> Verdict:
-    detail = f": {change.router_trouble}" if change.router_trouble else ""
-    return no(StatusReason.ROUTER_UNAVAILABLE, f"no router pod is ready{detail}")
-
-
-def _nothing_serves(change: ChangeView) -> Verdict:
-    role = change.scaled_to_zero
-    return no(StatusReason.SCALED_TO_ZERO, f"no {role} engine is wanted, so no request is served")
-
-
-def summary(verdicts: Mapping[ConditionType, Verdict], change: ChangeView) -> Verdict:
-    """Ready: what the spec wants is there and verified."""
-    if (wrong := _first(verdicts, Status.FALSE)) is not None:
-        return wrong
-    if change.scaled_to_zero:
-        return _replaced(change) or _nothing_serves(change)
-    if (unclear := _first(verdicts, Status.UNKNOWN)) is not None:
-        return unclear
-    if change.router_available is False:
-        return _no_router(change)
-    return _replaced(change) or yes(StatusReason.READY, "what the spec wants is there and verified")
-
-
-def _first(verdicts: Mapping[ConditionType, Verdict], status: Status) -> Verdict | None:
-    found = (verdicts[kind] for kind in SUMMARIZED if verdicts[kind].status is status)
-    return next(found, None)
-
-
-def _replaced(change: ChangeView) -> Verdict | None:
-    if not change.replacing:
-        behind = change.router_behind
-        return no(StatusReason.ROUTER_REPLACING, behind) if behind else None
-    reason = StatusReason.PAUSED if change.paused else StatusReason.REPLACING
-    cause = f": {change.changed}" if change.changed else ""
-    return no(reason, f"engines that the spec does not ask for still exist{cause}")
+    surging: bool = False
 
 
 def _held(change: ChangeView) -> Verdict | None:
@@ -130,16 +71,23 @@ def progressing(
         return no(StatusReason.COMPLETE, "nothing is left to do")
     if (held := _held(change)) is not None:
         return held
+    remedy = f"; {NO_ROOM}" if change.replacing and change.surging and _no_room(ready) else ""
     # An engine that is newer than the beginning has the whole time.
     if now - max(since, change.started or 0.0) > change.deadline:
         return no(
             StatusReason.PROGRESS_DEADLINE_EXCEEDED,
-            f"not Ready within {change.deadline} s: {ready.reason}",
+            f"not Ready within {change.deadline} s: {ready.reason}: {ready.message}{remedy}",
         )
     if not change.replacing:
         return yes(ready.reason, ready.message)
-    parts = (change.changed, ready.message if ready.reason != StatusReason.REPLACING else "")
-    return yes(StatusReason.REPLACING, "; ".join(filter(None, parts)) or ready.message)
+    why = ready.message if ready.reason != StatusReason.REPLACING else ""
+    words = "; ".join(filter(None, (change.changed, why))) or ready.message
+    return yes(StatusReason.REPLACING, f"{words}{remedy}")
+
+
+def _no_room(ready: Verdict) -> bool:
+    """Whether engines wait for resources that other pods hold. Only then it helps to make room."""
+    return ready.reason == StatusReason.UNSCHEDULABLE and INSUFFICIENT in ready.message
 
 
 def progressing_since(before: Mapping[str, Any], generation: int, now: float) -> float:

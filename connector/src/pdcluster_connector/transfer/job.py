@@ -1,12 +1,15 @@
-"""What has to be read for one receive: its KV, and then the lease words of its fence.
+"""A job: one receive on the transfer thread, and what has to be read for it.
 
-The fence is a read of one lease word from each rank that KV came from. It is planned when all the
-KV was seen to land: a word that is read earlier proves nothing.
+That is its KV, and then the lease words of its fence. The fence is a read of one lease word from
+each rank that KV came from. It is planned when all the KV was seen to land: a word that is read
+earlier proves nothing. ``receives.py`` has the reads posted, and reports the job when it has ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,10 +18,14 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import Indices
 from pdcluster_connector.nixl_io.probe import WORD_BYTES, Scratch
 from pdcluster_connector.nixl_io.reading_agent import Connection
+from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks, plan_request
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive import Receive
+from pdcluster_connector.protocol.receive_events import Event, Failed, State
 from pdcluster_connector.transfer.handover import ReceiveRequest
+
+HANDSHAKE_GRACE_SECONDS = 0.25  # the peer source knows better than the clock why it failed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,12 +64,37 @@ class Job:
     nbytes: int = 0
     descriptors: int = 0
 
+    @property
+    def due(self) -> float:
+        """When its machine is to be told the time."""
+        connecting = self.machine.state is State.HANDSHAKE
+        return self.machine.next_tick + (HANDSHAKE_GRACE_SECONDS if connecting else 0.0)
+
     def begin(self) -> None:
         """Forget what was planned over an agent that is destroyed."""
         self.connection = None
         self.reads.clear()
         self.sources.clear()
         self.nbytes = self.descriptors = 0
+
+
+Tell = Callable[[Job, Event], None]
+"""Tells a job's machine what happened."""
+
+
+@contextmanager
+def guarded(job: Job, tell: Tell) -> Iterator[None]:
+    """Let any exception fail this job and nothing else."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001
+        if isinstance(error, PlanError):
+            failure = Failure(error.reason, error.message)
+        else:
+            failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
+    else:
+        return
+    tell(job, Failed(failure))
 
 
 def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:

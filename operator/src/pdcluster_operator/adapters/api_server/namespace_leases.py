@@ -1,4 +1,4 @@
-"""Leases on a real API server."""
+"""Reads and writes Kubernetes' Lease objects on a real API server, one a namespace."""
 
 from __future__ import annotations
 

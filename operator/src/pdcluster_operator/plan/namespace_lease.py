@@ -1,4 +1,4 @@
-"""Who works on the PDClusters of a namespace: the holder of a Lease.
+"""Who works on the PDClusters of a namespace: the holder of Kubernetes' Lease object there.
 
 Operators of two releases may watch the same namespace. Without a Lease, each would undo what the
 other does. The rules are those of Kubernetes' own leader election: a Lease whose holder has not

@@ -1,6 +1,7 @@
-"""Asks the launcher which peers to keep links to, and reports the state of the links.
+"""Asks the launcher which peers to keep links to, and reports the state of the links to it.
 
-Without a launcher there is no control agent. Links then come up with the first request.
+``link_keeper.py`` keeps each link. Without a launcher there is no client, and links come up with
+the first request.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ GATHER_SECONDS = 0.02  # changes of one moment are sent together
 RETRY_SECONDS = 0.5
 
 
-class ControlAgent:
+class LauncherClient:
     """Long-polls the launcher for peers, keeps a link to each, and reports.
 
     Args:
@@ -92,8 +93,8 @@ class ControlAgent:
         peers: PeerBook,
         probe: Probe,
         tls: Tls | None = None,
-    ) -> ControlAgent | None:
-        """Make the agent that the launcher asked for; None without a launcher."""
+    ) -> LauncherClient | None:
+        """Make the client of the launcher that started this engine; None without a launcher."""
         address = environment.get(URL_VARIABLE, "")
         if not address:
             return None
@@ -110,7 +111,7 @@ class ControlAgent:
         )
 
     def start(self) -> None:
-        """Start the agent's thread."""
+        """Start the client's thread."""
         self._peers.listen(self._on_gone)
         self._thread.start()
         self._thread.submit(self._run())

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import threading
+from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
-from pdcluster_operator.adapters.tls.certificates import (
+from pdcluster_operator.adapters.tls import live_certificate
+from pdcluster_operator.adapters.tls.live_certificate import keep_loaded, tls_problem
+from pdcluster_operator.adapters.tls.webhook_certificate import (
     LIFETIME,
     RENEW_BEFORE,
     Certificate,
@@ -115,3 +120,38 @@ def _shake_hands(folder, served: Certificate, trusted: bytes, host: str) -> bool
     finally:
         here.close()
         thread.join()
+
+
+async def test_a_spoiled_certificate_of_the_webhook_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    def problem(folder: Path) -> str | None:
+        nonlocal looks
+        looks += 1
+        return tls_problem(folder)
+
+    monkeypatch.setattr(live_certificate, "tls_problem", problem)
+    made = make_certificate(["webhook.svc"], NOW)
+    (tmp_path / "tls.crt").write_bytes(made.certificate)
+    (tmp_path / "tls.key").write_text("spoiled")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    following = asyncio.create_task(keep_loaded(context, tmp_path, 0.01))
+    try:
+        async with asyncio.timeout(60):
+            while looks < 5:  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.01)
+    finally:
+        following.cancel()
+    assert caplog.text.count("the former certificate stays in use") == 1
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
+    made = make_certificate(["webhook.svc"], NOW)
+    key = serialization.load_pem_private_key(made.key, None)
+    secret = serialization.BestAvailableEncryption(b"secret")
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, secret
+    (tmp_path / "tls.crt").write_bytes(made.certificate)
+    (tmp_path / "tls.key").write_bytes(key.private_bytes(*form))
+    assert "the key has a password" in str(tls_problem(tmp_path))

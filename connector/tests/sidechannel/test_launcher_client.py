@@ -1,4 +1,4 @@
-"""The worker's link agent against a launcher's HTTP interface and real side channels."""
+"""The worker's client of the launcher: against its HTTP interface and real side channels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.link_health import link_keeper
-from pdcluster_connector.link_health.control_agent import ControlAgent
+from pdcluster_connector.link_health.launcher_client import LauncherClient
 from pdcluster_connector.protocol import link_documents as links
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
@@ -151,28 +151,28 @@ def probe() -> Probe:
 
 
 @pytest.fixture
-def agent(
+def client(
     launcher: Launcher, books: Callable[..., PeerBook], probe: Probe
-) -> Iterator[ControlAgent]:
+) -> Iterator[LauncherClient]:
     environment = {
         "PDCLUSTER_CONTROL_URL": f"http://127.0.0.1:{launcher.port}",
         "PDCLUSTER_CONTROL_TOKEN": "secret",
     }
-    agent = ControlAgent.from_environment(
+    client = LauncherClient.from_environment(
         environment, rank=(0, 1), of=(1, 2), data_rank=3, peers=books(), probe=probe
     )
-    assert agent is not None
-    agent.start()
-    yield agent
-    agent.close()
-    agent.close()
+    assert client is not None
+    client.start()
+    yield client
+    client.close()
+    client.close()
 
 
 def entry(server: SideChannelServer, engine_id: str = FIRST) -> links.PeerEntry:
     return links.PeerEntry(ENGINE, f"127.0.0.1:{server.port}", engine_id)
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_a_link_comes_up_and_is_reported(launcher: Launcher, probe: Probe, serve: Serve) -> None:
     launcher.put(entry(serve(FIRST)))
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
@@ -185,7 +185,7 @@ def test_a_link_comes_up_and_is_reported(launcher: Launcher, probe: Probe, serve
     assert (report.rank, report.of, report.data_rank) == ((0, 1), (1, 2), 3)
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_death_and_return_without_the_operator(
     launcher: Launcher,
     probe: Probe,
@@ -209,13 +209,13 @@ def test_death_and_return_without_the_operator(
 
 
 def test_a_quick_restart_is_called_one(
-    agent: ControlAgent,
+    client: LauncherClient,
     launcher: Launcher,
     serve: Serve,
     probe: Probe,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    questions = HeldQuestions(agent._peers, monkeypatch)
+    questions = HeldQuestions(client._peers, monkeypatch)
     server = serve(FIRST)
     launcher.put(entry(server))
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
@@ -229,7 +229,7 @@ def test_a_quick_restart_is_called_one(
     until(lambda: launcher.shows(LinkState.ESTABLISHED, SECOND))
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_reports_keep_coming_when_nothing_changes(launcher: Launcher, serve: Serve) -> None:
     launcher.put(entry(serve(FIRST)))
     until(lambda: launcher.shows(LinkState.ESTABLISHED))
@@ -238,7 +238,7 @@ def test_reports_keep_coming_when_nothing_changes(launcher: Launcher, serve: Ser
     assert launcher.polls == polls  # one long poll waits, it does not spin
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_a_refusal_names_the_rule_and_both_values(launcher: Launcher, serve: Serve) -> None:
     launcher.put(entry(serve(FIRST, model="another model")))
     until(lambda: launcher.shows(LinkState.FAILED, FIRST, "ModelMismatch"))
@@ -248,7 +248,7 @@ def test_a_refusal_names_the_rule_and_both_values(launcher: Launcher, serve: Ser
     assert "0123456789abcdef" in link.message
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_what_makes_a_link_slow_is_reported(launcher: Launcher, probe: Probe, serve: Serve) -> None:
     probe.outcome = Probed(notice="1,000 tokens take 3,024 descriptors")
     launcher.put(entry(serve(FIRST)))
@@ -258,14 +258,14 @@ def test_what_makes_a_link_slow_is_reported(launcher: Launcher, probe: Probe, se
     assert link.message == "1,000 tokens take 3,024 descriptors"
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_a_wrong_probe_is_a_failed_link(launcher: Launcher, probe: Probe, serve: Serve) -> None:
     probe.outcome = Probed(Failure(Reason.PROBE_CORRUPTED, "byte 7 differs"))
     launcher.put(entry(serve(FIRST)))
     until(lambda: launcher.shows(LinkState.FAILED, FIRST, "ProbeCorrupted"))
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_a_probe_that_raises_is_a_failed_link(
     launcher: Launcher, probe: Probe, serve: Serve
 ) -> None:
@@ -277,7 +277,7 @@ def test_a_probe_that_raises_is_a_failed_link(
     assert "no device" in link.message
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_a_peer_that_dies_while_its_probe_hangs(
     launcher: Launcher, probe: Probe, serve: Serve
 ) -> None:
@@ -290,12 +290,12 @@ def test_a_peer_that_dies_while_its_probe_hangs(
 
 
 def test_a_link_that_the_receiver_drops_is_probed_again(
-    agent: ControlAgent, launcher: Launcher, probe: Probe, serve: Serve
+    client: LauncherClient, launcher: Launcher, probe: Probe, serve: Serve
 ) -> None:
     launcher.put(entry(serve(FIRST)))
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
     probe.outcome = None  # until it was reported why the link was lost
-    agent._peers.forget(FIRST, Failure(Reason.BACKEND_ERROR, "a transport error"))
+    client._peers.forget(FIRST, Failure(Reason.BACKEND_ERROR, "a transport error"))
     until(lambda: launcher.shows(LinkState.FAILED, FIRST, "BackendError"))
     until(lambda: probe.asked == [FIRST, FIRST])
     probe.go_on()
@@ -306,7 +306,7 @@ def test_a_link_that_the_receiver_drops_is_probed_again(
     assert len(numbers - {0}) == 2, "a canary of the first establishment does not count"
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_an_established_link_is_looked_at_again_and_lost_when_nothing_comes_through(
     launcher: Launcher, probe: Probe, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,14 +325,14 @@ def test_an_established_link_is_looked_at_again_and_lost_when_nothing_comes_thro
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_another_engine_at_the_address(launcher: Launcher, serve: Serve, probe: Probe) -> None:
     launcher.put(entry(serve("ns.c.prefill.r.7/00000000000000cc")))
     until(lambda: launcher.shows(LinkState.FAILED, FIRST, "EngineIdInconsistent"))
     assert probe.asked == []
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_one_dead_peer_of_many(launcher: Launcher, serve: Serve, probe: Probe) -> None:
     entries = [links.PeerEntry("ns.c.prefill.r.99", "127.0.0.1:1")]
     for number in range(6):
@@ -348,7 +348,7 @@ def test_one_dead_peer_of_many(launcher: Launcher, serve: Serve, probe: Probe) -
     assert len(probe.asked) == 6
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_peers_come_go_and_move(launcher: Launcher, serve: Serve) -> None:
     first, moved = serve(FIRST), serve(SECOND)
     launcher.put(entry(first))
@@ -359,7 +359,7 @@ def test_peers_come_go_and_move(launcher: Launcher, serve: Serve) -> None:
     until(lambda: launcher.reports[-1][1].links == ())  # gone from the table
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_a_launcher_that_talks_nonsense_for_a_while(launcher: Launcher, serve: Serve) -> None:
     launcher.broken = True
     launcher.put(entry(serve(FIRST)))  # ends the poll under way, the next one is nonsense
@@ -396,7 +396,7 @@ def states(launcher: Launcher) -> dict[int, tuple[str, str]]:
 UP = ("Established", "")
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_each_data_parallel_rank_of_a_peer_has_a_link(
     launcher: Launcher, probe: Probe, serve: Serve
 ) -> None:
@@ -414,7 +414,7 @@ def test_each_data_parallel_rank_of_a_peer_has_a_link(
     assert probe.asked.count(f"{FIRST}_dp0") == 1
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_a_rank_on_another_node_is_looked_for_there(
     launcher: Launcher, probe: Probe, serve: Serve
 ) -> None:
@@ -430,7 +430,7 @@ def test_a_rank_on_another_node_is_looked_for_there(
     assert probe.asked.count(f"{FIRST}_dp0") == 1, "the other rank's link went on"
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_a_rank_in_the_place_of_another_is_no_peer(
     launcher: Launcher, probe: Probe, serve: Serve
 ) -> None:
@@ -443,7 +443,7 @@ def test_a_rank_in_the_place_of_another_is_no_peer(
 
 
 @pytest.mark.parametrize(("runs", "size"), [("_dp0", 1), ("", 2)])
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_an_engine_of_another_data_parallel_size_is_no_peer(
     launcher: Launcher, serve: Serve, runs: str, size: int
 ) -> None:
@@ -454,7 +454,7 @@ def test_an_engine_of_another_data_parallel_size_is_no_peer(
     assert f"not {size}" in message
 
 
-@pytest.mark.usefixtures("agent")
+@pytest.mark.usefixtures("client")
 def test_a_peer_that_gets_and_loses_ranks(launcher: Launcher, serve: Serve) -> None:
     only = serve(FIRST)
     launcher.put(entry(only))
@@ -468,7 +468,7 @@ def test_a_peer_that_gets_and_loses_ranks(launcher: Launcher, serve: Serve) -> N
 
 def test_without_a_launcher_there_is_no_agent(books: Callable[..., PeerBook]) -> None:
     assert (
-        ControlAgent.from_environment(
+        LauncherClient.from_environment(
             {}, rank=(0, 0), of=(1, 1), data_rank=0, peers=books(), probe=Probe()
         )
         is None

@@ -2,7 +2,8 @@
 
 Each certificate is signed by a CA of its own. The key of that CA signs once and is then thrown
 away, so nobody can steal it. After a renewal clients trust the former CA until it expires, so
-webhook pods can take up the new certificate at different times.
+webhook pods can take up the new certificate at different times. ``certificate_keeper.py`` stores
+it. The certificates of engines are signed in ``engine_authority.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from pdcluster_operator.adapters.tls.key_usage import key_usage
 
 LIFETIME = timedelta(days=365)
 RENEW_BEFORE = timedelta(days=120)
@@ -117,21 +120,6 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - CLOCKS_DIFFER)
         .not_valid_after(now + LIFETIME)
-    )
-
-
-def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    """Return what a key may do: sign certificates, or be shown in a handshake."""
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
     )
 
 

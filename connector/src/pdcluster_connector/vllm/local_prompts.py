@@ -1,0 +1,97 @@
+"""Prompts that a decode engine computes itself wait their turn while other requests generate.
+
+If prefill is lost, all prompts come to decode. vLLM would fill each engine step with them, and
+requests that generate would nearly stand still. ``protocol/prompt_pace.py`` says how many may
+begin. The others stay in vLLM's queue: vLLM asks again in each step, and meanwhile goes on to
+requests behind them whose KV comes from prefill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vllm.v1.request import Request, RequestStatus
+
+from pdcluster_connector.protocol.prompt_pace import PromptPace, lookups_of
+from pdcluster_connector.vllm.metrics import StatsCollector
+
+
+class _Waiting(NamedTuple):
+    since: float
+    lookups: int
+
+
+class LocalPrompts:
+    """Not thread-safe: lives on the scheduler's thread.
+
+    Args:
+        block: tokens of the smallest block. A prompt of which no more is left to compute never
+            waits: vLLM computes as much of a prompt that is in the prefix cache as a whole.
+    """
+
+    def __init__(
+        self,
+        pace: PromptPace,
+        block: int,
+        stats: StatsCollector,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pace = pace
+        self._block = block
+        self._stats = stats
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._waiting: dict[str, _Waiting] = {}
+
+    def arrived(self, request: Request) -> None:
+        """Know a request until it has :meth:`left`."""
+        self._requests[request.request_id] = request
+
+    def must_wait(self, request: Request, computed: int) -> bool:
+        """Whether a prompt, of which ``computed`` tokens are in the prefix cache, waits."""
+        if self._pace.may_begin() or not self._is_paced(request, computed):
+            return False
+        known = self._waiting.get(request.request_id)
+        since = self._clock() if known is None else known.since
+        self._waiting[request.request_id] = _Waiting(since, lookups_of(computed // self._block))
+        return True
+
+    def _is_paced(self, request: Request, computed: int) -> bool:
+        """Whether a prompt may have to wait, and others may have to wait for it.
+
+        Not if the request was preempted while it generated: its client has begun to read. Nor if
+        vLLM would not listen. Such prompts make no debt either: they would keep all others out.
+        """
+        short = request.num_tokens - computed <= self._block
+        return not (short or request.num_output_tokens or request.skip_reading_prefix_cache)
+
+    def begins(self, request: Request, computed: int) -> None:
+        """Take note that a prompt waits no more and is computed here."""
+        if self._is_paced(request, computed):
+            self._pace = self._pace.begin(request.num_tokens - computed)
+        waited = self._waiting.pop(request.request_id, None)
+        if waited is not None:
+            self._stats.local_prompt_waited(self._clock() - waited.since)
+
+    def kv_comes(self, request_id: str) -> None:
+        """Take note that a prompt that may have waited is not computed here."""
+        self._waiting.pop(request_id, None)
+
+    def left(self, request_id: str) -> None:
+        """Forget a request that has ended, in whatever way."""
+        self._requests.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+
+    def step(self) -> None:
+        """Take note that vLLM has just planned a step."""
+        self._pace = self._pace.step(
+            others_generate=any(map(_generates, self._requests.values())),
+            lookups=sum(waiting.lookups for waiting in self._waiting.values()),
+        )
+        self._stats.local_prompts_waiting(len(self._waiting))
+
+
+def _generates(request: Request) -> bool:
+    return request.status is RequestStatus.RUNNING and request.num_output_tokens > 0

@@ -1,0 +1,141 @@
+"""Reads of KV that hang while the side channels live: they end, and they hold up nobody else."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+from transfer_rig import Prefill
+from turn_by_turn import LEASE, Bench
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.testing.nixl import Behaviour, Transfer
+from pdcluster_connector.transfer.agent_rebuild import (
+    HEALTHY_SECONDS,
+    RENEWAL_SECONDS,
+    RETRY_SECONDS,
+)
+from pdcluster_connector.transfer.handover import ReceiverOptions
+from pdcluster_connector.transfer.probe_run import BEHIND_KV_SECONDS, RECENT_SECONDS
+
+DRAIN = 30.0
+STALL = 300.0
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(ReceiverOptions(drain_deadline_seconds=DRAIN, transfer_stall_seconds=STALL))
+
+
+def renewed(bench: Bench, seconds: float, *requests: str, every: float = 1.0) -> None:
+    """Let time pass. Prefill acknowledges the leases of ``requests`` every so many seconds."""
+    for _ in range(int(seconds / every)):
+        bench.receives.acknowledge(dict.fromkeys(requests, bench.now + LEASE))
+        bench.pass_time(every)
+
+
+def agents(bench: Bench) -> set[str]:
+    return {name for name in bench.fabric.agents if name.startswith("decode")}
+
+
+def check_that_hangs(bench: Bench, prefill: Prefill) -> Future[ProbeResult]:
+    """Start a check that never ends; all other reads go on as the bench has them."""
+    as_before = bench.fabric.behave
+
+    def behave(transfer: Transfer) -> Behaviour:
+        if transfer.nbytes == 4096 and transfer.peer.startswith(prefill.engine_id):
+            return Behaviour(hang=True)
+        return as_before(transfer)
+
+    bench.pass_time(RECENT_SECONDS)  # where KV has just landed, a check reads nothing
+    bench.fabric.behave = behave
+    future: Future[ProbeResult] = Future()
+    bench.connections.check(prefill.metadata, future)
+    bench.turns()
+    return future
+
+
+def test_a_read_that_hangs_ends_although_its_lease_is_renewed(bench: Bench) -> None:
+    cut, well = bench.prefill("cut/1"), bench.prefill("well/1")
+    bench.hanging.add(cut.engine_id)
+    hung = bench.send(cut)
+    renewed(bench, STALL - 1, hung)
+    assert bench.send(well) in bench.take().received, "others go on meanwhile"
+    assert hung in bench.receives._by_id
+    renewed(bench, 1, hung)
+    # It has failed. Its transfer may still write, so its blocks stay until the agent is destroyed.
+    renewed(bench, DRAIN - 1, hung)
+    bench.hanging.add(well.engine_id)
+    slow = bench.send(well)
+    before = agents(bench)
+    assert not bench.take().finished
+    renewed(bench, 1, hung, slow)
+    assert not bench.take().finished
+    bench.hanging.discard(well.engine_id)
+    renewed(bench, HEALTHY_SECONDS, hung, slow)
+    results = bench.take()
+    assert results.failed[hung].reason is Reason.TRANSFER_STALLED
+    assert results.failed[hung].message == (
+        f"1 transfer under way, and none has landed for {STALL:.0f} s"
+    )
+    assert not before & agents(bench), "reported before its transfer could write no more"
+    assert bench.fabric.land() == 0
+    assert not bench.written(hung)
+    assert slow in results.received, "it is read again over the new agent"
+    assert bench.right(slow)
+
+
+def test_a_read_and_a_check_that_hang_hold_up_no_other_peer(bench: Bench) -> None:
+    cut, well = bench.prefill("cut/1"), bench.prefill("well/1")
+    assert bench.send(well) in bench.take().received
+    bench.hanging.add(cut.engine_id)
+    hung = bench.send(cut)
+    before = agents(bench)
+    check = check_that_hangs(bench, cut)
+    renewed(bench, BEHIND_KV_SECONDS, hung)
+    failure = check.result(0).failure
+    assert failure is not None
+    assert failure.reason is Reason.TRANSFER_STALLED
+    renewed(bench, DRAIN - 1, hung)
+    assert bench.send(well) in bench.take().received
+    renewed(bench, 1, hung)
+    held = bench.send(well)
+    assert not bench.take().finished, "held: the agent would be renewed now"
+    renewed(bench, RENEWAL_SECONDS, hung)
+    results = bench.take()
+    assert results.finished == {held}
+    assert held in results.received, "the present agent serves it"
+    assert bench.right(held)
+    for seconds in (1, RETRY_SECONDS - 2):
+        renewed(bench, seconds, hung)
+        assert bench.send(well) in bench.take().received, "not tried again at once"
+    renewed(bench, 1, hung)
+    held = bench.send(well)
+    assert not bench.take().finished, "tried again"
+    assert before == agents(bench), "a transfer that may be healthy was cut for a check"
+    bench.fabric.land()  # also the read that hung: now nothing is under way
+    bench.turns()
+    assert bench.take().finished == {hung, held}
+    assert not before & agents(bench), "renewed as soon as nothing runs on the agent"
+
+
+def test_a_slow_receive_whose_transfers_land_one_by_one_is_done() -> None:
+    bench = Bench(
+        ReceiverOptions(
+            drain_deadline_seconds=DRAIN, transfer_stall_seconds=STALL, descriptors_per_transfer=1
+        )
+    )
+    slow = bench.prefill("slow/1")
+    bench.hanging.add(slow.engine_id)
+    request = bench.send(slow, blocks=4)
+    transfers = list(bench.fabric.flying)
+    assert len(transfers) == 8  # of four blocks in two layers
+    for transfer in transfers:
+        renewed(bench, STALL - 10, request, every=10.0)
+        assert not bench.take().finished
+        bench.fabric.land(transfer)
+        bench.turns()
+    results = bench.take()
+    assert request in results.received, results.failed
+    assert bench.right(request, blocks=4)

@@ -1,0 +1,127 @@
+"""A worker's connections and receives without the transfer thread: turn by turn, with a clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+
+from transfer_rig import FakePeers, Prefill
+
+from pdcluster_connector.compat.shape import GroupShape, LayerKind
+from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
+from pdcluster_connector.testing.caches import LabelledCache
+from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
+from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiveResults, ReceiverOptions
+from pdcluster_connector.transfer.job import Job
+from pdcluster_connector.transfer.receives import Receives
+from pdcluster_connector.transfer.transfer_thread import Timers
+
+CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
+PROBE_SECONDS = 10.0
+LEASE = 60.0
+
+
+class Bench:
+    """The transfer thread's objects without the thread."""
+
+    def __init__(self, options: ReceiverOptions | None = None) -> None:
+        self.now = 1000.0
+        self.fabric = Fabric()
+        self.peers = FakePeers()
+        self.ended: deque[Job] = deque()
+        self.timers = Timers()
+        self.cache = LabelledCache(**CACHE)
+        self.hanging: set[str] = set()
+        self.fabric.behave = self._behave
+        self.receives = Receives(
+            self._make_connections,
+            self.peers,
+            self.ended,
+            options or ReceiverOptions(drain_deadline_seconds=1e6),
+            self.timers,
+            clock=lambda: self.now,
+            answer=lambda serial, answer: self.answers.append((serial, answer)),
+        )
+        self.answers: list = []
+        self.sent = 0
+
+    def _make_connections(self, warmed: Warmed, closed: Closed) -> Connections:
+        self.connections = Connections(
+            self.cache.shard,
+            self.cache.memory,
+            partial(self.fabric.agent, "decode"),
+            clock=lambda: self.now,
+            probe_seconds=PROBE_SECONDS,
+            check_seconds=5.0,
+            warmed=warmed,
+            closed=closed,
+        )
+        return self.connections
+
+    def _behave(self, transfer: Transfer) -> Behaviour:
+        """From an engine of ``hanging``, KV hangs; warm-ups and lease words are well."""
+        engine_id = transfer.peer.partition("-")[0]
+        small = len(transfer.copies) == 1 and transfer.nbytes in (8, 4096)
+        return Behaviour(hang=engine_id in self.hanging and not small)
+
+    def prefill(self, engine_id: str) -> Prefill:
+        made = Prefill(self.fabric, engine_id, **CACHE)
+        self.peers.table[engine_id] = made.metadata
+        return made
+
+    def send(self, prefill: Prefill, blocks: int = 1) -> str:
+        """Hand a request of ``blocks`` blocks of four tokens over; returns its id."""
+        self.sent += 1
+        request_id = f"r{self.sent}"
+        taken, tokens = self._blocks(self.sent, blocks), 4 * blocks
+        ticket = prefill.ticket(self.sent, range(self.sent, self.sent + blocks), tokens)
+        groups = [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])]
+        decode_blocks = EngineBlocks(groups, [GroupBlocks(taken)])
+        request = ReceiveRequest(
+            request_id, ticket, decode_blocks, 0, tokens, self.now + LEASE, True
+        )
+        self.receives.receive([request])
+        self.turns()
+        return request_id
+
+    @staticmethod
+    def _blocks(number: int, blocks: int) -> list[int]:
+        return [31 - number - index for index in range(blocks)]
+
+    def probe(self, prefill: Prefill) -> Future[ProbeResult]:
+        future: Future[ProbeResult] = Future()
+        self.connections.probe(prefill.metadata, future)
+        self.turns()
+        return future
+
+    def turns(self) -> None:
+        """Go on until nothing moves any more."""
+        for _ in range(100):
+            answers, self.answers = self.answers, []
+            for serial, answer in answers:
+                self.receives.answered(serial, answer)
+            for serial in self.timers.run_out(self.now):
+                self.receives.time_is_up(serial)
+            self.receives.turn()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.turns()
+
+    def take(self) -> ReceiveResults:
+        results = ReceiveResults()
+        while self.ended:
+            job = self.ended.popleft()
+            results.add(job.machine, job.nbytes, job.descriptors)
+        return results
+
+    def right(self, request_id: str, blocks: int = 1) -> bool:
+        number = int(request_id[1:])
+        return self.cache.wrong_tokens(number, self._blocks(number, blocks), 0, 4 * blocks) == []
+
+    def written(self, request_id: str) -> bool:
+        """Whether anything was written into the request's first block."""
+        return bool(self.cache.bytes[:, self._blocks(int(request_id[1:]), 1)].any())

@@ -1,0 +1,50 @@
+"""What holds the receives of real engines, shown on the in-memory NIXL, where it costs nothing.
+
+It reaches into the receiver, so whoever changes that has to notice here and not when the slow tests
+of real engines run.
+"""
+
+from __future__ import annotations
+
+import time
+
+import held_receives
+import pytest
+from transfer_rig import Decode, FakePeers, Prefill
+
+from pdcluster_connector.protocol.receive import State
+from pdcluster_connector.testing.nixl import Fabric
+
+CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
+
+
+@pytest.mark.parametrize("state", [State.NEW, State.HANDSHAKE, State.POSTED, State.FENCE])
+def test_receives_stand_in_a_state_until_they_are_released(
+    monkeypatch: pytest.MonkeyPatch, state: State
+) -> None:
+    fabric, peers = Fabric(), FakePeers()
+    prefill = Prefill(fabric, **CACHE)
+    peers.table[prefill.engine_id] = prefill.metadata
+    decode = Decode(fabric, peers, **CACHE)
+    monkeypatch.setattr(held_receives, "_receiver", lambda: decode.receiver)
+    names = [f"{state.name}-{seed}" for seed in (1, 2)]
+    try:
+        warm = prefill.ticket(3, [9, 10, 11], 10)
+        decode.receiver.receive([decode.request("warm", warm, [22, 21, 20])])
+        assert "warm" in decode.wait("warm").received
+        held_receives.hold(state.name)
+        for seed, name in enumerate(names, 1):
+            first = 3 * seed
+            ticket = prefill.ticket(seed, range(first, first + 3), 10)
+            blocks = [31 - first, 30 - first, 29 - first]
+            decode.receiver.receive([decode.request(name, ticket, blocks)])
+        deadline = time.monotonic() + 60
+        while not held_receives.stands(len(names), state.name):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not decode.take().finished
+        held_receives.release()
+        assert set(names) <= set(decode.wait(*names).received)
+    finally:
+        held_receives.release()
+        decode.receiver.close()

@@ -1,0 +1,94 @@
+"""Deletes the ConfigMaps with a connector that nothing mounts any more; ``plan`` decides which.
+
+It needs no Lease, because a namespace without PDClusters has none. Several operators may do the
+same at once: each write is only for the version that was seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from pdcluster_operator.plan.connector_mounts import shared_connectors_of
+from pdcluster_operator.plan.model import Delete
+from pdcluster_operator.plan.unused_connectors import (
+    KEEP_SECONDS,
+    MarkConnector,
+    step_for_connector,
+)
+from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.interfaces import Clock
+from pdcluster_operator.runtime.store import Store
+
+log = logging.getLogger(__name__)
+
+Manifest = Mapping[str, Any]
+PERIOD_SECONDS = 60.0
+
+
+class ConnectorApi(Protocol):
+    """What is asked of the API server. Failures are :class:`ApiError`."""
+
+    async def list_mounting(self, namespace: str) -> Iterable[Manifest]:
+        """Return whatever may mount a connector in a namespace, whoever made it, as it is now."""
+        ...
+
+    async def mark_connector(self, step: MarkConnector) -> None:
+        """Write the mark, if the ConfigMap is still the version that was seen."""
+        ...
+
+    async def delete(self, step: Delete) -> None:
+        """Delete with UID and resourceVersion preconditions; an absent object is no error."""
+        ...
+
+
+class ConnectorCollector:
+    """Looks at all such ConfigMaps once a period."""
+
+    def __init__(
+        self,
+        store: Store,
+        api: ConnectorApi,
+        clock: Clock,
+        *,
+        period: float = PERIOD_SECONDS,
+        keep: float = KEEP_SECONDS,
+    ) -> None:
+        self._store, self._api, self._clock = store, api, clock
+        self._period, self._keep = period, keep
+
+    async def run(self) -> None:
+        """Look until the task is cancelled. What failed is tried again in the next period."""
+        while True:
+            await asyncio.sleep(self._period)
+            await self.collect()
+
+    async def collect(self) -> None:
+        """Look at each ConfigMap once."""
+        for live in self._store.all_connectors():
+            try:
+                await self._one(live)
+            except ApiError as error:
+                log.info("ConfigMap %s: %s", live["metadata"]["name"], error)
+            except Exception:  # of one namespace's objects; the other namespaces go on
+                log.exception("ConfigMap %s is left as it is", live["metadata"]["name"])
+
+    async def _one(self, live: Manifest) -> None:
+        namespace, name = str(live["metadata"]["namespace"]), str(live["metadata"]["name"])
+        step = self._step(live, mounted=self._store.is_mounted(namespace, name))
+        if isinstance(step, Delete):  # the store may be behind, and knows only what is ours
+            there = await self._api.list_mounting(namespace)
+            step = self._step(live, mounted=any(name in shared_connectors_of(one) for one in there))
+        if step is None:
+            return
+        if isinstance(step, MarkConnector):
+            await self._api.mark_connector(step)
+        else:
+            await self._api.delete(step)
+        log.info("%s/%s: %s: %s", namespace, name, type(step).__name__, step.why)
+
+    def _step(self, live: Manifest, *, mounted: bool) -> MarkConnector | Delete | None:
+        now = self._clock.now()
+        return step_for_connector(live, mounted=mounted, now=now, keep=self._keep)

@@ -1,0 +1,133 @@
+"""Several simulated PDClusters of one namespace, and the ConfigMaps that they share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from simulated_cluster import SimulatedCluster, manifest
+
+from pdcluster_operator.adapters.api_server.kinds import POD, slim
+from pdcluster_operator.api.labels import UNUSED_ANNOTATION
+from pdcluster_operator.plan.connector_mounts import shared_connectors_of
+from pdcluster_operator.plan.model import Delete
+from pdcluster_operator.plan.unused_connectors import MarkConnector, step_for_connector
+
+Step = MarkConnector | Delete
+
+
+class SharedNamespace:
+    def __init__(self, *names: str, **spec: Any) -> None:
+        self.clusters = {name: SimulatedCluster(manifest(name, **spec)) for name in names}
+        self.shared: dict[str, dict[str, Any]] = {}
+        for number, world in enumerate(self.clusters.values()):
+            world.shared = self.shared
+            world.counter = number * 1_000_000  # no two objects have one UID or version
+
+    def __getitem__(self, name: str) -> SimulatedCluster:
+        return self.clusters[name]
+
+    @property
+    def now(self) -> float:
+        return max(world.now for world in self.clusters.values())
+
+    def wait(self, seconds: float) -> None:
+        for world in self.clusters.values():
+            world.now = max(world.now, self.now) + seconds
+
+    def mounted(self) -> set[str]:
+        """What is mounted, of workloads, stored revisions and pods as the store keeps them."""
+        return {name for one in self._holders() for name in shared_connectors_of(one)}
+
+    def missing(self) -> set[str]:
+        """What a pod that starts now would lack, of pods and of what makes pods."""
+        kinds = ("Pod", "StatefulSet", "Deployment")
+        holders = [one for one in self._holders() if one["kind"] in kinds]
+        needed = {name for one in holders for name in shared_connectors_of(one)}
+        return needed - self.shared.keys()
+
+    def collector_steps(self) -> list[Step]:
+        """What a collector plans from what it sees now."""
+        mounted = self.mounted()
+        steps = (
+            step_for_connector(live, mounted=name in mounted, now=self.now)
+            for name, live in sorted(self.shared.items())
+        )
+        return [step for step in steps if step is not None]
+
+    def collect(self, steps: list[Step] | None = None) -> None:
+        """Carry the collector's steps out, each only on the very version that was seen.
+
+        Args:
+            steps: planned before. The look before a deletion was then made before, too.
+        """
+        for step in self.collector_steps() if steps is None else steps:
+            live = self.shared.get(step.name)
+            if live is None or live["metadata"]["resourceVersion"] != step.resource_version:
+                continue
+            if isinstance(step, MarkConnector):
+                live["metadata"]["annotations"] = {UNUSED_ANNOTATION: step.since}
+                live["metadata"]["resourceVersion"] += "1"
+            else:
+                del self.shared[step.name]
+
+    def delete(self, name: str) -> None:
+        """Delete a PDCluster with all that it owns; its pods are gone when they have ended."""
+        world = self.clusters[name]
+        world.children.clear()
+        world.cluster.pop("status", None)
+        for pod in world.pods.values():
+            pod["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+
+    def _holders(self) -> Iterator[dict[str, Any]]:
+        for world in self.clusters.values():
+            yield from world.children.values()
+            yield from (slim(pod, POD) for pod in world.pods.values())
+
+
+def as_an_older_operator_left_it(world: SimulatedCluster, stamp: Callable[..., Any]) -> None:
+    """Give the cluster its own copy of the connector, as operators did before they shared it."""
+    name = world.cluster["metadata"]["name"]
+    [(shared, config_map)] = world.shared.items()
+    own = f"{name}-connector-{world.connector.digest[:10]}"
+    world.children = {key: _renamed(one, shared, own) for key, one in world.children.items()}
+    world.pods = {key: _renamed(one, shared, own) for key, one in world.pods.items()}
+    config_map = _renamed(config_map, shared, own)
+    owner = next(iter(world.children.values()))["metadata"]["ownerReferences"]
+    labels = {
+        "app.kubernetes.io/name": "pdcluster",
+        "app.kubernetes.io/instance": name,
+        "app.kubernetes.io/component": "connector",
+        "app.kubernetes.io/part-of": "pdcluster",
+        "app.kubernetes.io/managed-by": "pdcluster-operator",
+        "pdcluster.dev/cluster": name,
+    }
+    config_map["metadata"] |= {"labels": labels, "ownerReferences": owner, "annotations": {}}
+    world.children["ConfigMap", own] = config_map
+    world.shared.clear()
+    for key, child in world.children.items():
+        world.children[key] = _stamped_anew(child, stamp)
+
+
+def _renamed(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _renamed(item, old, new) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_renamed(item, old, new) for item in value]
+    return new if value == old else copy.copy(value)
+
+
+def _stamped_anew(child: dict[str, Any], stamp: Callable[..., Any]) -> dict[str, Any]:
+    """Let the stamp be the one of what the older operator applied."""
+    server = ("uid", "resourceVersion", "managedFields", "generation", "creationTimestamp")
+    metadata = child["metadata"]
+    kept = {key: value for key, value in metadata.items() if key in server}
+    bare = {**child, "metadata": {k: v for k, v in metadata.items() if k not in server}}
+    status = bare.pop("status", None)
+    annotations = dict(bare["metadata"].pop("annotations", None) or {})
+    annotations.pop("pdcluster.dev/applied", None)
+    if annotations:
+        bare["metadata"]["annotations"] = annotations
+    stamped = stamp(bare)
+    return {**stamped, "metadata": {**stamped["metadata"], **kept}, "status": status or {}}

@@ -1,0 +1,47 @@
+"""What is known of a pair: from its two engines, and from what decode's launcher says."""
+
+from __future__ import annotations
+
+from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.engines import EngineView
+from pdcluster_operator.plan.links import PairState, PairView, observe_pairs
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.reports import LinkReport, LinksReport, LinkState
+
+
+def engine(role: Role, ready: bool | None, engine_id: str) -> EngineView:
+    name = EngineName("ns", "c", role, "aaaaa", 0)
+    reason = StatusReason.ENGINES_READY if ready else StatusReason.LOADING_WEIGHTS
+    return EngineView(name, ready, reason, "", engine_id, "10.0.0.1", 1)
+
+
+def pair(prefill: EngineView, decode: EngineView, told: str = "p/1") -> PairView:
+    """Return the pair, where decode's launcher has an established link to incarnation ``told``."""
+    link = LinkReport(prefill.name.logical, told, LinkState.ESTABLISHED)
+    links = {decode.name.logical: LinksReport(decode.name.logical, "d/1", (link,))}
+    [found] = observe_pairs((prefill,), (decode,), links, Memo())
+    return found
+
+
+def test_a_link_to_the_incarnation_that_runs_is_established() -> None:
+    prefill, decode = engine(Role.PREFILL, True, "p/1"), engine(Role.DECODE, True, "d/1")
+    assert pair(prefill, decode).state is PairState.ESTABLISHED
+    assert pair(prefill, decode, told="p/0").state is PairState.PENDING
+
+
+def test_a_link_to_an_engine_that_never_answered_the_operator_is_what_decode_says() -> None:
+    """The operator does not know the engine's incarnation, so it cannot contradict decode."""
+    prefill, decode = engine(Role.PREFILL, None, ""), engine(Role.DECODE, True, "d/1")
+    assert pair(prefill, decode).state is PairState.ESTABLISHED
+
+
+def test_a_pair_that_waits_names_the_engine_that_is_not_ready() -> None:
+    ready = {role: engine(role, True, "x/1") for role in Role}
+    for role in Role:
+        late = engine(role, False, "")
+        found = pair(*(ready | {role: late}).values())
+        assert found.state is PairState.WAITING
+        assert found.reason is StatusReason.WAITING_FOR_ENGINES
+        assert found.message == f"c-{role}-aaaaa-0 is not ready: LoadingWeights"

@@ -1,0 +1,48 @@
+"""When a namespace loses its connector, all its PDClusters are looked at again, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.queue import Key
+
+DIGEST = "a" * 16
+CONNECTOR = {
+    "kind": "ConfigMap",
+    "metadata": {
+        "name": f"pdcluster-connector-{DIGEST}",
+        "namespace": "ns",
+        "uid": "u",
+        "resourceVersion": "7",
+        "labels": {"pdcluster.dev/connector": DIGEST},
+    },
+}
+
+
+@pytest.fixture
+def woken(monkeypatch: pytest.MonkeyPatch) -> tuple[ControlLoop, list[Key]]:
+    unused: Any = object()
+    loop = ControlLoop(api=unused, launchers=unused, events=unused, connector=unused, clock=unused)
+    keys: list[Key] = []
+    monkeypatch.setattr(loop.queue, "add", keys.append)
+    for key in (Key("ns", "one"), Key("ns", "two"), Key("other", "three")):
+        metadata = {"namespace": key.namespace, "name": key.name, "uid": key.name}
+        loop.store.put({"kind": "PDCluster", "metadata": metadata})
+    return loop, keys
+
+
+async def test_a_watch_and_a_sweep_tell_of_it(woken: tuple[ControlLoop, list[Key]]) -> None:
+    loop, keys = woken
+    loop.see("ADDED", CONNECTOR)
+    loop.sweep("ConfigMap", [CONNECTOR])
+    assert keys == [], "nobody waits for one that comes: who needs it applies it"
+    loop.see("DELETED", CONNECTOR)
+    assert sorted(keys) == [Key("ns", "one"), Key("ns", "two")]
+    keys.clear()
+    loop.see("ADDED", CONNECTOR)
+    loop.store.begin("ConfigMap")
+    loop.sweep("ConfigMap", [])
+    assert sorted(keys) == [Key("ns", "one"), Key("ns", "two")]
