@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 from real_api import RealApi, die_with_us
 
 from loopback import free_ports
+from pdcluster_operator.plan.status.pace import QUIET_SECONDS
 
 GROUP = "/apis/pdcluster.dev/v1alpha1"
 PATIENCE = 3
@@ -179,9 +181,10 @@ def events(real: RealApi, namespace: str) -> list[dict[str, Any]]:
 
 
 def at_rest(real: RealApi, operator: Operator) -> None:
-    """Wait until nothing was written for three seconds in which operator and API server ran.
+    """Wait until nothing was written for longer than the operator may hold a status back.
 
-    Both answer again and again meanwhile, so a machine that stalls for a moment is no rest.
+    Operator and API server answer again and again meanwhile, so a machine that stalls for a moment
+    is no rest.
     """
 
     def idle() -> bool:
@@ -190,7 +193,7 @@ def at_rest(real: RealApi, operator: Operator) -> None:
 
     def quiet() -> bool:
         before = len(real.writes())
-        for _ in range(6):
+        for _ in range(math.ceil(2 * (QUIET_SECONDS + 2))):
             if not idle():
                 return False
             time.sleep(0.5)
