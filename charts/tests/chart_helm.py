@@ -15,7 +15,7 @@ RELEASE, NAMESPACE = "pdcluster", "pdcluster-system"
 # The one value that has no default.
 REQUIRED = Path(__file__).resolve().parent / "values" / "default.yaml"
 # What a rendering is made for, so that it does not depend on helm's built-in default.
-KUBERNETES = "1.36.3"
+KUBERNETES = "1.37.2"
 
 Manifest = dict[str, Any]
 
