@@ -694,7 +694,7 @@ def test_a_probe_finds_a_wrong_byte_at_the_end(two: Rig) -> None:
 
 def test_probes_of_hanging_peers_end_and_disturb_nobody(rig: Rig) -> None:
     rig.works("before", seed=1)
-    others = [rig.add_prefill(f"other/{number}") for number in range(4)]
+    others = [rig.add_prefill(f"other{number}/1") for number in range(4)]
     rig.fabric.behave = lambda t: Behaviour(hang=t.peer.startswith("other"))
     futures = [rig.decode.receiver.probe(other.metadata) for other in others]
     for number in range(20):
