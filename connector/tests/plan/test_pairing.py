@@ -115,7 +115,7 @@ def test_a_list_that_does_not_hold_the_interval_fails_by_name(blocks, part, side
     assert side in str(caught.value)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 4), (5, 4), (0, 2**31), (0, 2**70)])
+@pytest.mark.parametrize(("start", "stop"), [(-1, 4), (-1, -1), (5, 4), (0, 2**31), (0, 2**70)])
 def test_what_is_no_interval_fails_before_anything_is_allocated(start: int, stop: int) -> None:
     with pytest.raises(CoverageError):
         pair_blocks(BlockList([1], 16), BlockList([1], 16), start, stop)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.plan.builders.certificates import entry_of
 from pdcluster_operator.plan.certificates import certificates_as_due
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
@@ -72,6 +72,23 @@ def test_the_status_stands_for_what_launchers_say() -> None:
     told = forecast(replace(world.observed(), cluster=edited), world.now)
     assert forecast(replace(seen(world), cluster=edited), world.now) == told
     assert len(told.rounds) > 2
+
+
+def test_only_links_that_the_status_does_not_call_failed_count_as_established() -> None:
+    world = running(prefill={"replicas": 3})
+    prefill, decode = world.leaders("prefill"), world.leaders("decode")[0]
+    status = world.cluster["status"]
+    failed = {"prefill": prefill[1].stateful_set, "decode": decode.stateful_set}
+    status["failedLinks"] = [failed]
+    world.children["StatefulSet", prefill[2].stateful_set]["metadata"]["labels"][PAIRING_LABEL] = (
+        "another"
+    )
+    engines, links = reports_in(world.cluster, world.children.values())
+    assert set(engines) == {one.logical for one in (*prefill, decode)}
+    assert set(links) == {decode.logical}, "decode engines have links, prefill engines none"
+    [link] = links[decode.logical].links
+    assert link.prefill == prefill[0].logical
+    assert link.prefill_engine_id == engines[link.prefill].engine_id
 
 
 @pytest.mark.parametrize(
