@@ -166,9 +166,9 @@ def test_blocks_on_either_side_of_the_interval_are_not_needed() -> None:
 
 @pytest.mark.parametrize(("start", "named"), [(3, 4), (5, 5)])
 def test_the_first_token_that_is_wanted_and_not_held_is_named(start: int, named: int) -> None:
-    held, holes = BlockList([1, 2], 4), BlockList([1, -1], 4)
+    held, holes = BlockList([1, 2, 3], 4), BlockList([1, -1, -1], 4)
     with pytest.raises(CoverageError, match=f"prefill holds no block for token {named}$"):
-        pair_blocks(holes, held, start, 8)
+        pair_blocks(holes, held, start, 12)
 
 
 def test_a_list_without_end_is_no_list_of_ids() -> None:

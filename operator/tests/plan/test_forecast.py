@@ -19,7 +19,7 @@ from pdcluster_operator.plan.forecast.kubectl_apply import (
     merge_patch,
     server_side_manager,
 )
-from pdcluster_operator.plan.forecast.world import GONE, VERIFIED, World
+from pdcluster_operator.plan.forecast.world import GONE, ROUTED, VERIFIED, World
 from pdcluster_operator.plan.model import Apply, Delete, Observed
 from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
 
@@ -104,6 +104,20 @@ def test_gpus_at_the_peak_and_whether_it_serves(how: str, peak: int, interrupted
         ("prefill", ("engine.blockSize",)),
         ("decode", ("engine.blockSize",)),
     ]
+
+
+def test_engines_and_gpus_are_counted_apart() -> None:
+    world = running(rollout={"type": "Surge"}, prefill={"parallelism": {"tensor": 2}}, **GPUS)
+    course = after(world, prefill={"parallelism": {"tensor": 2}, **env("1")})
+    assert (course.engines, course.gpus) == ((2, 3), (3, 5))
+    fewer = after(world, prefill={"replicas": 0, "parallelism": {"tensor": 2}})
+    assert (fewer.engines, fewer.gpus) == ((2, 2), (3, 3)), "the peak is before the change"
+
+
+def test_each_round_says_what_was_waited_for() -> None:
+    for how, waited in (("Recreate", ["", GONE]), ("Surge", ["", VERIFIED, ROUTED, GONE])):
+        course = after(running(rollout={"type": how}), decode=env("1"))
+        assert [one.after for one in course.rounds] == waited
 
 
 def test_a_change_that_stops_says_why() -> None:
