@@ -21,6 +21,7 @@ from pdcluster_operator.plan.forecast.kubectl_apply import (
 )
 from pdcluster_operator.plan.forecast.world import GONE, ROUTED, VERIFIED, World
 from pdcluster_operator.plan.model import Apply, Delete, Observed
+from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
 
 GPUS = {"transfer": {"device": "CUDA"}, "engine": {"blockSize": 16}}
@@ -118,6 +119,20 @@ def test_each_round_says_what_was_waited_for() -> None:
     for how, waited in (("Recreate", ["", GONE]), ("Surge", ["", VERIFIED, ROUTED, GONE])):
         course = after(running(rollout={"type": how}), decode=env("1"))
         assert [one.after for one in course.rounds] == waited
+
+
+def test_a_forecast_ends_as_soon_as_nobody_has_anything_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, plans = running(), []
+
+    def counted(*seen: Any) -> Any:
+        plans.append(seen)
+        return make_plan(*seen)
+
+    monkeypatch.setattr("pdcluster_operator.plan.forecast.course.make_plan", counted)
+    assert after(world).complete
+    assert len(plans) < 5
 
 
 def test_a_change_that_stops_says_why() -> None:

@@ -192,6 +192,13 @@ def test_differences_are_named_by_their_path():
 
 
 @pytest.mark.parametrize(
+    "live", [[{"value": "x"}], [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}], None]
+)
+def test_items_that_nothing_tells_apart_differ_as_one_list(live):
+    assert list(differences({"env": live}, {"env": [{"name": "A"}]})) == [("env", live)]
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [("1", 1), ("500m", 0.5), ("1.5", 1.5), ("16Gi", 16 * 2**30), ("1k", 1000), ("1e3", 1000),
      ("1.5e3", 1500), ("2E-1", 0.2), ("-2", -2), (".5", 0.5), ("5.", 5)],
