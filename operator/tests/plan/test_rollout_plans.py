@@ -506,6 +506,23 @@ def test_a_surge_without_room_names_the_other_types(words: str) -> None:
     assert "or to Recreate" in said
 
 
+def test_a_surge_whose_pods_are_never_made_names_the_other_types_when_it_gives_up() -> None:
+    """As when a quota has room for the engine of one role, and each is tried out by itself."""
+    world = up("Surge")
+    world.edit(**ENV)
+    for _ in range(3):
+        world.step()
+    said = world.condition("Progressing")
+    assert "0 of 1 pod so far" in said["message"]
+    assert MAKE_ROOM not in said["message"], "they may be on their way"
+    world.now += 4000
+    world.step()
+    said = world.condition("Progressing")
+    assert said["reason"] == StatusReason.PROGRESS_DEADLINE_EXCEEDED
+    assert said["message"].endswith(MAKE_ROOM)
+    assert world.condition("Available")["status"] == "True"
+
+
 def test_surge_that_gets_no_gpu_gives_up_and_the_old_engines_serve() -> None:
     world = up("Surge")
     old = engines(world)

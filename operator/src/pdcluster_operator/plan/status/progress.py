@@ -74,9 +74,11 @@ def progressing(
         return no(StatusReason.COMPLETE, "nothing is left to do")
     if (held := _held(change)) is not None:
         return held
-    remedy = f"; {MAKE_ROOM}" if change.replacing and change.surging and _no_room(ready) else ""
     # An engine that is newer than the beginning has the whole time.
-    if now - max(since, change.started or 0.0) > change.deadline:
+    late = now - max(since, change.started or 0.0) > change.deadline
+    surging = change.replacing and change.surging
+    remedy = f"; {MAKE_ROOM}" if surging and _no_room(ready, late=late) else ""
+    if late:
         return no(
             StatusReason.PROGRESS_DEADLINE_EXCEEDED,
             f"not Ready within {change.deadline} s: {ready.reason}: {ready.message}{remedy}",
@@ -88,8 +90,14 @@ def progressing(
     return yes(StatusReason.REPLACING, f"{words}{remedy}")
 
 
-def _no_room(ready: Verdict) -> bool:
-    """Whether engines wait for what other pods hold. Only then it helps to make room."""
+def _no_room(ready: Verdict, *, late: bool) -> bool:
+    """Whether engines wait for what other pods hold. Only then it helps to make room.
+
+    Args:
+        late: an engine that has no pods for so long gets none: most likely a quota is used up.
+    """
+    if ready.reason == StatusReason.PODS_MISSING:
+        return late
     held = any(words in ready.message for words in HELD_BY_OTHERS)
     return ready.reason == StatusReason.UNSCHEDULABLE and held
 
