@@ -549,9 +549,9 @@ def test_zero_replicas_are_a_state_and_no_failure(role):
     world.edit(**{role: {"replicas": 0}})
     events = [*world.step().events]
     is_(world, "Progressing", "True", "Replacing")
-    world.reap()
     plan = world.step()
     events += plan.events
+    world.others_act()
     plan = world.settle()
     is_(world, "PrefillReady", "True", "ScaledToZero" if role == "prefill" else "EnginesReady")
     is_(world, "DecodeReady", "True", "ScaledToZero" if role == "decode" else "EnginesReady")

@@ -44,15 +44,10 @@ def up(**spec: Any) -> SimulatedCluster:
 
 
 def roll(world: SimulatedCluster) -> None:
-    """Let a replacement end: it is tried out, old pods go, new ones run and link."""
-    world.step()
-    world.step()
-    world.reap()
-    world.step()
-    world.run_pods()
-    world.speak()
-    world.link()
-    world.route()
+    """Let a replacement end: it is tried out, new pods run and link, old ones go."""
+    for _ in range(8):
+        world.step()
+        world.others_act()
     world.settle()
 
 
