@@ -7,6 +7,7 @@ these steps are short: it lets prompts wait their turn.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import contract
 from contract import ContractEngine, closing_engines, prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
@@ -215,6 +217,35 @@ def test_prompts_whose_transfers_failed_wait_their_turn_too(engines: Any) -> Non
     assert keep_to_the_pace(first), first
     assert decode.prompts()["recomputed", "SideChannelUnreachable"] == 5
     assert decode.free_blocks() > free
+
+
+def test_prompts_whose_transfers_failed_and_requests_of_higher_priority_do_not_block_each_other(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_priority = functools.partial(contract.SchedulerConfig, policy="priority")
+    monkeypatch.setattr(contract, "SchedulerConfig", by_priority)
+    prefill, decode = under_way(engines, blocks=110, policy="recompute")
+    failed, later = ["failed0", "failed1", "failed2"], ["later0", "later1"]
+    for number, name in enumerate(failed):
+        text = prompt(PROMPT_TOKENS, first=number)
+        ticket = prefill.prefill(f"p{name}", text)
+        decode.add(name, text, ticket, max_tokens=5, priority=1)
+    decode.run(lambda: set(failed) <= decode.parked())
+    for number, name in enumerate(later):
+        text = prompt(1000, first=10 + number)
+        decode.add(name, text, prefill.prefill(f"p{name}", text))
+    decode.step()
+    for name in failed:
+        decode.land(name, reason="BackendError")
+    decode.step()
+    decode.step()
+    assert waiting(decode) == 2, "the first one makes a debt"
+    decode.scheduler.finish_requests(["good0", "good1"], RequestStatus.FINISHED_ABORTED)
+    for _ in range(100):
+        for name in decode.parked():
+            decode.land(name)
+        decode.step()
+    assert set(failed + later) <= set(decode.finished)
 
 
 def add_with_logprobs(decode: ContractEngine, name: str, text: list[int]) -> None:

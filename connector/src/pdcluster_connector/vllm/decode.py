@@ -100,8 +100,8 @@ class DecodeRole:
 
         None: a very long prompt is still compared with its ticket, or the claim of a ticket that
         another data-parallel rank may use up is not answered, or nothing comes and the prompt has
-        to wait its turn to be computed here. vLLM asks again each step until the request is
-        admitted; apart from that comparison, nothing changes here.
+        to wait its turn to be computed here, or those that wait have theirs now. vLLM asks again
+        each step until the request is admitted; apart from that comparison, nothing changes here.
         """
         incoming = self._requests.get(request.request_id)
         if incoming is None:
@@ -111,6 +111,8 @@ class DecodeRole:
         if count == 0 and self.local.must_wait(request, computed):
             if incoming.reason and incoming.stage is Stage.WAITING:
                 self._settle(request.request_id, incoming)  # prefill need not hold its KV meanwhile
+            return None, False
+        if loads and self.local.lets_others_begin(request.request_id):
             return None, False
         return count, loads
 

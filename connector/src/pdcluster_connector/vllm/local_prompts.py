@@ -44,6 +44,8 @@ class LocalPrompts:
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._waiting: dict[str, _Waiting] = {}
+        self._asked: set[str] = set()
+        self._gives_way = False
 
     def arrived(self, request: Request) -> None:
         """Know a request until it has :meth:`left`."""
@@ -75,8 +77,21 @@ class LocalPrompts:
         if waited is not None:
             self._stats.local_prompt_waited(self._clock() - waited.since)
 
+    def lets_others_begin(self, request_id: str) -> bool:
+        """Whether a request whose KV could come now is passed over in this step.
+
+        vLLM keeps room for prompts whose transfers failed, also while they wait. It may find none
+        for a request of higher priority because of that, and then looks at none behind it. They
+        would wait for each other for ever. So after such a step, vLLM gets to those behind.
+        """
+        if self._gives_way:
+            return True
+        self._asked.add(request_id)
+        return False
+
     def kv_comes(self, request_id: str) -> None:
         """Take note that a prompt that may have waited is not computed here."""
+        self._asked.discard(request_id)
         self._waiting.pop(request_id, None)
 
     def left(self, request_id: str) -> None:
@@ -86,6 +101,8 @@ class LocalPrompts:
 
     def step(self) -> None:
         """Take note that vLLM has just planned a step."""
+        self._gives_way = bool(self._asked and self._waiting)
+        self._asked.clear()
         self._pace = self._pace.step(
             others_generate=any(map(_generates, self._requests.values())),
             lookups=sum(waiting.lookups for waiting in self._waiting.values()),
