@@ -14,6 +14,7 @@ from simulated_cluster import SimulatedCluster, copied, manifest
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
 from pdcluster_operator.plan.engines import HELD
+from pdcluster_operator.plan.forecast.course import forecast
 from pdcluster_operator.plan.planner import make_plan
 
 GANG = {"gang": "Enabled"}
@@ -122,7 +123,7 @@ def test_engines_of_one_role_alone_have_no_group() -> None:
 
 
 def test_engines_that_exist_keep_their_pods_when_the_field_is_set_and_unset() -> None:
-    world = world_of(scheduling={})
+    world = world_of(nodes=2, scheduling={})
     everybody_runs(world)
     pods = {pod["metadata"]["uid"] for pod in world.pods.values()}
     world.edit(scheduling=GANG)
@@ -358,3 +359,13 @@ def test_a_pod_that_waits_for_its_gang_has_the_schedulers_words() -> None:
     for kind in ("PrefillReady", "DecodeReady"):
         assert world.condition(kind)["reason"] == StatusReason.UNSCHEDULABLE
         assert f"{together}: {words}" in world.condition(kind)["message"]
+
+
+def test_the_forecast_names_the_groups_and_ends_with_every_engine() -> None:
+    world = SimulatedCluster(manifest(prefill={"replicas": 2}, scheduling=GANG))
+    course = forecast(world.observed(), world.now)
+    assert course.complete, course.end
+    rounds = [Counter(step.manifest["kind"] for step in one.steps) for one in course.rounds]
+    assert rounds[0]["PodGroup"] == 1
+    assert rounds[0]["StatefulSet"] == 2
+    assert sum(one["StatefulSet"] for one in rounds) == 3

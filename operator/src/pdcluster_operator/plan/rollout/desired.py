@@ -132,7 +132,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         {role: _pods(cluster, role, set(names[role]) - blocked, live, serving) for role in Role},
         config_maps_seen(observed),
         gangs if observed.pod_groups else replace(gangs, groups=()),
-        _queues(cluster, live),
+        _queues(live),
     )
     return Desired(
         names,
@@ -155,9 +155,7 @@ def _is_of(name: EngineName, serving: Mapping[Role, Revision | None]) -> bool:
     return revision is not None and name.revision == revision.name
 
 
-def _queues(
-    cluster: Cluster, live: Mapping[Role, Mapping[EngineName, Manifest]]
-) -> dict[EngineName, str]:
+def _queues(live: Mapping[Role, Mapping[EngineName, Manifest]]) -> dict[EngineName, str]:
     """Return the queue that each existing engine was made for. Kueue lets none change it."""
     return {
         name: str((engine["metadata"].get("labels") or {}).get(QUEUE_LABEL, ""))
