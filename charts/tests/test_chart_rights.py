@@ -27,6 +27,7 @@ WATCHED = {
     "/serviceaccounts": APPLY,
     "policy/poddisruptionbudgets": APPLY,
     "networking.k8s.io/networkpolicies": APPLY,
+    "scheduling.k8s.io/podgroups": APPLY,
     "/secrets": {"get", "create", "patch"},
     "/pods": READ | {"create", "delete"},
     "coordination.k8s.io/leases": {"get", "create", "update"},

@@ -11,6 +11,10 @@ from cluster.places import Places
 ETCD = "http://127.0.0.1:2379"
 ETCD_PEER = "http://127.0.0.1:2380"
 
+# Kubernetes serves PodGroups, and schedules by them, with this gate and its API turned on.
+GANGS = "--feature-gates=GenericWorkload=true"
+GANGS_API = "--runtime-config=scheduling.k8s.io/v1beta1=true"
+
 
 def etcd(places: Places, programs: Programs) -> Daemon:
     """One member, without fsync, because nobody needs this cluster's state after a crash."""
@@ -55,6 +59,8 @@ def api_server(places: Places, programs: Programs) -> Daemon:
             f"--kubelet-client-key={keys / 'apiserver-client.key'}",
             "--kubelet-preferred-address-types=InternalIP",
             "--allow-privileged=true",
+            GANGS,
+            GANGS_API,
             *audit.flags(places.settings / "audit-policy.json", places.audit_log),
         ),
     )
@@ -78,6 +84,7 @@ def controller_manager(places: Places, programs: Programs) -> Daemon:
             "--kube-api-qps=500",
             "--kube-api-burst=1000",
             "--node-monitor-grace-period=20s",
+            GANGS,
         ),
     )
 
@@ -90,5 +97,6 @@ def scheduler(places: Places, programs: Programs) -> Daemon:
             f"--kubeconfig={places.settings / 'scheduler.kubeconfig'}",
             "--leader-elect=false",
             "--bind-address=127.0.0.1",
+            GANGS,
         ),
     )

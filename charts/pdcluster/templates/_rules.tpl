@@ -23,6 +23,10 @@
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
+# Not every API server has PodGroups. They are used with spec.scheduling.gang only.
+- apiGroups: [scheduling.k8s.io]
+  resources: [podgroups]
+  verbs: [get, list, watch, create, patch, delete]
 # The ticket key of each PDCluster. RBAC cannot limit this by name, because the names are not known
 # beforehand. The operator neither lists nor watches Secrets.
 - apiGroups: [""]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import yaml
 from operator_runs import Operator, until
-from real_api import RealApi, running_api
+from real_api import RealApi, add_crds, running_api
 from rights import CERTIFICATE_RULES, RBAC, SUBJECT, WATCHED_RULES
 
-CRD_FILES = sorted((Path(__file__).parents[3] / "crds").glob("*.yaml"))
-CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 numbers = itertools.count(1)
 
 
@@ -22,14 +17,7 @@ numbers = itertools.count(1)
 def real() -> Iterator[RealApi]:
     """A control plane with our CRDs, whose user `operator` has no rights yet."""
     with running_api() as api:
-        deadline = time.monotonic() + 60
-        for path in CRD_FILES:
-            status, answer = api.call("POST", CRDS, yaml.safe_load(path.read_text()))
-            assert status == 201, answer
-            plural = answer["spec"]["names"]["plural"]
-            while api.call("GET", f"/apis/pdcluster.dev/v1alpha1/{plural}")[0] != 200:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+        add_crds(api)
         yield api
 
 

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from cluster import binaries
 from cluster.certificates import make_certificates
 from cluster.places import Places
@@ -29,6 +31,8 @@ CONTROLLERS = (
     "garbagecollector,podgc,statefulset,deployment,replicaset,disruption,namespace,"
     "horizontal-pod-autoscaler-controller"
 )
+GANGS = "--feature-gates=GenericWorkload=true"
+"""Kubernetes serves PodGroups with this gate and with the API's version turned on."""
 AUDIT = {
     "apiVersion": "audit.k8s.io/v1",
     "kind": "Policy",
@@ -42,12 +46,21 @@ AUDIT = {
 }
 
 
-class RealApi:
-    """A control plane without nodes: StatefulSets get pods, and pods stay Pending."""
+CRD_FILES = sorted((Path(__file__).parents[3] / "crds").glob("*.yaml"))
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
-    def __init__(self, folder: Path, audit: dict[str, Any]) -> None:
+
+class RealApi:
+    """A control plane without nodes: StatefulSets get pods, and pods stay Pending.
+
+    Args:
+        gangs: whether it serves PodGroups and has a scheduler. Nodes are then made by tests.
+    """
+
+    def __init__(self, folder: Path, audit: dict[str, Any], *, gangs: bool = False) -> None:
         self.folder = folder
         self._audit = audit
+        self._gangs = gangs
         self._programs = _programs()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._etcd, self._peer, self._port = free_ports(3)
@@ -67,14 +80,23 @@ class RealApi:
         self._run(
             "kube-controller-manager",
             f"--kubeconfig={self.folder / 'admin.kubeconfig'}",
-            f"--controllers={CONTROLLERS}",
+            f"--controllers={CONTROLLERS}" + ",podgroup-protection-controller" * self._gangs,
             f"--service-account-private-key-file={keys / 'service-account.key'}",
             "--leader-elect=false",
             "--horizontal-pod-autoscaler-sync-period=2s",
             "--secure-port=0",
             "--kube-api-qps=500",
             "--kube-api-burst=1000",
+            *([GANGS] if self._gangs else ()),
         )
+        if self._gangs:
+            self._run(
+                "kube-scheduler",
+                f"--kubeconfig={self.folder / 'admin.kubeconfig'}",
+                "--leader-elect=false",
+                "--secure-port=0",
+                GANGS,
+            )
 
     def start_etcd(self) -> None:
         self._store = self._run(
@@ -119,6 +141,7 @@ class RealApi:
             f"--audit-policy-file={self.folder / 'audit.json'}",
             f"--audit-log-path={self.folder / 'audit.log'}",
             "--shutdown-delay-duration=0s",
+            *((GANGS, "--runtime-config=scheduling.k8s.io/v1beta1=true") if self._gangs else ()),
         )
         deadline = time.monotonic() + 200
         while not self.ready():
@@ -230,13 +253,25 @@ class RealApi:
         return process
 
 
+def add_crds(api: RealApi) -> None:
+    """Create our CRDs; returns when they are served."""
+    deadline = time.monotonic() + 60
+    for path in CRD_FILES:
+        status, answer = api.call("POST", CRDS, yaml.safe_load(path.read_text()))
+        assert status == 201, answer
+        plural = answer["spec"]["names"]["plural"]
+        while api.call("GET", f"/apis/pdcluster.dev/v1alpha1/{plural}")[0] != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 def die_with_us() -> None:
     """In a child before it starts: killed tests leave no process behind."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _programs() -> dict[str, Path]:
-    wanted = ("etcd", "kube-apiserver", "kube-controller-manager")
+    wanted = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
     programs = [program for program in binaries.PROGRAMS if program.name in wanted]
     places = Places.of_user()
     built = {
@@ -250,9 +285,9 @@ def _programs() -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def running_api(audit: dict[str, Any] = AUDIT) -> Iterator[RealApi]:
+def running_api(audit: dict[str, Any] = AUDIT, *, gangs: bool = False) -> Iterator[RealApi]:
     folder = Path(tempfile.mkdtemp(prefix="pdcluster-api-", dir=os.environ.get("TMPDIR")))
-    api = RealApi(folder, audit)
+    api = RealApi(folder, audit, gangs=gangs)
     try:
         api.start()
         yield api

@@ -25,6 +25,7 @@ WATCHED_RULES = [
     },
     {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": APPLY},
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": APPLY},
+    {"apiGroups": ["scheduling.k8s.io"], "resources": ["podgroups"], "verbs": APPLY},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create", "patch"]},
     {"apiGroups": [""], "resources": ["pods"], "verbs": [*READ, "create", "delete"]},
     {

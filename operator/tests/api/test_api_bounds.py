@@ -55,6 +55,7 @@ WORDS = {
     "transfer.loadFailurePolicy": (("Fail", "Recompute"), "Fail"),
     "transfer.tls": (("Enabled", "Mounted", "Disabled"), "Enabled"),
     "transfer.internalNames": (("Hidden", "Shown"), "Hidden"),
+    "scheduling.gang": (("Enabled", "Disabled"), "Disabled"),
     "rollout.type": (("Surge", "Replace", "Recreate"), "Surge"),
     "router.policy": (
         ("RoundRobin", "Random", "CacheAware", "PowerOfTwo", "ConsistentHash"), "RoundRobin",
@@ -69,6 +70,7 @@ CLAIM = "model.source.persistentVolumeClaim"
 # Path -> shortest, longest, default. The text that is tried is made of the letter beside it.
 TEXTS = {
     "operatorClass": (1, 32, NONE, "a"),
+    "scheduling.queueName": (1, 63, NONE, "a"),
     "rollout.renew": (1, 64, NONE, "a"),
     "model.name": (1, 200, NONE, "a"),
     "transfer.rdma.resource": (1, 253, NONE, "a/"),

@@ -206,9 +206,10 @@ class SimulatedCluster:
                     }
 
     def run_pods(self) -> None:
-        """Do the kubelet's work: every pod runs and is ready."""
+        """Do the scheduler's work and the kubelet's: every pod has a node, runs and is ready."""
         self.make_pods()
         for number, pod in enumerate(self.pods.values()):
+            pod["spec"].setdefault("nodeName", "node")
             pod["status"] = running(f"10.0.0.{number + 1}")
 
     def leaders(self, role: str) -> list[Any]:

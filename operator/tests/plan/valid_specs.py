@@ -84,6 +84,14 @@ def roles(draw: st.DrawFn) -> dict:
 
 @st.composite
 def manifests(draw: st.DrawFn) -> dict:
+    scheduling = draw(
+        optional(gang=st.sampled_from(["Enabled", "Disabled"]), queueName=st.just("team-a"))
+    )
+    prefill, decode = draw(roles()), draw(roles())
+    if scheduling.get("gang") == "Enabled" and "podTemplate" in prefill:
+        decode["podTemplate"] = prefill["podTemplate"]  # pods of a gang have one priority
+    elif scheduling.get("gang") == "Enabled":
+        decode.pop("podTemplate", None)
     return manifest(
         draw(NAMES),
         model={
@@ -137,14 +145,15 @@ def manifests(draw: st.DrawFn) -> dict:
                 revisionHistoryLimit=st.integers(0, 100),
             )
         ),
+        scheduling=scheduling,
         verification=draw(
             optional(
                 canary=st.fixed_dictionaries({"intervalSeconds": st.integers(5, 86_400)}),
                 maxLocalShare=st.integers(0, 100),
             )
         ),
-        prefill=draw(roles()),
-        decode=draw(roles()),
+        prefill=prefill,
+        decode=decode,
         router=draw(
             optional(
                 replicas=st.integers(0, 3),

@@ -53,6 +53,8 @@ class Rule(StrEnum):
     IMAGE_NOT_PINNED = "ImageNotPinned"
     IMAGES_DIFFER = "ImagesDiffer"
     PEER_UNUSABLE = "PeerUnusable"
+    GANG_MIXED = "GangMixed"
+    POD_GROUPS_NOT_SERVED = "PodGroupsNotServed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ CERTIFICATES_ANNOTATION = f"{GROUP}/certificates"
 """On the Secret with engines' certificates: which authority made them, and for which time."""
 CERTIFICATES_HASH_ANNOTATION = f"{GROUP}/certificates-hash"
 """On the same Secret: a hash of each entry that was written, which shows what somebody changed."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+"""Kueue's label of a StatefulSet: which LocalQueue admits its pods."""
 CONNECTOR_LABEL = f"{GROUP}/connector"
 """On a ConfigMap that PDClusters of a namespace share: the beginning of the connector's digest."""
 UNUSED_ANNOTATION = f"{GROUP}/unused-since"
@@ -209,6 +211,16 @@ def owner_of_connector(name: str) -> str:
     """Return the cluster whose own copy has this name; empty if it is no copy's name."""
     found = _OWN_CONNECTOR.fullmatch(name)
     return found[1] if found else ""
+
+
+def start_group_name(cluster: str, suffix: str) -> str:
+    """Name of the PodGroup of the engines that start together."""
+    return f"{cluster}-start-{suffix}"
+
+
+def is_group_of(name: EngineName, group: str) -> bool:
+    """Whether a PodGroup of this name is one that the operator makes for an engine."""
+    return group == name.stateful_set or group.startswith(start_group_name(name.cluster, ""))
 
 
 def revision_name(cluster: str, role: Role, revision: str) -> str:

@@ -28,7 +28,9 @@ def lint(files: Sequence[str]) -> Exit:
             wrong = True
             continue
         for number, document in enumerate(_clusters(documents)):
-            _, findings = check_manifest(document, host_paths=None, mounted_certificates=None)
+            _, findings = check_manifest(
+                document, host_paths=None, mounted_certificates=None, pod_groups=None
+            )
             if number:
                 console.print()
             print_findings(console, f"{file}{_named(document)}", findings)

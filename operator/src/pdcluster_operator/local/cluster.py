@@ -66,6 +66,7 @@ NOT_SIMULATED = (
     "volumes other than hostPath, emptyDir, ConfigMap, the ticket key and certificates",
     "admission",
     "revisions and rollouts",
+    "scheduling (gangs and queues)",
 )
 INHERITED = (
     "HOME",

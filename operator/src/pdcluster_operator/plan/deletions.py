@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from pdcluster_operator.api.labels import EngineName, engine_of
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
 from pdcluster_operator.plan.connector_mounts import config_maps_of
 from pdcluster_operator.plan.model import Delete, Manifest, Observed
 from pdcluster_operator.plan.ownership import identity
@@ -21,6 +22,7 @@ MANAGED_KINDS = frozenset(
         "ServiceAccount",
         "NetworkPolicy",
         "PodDisruptionBudget",
+        POD_GROUP_KIND,
         REVISION_KIND,
     }
 )
@@ -46,8 +48,8 @@ def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
             continue
         if kind == "ConfigMap" and (name in desired.mounted or _is_mounted(observed, name)):
             continue
-        if kind == "ConfigMap" and (leaving or desired.kept):
-            # A pod that is leaving may restart once more. It mounts what it was made with.
+        if kind in ("ConfigMap", POD_GROUP_KIND) and (leaving or desired.kept):
+            # A pod that is leaving may restart once more. It needs what it was made with.
             continue
         metadata = child["metadata"]
         yield Delete(

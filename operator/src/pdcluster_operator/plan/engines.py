@@ -7,6 +7,7 @@ ready and its launcher does not answer the operator.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_connector.compat.counted import counted
@@ -35,6 +36,7 @@ REPORTED_STATES = {
     "Draining": StatusReason.DRAINING,
     "Failed": StatusReason.ENGINE_FAILED,
 }
+HELD = "waits until the first prefill engine and the first decode engine have their nodes"
 STARTS = (StatusReason.STARTING, StatusReason.LOADING_WEIGHTS, StatusReason.WARMING_UP)
 
 
@@ -67,10 +69,12 @@ def observe_engines(
     names: Iterable[EngineName],
     parallelism: Mapping[Role, Parallelism],
     memo: Memo,
+    held: AbstractSet[EngineName] = frozenset(),
 ) -> tuple[EngineView, ...]:
     """Return a view of each engine.
 
     Args:
+        held: engines that are not created before the first pair has its nodes.
         parallelism: of each role's engines, as the spec has it. An engine that exists is judged by
             the number of pods that its StatefulSet has: a change of the spec may be paused.
     """
@@ -86,7 +90,7 @@ def observe_engines(
             parallelism[name.role],
             known.get(name.stateful_set, ""),
             sizes.get(name.stateful_set, parallelism[name.role].nodes),
-            without_pods.get(name.stateful_set, ""),
+            HELD if name in held else without_pods.get(name.stateful_set, ""),
         )
         views.append(memo.get(("engine", name), inputs, _view))
     return tuple(views)
@@ -99,13 +103,13 @@ def _view(
     asked: Parallelism,
     known_id: str,
     nodes: int,
-    released_because: str,
+    kept_back: str,
 ) -> EngineView:
     own = sorted(pods, key=_name)
     addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
     ready, why = _judge(name, nodes, own, report)
-    if released_because:
-        ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, released_because)
+    if kept_back:
+        ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, kept_back)
     return EngineView(
         name,
         ready,

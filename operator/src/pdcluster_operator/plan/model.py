@@ -89,6 +89,7 @@ class Observed:
         one_node: whether all pods run on one machine, as in local mode.
         mounted_certificates: whether the operator can speak with engines whose certificates the
             user mounts.
+        pod_groups: whether the API server serves PodGroups.
         rewrites: what something else made of children as they were applied, by kind and name.
         scaler: the PrefillScaler of the cluster's name; None if there is none.
     """
@@ -105,6 +106,7 @@ class Observed:
     host_path_models: bool = True
     one_node: bool = False
     mounted_certificates: bool = True
+    pod_groups: bool = True
     rewrites: Rewrites = field(default_factory=dict)
     scaler: Manifest | None = None
     connectors: tuple[Manifest, ...] = ()

@@ -138,18 +138,28 @@ def _checked(observed: Observed, memo: Memo) -> tuple[Cluster, Findings]:
     names = ("name", "namespace", "uid", "generation")
     known = {key: value for key, value in live.items() if key != "status"}
     known["metadata"] = {name: live["metadata"].get(name) for name in names}
-    allowed = observed.host_path_models, observed.one_node, observed.mounted_certificates
+    allowed = (
+        observed.host_path_models,
+        observed.one_node,
+        observed.mounted_certificates,
+        observed.pod_groups,
+    )
     return memo.get("checked", (known, *allowed), _check)
 
 
 def _check(
-    live: Manifest, host_paths: bool, one_node: bool, mounted_certificates: bool
+    live: Manifest,
+    host_paths: bool,
+    one_node: bool,
+    mounted_certificates: bool,
+    pod_groups: bool,
 ) -> tuple[Cluster, Findings]:
     return check_manifest(
         live,
         host_paths=host_paths,
         one_node=one_node,
         mounted_certificates=mounted_certificates,
+        pod_groups=pod_groups,
     )
 
 
@@ -225,7 +235,8 @@ def _view(
 ) -> View:
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
     engines = {
-        role: observe_engines(observed, desired.names[role], parallelism, memo) for role in Role
+        role: observe_engines(observed, desired.names[role], parallelism, memo, desired.held)
+        for role in Role
     }
     groups = by_pairing_key(engines[Role.PREFILL], engines[Role.DECODE], desired.keys)
     pairs = tuple(

@@ -93,9 +93,16 @@ def _our_container(pod: Manifest) -> Mapping[str, Any] | None:
 
 
 def _unscheduled(pod: Manifest) -> Trouble | None:
+    spec = pod.get("spec") or {}
+    group = text_of((spec.get("schedulingGroup") or {}).get("podGroupName"))
+    waits = f"waits for nodes together with the other pods of PodGroup {group}" if group else ""
     for condition in status_of(pod).get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return Trouble(StatusReason.UNSCHEDULABLE, text_of(condition.get("message")))
+            words = joined(waits, text_of(condition.get("message")))
+            return Trouble(StatusReason.UNSCHEDULABLE, words)
+    if waits and not spec.get("nodeName"):
+        # The scheduler says nothing of a pod before its group has as many pods as it asks for.
+        return Trouble(StatusReason.CONTAINER_CREATING, waits)
     return None
 
 

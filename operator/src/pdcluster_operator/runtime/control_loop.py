@@ -89,6 +89,13 @@ class ControlLoop:
         for key in self.store.replace(kind, manifests):
             self.queue.add(key)
 
+    def set_served(self, kind: str, *, served: bool) -> None:
+        """Say whether the API server has a kind. If that is news, every cluster is looked at."""
+        if self.store.set_served(kind, served=served):
+            keys = self.store.keys()
+            for key in keys:
+                self.queue.add(key)
+
     def local_prefill_shares(self) -> dict[Key, float]:
         """Return which share of its latest prompts each cluster's decode engines computed.
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.memo import Memo
@@ -199,6 +200,7 @@ class Reconciler:
             operator_namespace=self._place.namespace,
             host_path_models=self._place.host_path_models,
             mounted_certificates=self._place.mounted_certificates,
+            pod_groups=self._store.serves(POD_GROUP_KIND),
             one_node=self._place.one_node,
             rewrites=self._rewrites.of(key),
             scaler=self._store.scaler(key),

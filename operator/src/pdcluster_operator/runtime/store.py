@@ -40,6 +40,7 @@ class Store:
         self._objects: dict[str, dict[Identity, Manifest]] = {}
         self._index: dict[Place, dict[Identity, Manifest]] = {}
         self._touched: dict[str, set[Identity]] = {}
+        self._absent: set[str] = set()
 
     def put(self, manifest: Manifest) -> Key | None:
         """Remember an object; return the key of the cluster that it concerns.
@@ -107,6 +108,16 @@ class Store:
         keys = {key for manifest in touched if (key := key_of(manifest)) is not None}
         orphaned = {one["metadata"]["namespace"] for one in lost}
         return keys | {key for key in self.keys() if key.namespace in orphaned}
+
+    def set_served(self, kind: str, *, served: bool) -> bool:
+        """Remember whether the API server has a kind; return whether that is news."""
+        before = self.serves(kind)
+        (self._absent.discard if served else self._absent.add)(kind)
+        return before != served
+
+    def serves(self, kind: str) -> bool:
+        """Whether the API server has a kind, as far as is known."""
+        return kind not in self._absent
 
     def keys(self) -> list[Key]:
         """Every cluster that is known."""

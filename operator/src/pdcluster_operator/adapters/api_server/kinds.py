@@ -16,6 +16,7 @@ from pdcluster_operator.api.labels import (
     VERSION,
 )
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
+from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
 from pdcluster_operator.plan.contents import pod_spec_that_is_read, without_contents
 from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
 from pdcluster_operator.plan.shared_parts import with_shared_parts
@@ -93,6 +94,7 @@ WATCHED = (
     Kind("", "v1", "serviceaccounts", "ServiceAccount"),
     Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
     Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
+    Kind("scheduling.k8s.io", "v1beta1", "podgroups", POD_GROUP_KIND, optional=True),
     POD,
 )
 BY_NAME: Mapping[str, Kind] = {

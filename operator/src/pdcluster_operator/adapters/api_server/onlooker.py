@@ -16,6 +16,7 @@ from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, sli
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.network_policies import operator_namespace_in
+from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
 from pdcluster_operator.plan.certificates import certificates_as_due
 from pdcluster_operator.plan.forecast.from_status import reports_in
 from pdcluster_operator.plan.forecast.kubectl_apply import merge_patch, server_side_manager
@@ -60,7 +61,8 @@ async def observe(
         except NotFound:
             if not kind.optional:
                 raise
-            listed = []  # its CRD is not installed
+            listed = []
+            store.set_served(kind.name, served=False)
         for manifest in listed:
             store.put(manifest)
     store.put(slim(cluster, PDCLUSTER))
@@ -77,6 +79,7 @@ async def observe(
         ticket_key=await _ticket_key(api, key, cluster) if children else None,
         certificates=await _certificates(api, key, cluster, children),
         operator_namespace=next(filter(None, map(operator_namespace_in, policies)), None),
+        pod_groups=store.serves(POD_GROUP_KIND),
         scaler=store.scaler(key),
         connectors=store.connectors(key.namespace),
     )

@@ -64,11 +64,13 @@ class Sweeper:
         for kind in WATCHED:
             self._loop.store.begin(kind.name)
             began = self._health.now()
+            served = True
             try:
                 listed = await self._api.list(kind, self._namespaces)
             except NotFound:
                 if not kind.optional:
                     raise
-                listed = []  # its CRD is not installed
+                listed, served = [], False
+            self._loop.set_served(kind.name, served=served)
             self._health.listed(kind.name, listed, began)
             self._loop.sweep(kind.name, listed)

@@ -11,6 +11,7 @@ from pdcluster_operator.api.findings import FieldError, Findings, under
 from pdcluster_operator.api.rules.exposure import exposure_warnings
 from pdcluster_operator.api.rules.extra_args import argument_errors
 from pdcluster_operator.api.rules.flags import flag_errors
+from pdcluster_operator.api.rules.gang import gang_errors, pod_group_errors, pod_group_warnings
 from pdcluster_operator.api.rules.host_path import (
     host_path_errors,
     host_path_warnings,
@@ -44,6 +45,7 @@ def check_manifest(
     host_paths: bool | None = True,
     one_node: bool = False,
     mounted_certificates: bool | None = True,
+    pod_groups: bool | None = True,
 ) -> tuple[Cluster, Findings]:
     """Parse and validate: everything that is wrong, at once.
 
@@ -53,6 +55,7 @@ def check_manifest(
         one_node: whether all pods run on one machine, as in local mode.
         mounted_certificates: whether the operator has a certificate for engines whose certificates
             are mounted. None as above.
+        pod_groups: whether the API server serves PodGroups. Local mode ignores them. None as above.
 
     A finding is left out if it was computed from a field that could not be read. It would only
     repeat the first mistake in other words.
@@ -68,9 +71,12 @@ def check_manifest(
     refused = list(host_path_errors(parsed.cluster)) if host_paths is False else []
     if one_node or mounted_certificates is False:
         refused += support_errors(parsed.cluster)
+    if pod_groups is False and not one_node:
+        refused += pod_group_errors(parsed.cluster)
     told = [] if one_node else list(node_local_warnings(parsed.cluster))
     told += host_path_warnings(parsed.cluster) if host_paths is None else ()
     told += support_warnings(parsed.cluster) if mounted_certificates is None else ()
+    told += pod_group_warnings(parsed.cluster) if pod_groups is None else ()
     errors = (*parsed.errors, *filter(stands, (*found.errors, *refused)))
     return parsed.cluster, Findings(
         errors=errors,
@@ -99,6 +105,7 @@ def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
     yield from trap_errors(cluster)
     yield from mount_errors(cluster)
     yield from network_errors(cluster)
+    yield from gang_errors(cluster)
     yield from pair.errors
 
 

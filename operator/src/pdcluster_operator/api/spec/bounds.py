@@ -13,6 +13,7 @@ CLASS = Text(
     pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
     says="lower-case letters, digits and hyphens",
 )
+QUEUE = Text(63, pattern=DNS_SUBDOMAIN, says="the name of a LocalQueue")
 # A path's parts: anything but "..", which would lead out of the folder. One slash a step keeps
 # the pattern linear.
 _PART = r"(\.|[^./][^/]*|\.[^./][^/]*|\.\.[^/]+)"

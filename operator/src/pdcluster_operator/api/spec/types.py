@@ -43,6 +43,7 @@ from pdcluster_operator.api.spec.model_types import (
 )
 from pdcluster_operator.api.spec.network_types import PEERS, NetworkPeer
 from pdcluster_operator.api.spec.router_types import Router, RouterResources
+from pdcluster_operator.api.spec.scheduling_types import Scheduling
 from pdcluster_operator.api.spec.transfer_types import Rdma, Transfer
 
 __all__ = [
@@ -50,7 +51,7 @@ __all__ = [
     "EngineOverride", "EnvVar", "HostPathSource", "HuggingFaceSource", "LoadFailurePolicy",
     "Model", "ModelCache", "ModelSource", "Monitoring", "NetworkPeer", "Parallelism", "Rdma",
     "Resources", "Role", "RoleSpec", "Rollout", "RolloutType", "Router", "RouterPolicy",
-    "RouterResources", "SecretKeyRef", "SharedEngine", "Spec", "Switch", "Transfer",
+    "RouterResources", "Scheduling", "SecretKeyRef", "SharedEngine", "Spec", "Switch", "Transfer",
     "Verification", "Visibility",
 ]  # fmt: skip
 
@@ -186,6 +187,9 @@ class Spec:
     )
     rollout: Annotated[Rollout, Doc("is how a change of the spec reaches the engines.")] = field(
         default_factory=Rollout
+    )
+    scheduling: Annotated[Scheduling, Doc("is how the pods of engines get their nodes.")] = field(
+        default_factory=Scheduling
     )
     verification: Annotated[Verification, Doc("is how the KV path is proved.")] = field(
         default_factory=Verification

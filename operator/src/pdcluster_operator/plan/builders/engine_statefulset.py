@@ -8,20 +8,28 @@ from typing import Any
 from pdcluster_operator.api.labels import (
     CLUSTER_LABEL,
     ENGINE_LABEL,
+    QUEUE_LABEL,
     EngineName,
     engine_labels,
 )
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.metadata import child_metadata
 from pdcluster_operator.plan.lost import choose_indexes
-from pdcluster_operator.plan.rollout.stored import Revision, bound
+from pdcluster_operator.plan.rollout.stored import Revision, bound, in_group
 
 
 def build_engine_statefulset(
-    cluster: Cluster, revision: Revision, name: EngineName
+    cluster: Cluster, revision: Revision, name: EngineName, *, group: str = "", queue: str = ""
 ) -> dict[str, Any]:
-    """Return the StatefulSet; ``OnDelete`` because only the planner restarts pods."""
+    """Return the StatefulSet; ``OnDelete`` because only the planner restarts pods.
+
+    Args:
+        group: the PodGroup of its pods; empty for none.
+        queue: Kueue's queue; empty for none.
+    """
     labels = engine_labels(name, revision.pairing_key)
+    if queue:
+        labels[QUEUE_LABEL] = queue
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -34,7 +42,7 @@ def build_engine_statefulset(
             "selector": {
                 "matchLabels": {CLUSTER_LABEL: name.cluster, ENGINE_LABEL: name.stateful_set}
             },
-            "template": bound(revision, name),
+            "template": in_group(bound(revision, name), group),
         },
     }
 

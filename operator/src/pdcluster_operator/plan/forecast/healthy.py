@@ -35,7 +35,7 @@ def running_pod(name: EngineName, node: int, child: Manifest, number: int) -> di
             "resourceVersion": f"forecast-{number}",
             "labels": {**template["metadata"]["labels"], **labels},
         },
-        "spec": template["spec"],
+        "spec": {**template["spec"], "nodeName": "forecast"},
         "status": running("192.0.2.1"),
     }
 

@@ -10,7 +10,7 @@ from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.connector_mounts import digest_in, mounted_connector
 from pdcluster_operator.plan.model import Manifest, Observed
-from pdcluster_operator.plan.rollout.stored import Revision, nameless, renamed
+from pdcluster_operator.plan.rollout.stored import Revision, nameless, renamed, without_group
 
 
 def adopted_revisions(
@@ -44,7 +44,7 @@ def adopted_revisions(
             pairing_key=key,
             connector=digest_in(mounted) or observed.connector.digest,
             nodes=int(engine["spec"].get("replicas") or 1),
-            template=renamed(_given(template), name, nobody, key),
+            template=renamed(_given(without_group(template, name)), name, nobody, key),
             spec=dict(spec),
         )
 

@@ -10,7 +10,7 @@ from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.rollout.stored import Revision
 
 # None of these is a part of an engine.
-ELSEWHERE = ("rollout", "monitoring", "verification", "operatorClass")
+ELSEWHERE = ("rollout", "monitoring", "verification", "operatorClass", "scheduling")
 ONLY_FIELD_OF_THE_ROUTER = "apiKeySecretRef"
 PARTLY = (*(role.value for role in Role), "router")
 """Parts of the spec of which engines have some fields."""

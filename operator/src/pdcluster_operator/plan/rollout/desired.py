@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
-from pdcluster_operator.api.spec.enums import RolloutType
+from pdcluster_operator.api.labels import PAIRING_LABEL, QUEUE_LABEL, EngineName, engine_of
+from pdcluster_operator.api.spec.enums import RolloutType, Switch
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.engine_statefulset import engine_names
 from pdcluster_operator.plan.connector_mounts import config_maps_seen
@@ -20,6 +20,7 @@ from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed, TryOut
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, why_replaced
 from pdcluster_operator.plan.rollout.fleet import engine_keys, observe_fleet
+from pdcluster_operator.plan.rollout.gangs import Muster, find_gangs, without
 from pdcluster_operator.plan.rollout.history import keep_history
 from pdcluster_operator.plan.rollout.moves import frozen, next_moves
 from pdcluster_operator.plan.rollout.routing import Routing, route
@@ -41,7 +42,8 @@ class Desired:
     Attributes:
         names: the engines that serve the spec, by role; with ``paused`` the old ones.
         children: to be applied, in order.
-        blocked: engines that wait until those of another revision are gone.
+        blocked: engines that wait until those of another revision are gone, or for a gang.
+        held: those of ``blocked`` that wait until the first pair has its nodes.
         kept: engines of another revision that ``rollout.paused`` keeps.
         stale: whether an engine or a pod of another revision exists.
         trials: what must succeed before a new revision is stored and replaces anything.
@@ -63,6 +65,7 @@ class Desired:
     trials: tuple[TryOut, ...] = ()
     keys: Mapping[EngineName, str] = field(default_factory=dict)
     stuck: str = ""
+    held: frozenset[EngineName] = frozenset()
 
 
 def live_engines(observed: Observed) -> tuple[EngineName, ...]:
@@ -112,6 +115,10 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         elif not hold:
             routing = Routing(key, {key: names}, stop=True)
     names = {role: (*names[role], *_of(kept, role)) for role in Role}
+    joint = cluster.spec.scheduling.gang is Switch.ENABLED
+    muster = Muster(cluster.name, without(names, blocked), live, keys, serving, observed.pods)
+    gangs = find_gangs(muster, enabled=joint and observed.pod_groups and not observed.one_node)
+    blocked |= gangs.held
     waiting = any(serving[role] is not targets.wanted[role] for role in Role)
     stale = bool(seen.difference(*names.values())) or bool(kept) or waiting
     history = keep_history(cluster, targets, seen)
@@ -124,6 +131,8 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         observed.operator_namespace,
         {role: _pods(cluster, role, set(names[role]) - blocked, live, serving) for role in Role},
         config_maps_seen(observed),
+        gangs if observed.pod_groups else replace(gangs, groups=()),
+        _queues(live),
     )
     return Desired(
         names,
@@ -137,12 +146,22 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         tuple(_trial(cluster, targets, role) for role in untried),
         keys,
         stuck,
+        gangs.held,
     )
 
 
 def _is_of(name: EngineName, serving: Mapping[Role, Revision | None]) -> bool:
     revision = serving[name.role]
     return revision is not None and name.revision == revision.name
+
+
+def _queues(live: Mapping[Role, Mapping[EngineName, Manifest]]) -> dict[EngineName, str]:
+    """Return the queue that each existing engine was made for. Kueue lets none change it."""
+    return {
+        name: str((engine["metadata"].get("labels") or {}).get(QUEUE_LABEL, ""))
+        for found in live.values()
+        for name, engine in found.items()
+    }
 
 
 def _of(names: AbstractSet[EngineName], role: Role) -> list[EngineName]:

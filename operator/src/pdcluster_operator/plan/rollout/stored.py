@@ -17,6 +17,7 @@ from pdcluster_operator.api.labels import (
     EngineName,
     cluster_labels,
     engine_labels,
+    is_group_of,
     revision_name,
 )
 from pdcluster_operator.api.spec.enums import Role
@@ -103,6 +104,21 @@ def bound(revision: Revision, name: EngineName) -> dict[str, Any]:
     """Return the pod template of one engine."""
     nobody = nameless(name.namespace, name.cluster, name.role)
     return renamed(revision.template, nobody, name, revision.pairing_key)
+
+
+def in_group(template: dict[str, Any], group: str) -> dict[str, Any]:
+    """Return a pod template whose pods are in a PodGroup. Stored templates name none of ours."""
+    if not group:
+        return template
+    return {**template, "spec": {**template["spec"], "schedulingGroup": {"podGroupName": group}}}
+
+
+def without_group(template: Template, name: EngineName) -> dict[str, Any]:
+    """Return an engine's pod template without the PodGroup that the operator gave it."""
+    spec = dict(template["spec"])
+    if is_group_of(name, str((spec.get("schedulingGroup") or {}).get("podGroupName") or "")):
+        del spec["schedulingGroup"]
+    return {**template, "spec": spec}
 
 
 def renamed(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdcluster_operator.api.labels import EngineName, connector_name, own_connector_name
@@ -26,12 +26,14 @@ from pdcluster_operator.plan.builders.network_policies import (
     build_engines_policy,
     build_router_policy,
 )
+from pdcluster_operator.plan.builders.pod_group import build_pod_group
 from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
 from pdcluster_operator.plan.connector_mounts import is_shared_connector, mounted_connector
 from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.model import ConnectorBundle
+from pdcluster_operator.plan.rollout.gangs import Gangs
 from pdcluster_operator.plan.rollout.routing import Routing
 from pdcluster_operator.plan.rollout.stored import Revision, build_revision
 from pdcluster_operator.plan.shared_parts import with_shared_parts
@@ -57,6 +59,8 @@ class Build:
         numbers: the number with which a role's revision has to be stored.
         pods: how many pods the engines of a role should have.
         config_maps: names of the ConfigMaps with a connector that exist.
+        gangs: which pods get their nodes together.
+        queues: the queue of each engine that exists; empty for those without.
     """
 
     cluster: Cluster
@@ -67,6 +71,8 @@ class Build:
     operator_namespace: str | None
     pods: Mapping[Role, int]
     config_maps: frozenset[str] = frozenset()
+    gangs: Gangs = field(default_factory=Gangs)
+    queues: Mapping[EngineName, str] = field(default_factory=dict)
 
     def children(
         self, names: Mapping[Role, tuple[EngineName, ...]], skipped: AbstractSet[EngineName]
@@ -75,6 +81,9 @@ class Build:
         yield from self._fences()
         routers = self._routers()
         yield from self._connectors(routers)
+        for gang in self.gangs.groups:
+            group = build_pod_group(self.cluster, gang.name, gang.pods, gang.priority)
+            yield Wanted(group, "pods that get their nodes together")
         for role in Role:
             revision = self.serving[role]
             if revision is None:
@@ -151,7 +160,9 @@ class Build:
     def _engine(self, name: EngineName, revision: Revision) -> Iterator[Wanted]:
         service = build_engine_service(self.cluster, name, revision.pairing_key)
         yield Wanted(service, f"addresses of {name.role} engine {name.index}")
-        engine = build_engine_statefulset(self.cluster, revision, name)
+        queue = self.queues.get(name, self.cluster.spec.scheduling.queue_name or "")
+        group = self.gangs.of.get(name, "")
+        engine = build_engine_statefulset(self.cluster, revision, name, group=group, queue=queue)
         yield Wanted(engine, f"{name.role} engine {name.index}")
 
 

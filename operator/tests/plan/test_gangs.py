@@ -1,0 +1,371 @@
+"""Which pods are in one PodGroup, and how many of them have to fit at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_cluster import SimulatedCluster, copied, manifest
+
+from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
+from pdcluster_operator.plan.engines import HELD
+from pdcluster_operator.plan.forecast.course import forecast
+from pdcluster_operator.plan.planner import make_plan
+
+GANG = {"gang": "Enabled"}
+EXAMPLES = settings().max_examples // 2
+
+
+def world_of(prefill: int = 1, decode: int = 1, nodes: int = 1, **spec: Any) -> SimulatedCluster:
+    def role(replicas: int) -> dict[str, Any]:
+        return {"replicas": replicas, "parallelism": {"tensor": nodes, "nodes": nodes}}
+
+    spec.setdefault("scheduling", GANG)
+    world = SimulatedCluster(manifest(prefill=role(prefill), decode=role(decode), **spec))
+    world.settle()
+    return world
+
+
+def scaled(world: SimulatedCluster, role: str, replicas: int) -> None:
+    world.edit(**{role: {**world.cluster["spec"][role], "replicas": replicas}})
+    world.settle()
+
+
+def group_in(template: dict[str, Any]) -> str:
+    return (template["spec"].get("schedulingGroup") or {}).get("podGroupName", "")
+
+
+def engines(world: SimulatedCluster) -> dict[EngineName, str]:
+    """The group of every engine that exists; empty for those in none."""
+    found = {}
+    for (kind, _), child in world.children.items():
+        if kind == "StatefulSet":
+            found[engine_of(child)] = group_in(child["spec"]["template"])
+    return found
+
+
+def groups(world: SimulatedCluster) -> dict[str, int]:
+    """How many pods each PodGroup asks for."""
+    return {
+        name: child["spec"]["schedulingPolicy"]["gang"]["minCount"]
+        for (kind, name), child in world.children.items()
+        if kind == "PodGroup"
+    }
+
+
+def shown(world: SimulatedCluster) -> list[str]:
+    """`prefill-0 start` for each engine, with its group without the cluster's name and hashes."""
+    lines = []
+    for name, group in engines(world).items():
+        word = "start" if "-start-" in group else "own" if group else "alone"
+        lines.append(f"{name.role}-{name.index} {word}")
+    return sorted(lines)
+
+
+def place(world: SimulatedCluster, *roles: str) -> None:
+    """Give the pods of these roles a node."""
+    world.make_pods()
+    for pod in world.pods.values():
+        if engine_of(pod).role in roles:
+            pod["spec"]["nodeName"] = "node"
+
+
+def everybody_runs(world: SimulatedCluster) -> None:
+    for _ in range(10):
+        world.others_act()
+        world.settle()
+
+
+def test_the_first_pair_starts_together_and_the_others_wait_for_it() -> None:
+    world = world_of(3, 2)
+    assert shown(world) == ["decode-0 start", "prefill-0 start"]
+    assert list(groups(world).values()) == [2]
+    place(world, "prefill")
+    world.settle()
+    assert len(engines(world)) == 2, "decode has no node yet"
+    waiting = next(one for one in world.cluster["status"]["engines"] if "prefill" in one["name"]
+                   and one["name"].endswith("-1"))  # fmt: skip
+    assert HELD in waiting["message"]
+    place(world, "decode")
+    world.settle()
+    assert shown(world) == [
+        "decode-0 start", "decode-1 alone", "prefill-0 start", "prefill-1 alone", "prefill-2 alone",
+    ]  # fmt: skip
+    assert list(groups(world).values()) == [2]
+
+
+def test_all_pods_of_both_engines_count_and_further_engines_have_a_group_of_their_own() -> None:
+    world = world_of(2, 1, nodes=3)
+    assert list(groups(world).values()) == [6]
+    place(world, "prefill", "decode")
+    world.settle()
+    assert shown(world) == ["decode-0 start", "prefill-0 start", "prefill-1 own"]
+    assert sorted(groups(world).values()) == [3, 6]
+
+
+def test_without_the_field_there_are_no_groups() -> None:
+    world = world_of(2, 2, nodes=2, scheduling={})
+    assert set(engines(world).values()) == {""}
+    assert not groups(world)
+    assert len(engines(world)) == 4
+
+
+def test_engines_of_one_role_alone_have_no_group() -> None:
+    world = world_of(2, 0)
+    assert shown(world) == ["prefill-0 alone", "prefill-1 alone"], "nothing to wait for"
+    scaled(world, "decode", 1)
+    assert shown(world)[0] == "decode-0 alone", "its partners exist already"
+
+
+def test_engines_that_exist_keep_their_pods_when_the_field_is_set_and_unset() -> None:
+    world = world_of(nodes=2, scheduling={})
+    everybody_runs(world)
+    pods = {pod["metadata"]["uid"] for pod in world.pods.values()}
+    world.edit(scheduling=GANG)
+    world.settle()
+    assert shown(world) == ["decode-0 alone", "prefill-0 alone"]
+    joint = world_of()
+    everybody_runs(joint)
+    before = {pod["metadata"]["uid"] for pod in joint.pods.values()}
+    joint.edit(scheduling={"gang": "Disabled"})
+    everybody_runs(joint)
+    assert shown(joint) == ["decode-0 start", "prefill-0 start"]
+    assert list(groups(joint).values()) == [2], "a pod that is made again needs its group"
+    assert {pod["metadata"]["uid"] for pod in joint.pods.values()} == before
+    assert {pod["metadata"]["uid"] for pod in world.pods.values()} == pods
+
+
+def test_a_surge_of_one_role_waits_for_nobody() -> None:
+    world = world_of(rollout={"type": "Surge"})
+    everybody_runs(world)
+    world.edit(prefill={**world.cluster["spec"]["prefill"], "engine": {"env": [
+        {"name": "A", "value": "1"}]}})  # fmt: skip
+    world.settle()
+    assert sorted(shown(world)) == ["decode-0 start", "prefill-0 alone", "prefill-0 start"]
+    everybody_runs(world)
+    assert shown(world) == ["decode-0 start", "prefill-0 alone"]
+    assert list(groups(world).values()) == [1], "what is left in it"
+
+
+def test_a_surge_to_another_pairing_key_starts_its_own_pair_together() -> None:
+    world = world_of(2, 2, rollout={"type": "Surge"})
+    everybody_runs(world)
+    world.edit(engine={"blockSize": 32})
+    world.settle()
+    found = [group for name, group in engines(world).items() if group]
+    assert sorted(Counter(found).values()) == [2, 2]
+    keys = {
+        group_in(child["spec"]["template"]): child["metadata"]["labels"][PAIRING_LABEL]
+        for child in world.children.values()
+        if child["kind"] == "StatefulSet" and group_in(child["spec"]["template"])
+    }
+    assert len(set(keys.values())) == 2, "a group holds engines of one key"
+    everybody_runs(world)
+    assert world.condition("Ready")["status"] == "True"
+    assert len(groups(world)) == 1
+
+
+def test_recreate_starts_together_again() -> None:
+    world = world_of(rollout={"type": "Recreate"})
+    everybody_runs(world)
+    world.edit(engine={"env": [{"name": "A", "value": "1"}]})
+    everybody_runs(world)
+    assert shown(world) == ["decode-0 start", "prefill-0 start"]
+    assert list(groups(world).values()) == [2]
+
+
+def test_a_restart_of_one_waits_for_nobody_while_others_serve() -> None:
+    world = world_of(2, 2)
+    everybody_runs(world)
+    [start] = groups(world)
+    first = [name for name, group in engines(world).items() if group]
+    for name in first[:1]:
+        del world.pods[name.pod()]["spec"]["nodeName"]
+    world.settle()
+    assert groups(world) == {start: 2}, "its partner has its node and counts"
+    for name in first[1:]:
+        del world.pods[name.pod()]["spec"]["nodeName"]
+    world.settle()
+    assert groups(world) == {start: 1}, "others serve: none of the two waits for the other"
+    for pod in world.pods.values():
+        pod["spec"].pop("nodeName", None)
+    world.settle()
+    assert groups(world) == {start: 2}, "nobody serves: it is a start again"
+
+
+def test_the_group_of_engines_that_leave_goes_last() -> None:
+    world = world_of()
+    everybody_runs(world)
+    scaled(world, "prefill", 0)
+    scaled(world, "decode", 0)
+    assert groups(world), "their pods may still be made again"
+    world.reap()
+    world.settle()
+    assert not groups(world)
+    assert not engines(world)
+
+
+def test_a_half_created_start_is_completed() -> None:
+    world = world_of()
+    [decode] = [name for name in engines(world) if name.role == "decode"]
+    del world.children["StatefulSet", decode.stateful_set]
+    world.settle()
+    assert shown(world) == ["decode-0 start", "prefill-0 start"]
+
+
+def test_the_group_has_the_priority_of_its_pods() -> None:
+    high = {"spec": {"priorityClassName": "high"}}
+    world = SimulatedCluster(
+        manifest(prefill={"podTemplate": high}, decode={"podTemplate": high}, scheduling=GANG)
+    )
+    world.settle()
+    [group] = [child for child in world.children.values() if child["kind"] == "PodGroup"]
+    assert group["spec"]["priorityClassName"] == "high"
+    assert group["metadata"]["name"] != next(iter(groups(world_of()))), "it can never be changed"
+
+
+def test_adopted_engines_bring_no_group_into_a_stored_revision() -> None:
+    world = world_of()
+    everybody_runs(world)
+    stored = [key for key in world.children if key[0] == "ControllerRevision"]
+    for key in stored:
+        del world.children[key]
+    world.settle()
+    again = [child for (kind, _), child in world.children.items() if kind == "ControllerRevision"]
+    assert len(again) == 2
+    assert all(not group_in(child["data"]["template"]) for child in again)
+    assert shown(world) == ["decode-0 start", "prefill-0 start"]
+
+
+def test_a_queue_is_for_new_engines() -> None:
+    world = world_of(scheduling={"queueName": "team-a"})
+    everybody_runs(world)
+    world.edit(scheduling={"queueName": "team-b"})
+    scaled(world, "decode", 2)
+    found = {
+        name: child["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
+        for (kind, name), child in world.children.items()
+        if kind == "StatefulSet"
+    }
+    assert Counter(found.values()) == {"team-a": 2, "team-b": 1}
+    template = next(c for (kind, _), c in world.children.items() if kind == "StatefulSet")
+    labels = template["spec"]["template"]["metadata"]["labels"]
+    assert "kueue.x-k8s.io/queue-name" not in labels, "Kueue writes it there"
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("scale"), st.sampled_from(["prefill", "decode"]), st.integers(0, 3)),
+        st.tuples(st.just("roll"), st.sampled_from(["prefill", "decode", "engine"])),
+        st.tuples(st.just("gang"), st.sampled_from(["Enabled", "Disabled"])),
+        st.tuples(st.just("others")),
+        st.tuples(st.just("step")),
+        st.tuples(st.just("evict"), st.integers(0, 5)),
+    ),
+    max_size=12,
+)
+
+
+def act(world: SimulatedCluster, action: tuple[Any, ...], turn: int) -> None:
+    spec = world.cluster["spec"]
+    if action[0] == "scale":
+        world.edit(**{action[1]: {**spec[action[1]], "replicas": action[2]}})
+    elif action[0] == "roll" and action[1] == "engine":
+        world.edit(engine={"blockSize": 16 << turn % 3})
+    elif action[0] == "roll":
+        env = [{"name": "TURN", "value": str(turn)}]
+        world.edit(**{action[1]: {**spec[action[1]], "engine": {"env": env}}})
+    elif action[0] == "gang":
+        world.edit(scheduling={"gang": action[1]})
+    elif action[0] == "others":
+        world.others_act()
+    elif action[0] == "evict" and world.pods:
+        names = sorted(world.pods)
+        world.pods[names[action[1] % len(names)]]["spec"].pop("nodeName", None)
+    world.step()
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 2), st.sampled_from(["Surge", "Replace", "Recreate"]), ACTIONS)
+def test_groups_hold_under_any_course(nodes: int, how: str, actions: list[tuple]) -> None:
+    world = world_of(2, 1, nodes=nodes, rollout={"type": how})
+    before: dict[str, str] = {}
+    for turn, action in enumerate(actions):
+        act(world, action, turn)
+        found = engines(world)
+        held = {
+            world.children["StatefulSet", name.stateful_set]["metadata"]["uid"]: group
+            for name, group in found.items()
+        }
+        assert all(held[uid] == group for uid, group in before.items() if uid in held)
+        before = held
+        members = Counter(group for group in found.values() if group)
+        assert members.keys() <= groups(world).keys(), "a pod without its group would hang"
+        for group, count in groups(world).items():
+            sizes = [nodes for name, mine in found.items() if mine == group]
+            roles = Counter(name.role for name, mine in found.items() if mine == group)
+            assert count <= max(sum(sizes), 0) or not sizes, "it waits for pods that never come"
+            assert all(number == 1 for number in roles.values())
+            keys = {
+                world.children["StatefulSet", name.stateful_set]["metadata"]["labels"][
+                    PAIRING_LABEL
+                ]
+                for name, mine in found.items()
+                if mine == group
+            }
+            assert len(keys) <= 1
+    for role in ("prefill", "decode"):
+        world.edit(**{role: {**world.cluster["spec"][role], "replicas": 2}})
+    if how == "Replace":
+        world.edit(rollout={"type": "Recreate"})
+    for _ in range(12):
+        everybody_runs(world)
+    assert world.condition("Ready")["status"] == "True", copied(world.condition("Progressing"))
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_an_api_server_without_pod_groups_is_named_and_nothing_is_created(served: bool) -> None:
+    world = SimulatedCluster(manifest(scheduling=GANG))
+    plan = make_plan(replace(world.observed(), pod_groups=served), world.now)
+    accepted = plan.status["conditions"][0]
+    assert accepted["type"] == "Accepted"
+    if served:
+        assert accepted["status"] == "True"
+        return
+    assert accepted["status"] == "False"
+    assert "spec.scheduling.gang" in accepted["message"]
+    assert "[PodGroupsNotServed]" in accepted["message"]
+    assert "GenericWorkload" in accepted["message"]
+    assert not plan.steps
+
+
+def test_a_pod_that_waits_for_its_gang_has_the_schedulers_words() -> None:
+    words = "minCount (2) cannot be satisfied: 0 scheduled, 1 remaining"
+    world = world_of()
+    world.make_pods()
+    world.settle()
+    [group] = groups(world)
+    together = f"waits for nodes together with the other pods of PodGroup {group}"
+    assert world.condition("PrefillReady")["message"].endswith(together)
+    for pod in world.pods.values():
+        waiting = {"type": "PodScheduled", "status": "False", "message": words}
+        pod["status"] = {"phase": "Pending", "conditions": [waiting]}
+    world.settle()
+    for kind in ("PrefillReady", "DecodeReady"):
+        assert world.condition(kind)["reason"] == StatusReason.UNSCHEDULABLE
+        assert f"{together}: {words}" in world.condition(kind)["message"]
+
+
+def test_the_forecast_names_the_groups_and_ends_with_every_engine() -> None:
+    world = SimulatedCluster(manifest(prefill={"replicas": 2}, scheduling=GANG))
+    course = forecast(world.observed(), world.now)
+    assert course.complete, course.end
+    rounds = [Counter(step.manifest["kind"] for step in one.steps) for one in course.rounds]
+    assert rounds[0]["PodGroup"] == 1
+    assert rounds[0]["StatefulSet"] == 2
+    assert sum(one["StatefulSet"] for one in rounds) == 3
