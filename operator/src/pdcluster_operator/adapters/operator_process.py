@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdcluster_operator.adapters.api_server import kopf_app
+from pdcluster_operator.adapters.api_server import watches
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import (
     KubeClient,
@@ -85,10 +85,10 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
     use_small_buffers()
     metrics = Metrics()
     ready: list[Sweeper] = []
-    watches = WatchHealth()
+    watch_health = WatchHealth()
 
     async def alive() -> str | None:
-        return watches.trouble()
+        return watch_health.trouble()
 
     async def readiness() -> str | None:
         return None if ready and ready[0].done else "objects are not listed yet"
@@ -104,6 +104,8 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         )
         client = KubeClient(await find_configuration(), metrics.called)
         await stack.enter_async_context(client)
+        watching = KubeClient(await find_configuration(), connections=0)
+        await stack.enter_async_context(watching)
         connector = await asyncio.to_thread(BuiltConnector)
         authority: list[EngineAuthority] = []
 
@@ -143,7 +145,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         metrics.measure(
             lambda: loop.queue.depth, lambda: len(loop.store.keys()), loop.local_prefill_shares
         )
-        sweeper = Sweeper(api, loop, watches, options.namespaces, options.sweep_seconds)
+        sweeper = Sweeper(api, loop, watch_health, options.namespaces, options.sweep_seconds)
         ready.append(sweeper)
         if not await _unless_stopped(sweeper.first(), stop):
             return
@@ -153,7 +155,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         loop.start()
 
         def see(event: str, manifest: dict[str, Any]) -> None:
-            watches.reported(event, manifest)
+            watch_health.reported(event, manifest)
             loop.see(event, manifest)
 
         keep = options.keep_connector_seconds
@@ -165,7 +167,9 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             keep=keep,
         )
         parts: list[Coroutine[Any, Any, None]] = [
-            kopf_app.watch(see, namespaces=options.namespaces, stop=stop, same=loop.store.same),
+            watches.watch(
+                watching, see, namespaces=options.namespaces, stop=stop, same=loop.store.same
+            ),
             sweeper.run(),
             collector.run(),
         ]
