@@ -106,6 +106,8 @@ class Watch:
             async for line in self._client.lines(self._path, query):
                 self._take(json.loads(line))
                 spoke, self._failures, self._said = True, 0, ""
+        except ValueError as error:
+            raise ApiError("Unreadable", f"GET {self._path}: {error}") from error
         except ApiError as error:
             if error.reason in FORGOTTEN:
                 raise _Forgotten from error
