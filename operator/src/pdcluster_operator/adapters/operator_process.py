@@ -45,6 +45,11 @@ log = logging.getLogger(__name__)
 
 NEW_OBJECTS = 10_000
 """After so many new objects the garbage collector runs. One page of a LIST has more than 700."""
+OLD_OBJECTS = 1_000
+"""After so many runs, each of some that are short, it also looks at all that is not new.
+
+That is hundreds of millions of objects: it is left to the sweeps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +150,12 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         metrics.measure(
             lambda: loop.queue.depth, lambda: len(loop.store.keys()), loop.local_prefill_shares
         )
-        sweeper = Sweeper(api, loop, watch_health, options.namespaces, options.sweep_seconds)
+        sweeper = Sweeper(
+            api, loop, watch_health, options.namespaces, options.sweep_seconds, collect_rarely
+        )
         ready.append(sweeper)
         if not await _unless_stopped(sweeper.first(), stop):
             return
-        collect_rarely()
         stack.push_async_callback(leases.stop)  # after the loop has stopped
         stack.push_async_callback(loop.stop)
         loop.start()
@@ -193,14 +199,15 @@ def _identity(folder: Path) -> MountedIdentity:
 
 
 def collect_rarely() -> None:
-    """Let the garbage collector look only at what is made from now on, and less often.
+    """Collect garbage now; then let the collector look only at what is made from now on, and rarely.
 
-    The objects of a thousand clusters are a million dicts, lists and strings, which stay. To look
-    at all of them takes a large part of a second, and the event loop stands still meanwhile.
+    The objects of a thousand clusters are hundreds of thousands of dicts and lists, which stay. To
+    look at all of them takes a large part of a second, and the event loop stands still meanwhile. So
+    that is done after a sweep, and what has stayed until then is not looked at again.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
+    gc.set_threshold(NEW_OBJECTS, gc.get_threshold()[1], OLD_OBJECTS)
 
 
 def _allow_many_connections() -> None:
