@@ -46,6 +46,7 @@ from pdcluster_operator.plan.model import (
 )
 from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.executor import FIRST_SECONDS, JUST_SECONDS
@@ -203,8 +204,12 @@ class World:
         manifest["spec"] |= spec
         self.api.apply(manifest)
 
-    def start(self, launchers: object) -> None:
-        """A process of the operator, which has not asked anybody yet."""
+    def start(self, launchers: object, new: int = 0) -> None:
+        """A process of the operator, which has not asked anybody yet.
+
+        Args:
+            new: how many other clusters are new.
+        """
         self.monitor = LauncherMonitor(launchers, lambda _: None, period=0.01)  # type: ignore[arg-type]
         self.reconciler = Reconciler(
             store=self.store,
@@ -213,6 +218,7 @@ class World:
             events=self.events,
             connector=Fixed(),
             clock=Fixed(),
+            new=lambda: new,
         )
 
     def _see(self, event: str, manifest: dict[str, Any]) -> None:
@@ -239,6 +245,23 @@ async def test_children_come_first_then_the_status() -> None:
     kinds = {child["kind"] for child in world.store.children(KEY)}
     assert kinds >= {"StatefulSet", "Service", "Deployment"}
     assert len(world.store.connectors("ns")) == 1
+
+
+async def test_in_a_crowd_children_are_written_and_the_status_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    world.start(world.events, new=1000)
+    wait = await world.reconcile()
+    assert wait is not None
+    assert wait <= LONGEST_SECONDS
+    assert world.port.writes.count("apply StatefulSet") == 2
+    assert "status" not in world.port.writes
+    assert world.events.events == []
+    later = SimpleNamespace(monotonic=lambda: 1000.0 + LONGEST_SECONDS)
+    monkeypatch.setattr(reconcile, "time", later)
+    await world.reconcile()
+    assert world.port.writes == ["status"]
 
 
 def keys(world: World) -> list[str]:

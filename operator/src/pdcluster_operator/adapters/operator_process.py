@@ -199,11 +199,11 @@ def _identity(folder: Path) -> MountedIdentity:
 
 
 def collect_rarely() -> None:
-    """Collect garbage now; then let the collector look only at what is made from now on, and rarely.
+    """Collect garbage; then let the collector look only at what is made from now on, and rarely.
 
     The objects of a thousand clusters are hundreds of thousands of dicts and lists, which stay. To
-    look at all of them takes a large part of a second, and the event loop stands still meanwhile. So
-    that is done after a sweep, and what has stayed until then is not looked at again.
+    look at all of them takes a large part of a second, and the event loop stands still meanwhile.
+    So that is done after a sweep, and what has stayed until then is not looked at again.
     """
     gc.collect()
     gc.freeze()
