@@ -6,7 +6,13 @@ from collections import Counter
 
 import pytest
 
-from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
+from pdcluster_operator.runtime.queue import (
+    LONGEST_REST,
+    LOOKS_A_SECOND,
+    Backoff,
+    Key,
+    KeyedQueue,
+)
 
 A, B = Key("ns", "a"), Key("ns", "b")
 
@@ -115,6 +121,8 @@ async def test_a_key_that_was_worked_on_rests_and_a_change_wakes_it() -> None:
 
     async def handler(key: Key) -> None:
         times[key.name].append(loop.time())
+        if len(times["a"]) == 1:
+            queue.add(A)
 
     queue = KeyedQueue(handler, rest=0.3)
     queue.start()
@@ -135,6 +143,22 @@ async def test_a_key_that_was_worked_on_rests_and_a_change_wakes_it() -> None:
     first, second = times["a"]
     assert second - first >= 0.3, "once for all five, after its rest"
     assert times["b"][1] < second
+
+
+async def test_keys_rest_longer_while_many_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def handler(_: Key) -> None:
+        return
+
+    queue = KeyedQueue(handler, workers=1, rest=0.5)
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "call_later", lambda seconds, *_: waits.append(seconds))
+    for number in range(400):
+        queue._let_rest(Key("ns", str(number)), again=False)
+    assert waits[:25] == [0.5] * 25
+    assert waits[99] == 100 / LOOKS_A_SECOND
+    assert waits[-1] == LONGEST_REST
 
 
 async def test_a_key_that_becomes_urgent_while_it_runs_is_urgent_afterwards() -> None:

@@ -264,6 +264,25 @@ async def test_in_a_crowd_children_are_written_and_the_status_waits(
     assert world.port.writes == ["status"]
 
 
+async def test_the_crowd_is_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowds: list[int] = []
+
+    def waits(*arguments: Any) -> float:
+        crowds.append(arguments[3])
+        return 4.0
+
+    monkeypatch.setattr(reconcile, "wait_before_writing", waits)
+    world = World()
+    world.start(world.events, new=5)
+    for _ in range(2):
+        await world.reconcile()
+    world.api.delete("PDCluster", *KEY)
+    await world.reconcile()
+    world.api.apply(copy.deepcopy(MANIFEST))
+    await world.reconcile()
+    assert crowds == [5, 6, 5]
+
+
 def keys(world: World) -> list[str]:
     secret = world.api.get("Secret", "ns", "tiny-ticket-key")
     assert secret is not None
@@ -518,6 +537,7 @@ async def test_a_new_cluster_is_written_without_a_read(monkeypatch: pytest.Monke
     await world.reconciler.reconcile(Key("ns", "other"))
     assert world.port.reads == ["certificates"], "once, to learn what it is to have none"
     world.port.reads.clear()
+    world.now += FIRST_SECONDS - 1
     await world.reconcile()
     await world.reconcile()
     assert world.port.reads == []

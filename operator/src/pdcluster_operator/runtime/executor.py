@@ -25,7 +25,6 @@ from pdcluster_operator.plan.model import (
     WriteTicketKey,
 )
 from pdcluster_operator.plan.stages import stages
-from pdcluster_operator.runtime.errors import Conflict
 from pdcluster_operator.runtime.interfaces import Api, Manifest
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
@@ -84,7 +83,6 @@ class Executor:
         self._reported_seconds = reported_seconds
         self._created: dict[Key, str] = {}  # UIDs of the clusters that got children from us
         self._ticket_keys: dict[Key, _Known[TicketKey]] = {}
-        self._taken: set[Key] = set()  # clusters whose Secret was there, though they seemed new
         self._certificates: dict[Key, _Known[HeldCertificates]] = {}
         self._no_certificates: HeldCertificates | None = None
 
@@ -93,12 +91,12 @@ class Executor:
 
         Args:
             new: nothing is there of the cluster yet. Its Secret is only created, so a wrong guess
-                is refused, and the next call reads it.
+                is refused. The next plan sees what was made beside it, and the Secret is read.
         """
         known = self._ticket_keys.get(key)
         if known and known.is_of(uid, self._clock()):
             return known.content
-        if new and key not in self._taken:
+        if new:
             return None
         return self._note(key, uid, await self._api.read_ticket_key(key, uid))
 
@@ -125,7 +123,6 @@ class Executor:
         """Drop what is known of a cluster that is gone."""
         self._created.pop(key, None)
         self._ticket_keys.pop(key, None)
-        self._taken.discard(key)
         self._certificates.pop(key, None)
 
     async def perform(
@@ -177,11 +174,7 @@ class Executor:
                 raise _LeaseLostError
             if isinstance(step, WriteTicketKey):
                 self._ticket_keys.pop(key, None)
-                try:
-                    await self._api.write_ticket_key(step)
-                except Conflict:
-                    self._taken.add(key)
-                    raise
+                await self._api.write_ticket_key(step)
                 uid = str(step.manifest["metadata"]["ownerReferences"][0]["uid"])
                 self._note(key, uid, what_is_held(step.manifest))
             elif isinstance(step, WriteCertificates):

@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 
 WORKERS = 16
 """Keys that are worked on at once. A worker waits for the API server most of its time."""
-REST_SECONDS = 0.5
-"""How long a key rests that was worked on."""
+REST_SECONDS, LONGEST_REST = 0.5, 5.0
+"""How long a key rests that was worked on: the longer, the more keys rest."""
+LOOKS_A_SECOND = 50.0
+"""Keys that come back from their rest, while many are worked on. A look takes some milliseconds."""
 
 
 class Key(NamedTuple):
@@ -212,7 +214,8 @@ class KeyedQueue:
 
     def _let_rest(self, key: Key, *, again: bool) -> None:
         self._resting[key] = again
-        asyncio.get_running_loop().call_later(self._rest, self._rested, key)
+        seconds = min(LONGEST_REST, max(self._rest, len(self._resting) / LOOKS_A_SECOND))
+        asyncio.get_running_loop().call_later(seconds, self._rested, key)
 
     def _rested(self, key: Key) -> None:
         if self._resting.pop(key, False):
