@@ -152,3 +152,21 @@ async def test_a_kind_that_comes_later_is_watched_then(server: tuple[Server, Run
     known.pages = [404, 404, page("9")]
     await run(PREFILL_SCALER)
     assert known.watched_from() == ["9"]
+
+
+async def test_a_watch_that_fails_again_and_again_waits_longer(
+    server: tuple[Server, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, run = server
+    bounds: list[float] = []
+
+    def uniform(_: float, most: float) -> float:
+        bounds.append(round(most, 3))
+        return 0.0
+
+    monkeypatch.setattr(watches, "LONGEST", 0.005)
+    monkeypatch.setattr(watches.random, "uniform", uniform)
+    known.pages = [page("9")]
+    known.streams = [500, [], 500, 500, [line("MODIFIED", pod("a", 10))], 500]
+    await run()
+    assert bounds == [0.002, 0.004, 0.005, 0.005, 0.002]
