@@ -17,6 +17,9 @@ RATE = 200
 """Samples a second: one in 5 ms. At this rate py-spy costs the process 1 % of its time."""
 MACHINE = re.compile(r"/[^\s<>&;:()]*/(?:site-packages|src|lib/python[\d.]+)/")
 """Where a module lies on this machine."""
+COMMAND = re.compile(r"[^<>]*py-spy record[^<>]*")
+"""py-spy's title of the picture."""
+TITLE = "The operator while it creates PDClusters"
 
 
 @contextlib.contextmanager
@@ -43,4 +46,4 @@ def recorded(process: int, path: Path | None) -> Iterator[None]:
 
 def without_machine(svg: str) -> str:
     """Return the picture without this machine's folders."""
-    return MACHINE.sub("", svg)
+    return COMMAND.sub(TITLE, MACHINE.sub("", svg))
