@@ -13,7 +13,7 @@ from typing import Any
 from operator_runs import Operator
 from real_api import RealApi
 
-from bench_operator import account, measure
+from bench_operator import account, measure, peer
 from bench_operator.anchor import MOST_CLUSTERS, Anchor
 from bench_operator.bad_days import BadDays
 from bench_operator.flame_graph import recorded
@@ -157,6 +157,7 @@ def main() -> int:
     parser.add_argument(
         "--bad-days", action="store_true", help="break things afterwards, and look what happens"
     )
+    parser.add_argument("--peer", action="store_true", help="run LWS' DisaggregatedSets beside")
     parser.add_argument("--output", type=Path, help="file that gets the numbers, one line a number")
     parser.add_argument(
         "--flame-graph",
@@ -178,6 +179,11 @@ def main() -> int:
                 )
             )
         print(json.dumps(found, indent=2), flush=True)
+        if options.peer:
+            with running_plane() as real:
+                beside = asyncio.run(peer.run(real, count))
+            print(json.dumps(beside, indent=2), flush=True)
+            found["peer"] = beside
         if options.output is not None:
             with options.output.open("a") as file:
                 file.write(json.dumps(found) + "\n")

@@ -105,6 +105,8 @@ KWOK = Program(
     ("--version",),
     "sigs.k8s.io/kwok/pkg/consts.Version",
 )
+# A peer of this product. Only `make bench-operator PEER=1` needs it.
+LWS = Program("lws", "lws", "sigs.k8s.io/lws/cmd")
 # More names for a person's shell, so that the commands of the chart's notes work.
 CALLED = {"helm": "helm4"}
 
@@ -135,6 +137,26 @@ def pinned_version(program: Program) -> str:
         if program.package == module or program.package.startswith(f"{module}/"):
             return str(version)
     return ""
+
+
+def sources(program: Program) -> Path:
+    """The folder with the sources of the program's module, at the pinned version.
+
+    Raises:
+        ClusterError: Go does not find them.
+    """
+    module = program.package.partition("/cmd")[0]
+    done = subprocess.run(
+        ["go", "list", "-m", "-f", "{{.Dir}}", module],
+        cwd=TOOLS / program.tool,
+        env={**os.environ, **BUILD},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ClusterError(f"no sources of {module}: {done.stderr.strip()}")
+    return Path(done.stdout.strip())
 
 
 def digest(tool: str) -> str:

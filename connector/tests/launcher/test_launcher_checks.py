@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -406,8 +407,39 @@ async def test_a_drain_ends_when_the_operator_says_that_routers_have_forgotten_t
             readiness.routed = looks < 10
             return Work(0, 0, 7)
 
-    await drain.wait_until_idle(Api(), readiness, float("inf"))
+    await drain.wait_until_idle(Api(), readiness, float("inf"), lambda: None)
     assert looks == 10
+
+
+async def test_requests_that_never_stop_are_turned_away_after_a_time_and_the_drain_ends(
+    monkeypatch,
+):
+    """As those of a router of the user's that has not noticed that the engine ends."""
+    monkeypatch.setattr(drain, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(drain, "QUIET_SECONDS", 0.02)
+    monkeypatch.setattr(drain, "FORGET_SECONDS", 0.2)
+    monkeypatch.setattr(drain, "_POLL", 0.005)
+    words = ["m", "--kv-transfer-config", '{"kv_role":"kv_both"}']
+    command = engine_command(words, engine_id="a/b", role="prefill")
+    readiness = Readiness(Identity("a", "0123456789abcdef"), "prefill", command, {})
+    readiness.routed = True
+    closed: list[bool] = []
+    looks = 0
+
+    class Api:
+        async def work(self):
+            nonlocal looks
+            looks += 1
+            readiness.routed = looks < 100
+            return Work(0 if closed else 1, 0, 0 if closed else looks)
+
+    def close():
+        assert not readiness.routed, "a router of the operator's would lose these requests"
+        closed.append(True)
+
+    await drain.wait_until_idle(Api(), readiness, time.monotonic() + 60, close)
+    assert closed
+    assert looks >= 100
 
 
 def test_work_is_summed_over_data_parallel_ranks():

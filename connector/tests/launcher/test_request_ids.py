@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcluster_connector.launcher import door
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.request_ids import MIDDLEWARE, PlainRequestIds, plain
 
@@ -74,9 +75,12 @@ def test_an_engine_has_the_middleware_unless_names_are_shown(shown):
     words = ["m", "--middleware", "mine.Own", "--kv-transfer-config", json.dumps(config)]
     command = engine_command(words, engine_id="a/b", role="decode")
     given = [w for n, w in enumerate(command.arguments) if command.arguments[n - 1] == words[1]]
-    assert given == (["mine.Own"] if shown is True else ["mine.Own", MIDDLEWARE])
+    assert given == ["mine.Own", door.MIDDLEWARE, *([] if shown is True else [MIDDLEWARE])]
 
 
-def test_vllm_finds_the_class_where_the_flag_points():
-    module, _, name = MIDDLEWARE.rpartition(".")
-    assert getattr(importlib.import_module(module), name) is PlainRequestIds
+@pytest.mark.parametrize(
+    ("flag", "found"), [(MIDDLEWARE, PlainRequestIds), (door.MIDDLEWARE, door.Door)]
+)
+def test_vllm_finds_the_class_where_the_flag_points(flag, found):
+    module, _, name = flag.rpartition(".")
+    assert getattr(importlib.import_module(module), name) is found

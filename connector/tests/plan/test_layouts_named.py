@@ -102,6 +102,29 @@ def test_a_window_whose_extra_token_decode_let_go_of_begins_behind_it() -> None:
     run(replace(pair, start=0, stop=5, tokens=5, decode_blocks=((9,), (0, 1, 2, 3, 4))))
 
 
+@pytest.mark.parametrize("stop", [5, 20])
+def test_a_window_s_extra_token_is_read_where_both_hold_it(stop: int) -> None:
+    """vLLM may compute the last token again. The window then begins one token earlier.
+
+    With a prompt of 5 tokens, the extra token is the first one of all.
+    """
+    case = named(window=5, mamba=False)
+    one = [replace(side, grids=(side.grids[0], Grid(1))) for side in (case.prefill, case.decode)]
+    held = replace(
+        case,
+        prefill=replace(one[0], blocks=400),
+        decode=replace(one[1], blocks=400),
+        start=0,
+        stop=stop,
+        tokens=stop,
+        prefill_blocks=((1, 2), tuple(range(40, 40 + stop))),
+        decode_blocks=((9,), tuple(range(1, 1 + stop))),
+    )
+    let_go = replace(held, decode_blocks=((9,), (*[0] * (stop - 4), 1, 2, 3, 4)))
+    of_a_token = 2 * 2 * 4  # layers, heads, bytes
+    assert run(held) - run(let_go) == of_a_token
+
+
 # Helpers.
 
 

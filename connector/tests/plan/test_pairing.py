@@ -115,7 +115,7 @@ def test_a_list_that_does_not_hold_the_interval_fails_by_name(blocks, part, side
     assert side in str(caught.value)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 4), (5, 4), (0, 2**31), (0, 2**70)])
+@pytest.mark.parametrize(("start", "stop"), [(-1, 4), (-1, -1), (5, 4), (0, 2**31), (0, 2**70)])
 def test_what_is_no_interval_fails_before_anything_is_allocated(start: int, stop: int) -> None:
     with pytest.raises(CoverageError):
         pair_blocks(BlockList([1], 16), BlockList([1], 16), start, stop)
@@ -166,9 +166,9 @@ def test_blocks_on_either_side_of_the_interval_are_not_needed() -> None:
 
 @pytest.mark.parametrize(("start", "named"), [(3, 4), (5, 5)])
 def test_the_first_token_that_is_wanted_and_not_held_is_named(start: int, named: int) -> None:
-    held, holes = BlockList([1, 2], 4), BlockList([1, -1], 4)
+    held, holes = BlockList([1, 2, 3], 4), BlockList([1, -1, -1], 4)
     with pytest.raises(CoverageError, match=f"prefill holds no block for token {named}$"):
-        pair_blocks(holes, held, start, 8)
+        pair_blocks(holes, held, start, 12)
 
 
 def test_a_list_without_end_is_no_list_of_ids() -> None:

@@ -249,8 +249,10 @@ def test_mixed_memory_in_one_shard_is_refused_and_either_alone_is_not() -> None:
 
 def test_more_descriptors_than_can_be_indexed_are_refused() -> None:
     huge = [packed(layers=5, heads=1, blocks=2**29, base=base) for base in (BASE, BASE * 8)]
-    with pytest.raises(PlanError, match="more than NIXL can index"):
-        plan_peer(huge[0], [huge[1]])
+    small = packed(layers=5, heads=1, blocks=8, base=BASE * 16)
+    for decode, prefill in (huge, (huge[0], small), (small, huge[1])):
+        with pytest.raises(PlanError, match="more than NIXL can index"):
+            plan_peer(decode, [prefill])
 
 
 # What must be refused for one request.

@@ -217,6 +217,16 @@ def test_a_used_request_id_does_not_inherit_the_old_deadline() -> None:
     assert table.expire(50.0) == ["r"]
 
 
+def test_a_lease_that_was_renewed_keeps_no_other_from_its_end() -> None:
+    table = LeaseTable()
+    for request_id in ("renewed", "ended"):
+        table.arm(request_id, 1)
+        table.grant(request_id, 10.0)
+    assert table.renew("renewed", 1, "d/1", 20.0) is Standing.HELD
+    assert table.expire(10.0) == ["ended"]
+    assert table.expire(20.0) == ["renewed"]
+
+
 def test_a_hundred_thousand_leases_expire_in_order() -> None:
     table = LeaseTable()
     for number in range(100_000):

@@ -9,7 +9,10 @@ sequences, of any length, are covered without walking each of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
 
 import pytest
 
@@ -287,12 +290,29 @@ def snapshot(machine: Receive, dma: Dma) -> tuple[object, ...]:
     )
 
 
+def fields_of(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    return attrgetter(*(one.name for one in fields(kind)))
+
+
+MACHINE, DMA = fields_of(Receive), fields_of(Dma)
+
+
 def twins(machine: Receive, dma: Dma) -> tuple[Receive, Dma]:
-    """Copies of both that share nothing that can change; copy.deepcopy takes ten times as long."""
-    return (
-        replace(machine, open=set(machine.open), entered=dict(machine.entered)),
-        replace(dma, flying=set(dma.flying), landed=set(dma.landed)),
-    )
+    """Copies of both that share nothing that can change; ``replace`` takes three times as long."""
+    branch, model = Receive(*MACHINE(machine)), Dma(*DMA(dma))
+    branch.open, branch.entered = branch.open.copy(), branch.entered.copy()
+    model.flying, model.landed = model.flying.copy(), model.landed.copy()
+    return branch, model
+
+
+def never_changes(machine: Receive, dma: Dma) -> None:
+    """What is finished takes in every event at any time, one after the other, and stays so."""
+    before = MACHINE(twins(machine, dma)[0])
+    offered = choices(machine, dma)
+    for event, _ in offered:
+        for now in sorted({time for _, time in offered}):
+            deliver(machine, dma, event, now)
+    assert MACHINE(machine) == before
 
 
 def test_every_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +329,9 @@ def test_every_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.add(key)
         states.add(machine.state)
         close(*twins(machine, dma))
+        if machine.finished:
+            never_changes(machine, dma)
+            continue
         for event, now in choices(machine, dma):
             branch, model = twins(machine, dma)
             deliver(branch, model, event, now)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 from transfer_rig import Prefill
-from turn_by_turn import CACHE, LEASE, Bench
+from turn_by_turn import CACHE, LEASE, PROBE_SECONDS, Bench
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
@@ -72,6 +72,52 @@ def test_a_queue_that_moves_is_no_stall(bench: Bench) -> None:
             land_first(bench, "slow/1")
         ended |= second(bench)
     assert ended == dict.fromkeys(sent)
+
+
+def test_what_waited_in_a_queue_that_moved_is_not_stalled_after_a_rebuild(bench: Bench) -> None:
+    cut, slow = bench.prefill("cut/1"), bench.prefill("slow/1")
+    bench.hanging |= {cut.engine_id, slow.engine_id}
+    sent = [bench.send(slow) for _ in range(12)]
+    hung = bench.send(cut)
+    ended: dict[str, Failure | None] = {}
+    for passed in range(600):
+        if passed % 40 == 39:
+            land_first(bench, "slow/1")
+        if passed == int(STALL - DRAIN) - 2:  # so that the agent is destroyed at 299 s
+            bench.receives.abandon([hung])
+        ended |= second(bench)
+    assert {name: ended[name] for name in sent} == dict.fromkeys(sent)
+
+
+class Counted(dict):  # type: ignore[type-arg]
+    """Counts how many of its items are looked at."""
+
+    looked = 0
+
+    def items(self):  # type: ignore[no-untyped-def]
+        self.looked += len(self)
+        return super().items()
+
+    def __getitem__(self, key: int) -> object:
+        self.looked += 1
+        return super().__getitem__(key)
+
+
+def test_many_that_stall_together_do_not_hold_up_the_thread() -> None:
+    """Each looks at its own transfers, not at those of all: 2,000 receives took seconds."""
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=1e6, descriptors_per_transfer=1))
+    cut = bench.prefill("cut/1")
+    bench.hanging.add(cut.engine_id)
+    sent = [bench.send(cut) for _ in range(28)]
+    transfers = len(bench.fabric.flying)
+    assert transfers == 2 * len(sent)  # one for each layer
+    counted = bench.receives._transfers._under_way = Counted(bench.receives._transfers._under_way)
+    bench.receives.acknowledge(dict.fromkeys(sent, bench.now + 2 * STALL))
+    bench.now += STALL
+    for serial in bench.timers.run_out(bench.now):
+        bench.receives.time_is_up(serial)
+    assert all(job.machine.failure is not None for job in bench.receives._jobs.values())
+    assert counted.looked <= 4 * transfers
 
 
 def test_a_transfer_that_later_ones_overtake_stalls(bench: Bench) -> None:
@@ -248,6 +294,46 @@ def test_the_time_of_a_check_begins_with_its_read() -> None:
     bench.connections.check(other.metadata, Future())
     bench.turns()
     assert future.result(0).failure is None
+
+
+def test_a_probe_waits_for_no_other_peer_that_is_cut_off(bench: Bench) -> None:
+    bench.fabric.behave = lambda transfer: Behaviour(hang=transfer.peer.startswith("cut"))
+    cut = [bench.probe(bench.prefill(f"cut{number}/1")) for number in range(20)]
+    well = bench.probe(bench.prefill("well/1"))
+    assert well.result(0).failure is None
+    bench.pass_time(PROBE_SECONDS)
+    failures = [future.result(0).failure for future in cut]
+    assert {failure and failure.reason for failure in failures} == {Reason.TRANSFER_STALLED}
+
+
+def test_a_probe_that_nobody_waits_for_opens_no_connection(bench: Bench) -> None:
+    future: Future[ProbeResult] = Future()
+    bench.connections.probe(bench.prefill("left/1").metadata, future)
+    assert future.cancel()
+    bench.turns()
+    assert not bench.connections.by_engine
+    assert not bench.receives.busy
+
+
+def test_a_late_check_of_an_incarnation_that_is_gone_costs_its_successor_nothing(
+    bench: Bench,
+) -> None:
+    before, after = bench.prefill("ns.c.prefill.r.0/1"), bench.prefill("ns.c.prefill.r.0/2")
+    assert bench.send(before) in bench.take().received
+    assert bench.send(after) in bench.take().received
+    bench.hanging.add(after.engine_id)
+    slow = bench.send(after)
+    bench.hanging.clear()
+    future: Future[ProbeResult] = Future()
+    bench.connections.check(before.metadata, future)
+    bench.turns()
+    failure = future.result(0).failure
+    assert failure is not None
+    assert failure.reason is Reason.PEER_RESTARTED
+    assert bench.send(after) in bench.take().received
+    bench.fabric.land()
+    bench.turns()
+    assert slow in bench.take().received
 
 
 @pytest.mark.parametrize("reason", [Reason.SIDE_CHANNEL_UNREACHABLE, Reason.AUTHENTICATION_FAILED])

@@ -139,3 +139,31 @@ def test_a_slow_receive_whose_transfers_land_one_by_one_is_done() -> None:
     results = bench.take()
     assert request in results.received, results.failed
     assert bench.right(request, blocks=4)
+
+
+def cut_off(bench: Bench, prefill: Prefill, seconds: int, seen: set[str]) -> None:
+    """Let time pass while a link's keeper probes a peer of which nothing comes."""
+    future: Future[ProbeResult] | None = None
+    for _ in range(seconds):
+        if future is None or future.done():
+            future = Future()
+            bench.connections.probe(prefill.metadata, future)
+        bench.pass_time(1.0)
+        seen |= agents(bench)
+
+
+def test_a_peer_that_is_cut_off_for_an_hour_costs_few_agents(bench: Bench) -> None:
+    cut = bench.prefill("cut/1")
+    bench.fabric.behave = lambda transfer: Behaviour(hang=transfer.peer.startswith("cut"))
+    seen: set[str] = set()
+    cut_off(bench, cut, 60, seen)
+    assert len(seen) == 2, "the first time soon"
+    cut_off(bench, cut, 3600, seen)
+    assert len(seen) < 20
+    bench.fabric.mend()
+    bench.fabric.land()
+    bench.turns()
+    bench.pass_time(3 * STALL)
+    before = agents(bench)
+    cut_off(bench, cut, 60, before)
+    assert len(before) == 2, "later faults are as soon over as the first"

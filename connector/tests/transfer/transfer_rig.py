@@ -217,7 +217,7 @@ class Decode:
             merged.failed |= results.failed
             merged.abandoned |= results.abandoned
             merged.received |= results.received
-            time.sleep(0.0005)
+            time.sleep(0.002)
         return merged
 
     def nothing(self, seconds: float = 0.05) -> None:
@@ -232,4 +232,4 @@ def eventually(condition: Callable[[], bool], timeout: float = 120.0) -> None:
     until = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.0005)
+        time.sleep(0.002)

@@ -279,6 +279,28 @@ def test_a_preempted_request_that_generates_does_not_wait(engines: Any) -> None:
     assert {"good0", "good1"} <= set(decode.step()), "although a prompt would have to wait"
 
 
+def test_a_prompt_whose_kv_came_waits_and_counts_like_others_after_a_preemption(
+    engines: Any,
+) -> None:
+    prefill, decode = under_way(engines, asynchronous=True)
+    text = prompt(PROMPT_TOKENS, first=11)
+    decode.add("came", text, prefill.prefill("p", text), max_tokens=30)
+    decode.run(lambda: "came" in decode.parked())
+    names = storm(decode, 3)
+    decode.step()
+    decode.step()
+    decode.land("came")
+    while "came" not in decode.step():
+        pass
+    with contextlib.suppress(RuntimeError):  # it does so, and raises while KV is under way
+        decode.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert decode.scheduler.requests["came"].num_output_tokens == 0, "its client has read nothing"
+    first = first_steps(decode, ["came", *names[1:]])
+    assert waiting(decode) == 0
+    assert len(decode.total("local_prompt_waits")) == 3
+    assert keep_to_the_pace(first), first
+
+
 @pytest.mark.parametrize(("asynchronous", "seed"), [(False, 1), (False, 2), (True, 3), (True, 4)])
 def test_whatever_becomes_of_requests_nothing_is_left_of_them(
     engines: Any, asynchronous: bool, seed: int

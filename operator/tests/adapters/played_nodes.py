@@ -33,11 +33,15 @@ class PlayedNodes:
     Args:
         node: a Node for the pods to run on. Then pods end as a kubelet ends them. An engine drains
             first: it ends when it is told that no router sends it requests.
+        clock: seconds that the clock of the nodes is ahead.
     """
 
-    def __init__(self, real: RealApi, namespace: str, node: str = "") -> None:
+    def __init__(
+        self, real: RealApi, namespace: str, node: str = "", *, clock: float = 0.0
+    ) -> None:
         self._real, self._path = real, CHILDREN["Pod"].format(namespace)
         self._deployments, self._node = CHILDREN["Deployment"].format(namespace), node
+        self._clock = clock
         self._reports: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count(1)
         self._servers: dict[str, http.server.ThreadingHTTPServer] = {}
@@ -122,7 +126,7 @@ class PlayedNodes:
                 )
             threading.Thread(target=server.serve_forever, daemon=True).start()
             self._servers[pod["metadata"]["uid"]] = server
-        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + self._clock))
         ready = {"type": "Ready", "status": "True", "lastTransitionTime": moment}
         status = {
             "phase": "Running",

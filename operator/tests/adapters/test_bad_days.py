@@ -1,4 +1,4 @@
-"""Days on which a part of Kubernetes is lost: a node, or etcd."""
+"""Days on which a part of Kubernetes is lost or wrong: a node, a node's clock, or etcd."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import pytest
 from operator_runs import CHILDREN, at_rest, cluster, condition, create, edit, get, owned, until
 from played_nodes import PlayedNodes
+from watched_rollout import done, found
 
 pytestmark = pytest.mark.cluster
 
@@ -117,3 +118,28 @@ def test_an_etcd_that_starts_again_loses_nothing(real, operator, namespace):
         lambda: (owned(real, namespace), operator.said()),
     )
     assert condition(real, namespace, "Accepted")["status"] == "True"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ahead", [-600.0, 600.0])
+def test_nodes_whose_clock_is_ten_minutes_off_run_engines_and_changes(
+    real, operator, namespace, ahead
+):
+    """Times in the status of a pod are the kubelet's."""
+    operator.start()
+    with PlayedNodes(real, namespace, clock=ahead):
+
+        def explain():
+            return get(real, namespace), operator.said()
+
+        create(real, namespace, cluster())
+        until(lambda: done(real, namespace), 120, explain)
+        at_rest(real, operator)
+        pods = {one["metadata"]["uid"] for one in found(real, namespace, "Pod")}
+        time.sleep(10)
+        assert {one["metadata"]["uid"] for one in found(real, namespace, "Pod")} == pods
+        assert edit(real, namespace, {"engine": {"blockSize": 32}})[0] == 200
+        until(lambda: done(real, namespace), 180, explain)
+        at_rest(real, operator)
+        assert len(found(real, namespace, "StatefulSet")) == 2
+        assert not {one["metadata"]["uid"] for one in found(real, namespace, "Pod")} & pods

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-from operator_runs import CHILDREN, Operator, at_rest, cluster, condition, create, edit, get, until
+from operator_runs import Operator, at_rest, cluster, create, edit, get, until
 from played_nodes import PlayedNodes
 from real_api import RealApi
+from watched_rollout import done, found, serves
 
-from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of, router_name
+from pdcluster_operator.api.labels import engine_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -82,45 +82,3 @@ def test_a_rollout_ends_although_its_operator_is_killed_after_each_write(
         finally:
             whole.stop()
             dying.stop()
-
-
-def done(real: RealApi, namespace: str) -> bool:
-    live = get(real, namespace)
-    seen = live["status"]["observedGeneration"] == live["metadata"]["generation"]
-    ready = condition(real, namespace, "Ready")["status"] == "True"
-    return seen and ready and condition(real, namespace, "Progressing")["reason"] == "Complete"
-
-
-def serves(real: RealApi, namespace: str) -> bool:
-    """Whether the routers behind the Service know an engine of each role that does not end.
-
-    False if these routers changed while the pods were read.
-    """
-    words = routed(real, namespace)
-    pods = [one["metadata"] for one in found(real, namespace, "Pod")]
-    if words != routed(real, namespace):
-        return False
-    known = [pod for pod in pods if any(f"//{pod['name']}." in word for word in words)]
-    roles = {pod["labels"]["pdcluster.dev/role"] for pod in known if "deletionTimestamp" not in pod}
-    assert roles == {"prefill", "decode"}, (words, pods)
-    return True
-
-
-def routed(real: RealApi, namespace: str) -> set[str]:
-    """Return the words on the command line of the routers that the Service selects."""
-    keys = {
-        one["spec"]["selector"].get(PAIRING_LABEL)
-        for one in found(real, namespace, "Service")
-        if one["metadata"]["name"] == router_name("tiny")
-    }
-    return {
-        word
-        for one in found(real, namespace, "Deployment")
-        if one["metadata"]["labels"][PAIRING_LABEL] in keys
-        for word in one["spec"]["template"]["spec"]["containers"][0]["args"]
-    }
-
-
-def found(real: RealApi, namespace: str, kind: str) -> list[dict[str, Any]]:
-    query = "?labelSelector=pdcluster.dev/cluster"
-    return list(real.call("GET", CHILDREN[kind].format(namespace) + query)[1]["items"])

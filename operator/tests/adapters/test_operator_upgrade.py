@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from operator_runs import CHILDREN, at_rest, cluster, condition, create, edit, get, until
 
 pytestmark = pytest.mark.cluster
 
+CRDS = Path(__file__).parents[3] / "crds"
 CONNECTOR = Path(__file__).parents[3] / "connector" / "src" / "pdcluster_connector"
 
 
@@ -76,7 +78,8 @@ def test_an_upgrade_writes_nothing_and_the_next_change_brings_the_new_connector(
     real, operator, namespace, tmp_path
 ):
     operator.start()
-    create(real, namespace, cluster(**variable("1")))
+    # No kubelet makes new engines ready here, so with another type the old ones would stay.
+    create(real, namespace, cluster(rollout={"type": "Recreate"}, **variable("1")))
     settled(real, operator, namespace)
     pods, engines = uids(real, namespace, "Pod"), uids(real, namespace, "StatefulSet")
     stored = revisions(real, namespace)
@@ -188,3 +191,55 @@ def test_engines_of_an_operator_that_stored_no_revisions_are_adopted(
         for one in items(real, namespace, "StatefulSet").values()
     }
     assert all(current == update for current, update in made_from)
+
+
+def with_default(real, how):
+    """Give the CRD another default of ``rollout.type``; returns when objects get it."""
+    crd = yaml.safe_load((CRDS / "pdcluster.dev_pdclusters.yaml").read_text())
+    for version in crd["spec"]["versions"]:
+        spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+        spec["properties"]["rollout"]["properties"]["type"]["default"] = how
+    real.apply(crd, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
+    path = "/apis/pdcluster.dev/v1alpha1/namespaces/default/pdclusters?dryRun=All"
+    until(
+        lambda: real.call("POST", path, cluster("probe"))[1]["spec"]["rollout"]["type"] == how,
+        60,
+        lambda: real.call("POST", path, cluster("probe")),
+    )
+
+
+def test_an_object_with_the_default_of_an_older_crd_keeps_it_and_nothing_changes(
+    real, operator, namespace
+):
+    with_default(real, "Recreate")
+    try:
+        operator.start()
+        create(real, namespace, cluster())
+        settled(real, operator, namespace)
+        stored, pods = revisions(real, namespace), uids(real, namespace, "Pod")
+        at_rest(real, operator)
+        operator.stop()
+    finally:
+        with_default(real, "Surge")
+    before = len(real.writes())
+    operator.start()
+    until(
+        lambda: operator.metric('pdcluster_reconciles_total{outcome="done"}') >= 3,
+        60,
+        operator.said,
+    )
+    assert get(real, namespace)["spec"]["rollout"]["type"] == "Recreate"
+    # Without a type, as the object would be if no default had been stored.
+    assert edit(real, namespace, {"rollout": None})[0] == 200
+    until(
+        lambda: get(real, namespace)["status"]["observedGeneration"] == 2,
+        60,
+        operator.said,
+    )
+    at_rest(real, operator)
+    assert get(real, namespace)["spec"]["rollout"]["type"] == "Surge"
+    writes = {write["requestURI"].partition("?")[0].rpartition("/")[2]
+              for write in real.writes(before)}  # fmt: skip
+    assert writes <= {"status"}, "the generation in the status"
+    assert revisions(real, namespace) == stored
+    assert uids(real, namespace, "Pod") == pods

@@ -55,7 +55,7 @@ WORDS = {
     "transfer.loadFailurePolicy": (("Fail", "Recompute"), "Fail"),
     "transfer.tls": (("Enabled", "Mounted", "Disabled"), "Enabled"),
     "transfer.internalNames": (("Hidden", "Shown"), "Hidden"),
-    "rollout.type": (("Recreate", "Surge", "Replace"), "Recreate"),
+    "rollout.type": (("Surge", "Replace", "Recreate"), "Surge"),
     "router.policy": (
         ("RoundRobin", "Random", "CacheAware", "PowerOfTwo", "ConsistentHash"), "RoundRobin",
     ),

@@ -80,6 +80,12 @@ def test_one_mistake_is_not_reported_twice_in_other_words():
     assert set(errors(broken)) == {"spec.decode.engine.blockSize"}
 
 
+def test_a_manifest_without_a_spec_is_told_what_to_write_first():
+    found = errors({key: value for key, value in MINIMAL.items() if key != "spec"})
+    assert found["spec"].rule == "Required"
+    assert "spec.model.source" in found["spec"].remedy
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -130,6 +130,13 @@ def test_another_model_on_one_role_is_refused_naming_both(prefill, decode, value
     assert "extraArgs" in refused.path
 
 
+@pytest.mark.parametrize("flag", ["--kv-cache-dtype=fp8_e5m2", "--dtype=float"])
+def test_a_role_is_named_if_one_of_its_flags_can_say_the_value(flag):
+    [refused] = findings(prefill=args(flag), decode=args("--dtype=half")).errors
+    named = (refused.path, *refused.related)
+    assert named[:2] == ("spec.decode.engine.extraArgs", "spec.prefill.engine.extraArgs")
+
+
 def test_data_parallel_sizes_may_differ():
     wide = {"parallelism": {"data": 4, "nodes": 2}}
     for spec in ({"prefill": wide}, {"decode": wide}, {"prefill": wide, "decode": wide}):

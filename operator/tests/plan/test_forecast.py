@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.plan.builders.certificates import entry_of
 from pdcluster_operator.plan.certificates import certificates_as_due
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
@@ -19,8 +19,9 @@ from pdcluster_operator.plan.forecast.kubectl_apply import (
     merge_patch,
     server_side_manager,
 )
-from pdcluster_operator.plan.forecast.world import GONE, VERIFIED, World
+from pdcluster_operator.plan.forecast.world import GONE, ROUTED, VERIFIED, World
 from pdcluster_operator.plan.model import Apply, Delete, Observed
+from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
 
 GPUS = {"transfer": {"device": "CUDA"}, "engine": {"blockSize": 16}}
@@ -74,6 +75,23 @@ def test_the_status_stands_for_what_launchers_say() -> None:
     assert len(told.rounds) > 2
 
 
+def test_only_links_that_the_status_does_not_call_failed_count_as_established() -> None:
+    world = running(prefill={"replicas": 3})
+    prefill, decode = world.leaders("prefill"), world.leaders("decode")[0]
+    status = world.cluster["status"]
+    failed = {"prefill": prefill[1].stateful_set, "decode": decode.stateful_set}
+    status["failedLinks"] = [failed]
+    world.children["StatefulSet", prefill[2].stateful_set]["metadata"]["labels"][PAIRING_LABEL] = (
+        "another"
+    )
+    engines, links = reports_in(world.cluster, world.children.values())
+    assert set(engines) == {one.logical for one in (*prefill, decode)}
+    assert set(links) == {decode.logical}, "decode engines have links, prefill engines none"
+    [link] = links[decode.logical].links
+    assert link.prefill == prefill[0].logical
+    assert link.prefill_engine_id == engines[link.prefill].engine_id
+
+
 @pytest.mark.parametrize(
     ("how", "peak", "interrupted"), [("Recreate", 2, True), ("Surge", 4, False)]
 )
@@ -87,6 +105,34 @@ def test_gpus_at_the_peak_and_whether_it_serves(how: str, peak: int, interrupted
         ("prefill", ("engine.blockSize",)),
         ("decode", ("engine.blockSize",)),
     ]
+
+
+def test_engines_and_gpus_are_counted_apart() -> None:
+    world = running(rollout={"type": "Surge"}, prefill={"parallelism": {"tensor": 2}}, **GPUS)
+    course = after(world, prefill={"parallelism": {"tensor": 2}, **env("1")})
+    assert (course.engines, course.gpus) == ((2, 3), (3, 5))
+    fewer = after(world, prefill={"replicas": 0, "parallelism": {"tensor": 2}})
+    assert (fewer.engines, fewer.gpus) == ((2, 2), (3, 3)), "the peak is before the change"
+
+
+def test_each_round_says_what_was_waited_for() -> None:
+    for how, waited in (("Recreate", ["", GONE]), ("Surge", ["", VERIFIED, ROUTED, GONE])):
+        course = after(running(rollout={"type": how}), decode=env("1"))
+        assert [one.after for one in course.rounds] == waited
+
+
+def test_a_forecast_ends_as_soon_as_nobody_has_anything_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, plans = running(), []
+
+    def counted(*seen: Any) -> Any:
+        plans.append(seen)
+        return make_plan(*seen)
+
+    monkeypatch.setattr("pdcluster_operator.plan.forecast.course.make_plan", counted)
+    assert after(world).complete
+    assert len(plans) < 5
 
 
 def test_a_change_that_stops_says_why() -> None:

@@ -104,6 +104,11 @@ def test_one_engine_of_many_is_named():
     message = world.condition("TransportHealthy")["message"]
     assert decode.stateful_set in message
     assert "leaseSeconds" in message
+    # One before it that counts no prompts, as an older connector, hides nothing.
+    first = world.leaders("decode")[0].logical
+    world.links[first] = replace(world.links[first], prompts=None)
+    assert judged(world) == "False"
+    assert world.condition("TransportHealthy")["message"] == message
 
 
 def test_an_engine_that_cannot_be_asked_is_unknown_and_not_well():

@@ -65,7 +65,7 @@ def test_an_index_that_is_free_again_moves_no_engine() -> None:
 
 
 def test_a_lost_engine_of_another_revision_does_not_block_the_new_one() -> None:
-    world = SimulatedCluster(manifest())
+    world = SimulatedCluster(manifest(rollout={"type": "Recreate"}))
     world.bring_up()
     old = world.leaders("decode")[0]
     world.edit(decode={"engine": {"maxModelLen": 128}})

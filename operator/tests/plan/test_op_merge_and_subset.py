@@ -143,6 +143,21 @@ def test_merging_nothing_and_merging_twice(base, overlay):
             True,
         ),
         ({"env": [{"name": "A"}]}, {"env": [{"name": "B"}]}, False),
+        # Of several items, each counts: the first, the last, and one without a name.
+        (
+            {"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]},
+            {"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "3"}]},
+            False,
+        ),
+        (
+            {"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]},
+            {"env": [{"name": "A", "value": "3"}, {"name": "B", "value": "2"}]},
+            False,
+        ),
+        ({"env": [{"name": "A"}, {"value": "1"}]}, {"env": [{"name": "A"}, {"name": "B"}]}, False),
+        ({"args": ["a", "b"]}, {"args": ["a", "c"]}, False),
+        ({"args": ["a", "b"]}, {"args": ["c", "b"]}, False),
+        ({"limits": {"cpu": "1", "memory": "1"}}, {"limits": {"cpu": "1", "memory": "2"}}, False),
         (None, {"a": 1}, False),
         ({"a": None}, {"a": {"b": 1}}, False),
         ({"limits": {}}, {"limits": {"cpu": "1"}}, False),
@@ -174,6 +189,13 @@ def test_differences_are_named_by_their_path():
         ("containers[mesh]", {"name": "mesh"}),
         ("args", ["a", "b"]),
     ]
+
+
+@pytest.mark.parametrize(
+    "live", [[{"value": "x"}], [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}], None]
+)
+def test_items_that_nothing_tells_apart_differ_as_one_list(live):
+    assert list(differences({"env": live}, {"env": [{"name": "A"}]})) == [("env", live)]
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,39 @@ def test_a_follower_that_is_not_ready_keeps_its_engine_from_being_ready():
     is_(world, "PrefillReady", "False", "PodsMissing", "1 of 2")
 
 
+def test_of_several_followers_the_first_that_is_not_ready_is_named():
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 3, "nodes": 3}}))
+    world.bring_up()
+    engine = world.leaders("prefill")[0]
+    world.pods = dict(reversed(world.pods.items()))
+    for node in (2, 1):
+        world.pods[engine.pod(node)]["status"]["conditions"] = [
+            {"type": "Ready", "status": "False"}
+        ]
+        world.step()
+        is_(world, "PrefillReady", "False", "Starting", f"{engine.pod(node)} is not ready")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_of_several_pods_the_first_says_how_the_engine_ended_before(answers):
+    world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 2, "nodes": 2}}))
+    world.bring_up()
+    engine = world.leaders("prefill")[0]
+    for node, code in ((0, 137), (1, 3)):
+        ended = {"terminated": {"exitCode": code, "reason": "Error"}}
+        world.pods[engine.pod(node)]["status"] |= {
+            "conditions": [{"type": "Ready", "status": "False"}],
+            "containerStatuses": [
+                {"name": "engine", "state": {"running": {}}, "lastState": ended},
+            ],
+        }
+    report = world.engines.pop(engine.logical)
+    if answers:
+        world.engines[engine.logical] = replace(report, ready=False, state="LoadingWeights")
+    world.step()
+    is_(world, "PrefillReady", "False", "LoadingWeights" if answers else "Starting", "137")
+
+
 def test_an_engine_whose_first_pod_is_missing_lacks_a_pod_however_many_others_it_has():
     world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 2, "nodes": 2}}))
     world.bring_up()
@@ -516,9 +549,9 @@ def test_zero_replicas_are_a_state_and_no_failure(role):
     world.edit(**{role: {"replicas": 0}})
     events = [*world.step().events]
     is_(world, "Progressing", "True", "Replacing")
-    world.reap()
     plan = world.step()
     events += plan.events
+    world.others_act()
     plan = world.settle()
     is_(world, "PrefillReady", "True", "ScaledToZero" if role == "prefill" else "EnginesReady")
     is_(world, "DecodeReady", "True", "ScaledToZero" if role == "decode" else "EnginesReady")

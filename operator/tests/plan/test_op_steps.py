@@ -169,7 +169,7 @@ def test_scaling_up_adds_and_scaling_down_removes_with_preconditions():
 
 
 def test_a_change_of_decode_replaces_decode_alone_and_waits_for_the_old_to_go():
-    world = SimulatedCluster(manifest())
+    world = SimulatedCluster(manifest(rollout={"type": "Recreate"}))
     world.bring_up()
     old = {name for kind, name in world.children if kind == "StatefulSet"}
     prefill = next(name for name in old if "prefill" in name)
@@ -193,9 +193,9 @@ def test_a_change_of_the_block_size_replaces_both_roles_and_the_router():
     world.bring_up()
     old = set(world.children)
     world.edit(engine={"blockSize": 32})
-    world.step()
-    world.step()
-    world.reap()
+    for _ in range(6):
+        world.step()
+        world.others_act()
     world.settle()
     assert {key for key in world.children if key[0] in ("StatefulSet", "Deployment")} & old == set()
 

@@ -47,6 +47,7 @@ def test_it_decides_while_it_exists_and_says_what_exists() -> None:
     assert world.scaler["status"]["replicas"] == 1
     assert world.cluster["spec"]["prefill"] == {"replicas": 2}, "the user's own words stay"
     world.scaler = None
+    world.reap()
     world.settle()
     assert counts(world) == (2, 1)
 

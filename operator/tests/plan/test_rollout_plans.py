@@ -10,6 +10,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import StatusReason, timestamp
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
+from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 
 ENV = {"decode": {"engine": {"env": [{"name": "A", "value": "2"}]}}}
 KEY = {"engine": {"blockSize": 32}}
@@ -388,6 +389,25 @@ def test_replace_rolls_two_engines_of_each_role_without_another_gpu() -> None:
     assert world.condition("Ready")["status"] == "True"
 
 
+def test_a_change_is_no_outage_unless_the_user_asks_for_one() -> None:
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    old = engines(world)
+    world.edit(**KEY)
+    go_on(world)
+    assert not engines(world) & old
+
+
+@pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
+def test_another_type_of_rollout_alone_changes_nothing(how: str) -> None:
+    """So an object that has the default of an older CRD is no change, nor is one without a type."""
+    world = up("Recreate")
+    world.edit(rollout={"type": how})
+    assert world.plan().steps == ()
+    world.edit(rollout={})
+    assert world.plan().steps == ()
+
+
 def test_recreate_ends_old_routers_so_that_old_engines_get_no_more_requests() -> None:
     """An engine that is told to end serves on as long as requests come."""
     world = up("Recreate")
@@ -461,6 +481,48 @@ def no_node(world: SimulatedCluster, old: set[str], words: str) -> None:
             world.links.pop(engine.logical, None)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        NO_GPU,
+        "0/3 nodes are available: 3 Too many pods.",
+        "0/3 nodes are available: 3 node(s) didn't have free ports for the requested pod ports.",
+        "0/3 nodes are available: 3 node(s) didn't match pod anti-affinity rules.",
+        "3 node(s) unavailable due to PersistentVolumeClaim with ReadWriteOncePod access mode",
+    ],
+)
+def test_a_surge_without_room_names_the_other_types(words: str) -> None:
+    """All that a scheduler says of what other pods hold. The old engines are such pods."""
+    world = up("Surge")
+    old = engines(world)
+    world.edit(**ENV)
+    for _ in range(3):
+        world.step()
+        no_node(world, old, words)
+    world.step()
+    said = world.condition("Progressing")["message"]
+    assert words in said
+    assert "set rollout.type to Replace" in said
+    assert "or to Recreate" in said
+
+
+def test_a_surge_whose_pods_are_never_made_names_the_other_types_when_it_gives_up() -> None:
+    """As when a quota has room for the engine of one role, and each is tried out by itself."""
+    world = up("Surge")
+    world.edit(**ENV)
+    for _ in range(3):
+        world.step()
+    said = world.condition("Progressing")
+    assert "0 of 1 pod so far" in said["message"]
+    assert MAKE_ROOM not in said["message"], "they may be on their way"
+    world.now += 4000
+    world.step()
+    said = world.condition("Progressing")
+    assert said["reason"] == StatusReason.PROGRESS_DEADLINE_EXCEEDED
+    assert said["message"].endswith(MAKE_ROOM)
+    assert world.condition("Available")["status"] == "True"
+
+
 def test_surge_that_gets_no_gpu_gives_up_and_the_old_engines_serve() -> None:
     world = up("Surge")
     old = engines(world)
@@ -472,13 +534,13 @@ def test_surge_that_gets_no_gpu_gives_up_and_the_old_engines_serve() -> None:
     progressing = world.condition("Progressing")
     assert progressing["status"] == "True"
     assert NO_GPU in progressing["message"]
-    assert progressing["message"].endswith("or set rollout.type to Replace")
+    assert progressing["message"].endswith(MAKE_ROOM)
     world.now += 4000
     world.step()
     progressing = world.condition("Progressing")
     assert progressing["reason"] == StatusReason.PROGRESS_DEADLINE_EXCEEDED
     assert NO_GPU in progressing["message"]
-    assert progressing["message"].endswith("or set rollout.type to Replace")
+    assert progressing["message"].endswith(MAKE_ROOM)
     assert world.condition("Available")["status"] == "True"
     assert old < engines(world)
     assert_served(world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Any
 
 import pytest
@@ -80,6 +81,13 @@ def test_parts_with_equal_values_under_other_keys_stay_apart() -> None:
     documents = [{"a": "x"}, {"b": "x"}, {"a": ["x"]}, {"a": "x", "b": "x"}, ["a", "x"], ["x"]]
     for _ in range(2):
         assert [with_shared_parts(document) for document in documents] == documents
+
+
+def test_an_enum_stays_what_it_was_though_it_equals_a_text() -> None:
+    ones, others = StrEnum("One", {"A": "a"}), StrEnum("Other", {"A": "a"})
+    document = ["a", ones.A, others.A, {"b": others.A, "c": ones.A}, {"b": "a", "c": "a"}]
+    assert repr(with_shared_parts(document)) == repr(document)
+    assert repr(with_shared_parts(document[::-1])) == repr(document[::-1])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_a_new_cluster_has_nothing_to_lose_and_tries_nothing_out() -> None:
 
 
 def test_each_role_is_tried_out_and_stored_before_an_engine_is_deleted() -> None:
-    world = SimulatedCluster(manifest())
+    world = SimulatedCluster(manifest(rollout={"type": "Recreate"}))
     world.bring_up()
     old = engines(world)
     world.edit(engine=LONGER)
@@ -103,3 +103,4 @@ def test_which_answers_refuse(beside: bool, reason: str, message: str, refused: 
     assert (found is not None) is refused
     if found is not None:
         assert message in found
+        assert ("rollout.type to Replace" in found) is beside, "a quota is met only beside others"

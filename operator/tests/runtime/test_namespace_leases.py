@@ -20,8 +20,10 @@ from pdcluster_operator.plan.namespace_lease import (
     may_hold,
     term_of,
 )
+from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
+from pdcluster_operator.runtime.reconcile import Place
 
 
 class Server:
@@ -262,6 +264,8 @@ async def test_a_namespace_without_clusters_is_given_back() -> None:
     await until(one.holds)
     one.clusters.clear()
     await until(lambda: server.holder() == "")
+    given_back = server.held["ns", "pdcluster-operator"]["spec"]
+    assert given_back["leaseDurationSeconds"] == 1, "no client has to wait for its end"
     await one.leases.stop()
 
 
@@ -282,3 +286,14 @@ def test_who_may_hold_a_lease(held: Holding, unchanged: float, may: bool) -> Non
 def test_the_lease_of_a_class_has_a_name_of_its_own() -> None:
     assert lease_name("") == "pdcluster-operator"
     assert lease_name("blue") == "pdcluster-operator-blue"
+
+
+async def test_a_lease_is_needed_only_where_a_cluster_of_the_class_is() -> None:
+    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    loop = ControlLoop(**parts, place=Place(operator_class="blue"))
+    for namespace, operator_class in (("ours", "blue"), ("theirs", "red")):
+        metadata = {"namespace": namespace, "name": "c", "uid": namespace}
+        spec = {"operatorClass": operator_class}
+        loop.store.put({"kind": "PDCluster", "metadata": metadata, "spec": spec})
+    asked = {name: loop.works_in(name) for name in ("ours", "theirs", "empty")}
+    assert asked == {"ours": True, "theirs": False, "empty": False}

@@ -427,6 +427,19 @@ async def test_events_come_with_the_status_that_they_are_about(
     assert world.events.events.count(told) == 1
 
 
+@pytest.mark.parametrize(("plan_asks", "expected"), [(2.0, 2.0), (60.0, 4.0), (None, 4.0)])
+async def test_a_cluster_is_looked_at_again_when_the_first_thing_is_due(
+    monkeypatch: pytest.MonkeyPatch, plan_asks: float | None, expected: float
+) -> None:
+    """The plan asks for a time, and a status that was held back asks for 4 seconds."""
+    plan = reconcile.make_plan
+    monkeypatch.setattr(
+        reconcile, "make_plan", lambda *found: replace(plan(*found), requeue_after=plan_asks)
+    )
+    monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 4.0)
+    assert await World().reconcile() == expected
+
+
 async def test_a_failed_step_stops_the_rest_and_stands_in_the_status() -> None:
     world = World()
     world.port.fail["apply StatefulSet"] = ApiError("Forbidden", "statefulsets is forbidden")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pdcluster_connector.launcher.request_ids import MIDDLEWARE
+from pdcluster_connector.launcher import door, request_ids
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.link_documents import MAX_SIDE_CHANNELS
 from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
@@ -110,8 +110,9 @@ def engine_command(arguments: Sequence[str], *, engine_id: str, role: str) -> En
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         raise ArgumentError(f"{CONNECTOR_FLAG}: kv_connector_extra_config must be a JSON object")
+    words += ["--middleware", door.MIDDLEWARE]
     if extra.get("show_internal_names") is not True:
-        words += ["--middleware", MIDDLEWARE]
+        words += ["--middleware", request_ids.MIDDLEWARE]
     if flags.get("--node-rank", "0") != "0" and "--headless" not in flags:
         # A follower runs no server. Add at the end, so no index moves. vLLM uses the last flag.
         servers = ["--api-server-count", "0"] if "--api-server-count" in flags else []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final
 
 from pdcluster_connector.launcher.engine_api import NO_ANSWER, EngineApi
@@ -20,23 +21,31 @@ FORGET_SECONDS: Final = 60.0
 """For so long at most an engine serves on because routers may still send it requests.
 
 The operator replaces the routers by new ones that do not know it. It says when that is done, mostly
-after half a minute.
+after half a minute. A router of the user's has as long to notice. After that, new requests are
+turned away.
 """
 QUIET_SECONDS: Final = 2.0
 """For so long no request may have finished: then no router sends any more."""
 
 
 async def wait_until_idle(
-    api: EngineApi, readiness: Readiness, deadline: float, *, forever: bool = False
+    api: EngineApi,
+    readiness: Readiness,
+    deadline: float,
+    close: Callable[[], None],
+    *,
+    forever: bool = False,
 ) -> None:
     """Wait until nothing is left to do, and nothing more comes; say in ``readiness`` what is left.
 
     Args:
         deadline: when to stop waiting, in seconds of the monotonic clock.
+        close: has new requests turned away. It is called more than once.
         forever: go on when nothing is left: the engine stays drained.
     """
     readiness.draining("draining")
-    calm, ends = Calm(time.monotonic()), False
+    began = time.monotonic()
+    calm, ends = Calm(began), False
     while time.monotonic() < deadline and (forever or not ends):
         left: Work | None = None
         try:
@@ -46,6 +55,9 @@ async def wait_until_idle(
         else:
             readiness.draining(str(left))
         ends = calm.seen(left, time.monotonic(), routed=readiness.routed)
+        # While a router of the operator's sends requests, each that is turned away would fail.
+        if not readiness.routed and time.monotonic() - began >= FORGET_SECONDS:
+            close()
         await asyncio.sleep(_POLL)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from pdcluster_connector.launcher import canary
+from pdcluster_connector.launcher import canary, door
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.drain import wait_until_idle
 from pdcluster_connector.launcher.engine_api import EngineApi
@@ -72,6 +72,7 @@ class Supervisor:
         self._followers = Followers(command.nodes)
         self._lines = LastLines()
         self._engine = EngineProcess(self._on_line)
+        self._door = door.DoorFile()
         self._api: EngineApi
         self._living: asyncio.Task[int]
         self._stops = 0
@@ -116,6 +117,7 @@ class Supervisor:
                 for task in self._tasks:
                     task.cancel()
                 self._engine.clean_up()
+                self._door.clean_up()
                 await metrics.stop()
                 await server.stop()
         if self._loss:
@@ -146,7 +148,8 @@ class Supervisor:
 
     def _start_engine(self, command: EngineCommand, control: str, token: str) -> None:
         arguments = [sys.executable, "-m", self._options.runner, *command.arguments]
-        self._engine.start(arguments, engine_environment(self._package, control, token))
+        environment = engine_environment(self._package, control, token)
+        self._engine.start(arguments, environment | {door.VARIABLE: str(self._door.path)})
 
     # Several nodes.
 
@@ -211,7 +214,8 @@ class Supervisor:
 
     async def _drain(self, *, forever: bool = False) -> None:
         deadline = inf if forever else time.monotonic() + self._options.drain_seconds
-        await wait_until_idle(self._api, self._readiness, deadline, forever=forever)
+        close = self._door.close
+        await wait_until_idle(self._api, self._readiness, deadline, close, forever=forever)
 
     # What runs beside the engine.
 

@@ -208,7 +208,7 @@ class LauncherClient:
                 allow_redirects=False,
                 **own_arguments(self._tls),
             ) as response:
-                if response.status in {200, 204}:
+                if response.status == 204:
                     self._complaint = ""
                     return True
                 text = (await read_bounded(response, 300)).decode("utf-8", "replace")

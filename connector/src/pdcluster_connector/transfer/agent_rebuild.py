@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 HEALTHY_SECONDS = 1.0  # for others to land before the agent is destroyed under them
 RENEWAL_SECONDS = 5.0  # new receives wait this long at most for a renewal
-RETRY_SECONDS = 30.0  # between two attempts at a renewal
+RETRY_SECONDS = 30.0  # between the first two attempts at a renewal
 
 
 class AgentRebuild:
@@ -61,6 +61,7 @@ class AgentRebuild:
         self.held: list[Job] = []
         self.over: Failure | None = None
         self._retry_at = -inf
+        self._pause = RETRY_SECONDS
         self._connections = connections
         self._transfers = transfers
         self._jobs = jobs
@@ -88,6 +89,10 @@ class AgentRebuild:
 
         The agent may never be without a transfer. So at last those under way are cut, and read
         again. Each time that happens, the next time comes twice as late: slow reads come to an end.
+
+        A peer may be cut off for hours. Each renewal costs all others their connections, and may
+        hold them up. So each pause is twice as long as the one before, up to ``stall_seconds``,
+        until nothing has hung for a whole pause.
         """
         hanging, now = self._connections.hanging_since, self._clock()
         if hanging is None:
@@ -96,6 +101,8 @@ class AgentRebuild:
             self._patience *= 2
             self.by = now + HEALTHY_SECONDS
         elif now >= max(hanging + seconds, self._retry_at) and self.renew_by is None:
+            if hanging > self._retry_at:
+                self._pause = RETRY_SECONDS
             self.renew_by = now + RENEWAL_SECONDS
 
     def carry_out_if_due(self) -> bool:
@@ -108,6 +115,7 @@ class AgentRebuild:
             return False
         if self.by is None:
             self._patience = self._stall_seconds
+            self._pause_renewals()
         message = "the reading agent was rebuilt to stop a transfer that hung"
         self.carry_out(Failure(Reason.BACKEND_ERROR, message))
         return True
@@ -121,9 +129,13 @@ class AgentRebuild:
     def _put_off_renewal(self) -> None:
         """Let those connect that wait for a renewal: a transfer may be slow for minutes."""
         self.renew_by = None
-        self._retry_at = self._clock() + RETRY_SECONDS
+        self._pause_renewals()
         held, self.held = self.held, []
         self._connect_waiting(held)
+
+    def _pause_renewals(self) -> None:
+        self._retry_at = self._clock() + self._pause
+        self._pause = max(self._pause, min(2 * self._pause, self._stall_seconds))
 
     def _connect_waiting(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
@@ -148,6 +160,8 @@ class AgentRebuild:
             self._transfers.unseen = 0
             self._fatal(str(error))
             return
+        for job in jobs.values():  # what waited in a queue that moved has not waited in vain
+            job.machine.queue_moved(self._transfers.queue_moved_at(job))
         self._transfers.clear()
         waiting = (serial for connection in cut for serial in connection.waiting or ())
         again = [jobs[serial] for serial in waiting if serial in jobs]  # some have ended meanwhile

@@ -25,7 +25,7 @@ from pdcluster_connector.plan.transfer import PeerPlan
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.transfer.probing import Probing
+from pdcluster_connector.transfer.probing import Probing, answer
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,17 @@ class Connections:
         self._probing.probe(metadata, future)
 
     def check(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
-        """Check that a connection still carries data; see :meth:`Probing.check`."""
+        """Check that a connection still carries data; see :meth:`Probing.check`.
+
+        One that comes late would have the connection of the next incarnation broken off.
+        """
+        if metadata.engine_id not in self.by_engine:
+            checked = parse_engine_id(metadata.engine_id)
+            for engine_id, connection in self.by_engine.items():
+                if connection.broken is None and parse_engine_id(engine_id).succeeds(checked):
+                    failure = _replaced(metadata.engine_id, engine_id)
+                    answer(future, ProbeResult(metadata.engine_id, (), failure))
+                    return
         self._probing.check(metadata, future)
 
     def step(self) -> bool:
@@ -173,8 +183,7 @@ class Connections:
         answered = parse_engine_id(engine_id)
         for connection in list(self.by_engine.values()):
             if answered.succeeds(parse_engine_id(connection.engine_id)):
-                message = f"{engine_id} has taken the place of {connection.engine_id}"
-                self.break_off(connection, Failure(Reason.PEER_RESTARTED, message))
+                self.break_off(connection, _replaced(connection.engine_id, engine_id))
 
     def _make_room(self) -> None:
         """Close the oldest connection without transfers."""
@@ -218,3 +227,8 @@ class Connections:
                 raise
             logger.exception("a reading agent could not be destroyed; it writes no KV")
         self._agent = None
+
+
+def _replaced(engine_id: str, successor: str) -> Failure:
+    message = f"{successor} has taken the place of {engine_id}"
+    return Failure(Reason.PEER_RESTARTED, message)

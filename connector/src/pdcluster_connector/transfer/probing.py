@@ -7,7 +7,6 @@ link in use still carries data. All of them are reads of the peer's probe memory
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -59,7 +58,7 @@ class Probing:
         self._check_seconds = check_seconds
         self.scratch = Scratch()
         self.runs: list[ProbeRun] = []
-        self.waiting: deque[tuple[EngineMetadata, Future[ProbeResult]]] = deque()
+        self.waiting: dict[Future[ProbeResult], EngineMetadata] = {}
         self._probe: tuple[ProbeRun, Future[ProbeResult]] | None = None  # the one under way
         self._over: Failure | None = None
 
@@ -77,11 +76,11 @@ class Probing:
     def probe(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
         """Probe a peer when its turn comes. Probes run one at a time, or they would be slower."""
         if self._over is not None:
-            _answer(future, ProbeResult(metadata.engine_id, (), self._over))
+            answer(future, ProbeResult(metadata.engine_id, (), self._over))
         elif len(self.waiting) >= MAX_PROBES:
-            _answer(future, _no_probe(metadata, "too many probes are waiting"))
+            answer(future, _no_probe(metadata, "too many probes are waiting"))
         else:
-            self.waiting.append((metadata, future))
+            self.waiting[future] = metadata
 
     def check(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
         """Check with a small read that a connection still carries data.
@@ -90,16 +89,16 @@ class Probing:
         shows the same.
         """
         if self._over is not None:
-            _answer(future, ProbeResult(metadata.engine_id, (), self._over))
+            answer(future, ProbeResult(metadata.engine_id, (), self._over))
             return
         try:
             connection = self._open(metadata)
             if connection.broken is not None or connection.waiting is not None:
-                _answer(future, ProbeResult(metadata.engine_id, (), connection.broken))
+                answer(future, ProbeResult(metadata.engine_id, (), connection.broken))
             else:
                 self._start(connection, WARM_UP_BYTES, self._answering(future), check=True)
         except Exception as error:  # noqa: BLE001 - one check fails, whatever the cause
-            _answer(future, _no_probe(metadata, f"{type(error).__name__}: {error}"))
+            answer(future, _no_probe(metadata, f"{type(error).__name__}: {error}"))
 
     def step(self) -> bool:
         """Go on with all runs; return whether to come back soon."""
@@ -133,43 +132,54 @@ class Probing:
         self._probe = None
         self.scratch.reset()
         while final and self.waiting:
-            metadata, future = self.waiting.popleft()
-            _answer(future, ProbeResult(metadata.engine_id, (), failure))
+            future, metadata = self.waiting.popitem()
+            answer(future, ProbeResult(metadata.engine_id, (), failure))
 
     def refuse(self, failure: Failure) -> None:
         """Answer all further probes and checks with ``failure``."""
         self._over = failure
 
     def _next_probe(self) -> bool:
-        if not self.waiting or (self._probe and not self._probe[1].done()):
+        """Begin what can begin of the probes that wait; return whether to come back soon.
+
+        That is one probe, or the warm-up of a connection. Warm-ups run side by side: of a peer
+        that is cut off, each lasts until it fails, and peers behind it would wait for all of them.
+        """
+        if self._probe and not self._probe[1].done():
             return False
-        metadata, future = self.waiting[0]
-        try:
-            connection = self._open(metadata)
-            if connection.waiting is not None and connection.broken is None:
-                return False  # its warm-up comes first
-            self.waiting.popleft()
-            if connection.broken is not None:
-                _answer(future, ProbeResult(metadata.engine_id, (), connection.broken))
-            else:
-                run = self._start(connection, PROBE_BYTES, self._answering(future))
-                self._probe = (run, future)
-        except Exception as error:  # noqa: BLE001 - one probe fails, whatever the cause
-            if self.waiting and self.waiting[0][1] is future:
-                self.waiting.popleft()
-            _answer(future, _no_probe(metadata, f"{type(error).__name__}: {error}"))
-        return True
+        for future, metadata in list(self.waiting.items()):
+            if future.cancelled():
+                del self.waiting[future]
+                continue
+            runs = len(self.runs)
+            try:
+                connection = self._open(metadata)
+                if connection.waiting is not None and connection.broken is None:
+                    if len(self.runs) > runs:
+                        return True
+                    continue
+                del self.waiting[future]
+                if connection.broken is not None:
+                    answer(future, ProbeResult(metadata.engine_id, (), connection.broken))
+                else:
+                    run = self._start(connection, PROBE_BYTES, self._answering(future))
+                    self._probe = (run, future)
+            except Exception as error:  # noqa: BLE001 - one probe fails, whatever the cause
+                self.waiting.pop(future, None)
+                answer(future, _no_probe(metadata, f"{type(error).__name__}: {error}"))
+            return True
+        return False
 
     def _answering(self, future: Future[ProbeResult]) -> Callable[[Connection, ProbeResult], None]:
         """Return what answers ``future``. A connection that has failed is not used any more."""
 
-        def answer(connection: Connection, result: ProbeResult) -> None:
+        def done(connection: Connection, result: ProbeResult) -> None:
             failure = result.failure
             if failure is not None and failure is not NO_ROOM and connection.broken is None:
                 self._failed(connection, failure)
-            _answer(future, result)
+            answer(future, result)
 
-        return answer
+        return done
 
     def _start(
         self,
@@ -197,6 +207,7 @@ def _no_probe(metadata: EngineMetadata, message: str) -> ProbeResult:
     return ProbeResult(metadata.engine_id, (), Failure(Reason.BACKEND_ERROR, message))
 
 
-def _answer(future: Future[ProbeResult], result: ProbeResult) -> None:
+def answer(future: Future[ProbeResult], result: ProbeResult) -> None:
+    """Answer who asked, unless nobody waits any more."""
     if future.set_running_or_notify_cancel():
         future.set_result(result)

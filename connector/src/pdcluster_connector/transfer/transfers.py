@@ -94,9 +94,9 @@ class Transfers:
         A transfer that later ones have overtaken does not wait in a queue any more.
         """
         sources = (
-            transfer.source
-            for number, transfer in self._under_way.items()
-            if transfer.job is job and transfer.source.newest_landed < number
+            self._under_way[number].source
+            for number in job.machine.open
+            if number in self._under_way and self._under_way[number].source.newest_landed < number
         )
         return max((source.moved_at for source in sources), default=-inf)
 

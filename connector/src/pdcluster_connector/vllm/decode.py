@@ -152,7 +152,8 @@ class DecodeRole:
         if incoming.stage is Stage.WAITING:
             self._check.explain(request, incoming)
             self._settle(request.request_id, incoming)
-        if incoming.outcome != "transferred":
+        preempted = request.num_computed_tokens == 0  # what had come is lost
+        if incoming.outcome != "transferred" or preempted:
             self.local.begins(request, incoming.computed)
         self._counts.scheduled(request, incoming)
 

@@ -11,8 +11,11 @@ never are.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 SHORT: Final = 128
 """Characters of the longest string that is shared."""
@@ -61,30 +64,60 @@ def with_shared_parts(value: Any) -> Any:
 
 
 def _shared(value: Any, levels: int) -> tuple[Any, bool]:
-    """Return an equal value, and whether it is one that others may have, too."""
+    """Return an equal value, and whether it is one that others may have, too.
+
+    The operator calls this for each part of all that it sees and makes. So strings, which most
+    parts are, are looked up where they are met: a call takes three times as long.
+    """
     if isinstance(value, str):
-        return (_leaf(value), True) if len(value) <= SHORT else (value, False)
+        leaf = _text if type(value) is str else _typed
+        return (leaf(value), True) if len(value) <= SHORT else (value, False)
     if isinstance(value, dict) and levels:
-        keys = [_shared(key, 0) for key in value]
-        items = [_shared(item, levels - 1) for item in value.values()]
-        part: Any = {key: item for (key, _), (item, _) in zip(keys, items, strict=True)}
-        return _part(b"{", part, [*keys, *items])
+        return _shared_dict(value, levels - 1)
     if isinstance(value, list) and levels:
-        items = [_shared(item, levels - 1) for item in value]
-        return _part(b"[", [item for item, _ in items], items)
+        return _shared_list(value, levels - 1)
     if isinstance(value, int):
-        return _leaf(value), True
+        return _typed(value), True
     return value, value is None
 
 
-def _part(kind: bytes, part: Any, held: list[tuple[Any, bool]]) -> tuple[Any, bool]:
-    if len(part) > FEW or not all(is_shared for _, is_shared in held):
+def _shared_dict(value: dict[Any, Any], levels: int) -> tuple[dict[Any, Any], bool]:
+    text = _text
+    part: dict[Any, Any] = {}
+    ids: list[int] = []
+    common = len(value) <= FEW
+    for key, item in value.items():
+        if type(key) is str and len(key) <= SHORT:
+            name = text(key)
+        else:
+            name, is_shared = _shared(key, 0)
+            common = common and is_shared
+        if type(item) is str and len(item) <= SHORT:
+            held = text(item)
+        else:
+            held, is_shared = _shared(item, levels)
+            common = common and is_shared
+        part[name] = held
+        ids += (id(name), id(held))
+    return (_PARTS.first(_name(b"{", ids), part), True) if common else (part, False)
+
+
+def _shared_list(value: list[Any], levels: int) -> tuple[list[Any], bool]:
+    found = [_shared(item, levels) for item in value]
+    part = [item for item, _ in found]
+    if len(part) > FEW or not all(is_shared for _, is_shared in found):
         return part, False
-    name = kind + array("Q", [id(item) for item, _ in held]).tobytes()
-    return _PARTS.first(name, part), True
+    return _PARTS.first(_name(b"[", map(id, part)), part), True
 
 
-@lru_cache(maxsize=1 << 14, typed=True)
-def _leaf(value: Any) -> Any:
-    """``sys.intern`` is not used, because some versions of Python never free interned strings."""
+def _name(kind: bytes, ids: Iterable[int]) -> bytes:
+    return kind + array("Q", ids).tobytes()
+
+
+def _itself(value: T) -> T:
     return value
+
+
+# ``sys.intern`` is not used, because some versions of Python never free interned strings.
+_text = lru_cache(maxsize=1 << 14)(_itself)
+_typed = lru_cache(maxsize=1 << 11, typed=True)(_itself)  # 1 and True are equal, as are enums

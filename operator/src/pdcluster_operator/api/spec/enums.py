@@ -94,6 +94,6 @@ class Visibility(StrEnum):
 class RolloutType(StrEnum):
     """How engines are replaced when their revision changes."""
 
-    RECREATE = "Recreate"
     SURGE = "Surge"
     REPLACE = "Replace"
+    RECREATE = "Recreate"

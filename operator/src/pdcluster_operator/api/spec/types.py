@@ -61,13 +61,14 @@ class Rollout:
 
     type: Annotated[
         RolloutType,
-        Example("Surge"),
+        Example("Replace"),
         Doc(
             "is how engines are replaced when their revision changes. Surge starts new engines "
             "first and needs spare GPUs. Replace needs none: an engine of each role leaves before "
-            "the next new one starts, and the others serve. Recreate stops all old engines first."
+            "the next new one starts, and the others serve. Recreate stops all old engines first, "
+            "so nothing is served for a while."
         ),
-    ] = RolloutType.RECREATE
+    ] = RolloutType.SURGE
     max_surge: Annotated[
         int,
         Example(2),

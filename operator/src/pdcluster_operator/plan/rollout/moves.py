@@ -20,6 +20,12 @@ from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType
 from pdcluster_operator.plan.rollout.fleet import Fleet, RoleFleet
 
+MAKE_ROOM = (
+    "Surge starts new engines beside the old ones. Make room for them, or set rollout.type to "
+    "Replace, which needs two verified engines of each role that changes, or to Recreate, which "
+    "serves nothing for a while"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Moves:

@@ -13,6 +13,7 @@ from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_statefulset import build_engine_statefulset
 from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.model import TryOut
+from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 from pdcluster_operator.plan.rollout.stored import Revision, build_revision
 
 REFUSALS = frozenset({"Invalid", "Forbidden", "BadRequest"})
@@ -44,7 +45,8 @@ def refusal(step: TryOut, kind: str, reason: str, message: str) -> str | None:
         return None
     if USED_UP in message and not step.beside:
         return None
-    return f"the API server refuses the new {kind}, so the old engines serve on: {message}"
+    remedy = f"; {MAKE_ROOM}" if USED_UP in message else ""
+    return f"the API server refuses the new {kind}, so the old engines serve on: {message}{remedy}"
 
 
 def _pod_of(engine: dict[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,16 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no, seconds, yes
 from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 
-NO_ROOM = (
-    "Surge starts new engines beside the old ones. Make room for them, or set rollout.type to "
-    "Replace"
+HELD_BY_OTHERS = (
+    "Insufficient ",
+    "Too many pods",
+    "free ports",
+    "anti-affinity rules",
+    "ReadWriteOncePod",
 )
-INSUFFICIENT = "Insufficient"
-"""A word of the scheduler's, if a node would fit but has too little left of a resource."""
+"""Words of the scheduler's, if a node would fit but other pods hold what the pod needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,11 @@ def progressing(
         return no(StatusReason.COMPLETE, "nothing is left to do")
     if (held := _held(change)) is not None:
         return held
-    remedy = f"; {NO_ROOM}" if change.replacing and change.surging and _no_room(ready) else ""
     # An engine that is newer than the beginning has the whole time.
-    if now - max(since, change.started or 0.0) > change.deadline:
+    late = now - max(since, change.started or 0.0) > change.deadline
+    surging = change.replacing and change.surging
+    remedy = f"; {MAKE_ROOM}" if surging and _no_room(ready, late=late) else ""
+    if late:
         return no(
             StatusReason.PROGRESS_DEADLINE_EXCEEDED,
             f"not Ready within {change.deadline} s: {ready.reason}: {ready.message}{remedy}",
@@ -85,9 +90,16 @@ def progressing(
     return yes(StatusReason.REPLACING, f"{words}{remedy}")
 
 
-def _no_room(ready: Verdict) -> bool:
-    """Whether engines wait for resources that other pods hold. Only then it helps to make room."""
-    return ready.reason == StatusReason.UNSCHEDULABLE and INSUFFICIENT in ready.message
+def _no_room(ready: Verdict, *, late: bool) -> bool:
+    """Whether engines wait for what other pods hold. Only then it helps to make room.
+
+    Args:
+        late: an engine that has no pods for so long gets none: most likely a quota is used up.
+    """
+    if ready.reason == StatusReason.PODS_MISSING:
+        return late
+    held = any(words in ready.message for words in HELD_BY_OTHERS)
+    return ready.reason == StatusReason.UNSCHEDULABLE and held
 
 
 def progressing_since(before: Mapping[str, Any], generation: int, now: float) -> float:

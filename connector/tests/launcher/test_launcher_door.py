@@ -1,0 +1,68 @@
+"""An engine that is told to end turns new requests away, and finishes those that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from pdcluster_connector.launcher import door
+from pdcluster_connector.launcher.door import VARIABLE, Door, DoorFile
+
+
+@pytest.fixture
+def file(monkeypatch, tmp_path):
+    monkeypatch.setattr(door.tempfile, "gettempdir", lambda: str(tmp_path))
+    return DoorFile()
+
+
+async def served(scope, _receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+def answer(middleware, **scope):
+    """Return the status and the body of the answer."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(middleware({"type": "http", "method": "POST", **scope}, None, send))
+    body = b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"], json.loads(body or b"null")
+
+
+def test_after_the_door_is_closed_new_requests_get_a_503(file, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(file.path))
+    middleware = Door(served)
+    assert answer(middleware)[0] == 200
+    file.close()
+    file.close()
+    status, said = answer(middleware)
+    assert status == 503
+    assert said["error"]["code"] == 503
+    assert "another engine" in said["error"]["message"]
+    # The launcher and the kubelet ask on.
+    assert answer(middleware, method="GET")[0] == 200
+    assert answer(middleware, type="websocket")[0] == 200
+
+
+def test_an_engine_that_no_launcher_started_has_no_door(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert answer(Door(served))[0] == 200
+
+
+def test_the_launcher_leaves_no_file_behind(file, tmp_path):
+    assert list(tmp_path.iterdir()) == []
+    file.clean_up()
+    file.close()
+    assert list(tmp_path.iterdir()) == [file.path]
+    file.clean_up()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_place_to_write_to_the_engine_serves_on(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(door.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
+    DoorFile().close()
+    assert "cannot be turned away" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Conditions of several links: which link is named, and how many are counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdcluster_operator.api.conditions import Status, StatusReason, Verdict
+from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Transfer
+from pdcluster_operator.plan.engines import EngineView
+from pdcluster_operator.plan.links import PairState, PairView
+from pdcluster_operator.plan.reports import CanaryReport, LinkState
+from pdcluster_operator.plan.status.link_conditions import (
+    links_established,
+    path_verified,
+    transport_healthy,
+)
+
+PASSED = CanaryReport(LinkState.PASSED)
+FAILED = CanaryReport(LinkState.FAILED, message="no KV moved")
+
+
+def engine(role: Role, index: int) -> EngineView:
+    name = EngineName("ns", "c", role, "aaaaa", index)
+    return EngineView(name, True, StatusReason.ENGINES_READY, "", "x/1", "10.0.0.1", 1)
+
+
+def link(index: int, state: PairState = PairState.ESTABLISHED, **known: Any) -> PairView:
+    """Return the link of prefill engine ``index`` to the one decode engine."""
+    return PairView(engine(Role.PREFILL, index), engine(Role.DECODE, 0), state, **known)
+
+
+def label(index: int) -> str:
+    return f"c-prefill-aaaaa-{index} -> c-decode-aaaaa-0"
+
+
+def good(index: int) -> PairView:
+    return link(index, canary=PASSED, bytes_per_second=2e9)
+
+
+def test_failed_links_are_counted_and_the_first_of_them_is_named() -> None:
+    broken = [
+        link(1, PairState.FAILED, reason="PeerRestarted", message="it is gone"),
+        link(2, PairState.FAILED, reason="BackendError", message="no route"),
+    ]
+    found = links_established([good(0), *broken, good(3)], {})
+    assert (found.status, found.reason) == (Status.FALSE, "PeerRestarted")
+    assert found.message == f"2 of 4 links failed; {label(1)}: it is gone"
+    alone = links_established(broken[1:], {})
+    assert alone.message == f"{label(2)}: no route", "of one link, nothing is counted"
+
+
+@pytest.mark.parametrize(
+    ("links", "reason", "named"),
+    [
+        ([good(0), link(1, canary=FAILED), link(2, canary=FAILED)], "CanaryFailed", 1),
+        ([good(0), link(1, PairState.FAILED), link(2, canary=FAILED)], "CanaryFailed", 2),
+        ([good(0), link(1), link(2, PairState.FAILED)], "CanaryPending", 2),
+        ([good(0), link(1), link(2, PairState.WAITING, reason="Waiting")], "Waiting", 2),
+        ([good(0), link(1), link(2)], "CanaryPending", 1),
+    ],
+)
+def test_the_worst_link_says_why_no_kv_was_seen_to_move(
+    links: list[PairView], reason: str, named: int
+) -> None:
+    found = path_verified(links, {})
+    assert found.status != Status.TRUE
+    assert found.reason == reason
+    assert found.message.startswith(label(named))
+
+
+def healthy(*links: PairView, least: int | None = 1000) -> Verdict:
+    return transport_healthy(links, Transfer(min_bandwidth_mbps=least))
+
+
+def test_slow_links_are_counted_and_the_first_of_them_is_named() -> None:
+    slow = [link(1, bytes_per_second=999e6), link(2, bytes_per_second=1e6)]
+    found = healthy(good(0), *slow, link(3, bytes_per_second=1000e6))
+    assert (found.status, found.reason) == (Status.FALSE, StatusReason.PROBABLE_TCP_FALLBACK)
+    assert found.message == f"2 of 4 links slower than 1000 MB/s; {label(1)}"
+    assert healthy(good(0), link(3, bytes_per_second=1000e6)).status == Status.TRUE
+
+
+def test_a_link_that_is_not_measured_keeps_the_speed_unknown() -> None:
+    for unmeasured in (link(1), link(1, PairState.FAILED, bytes_per_second=2e9)):
+        assert healthy(good(0), unmeasured).reason == StatusReason.BANDWIDTH_UNMEASURED
+    assert healthy().reason == StatusReason.BANDWIDTH_UNMEASURED
+    assert healthy(good(0), link(1, PairState.PENDING), least=None).status == Status.UNKNOWN
+    assert healthy(good(0), link(1), least=None).reason == StatusReason.NO_THRESHOLD
