@@ -74,7 +74,7 @@ Run = Callable[..., Awaitable[None]]
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server, Run]]:
-    for name in ("SHORTEST", "LONGEST", "ABSENT_SECONDS"):
+    for name in ("FIRST", "LONGEST", "ABSENT_SECONDS"):
         monkeypatch.setattr(watches, name, 0.001)
     known = Server()
     application = web.Application()
@@ -160,7 +160,8 @@ async def test_a_watch_that_fails_again_and_again_waits_longer(
     known, run = server
     bounds: list[float] = []
 
-    def uniform(_: float, most: float) -> float:
+    def uniform(least: float, most: float) -> float:
+        assert least == most / 2
         bounds.append(round(most, 3))
         return 0.0
 
@@ -169,4 +170,4 @@ async def test_a_watch_that_fails_again_and_again_waits_longer(
     known.pages = [page("9")]
     known.streams = [500, [], 500, 500, [line("MODIFIED", pod("a", 10))], 500]
     await run()
-    assert bounds == [0.002, 0.004, 0.005, 0.005, 0.002]
+    assert bounds == [0.001, 0.003, 0.005, 0.005, 0.001]

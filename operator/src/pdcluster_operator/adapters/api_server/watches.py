@@ -30,8 +30,11 @@ See = Callable[[str, dict[str, Any]], None]
 
 OPEN_SECONDS = 600
 """After so many seconds the server ends a watch, as it does with everybody's."""
-SHORTEST, LONGEST = 0.5, 30.0
-"""Seconds between two attempts to open a watch. They double from failure to failure."""
+FIRST, LONGEST = 1.0, 10.0
+"""Seconds, at most, between two attempts to open a watch: three times as long after each failure.
+
+A server that refuses everything is asked by a dozen watches for each namespace.
+"""
 ABSENT_SECONDS = 300.0
 """How often to look for a kind whose CRD is not installed."""
 FORGOTTEN = frozenset({"Expired", "Gone"})
@@ -126,8 +129,8 @@ class Watch:
         return {"labelSelector": self._kind.selector} if self._kind.selector else {}
 
     def _pause(self) -> float:
-        longest = min(LONGEST, SHORTEST * 2.0 ** min(self._failures, 10))
-        return random.uniform(SHORTEST, longest)  # noqa: S311 - no secret
+        most = min(LONGEST, FIRST * 3.0 ** min(self._failures - 1, 10))
+        return random.uniform(most / 2, most)  # noqa: S311 - no secret
 
     def _say(self, error: ApiError) -> None:
         if str(error) != self._said:
