@@ -16,6 +16,7 @@ from real_api import RealApi
 from bench_operator import account, measure, peer
 from bench_operator.anchor import MOST_CLUSTERS, Anchor
 from bench_operator.bad_days import BadDays
+from bench_operator.flame_graph import recorded
 from bench_operator.plane import BENCH, DOOMED, SAMPLE, running_plane
 from bench_operator.thresholds import missed, missed_on
 from pdcluster_operator.adapters.api_server.client import KubeClient, find_configuration
@@ -33,7 +34,14 @@ def say(text: str) -> None:
     print(f"bench-operator: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-async def run(real: RealApi, count: int, sources: Path | None, *, bad_days: bool) -> dict[str, Any]:
+async def run(
+    real: RealApi,
+    count: int,
+    sources: Path | None,
+    *,
+    bad_days: bool,
+    flame_graph: Path | None = None,
+) -> dict[str, Any]:
     """Return everything that is measured with ``count`` PDClusters."""
     watched = (SAMPLE, BENCH, DOOMED) if bad_days else (SAMPLE, BENCH)
     namespaces = [f"--namespace={name}" for name in watched]
@@ -50,7 +58,9 @@ async def run(real: RealApi, count: int, sources: Path | None, *, bad_days: bool
             say(f"a cluster has {anchor.children} children; the anchor, first half")
             raw = [await anchor.objects_per_second(client, compared // 2)]
             say(f"raw: {raw[0]:.0f} objects/s; {count} PDClusters")
-            found = await _create(client, real, operator, anchor.children, count)
+            assert operator.process is not None
+            with recorded(operator.process.pid, flame_graph):
+                found = await _create(client, real, operator, anchor.children, count)
             say(f"created: {found}; the anchor, second half")
             raw.append(await anchor.objects_per_second(client, compared - compared // 2))
             found["raw_objects_per_second"] = [round(one, 1) for one in raw]
@@ -149,11 +159,25 @@ def main() -> int:
     )
     parser.add_argument("--peer", action="store_true", help="run LWS' DisaggregatedSets beside")
     parser.add_argument("--output", type=Path, help="file that gets the numbers, one line a number")
+    parser.add_argument(
+        "--flame-graph",
+        type=Path,
+        metavar="SVG",
+        help="file that shows where the operator's time goes while it creates; needs py-spy",
+    )
     options = parser.parse_args()
     late = []
     for count in options.pdclusters:
         with running_plane() as real:
-            found = asyncio.run(run(real, count, options.sources, bad_days=options.bad_days))
+            found = asyncio.run(
+                run(
+                    real,
+                    count,
+                    options.sources,
+                    bad_days=options.bad_days,
+                    flame_graph=options.flame_graph,
+                )
+            )
         print(json.dumps(found, indent=2), flush=True)
         if options.peer:
             with running_plane() as real:

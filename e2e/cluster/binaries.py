@@ -132,7 +132,7 @@ def provide(programs: Iterable[Program], places: Places) -> dict[str, Path]:
 def pinned_version(program: Program) -> str:
     """The version, such as v1.36.3, at which the tool's go.mod requires the program's module."""
     text = (TOOLS / program.tool / "go.mod").read_text()
-    for line in re.finditer(r"^(?:require)?\s+(\S+) (v\S+)$", text, re.MULTILINE):
+    for line in re.finditer(r"^(?:require)?\s+(\S+) (v\S+)(?: // indirect)?$", text, re.MULTILINE):
         module, version = line.groups()
         if program.package == module or program.package.startswith(f"{module}/"):
             return str(version)

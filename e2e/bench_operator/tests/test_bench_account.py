@@ -12,8 +12,8 @@ from bench_operator.thresholds import BOUNDS, QUIET, REFUSING, missed, missed_on
 
 GOOD = {
     "share_of_raw_objects": 0.6,
-    "reads_of_one": 2.0,
-    "writes_of_one": 21.0,
+    "reads_of_one": 0.5,
+    "writes_of_one": 16.5,
     "rest": {"core": 0.01, "writes": {"leases": 12}},
     "restart": {"writes": {"leases": 3}},
     "rss_peak_megabytes": 150,

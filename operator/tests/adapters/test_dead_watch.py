@@ -12,7 +12,7 @@ from operator_runs import cluster, create, owned, until
 
 from loopback import free_ports
 from pdcluster_operator.adapters import operator_process
-from pdcluster_operator.adapters.api_server import kopf_app, watch_health
+from pdcluster_operator.adapters.api_server import watch_health, watches
 from pdcluster_operator.adapters.api_server.client import find_configuration
 from pdcluster_operator.adapters.operator_process import OperatorOptions, run_operator
 
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.cluster
 
 
 async def test_health_turns_bad_and_sweeps_do_the_work_meanwhile(real, namespace, monkeypatch):
-    async def silent(see: Any, *, namespaces: Any, stop: asyncio.Event, same: Any) -> None:
+    async def silent(*_: Any, stop: asyncio.Event, **__: Any) -> None:
         await stop.wait()
 
-    monkeypatch.setattr(kopf_app, "watch", silent)
+    monkeypatch.setattr(watches, "watch", silent)
     monkeypatch.setattr(watch_health, "LATE_SECONDS", 2.0)
     configuration = await find_configuration(str(real.folder / "operator.kubeconfig"))
 

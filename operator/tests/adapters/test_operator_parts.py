@@ -200,13 +200,17 @@ async def test_a_kind_whose_crd_is_not_installed_is_left_out_if_it_is_optional()
         api=WithoutScalers(), launchers=None, events=None, connector=None, clock=None
     )
     missing = "PrefillScaler"
-    sweeper = Sweeper(WithoutScalers(), loop, WatchHealth(), (), 300.0)
+    swept: list[str] = []
+    sweeper = Sweeper(
+        WithoutScalers(), loop, WatchHealth(), (), 300.0, lambda: swept.append("once")
+    )
     await sweeper.first()
     assert sweeper.done
     assert set(asked) == {kind.name for kind in WATCHED}
     missing = "PDCluster"
     with pytest.raises(NotFound):
         await sweeper._sweep()
+    assert swept == ["once"], "the second one failed"
 
 
 def test_what_is_loaded_is_out_of_the_garbage_collectors_sight():
@@ -219,6 +223,7 @@ def test_what_is_loaded_is_out_of_the_garbage_collectors_sight():
         new = [[number] for number in range(10)]
         assert {id(one) for one in gc.get_objects()}.issuperset(map(id, new))
         assert gc.get_threshold() > before
+        assert gc.get_threshold()[2] > before[2], "what is old is left to the next sweep"
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)

@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client as kubernetes
 
-from pdcluster_operator.adapters.api_server.client import TRIES, KubeClient
+from pdcluster_operator.adapters.api_server.client import APPLY, TRIES, KubeClient
 from pdcluster_operator.adapters.api_server.patience import LONGEST, SHORTEST, SPREAD, Patience
 from pdcluster_operator.runtime.errors import ApiError
 
@@ -79,3 +79,21 @@ async def test_a_call_is_made_again_and_given_up_at_last(time: Time, refusals: i
                 assert await client.call("GET", "/version") == {"kind": "Pod"}
     assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(asked))
     assert codes == [429] * refusals + [200] * (refusals < TRIES)
+
+
+async def test_a_body_is_sent_as_it_is() -> None:
+    body = {"spec": {"empty": {}, "none": None, "list": [1, {"a": "ü"}]}, "metadata": {"name": "x"}}
+
+    async def echo(request: web.Request) -> web.Response:
+        assert request.content_type == "application/apply-patch+yaml"
+        return web.json_response({"got": await request.json(), "query": dict(request.query)})
+
+    server = web.Application()
+    server.router.add_patch("/apis", echo)
+    async with TestServer(server) as there:
+        configuration = kubernetes.Configuration()
+        configuration.host = str(there.make_url("")).rstrip("/")
+        async with KubeClient(configuration) as client:
+            query = {"fieldManager": "a b&c"}
+            answer = await client.call("PATCH", "/apis", query=query, body=body, content=APPLY)
+    assert answer == {"got": body, "query": query}

@@ -18,7 +18,12 @@ from pdcluster_operator.plan.model import (
 )
 from pdcluster_operator.plan.planner import BUSY_SECONDS, make_plan
 from pdcluster_operator.plan.stages import stages
-from pdcluster_operator.plan.status.pace import QUIET_SECONDS, wait_before_writing
+from pdcluster_operator.plan.status.pace import (
+    CROWD,
+    LONGEST_SECONDS,
+    QUIET_SECONDS,
+    wait_before_writing,
+)
 
 
 def what(step: Step) -> str:
@@ -95,6 +100,48 @@ def test_a_flip_is_written_at_once_and_a_burst_once(
     before: object, after: dict[str, object], since_last: float, wait: float
 ) -> None:
     assert wait_before_writing(before, after, since_last) == wait
+
+
+def conditions(reason: str = "Starting", **statuses: str) -> dict[str, object]:
+    """Of a new cluster, but for these."""
+    of_new = {"Accepted": "True", "PrefillReady": "False", "KVLinksEstablished": "Unknown"}
+    of_new |= {"Available": "False", "Progressing": "True", "Ready": "False"}
+    found = [
+        {"type": kind, "status": value, "reason": reason}
+        for kind, value in (of_new | statuses).items()
+    ]
+    return {"observedGeneration": 1, "conditions": found}
+
+
+@pytest.mark.parametrize(
+    ("after", "news"),
+    [
+        (conditions(PrefillReady="True"), False),
+        (conditions(PrefillReady="Unknown"), False),
+        (conditions(KVLinksEstablished="True"), False),
+        (conditions(Ready="Unknown", Available="Unknown"), False),
+        (conditions(KVLinksEstablished="False"), True),
+        (conditions(Available="True"), True),
+        (conditions(Ready="True"), True),
+        (conditions(Progressing="False"), True),
+        (conditions(Accepted="False"), True),
+        (conditions("ImageUnavailable"), True),
+    ],
+)
+def test_what_nobody_waits_for_waits_longer_in_a_crowd(
+    after: dict[str, object], news: bool
+) -> None:
+    for before in (conditions(), None, {}):
+        wait = wait_before_writing(before, after, 1.0, 30)
+        assert wait == (0.0 if news else 29.0), before
+        assert wait_before_writing(before, after, 0.0, 1000) == (0.0 if news else LONGEST_SECONDS)
+    assert wait_before_writing(conditions(), after, 0.0, 2) == (0.0 if news else QUIET_SECONDS)
+
+
+def test_the_first_status_of_a_cluster_waits_only_in_a_crowd() -> None:
+    assert wait_before_writing(None, conditions(), 0.0, CROWD - 1) == 0.0
+    assert wait_before_writing(None, conditions(), 0.0, CROWD) > 0.0
+    assert wait_before_writing(None, conditions(), LONGEST_SECONDS, 1000) == 0.0
 
 
 def test_a_cluster_on_its_way_is_looked_at_when_its_deadline_comes() -> None:

@@ -54,3 +54,20 @@ async def test_a_changed_spec_that_has_to_wait_is_first_again_when_it_comes_back
     loop.queue._due(Key("ns", "changed"))
     first = [await loop.queue._next() for _ in range(2)]  # the lines take turns
     assert Key("ns", "changed") in first
+
+
+async def test_a_cluster_is_new_until_something_is_made_for_it() -> None:
+    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    loop = ControlLoop(**parts)
+    loop.see("ADDED", cluster("known", 1, 1))
+    for name in ("new", "made"):
+        loop.see("ADDED", cluster(name, 1, None))
+    assert loop.queue.new == 2
+    owner = {"kind": "PDCluster", "name": "made", "uid": "made", "controller": True}
+    child = {"namespace": "ns", "name": "made-x", "uid": "x", "ownerReferences": [owner]}
+    for _ in range(3):
+        await loop.queue._next()
+    loop.queue._running.clear()
+    loop.see("ADDED", {"kind": "Service", "metadata": child})
+    loop.see("MODIFIED", cluster("new", 1, None))
+    assert (loop.queue.new, loop.queue.depth) == (1, 2)

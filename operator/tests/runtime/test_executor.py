@@ -60,11 +60,12 @@ class Api:
         self.reads.append("certificates")
         return self.certificates
 
-    async def write_certificates(self, step: WriteCertificates) -> None:
+    async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
         self.begun.append("certificates")
         if "certificates" in self.fail:
             raise ApiError("Forbidden", "certificates")
         self.certificates = HeldCertificates("authority", "1", frozenset(step.engines))
+        return self.certificates
 
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         self.begun.append(manifest["metadata"]["name"])

@@ -46,8 +46,10 @@ from pdcluster_operator.plan.model import (
 )
 from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.errors import ApiError, Conflict
+from pdcluster_operator.runtime.executor import FIRST_SECONDS, JUST_SECONDS
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.reconcile import Reconciler
@@ -76,15 +78,18 @@ class RecordingApi:
         self.api = api
         self.authority, _ = EngineAuthority.new(Fixed().now())
         self.writes: list[str] = []
+        self.reads: list[str] = []
         self.fail: dict[str, ApiError] = {}
         self.uid: str | None = None
         self.mutate: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
 
     async def read_uid(self, key: Key) -> str | None:
+        self.reads.append("PDCluster")
         live = self.api.get("PDCluster", *key)
         return self.uid or (live["metadata"]["uid"] if live else None)
 
     async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
+        self.reads.append("ticket key")
         if "read Secret" in self.fail:
             raise self.fail["read Secret"]
         live = self.api.get("Secret", key.namespace, f"{key.name}-ticket-key")
@@ -94,15 +99,20 @@ class RecordingApi:
         self._write("write Secret")
         metadata = step.manifest["metadata"]
         live = self.api.get("Secret", metadata["namespace"], metadata["name"])
+        if live is not None and not step.rotate:
+            raise Conflict("the Secret is there already")
         self.api.apply(with_a_new_key(step, live))
 
     async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
+        self.reads.append("certificates")
         live = self.api.get("Secret", key.namespace, certificates_name(key.name))
         return held_certificates(live, self.authority)
 
-    async def write_certificates(self, step: WriteCertificates) -> None:
+    async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
         self._write("write certificates")
-        self.api.apply(with_certificates(step, self.authority))
+        return held_certificates(
+            self.api.apply(with_certificates(step, self.authority)), self.authority
+        )
 
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         metadata = manifest["metadata"]
@@ -185,7 +195,8 @@ class Fixed:
 
 class World:
     def __init__(self, **spec: Any) -> None:
-        self.api, self.store, self.events = LocalApi(), Store(), Nobody()
+        self.now = 0.0
+        self.api, self.store, self.events = LocalApi(), Store(lambda: self.now), Nobody()
         self.port = RecordingApi(self.api)
         self.start(self.events)
         self.api.watch(self._see)
@@ -193,8 +204,12 @@ class World:
         manifest["spec"] |= spec
         self.api.apply(manifest)
 
-    def start(self, launchers: object) -> None:
-        """A process of the operator, which has not asked anybody yet."""
+    def start(self, launchers: object, new: int = 0) -> None:
+        """A process of the operator, which has not asked anybody yet.
+
+        Args:
+            new: how many other clusters are new.
+        """
         self.monitor = LauncherMonitor(launchers, lambda _: None, period=0.01)  # type: ignore[arg-type]
         self.reconciler = Reconciler(
             store=self.store,
@@ -203,9 +218,12 @@ class World:
             events=self.events,
             connector=Fixed(),
             clock=Fixed(),
+            new=lambda: new,
         )
 
     def _see(self, event: str, manifest: dict[str, Any]) -> None:
+        if manifest["kind"] == "Secret":
+            return  # nobody may watch them
         (self.store.drop if event == "DELETED" else self.store.put)(manifest)
 
     async def reconcile(self) -> float | None:
@@ -227,6 +245,42 @@ async def test_children_come_first_then_the_status() -> None:
     kinds = {child["kind"] for child in world.store.children(KEY)}
     assert kinds >= {"StatefulSet", "Service", "Deployment"}
     assert len(world.store.connectors("ns")) == 1
+
+
+async def test_in_a_crowd_children_are_written_and_the_status_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    world.start(world.events, new=1000)
+    wait = await world.reconcile()
+    assert wait is not None
+    assert wait <= LONGEST_SECONDS
+    assert world.port.writes.count("apply StatefulSet") == 2
+    assert "status" not in world.port.writes
+    assert world.events.events == []
+    later = SimpleNamespace(monotonic=lambda: 1000.0 + LONGEST_SECONDS)
+    monkeypatch.setattr(reconcile, "time", later)
+    await world.reconcile()
+    assert world.port.writes == ["status"]
+
+
+async def test_the_crowd_is_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowds: list[int] = []
+
+    def waits(*arguments: Any) -> float:
+        crowds.append(arguments[3])
+        return 4.0
+
+    monkeypatch.setattr(reconcile, "wait_before_writing", waits)
+    world = World()
+    world.start(world.events, new=5)
+    for _ in range(2):
+        await world.reconcile()
+    world.api.delete("PDCluster", *KEY)
+    await world.reconcile()
+    world.api.apply(copy.deepcopy(MANIFEST))
+    await world.reconcile()
+    assert crowds == [5, 6, 5]
 
 
 def keys(world: World) -> list[str]:
@@ -294,6 +348,8 @@ async def test_a_key_is_in_no_status_no_log_and_no_step(caplog: pytest.LogCaptur
 
 async def test_a_secret_that_cannot_be_read_stands_in_the_status() -> None:
     world = World()
+    await world.reconcile()
+    world.start(world.events)
     world.port.fail["read Secret"] = ApiError("Forbidden", "secrets is forbidden")
     with pytest.raises(ApiError, match="forbidden"):
         await world.reconcile()
@@ -478,10 +534,57 @@ async def test_a_bug_in_the_planner_stands_in_the_status(monkeypatch: pytest.Mon
 
 async def test_a_ghost_in_the_store_has_no_children() -> None:
     world = World()
+    world.now += FIRST_SECONDS
     world.port.uid = "made-anew-meanwhile"
     assert await world.reconcile() is not None
     assert world.port.writes == []
     assert world.store.children(KEY) == ()
+
+
+async def test_a_new_cluster_is_written_without_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Nobody, "publish", AsyncMock())
+    world = World()
+    other = copy.deepcopy(MANIFEST)
+    other["metadata"] |= {"name": "other", "uid": "another"}
+    world.api.apply(other)
+    await world.reconciler.reconcile(Key("ns", "other"))
+    assert world.port.reads == ["certificates"], "once, to learn what it is to have none"
+    world.port.reads.clear()
+    world.now += FIRST_SECONDS - 1
+    await world.reconcile()
+    await world.reconcile()
+    assert world.port.reads == []
+
+
+async def test_children_that_come_later_are_made_only_for_a_cluster_that_is_there() -> None:
+    world = World()
+    await world.reconcile()
+    world.now += JUST_SECONDS
+    engine = world.api.list("StatefulSet")[0]
+    world.api.delete("StatefulSet", "ns", engine["metadata"]["name"])
+    world.port.reads.clear()
+    await world.reconcile()
+    assert world.port.reads == ["PDCluster"]
+    assert "apply StatefulSet" in world.port.writes
+
+
+async def test_the_secret_of_a_cluster_that_seemed_new_keeps_its_key() -> None:
+    """An operator was killed after its first write, and nobody has seen a child yet."""
+    world = World()
+    await world.reconcile()
+    before = keys(world)
+    for child in world.store.children(KEY):
+        world.api.delete(child["kind"], "ns", child["metadata"]["name"])
+    cluster = world.api.get("PDCluster", *KEY)
+    assert cluster is not None
+    world.api.set_status("PDCluster", *KEY, {}, cluster["metadata"]["uid"])
+    world.start(world.events)
+    assert world.store.children(KEY) == ()
+    with pytest.raises(Conflict):
+        await world.reconcile()
+    await world.reconcile()
+    assert keys(world) == before
+    assert world.port.writes.count("apply StatefulSet") == 2
 
 
 async def test_a_deleted_cluster_is_left_to_the_garbage_collector() -> None:

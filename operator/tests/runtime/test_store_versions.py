@@ -59,3 +59,21 @@ def test_a_list_removes_what_no_watch_told_of() -> None:
     store.begin("PDCluster")
     assert store.replace("PDCluster", []) == {KEY}
     assert store.cluster(KEY) is None
+
+
+def test_a_cluster_is_as_fresh_as_the_last_word_of_the_api_server() -> None:
+    now = [0.0]
+    store = Store(lambda: now[0])
+    assert store.reported_seconds(KEY) == float("inf")
+    store.put(cluster(5))
+    now[0] = 7.0
+    assert store.reported_seconds(KEY) == 7.0
+    store.put(cluster(4))
+    assert store.reported_seconds(KEY) == 7.0, "what a watch reports late is no news"
+    store.put(cluster(5))
+    assert store.reported_seconds(KEY) == 0.0
+    now[0] = 9.0
+    store.replace("PDCluster", [cluster(5)])
+    assert store.reported_seconds(KEY) == 0.0
+    store.drop(cluster(5))
+    assert store.reported_seconds(KEY) == float("inf")

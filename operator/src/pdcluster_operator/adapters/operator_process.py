@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdcluster_operator.adapters.api_server import kopf_app
+from pdcluster_operator.adapters.api_server import watches
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import (
     KubeClient,
@@ -45,6 +45,11 @@ log = logging.getLogger(__name__)
 
 NEW_OBJECTS = 10_000
 """After so many new objects the garbage collector runs. One page of a LIST has more than 700."""
+OLD_OBJECTS = 1_000
+"""After so many runs, each of some that are short, it also looks at all that is not new.
+
+That is hundreds of millions of objects: it is left to the sweeps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,10 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
     use_small_buffers()
     metrics = Metrics()
     ready: list[Sweeper] = []
-    watches = WatchHealth()
+    watch_health = WatchHealth()
 
     async def alive() -> str | None:
-        return watches.trouble()
+        return watch_health.trouble()
 
     async def readiness() -> str | None:
         return None if ready and ready[0].done else "objects are not listed yet"
@@ -104,6 +109,8 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         )
         client = KubeClient(await find_configuration(), metrics.called)
         await stack.enter_async_context(client)
+        watching = KubeClient(await find_configuration(), connections=0)
+        await stack.enter_async_context(watching)
         connector = await asyncio.to_thread(BuiltConnector)
         authority: list[EngineAuthority] = []
 
@@ -143,17 +150,18 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         metrics.measure(
             lambda: loop.queue.depth, lambda: len(loop.store.keys()), loop.local_prefill_shares
         )
-        sweeper = Sweeper(api, loop, watches, options.namespaces, options.sweep_seconds)
+        sweeper = Sweeper(
+            api, loop, watch_health, options.namespaces, options.sweep_seconds, collect_rarely
+        )
         ready.append(sweeper)
         if not await _unless_stopped(sweeper.first(), stop):
             return
-        collect_rarely()
         stack.push_async_callback(leases.stop)  # after the loop has stopped
         stack.push_async_callback(loop.stop)
         loop.start()
 
         def see(event: str, manifest: dict[str, Any]) -> None:
-            watches.reported(event, manifest)
+            watch_health.reported(event, manifest)
             loop.see(event, manifest)
 
         keep = options.keep_connector_seconds
@@ -165,7 +173,9 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             keep=keep,
         )
         parts: list[Coroutine[Any, Any, None]] = [
-            kopf_app.watch(see, namespaces=options.namespaces, stop=stop, same=loop.store.same),
+            watches.watch(
+                watching, see, namespaces=options.namespaces, stop=stop, same=loop.store.same
+            ),
             sweeper.run(),
             collector.run(),
         ]
@@ -189,14 +199,15 @@ def _identity(folder: Path) -> MountedIdentity:
 
 
 def collect_rarely() -> None:
-    """Let the garbage collector look only at what is made from now on, and less often.
+    """Collect garbage; then let the collector look only at what is made from now on, and rarely.
 
-    The objects of a thousand clusters are a million dicts, lists and strings, which stay. To look
-    at all of them takes a large part of a second, and the event loop stands still meanwhile.
+    The objects of a thousand clusters are hundreds of thousands of dicts and lists, which stay. To
+    look at all of them takes a large part of a second, and the event loop stands still meanwhile.
+    So that is done after a sweep, and what has stayed until then is not looked at again.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
+    gc.set_threshold(NEW_OBJECTS, gc.get_threshold()[1], OLD_OBJECTS)
 
 
 def _allow_many_connections() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 LONGEST_MESSAGE = 2048
@@ -158,8 +159,12 @@ def readable_reason(reason: str) -> str:
     return StatusReason.REASON_UNREADABLE.value
 
 
+@lru_cache(maxsize=16)
 def timestamp(now: float) -> str:
-    """Write seconds since the epoch as Kubernetes does: UTC, whole seconds."""
+    """Write seconds since the epoch as Kubernetes does: UTC, whole seconds.
+
+    A plan asks for its own moment many times.
+    """
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

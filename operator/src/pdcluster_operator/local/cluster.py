@@ -193,8 +193,9 @@ class _ApiPort:
         live = self._api.get("Secret", key.namespace, certificates_name(key.name))
         return held_certificates(live, self._authority)
 
-    async def write_certificates(self, step: WriteCertificates) -> None:
-        self._api.apply(with_certificates(step, self._authority))
+    async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
+        secret = self._api.apply(with_certificates(step, self._authority))
+        return held_certificates(secret, self._authority)
 
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         return self._api.apply(dict(manifest))

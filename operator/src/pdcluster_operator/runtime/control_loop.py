@@ -58,7 +58,9 @@ class ControlLoop:
         self._worked = worked
         self._leases = leases
         self.store = Store()
-        self.queue = KeyedQueue(self._work, is_urgent=self._is_urgent, backoff=backoff)
+        self.queue = KeyedQueue(
+            self._work, is_urgent=self._is_urgent, is_new=self._is_new, backoff=backoff
+        )
         self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
         self._reconciler = Reconciler(
             store=self.store,
@@ -69,6 +71,7 @@ class ControlLoop:
             clock=clock,
             place=place,
             may_write=self._holds,
+            new=lambda: self.queue.new,
         )
         self._resync: asyncio.Task[None] | None = None
 
@@ -83,6 +86,10 @@ class ControlLoop:
     def _is_urgent(self, key: Key) -> bool:
         cluster = self.store.cluster(key)
         return cluster is not None and is_changed_spec(cluster)
+
+    def _is_new(self, key: Key) -> bool:
+        cluster = self.store.cluster(key)
+        return cluster is not None and not (cluster.get("status") or self.store.children(key))
 
     def sweep(self, kind: str, manifests: Iterable[Manifest]) -> None:
         """One LIST of all objects of a kind that concern us."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -34,8 +35,16 @@ log = logging.getLogger(__name__)
 
 SIDE_BY_SIDE = 8
 """Calls at once for one cluster. Other clusters' changes do not wait for a large one."""
-SECRET_SECONDS = 60.0
-"""How long a Secret is believed to be as it was read. One that somebody deletes is made again."""
+SECRET_SECONDS = 240.0
+"""How long a Secret is believed to be as it was read. One that somebody deletes is made again.
+
+It is shorter than the time after which each cluster is looked at anew.
+"""
+
+
+JUST_SECONDS = 5.0
+FIRST_SECONDS = 300.0
+"""How long ago the API server may have reported a cluster that is not looked for again."""
 
 
 class _LeaseLostError(Exception):
@@ -64,36 +73,55 @@ class Executor:
         may_write: Callable[[Key], bool],
         clock: Callable[[], float] = time.monotonic,
         held: Callable[[Manifest], Manifest | None] = lambda _: None,
+        reported_seconds: Callable[[Key], float] = lambda _: math.inf,
     ) -> None:
         self._api = api
         self._rewrites = rewrites
         self._may_write = may_write
         self._clock = clock
         self._shared = SharedCreations(api, held)
+        self._reported_seconds = reported_seconds
+        self._created: dict[Key, str] = {}  # UIDs of the clusters that got children from us
         self._ticket_keys: dict[Key, _Known[TicketKey]] = {}
         self._certificates: dict[Key, _Known[HeldCertificates]] = {}
+        self._no_certificates: HeldCertificates | None = None
 
-    async def ticket_key(self, key: Key, uid: str) -> TicketKey | None:
-        """Return what the cluster's Secret says beside its keys; see ``Api.read_ticket_key``."""
+    async def ticket_key(self, key: Key, uid: str, *, new: bool = False) -> TicketKey | None:
+        """Return what the cluster's Secret says beside its keys; see ``Api.read_ticket_key``.
+
+        Args:
+            new: nothing is there of the cluster yet. Its Secret is only created, so a wrong guess
+                is refused. The next plan sees what was made beside it, and the Secret is read.
+        """
         known = self._ticket_keys.get(key)
         if known and known.is_of(uid, self._clock()):
             return known.content
+        if new:
+            return None
         return self._note(key, uid, await self._api.read_ticket_key(key, uid))
 
-    async def certificates(self, key: Key, uid: str) -> HeldCertificates:
+    async def certificates(self, key: Key, uid: str, *, new: bool = False) -> HeldCertificates:
         """Return what the Secret with the certificates says; see ``Api.read_certificates``.
 
         It is also remembered that there is no such Secret: most clusters never have one.
+
+        Args:
+            new: nothing is there of the cluster yet, so it has no engine that has a certificate.
         """
         known = self._certificates.get(key)
         if known and known.is_of(uid, self._clock()):
             return known.content
-        held = await self._api.read_certificates(key, uid)
+        held = self._no_certificates if new else None
+        if held is None:
+            held = await self._api.read_certificates(key, uid)
+        if held.issue is None:
+            self._no_certificates = held
         self._certificates[key] = _Known(uid, held, self._clock())
         return held
 
     def forget(self, key: Key) -> None:
         """Drop what is known of a cluster that is gone."""
+        self._created.pop(key, None)
         self._ticket_keys.pop(key, None)
         self._certificates.pop(key, None)
 
@@ -111,8 +139,7 @@ class Executor:
         if todo and not self._may_write(key):
             return False
         creating = any(_creates(step) for stage in todo for step in stage)
-        # The store may still hold a cluster that is gone. Its children would be created again.
-        if creating and await self._api.read_uid(key) != cluster["metadata"]["uid"]:
+        if creating and not await self._is_there(key, str(cluster["metadata"]["uid"])):
             log.info("%s: the cluster is gone, or was created again; nothing was done", key)
             return False
         for stage in todo:
@@ -128,6 +155,17 @@ class Executor:
                     raise error
         return True
 
+    async def _is_there(self, key: Key, uid: str) -> bool:
+        """Whether the cluster is still there: the store may hold one that is gone.
+
+        The store is believed if it has just heard of the cluster. It is also believed when a
+        cluster gets its first children: if that was wrong, Kubernetes' garbage collector deletes
+        them, and the next time we ask.
+        """
+        limit = JUST_SECONDS if self._created.get(key) == uid else FIRST_SECONDS
+        self._created[key] = uid
+        return self._reported_seconds(key) < limit or await self._api.read_uid(key) == uid
+
     async def _one(
         self, key: Key, step: Step, bound: asyncio.Semaphore, events: list[Event]
     ) -> None:
@@ -140,8 +178,10 @@ class Executor:
                 uid = str(step.manifest["metadata"]["ownerReferences"][0]["uid"])
                 self._note(key, uid, what_is_held(step.manifest))
             elif isinstance(step, WriteCertificates):
-                self._certificates.pop(key, None)  # the next plan reads what was written
-                await self._api.write_certificates(step)
+                known = self._certificates.pop(key, None)
+                held = await self._api.write_certificates(step)
+                if known is not None:
+                    self._certificates[key] = _Known(known.uid, held, self._clock())
             elif isinstance(step, Apply):
                 answer = await self._apply(step)
                 if answer is None:

@@ -53,8 +53,8 @@ class Api(Protocol):
         """
         ...
 
-    async def write_certificates(self, step: WriteCertificates) -> None:
-        """Sign the certificates and write them."""
+    async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
+        """Sign the certificates and write them; return what the Secret says then."""
         ...
 
     async def apply(self, manifest: Manifest, uid: str = "") -> Manifest:

@@ -5,9 +5,12 @@ So the queue keeps keys, not events. Adding a key that is queued changes nothing
 that a worker has makes it run once more afterwards. A failed key comes back after a delay that
 doubles with each failure; other keys do not wait for it.
 
-Keys that somebody waits for have a line of their own. The workers take keys from both lines in
-turns. So a spec that changes does not wait behind a thousand PDClusters whose engines fell silent,
-and these do not wait for ever.
+Keys wait in three lines, and the workers take from them in turns: specs that changed, new
+PDClusters, and the others. So a change does not wait behind a thousand new PDClusters, these do not
+wait behind what becomes of the first of them, and nobody waits for ever.
+
+A key that a worker has had rests for a moment, unless its spec changes. What is created reports
+itself a dozen times within a second, and one look at all of it is enough.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +28,10 @@ log = logging.getLogger(__name__)
 
 WORKERS = 16
 """Keys that are worked on at once. A worker waits for the API server most of its time."""
+REST_SECONDS, LONGEST_REST = 0.5, 5.0
+"""How long a key rests that was worked on: the longer, the more keys rest."""
+LOOKS_A_SECOND = 50.0
+"""Keys that come back from their rest, while many are worked on. A look takes some milliseconds."""
 
 
 class Key(NamedTuple):
@@ -37,6 +44,7 @@ class Key(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
+Line = OrderedDict[Key, None]
 Handler = Callable[[Key], Awaitable["float | None"]]
 """Works on one key; returns seconds until it wants to run again, or None. Raising retries."""
 
@@ -62,6 +70,8 @@ class KeyedQueue:
 
     Args:
         is_urgent: whether somebody still waits for a key that comes back after a while.
+        is_new: whether nothing was made for a key yet.
+        rest: see ``REST_SECONDS``.
     """
 
     def __init__(
@@ -69,20 +79,26 @@ class KeyedQueue:
         handler: Handler,
         *,
         is_urgent: Callable[[Key], bool] = lambda _: False,
+        is_new: Callable[[Key], bool] = lambda _: False,
         workers: int = WORKERS,
+        rest: float = REST_SECONDS,
         backoff: Backoff | None = None,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._handler = handler
         self._is_urgent = is_urgent
+        self._is_new = is_new
         self._workers = workers
+        self._rest = rest
         self._backoff = backoff or Backoff()
         self._uniform = uniform
-        self._ready: OrderedDict[Key, None] = OrderedDict()
-        self._urgent: OrderedDict[Key, None] = OrderedDict()
-        self._urgent_next = True
+        self._urgent: Line = OrderedDict()
+        self._new: Line = OrderedDict()
+        self._others: Line = OrderedDict()
+        self._turns = deque((self._urgent, self._new, self._others))
+        self._resting: dict[Key, bool] = {}  # whether it was added meanwhile
         self._running: set[Key] = set()
-        self._again: dict[Key, bool] = {}  # whether it is urgent
+        self._again: dict[Key, bool] = {}  # added while a worker has it: whether it is urgent
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
         self._wake = asyncio.Event()
@@ -101,10 +117,15 @@ class KeyedQueue:
             self._again[key] = urgent or self._again.get(key, False)
             return
         if urgent or key in self._urgent:
-            self._ready.pop(key, None)
+            self._new.pop(key, None)
+            self._others.pop(key, None)
             self._urgent[key] = None
-        else:
-            self._ready[key] = None
+        elif key in self._resting:
+            self._resting[key] = True
+            return
+        elif key not in self._new and key not in self._others:
+            line = self._new if self._is_new(key) else self._others
+            line[key] = None
         self._wake.set()
 
     def add_after(self, key: Key, seconds: float) -> None:
@@ -138,7 +159,12 @@ class KeyedQueue:
     @property
     def depth(self) -> int:
         """Keys that wait for a worker."""
-        return len(self._ready) + len(self._urgent)
+        return sum(map(len, self._turns)) + sum(self._resting.values())
+
+    @property
+    def new(self) -> int:
+        """New keys that wait for a worker."""
+        return len(self._new)
 
     def start(self) -> None:
         """Start the workers on the running loop."""
@@ -150,8 +176,9 @@ class KeyedQueue:
     async def stop(self, *, grace: float = 5.0) -> None:
         """Take no more keys, and cancel handlers that still run after ``grace`` seconds."""
         self._stopping = True
-        self._ready.clear()
-        self._urgent.clear()
+        for line in self._turns:
+            line.clear()
+        self._resting.clear()
         self._again.clear()
         for timer in self._timers.values():
             timer.cancel()
@@ -169,7 +196,7 @@ class KeyedQueue:
 
     async def _next(self) -> Key | None:
         while not self._stopping:
-            if self._ready or self._urgent:
+            if any(self._turns):
                 key = self._take()
                 self._running.add(key)
                 return key
@@ -178,12 +205,21 @@ class KeyedQueue:
         return None
 
     def _take(self) -> Key:
-        """Return the oldest key of the line whose turn it is, or of the other if that is empty."""
-        if not self._urgent or (self._ready and not self._urgent_next):
-            self._urgent_next = True
-            return self._ready.popitem(last=False)[0]
-        self._urgent_next = False
-        return self._urgent.popitem(last=False)[0]
+        """Return the oldest key of the line whose turn it is. A line that is empty has no turn."""
+        while not self._turns[0]:
+            self._turns.rotate(-1)
+        line = self._turns[0]
+        self._turns.rotate(-1)
+        return line.popitem(last=False)[0]
+
+    def _let_rest(self, key: Key, *, again: bool) -> None:
+        self._resting[key] = again
+        seconds = min(LONGEST_REST, max(self._rest, len(self._resting) / LOOKS_A_SECOND))
+        asyncio.get_running_loop().call_later(seconds, self._rested, key)
+
+    def _rested(self, key: Key) -> None:
+        if self._resting.pop(key, False):
+            self.add(key)
 
     async def _work(self) -> None:
         while (key := await self._next()) is not None:
@@ -197,7 +233,10 @@ class KeyedQueue:
                 self._failures.pop(key, None)
             finally:
                 self._running.discard(key)
-            if (urgent := self._again.pop(key, None)) is not None:
-                self.add(key, urgent=urgent)
-            elif again_after is not None:
+            again = self._again.pop(key, None)
+            if again:
+                self.add(key, urgent=True)
+                continue
+            self._let_rest(key, again=again is not None)
+            if again is None and again_after is not None:
                 self.add_after(key, again_after)

@@ -78,6 +78,7 @@ class Reconciler:
         clock: Clock,
         place: Place | None = None,
         may_write: Callable[[Key], bool] = lambda _: True,
+        new: Callable[[], int] = lambda: 0,
     ) -> None:
         self._store = store
         self._api = api
@@ -87,10 +88,18 @@ class Reconciler:
         self._clock = clock
         self._place = place or Place()
         self._may_write = may_write
+        self._new = new  # how many new clusters wait for their turn
         self._rewrites = RewriteNotes()
-        self._executor = Executor(api, self._rewrites, may_write, held=store.held)
+        self._executor = Executor(
+            api,
+            self._rewrites,
+            may_write,
+            held=store.held,
+            reported_seconds=store.reported_seconds,
+        )
         self._memos: OrderedDict[Key, Memo] = OrderedDict()
-        self._wrote: dict[Key, float] = {}  # when each status was written
+        self._wrote: dict[Key, float] = {}  # when each status was written, or was first missing
+        self._held_back: set[Key] = set()  # clusters with a status that waits
 
     async def reconcile(self, key: Key) -> float | None:
         """Return seconds until the next call, or None if an event will cause it.
@@ -102,6 +111,7 @@ class Reconciler:
         if cluster is None or is_being_deleted(cluster):
             self._memos.pop(key, None)
             self._wrote.pop(key, None)
+            self._held_back.discard(key)
             self._executor.forget(key)
             self._rewrites.forget(key)
             self._monitor.dismiss(key)  # Kubernetes deletes the children: the cluster owns them
@@ -168,9 +178,17 @@ class Reconciler:
         """Write a status that changed; return how many seconds it has to wait instead."""
         before, moment = cluster.get("status"), time.monotonic()
         if status == before or not self._may_write(key):
+            self._held_back.discard(key)
             return 0.0
-        wait = wait_before_writing(before, status, moment - self._wrote.get(key, -math.inf))
-        if wait == 0:
+        if not before:
+            self._wrote.setdefault(key, moment)
+        since_last = moment - self._wrote.get(key, -math.inf)
+        waiting = len(self._held_back) + self._new()
+        wait = wait_before_writing(before, status, since_last, waiting)
+        if wait > 0:
+            self._held_back.add(key)
+        else:
+            self._held_back.discard(key)
             metadata = cluster["metadata"]
             version = str(metadata.get("resourceVersion") or "")
             await self._api.write_status(key, metadata["uid"], status, version)
@@ -185,8 +203,10 @@ class Reconciler:
         pods: tuple[Manifest, ...],
     ) -> Observed:
         uid = cluster["metadata"]["uid"]
+        new = not (children or cluster.get("status"))
         ticket_key, certificates = await asyncio.gather(
-            self._executor.ticket_key(key, uid), self._executor.certificates(key, uid)
+            self._executor.ticket_key(key, uid, new=new),
+            self._executor.certificates(key, uid, new=new),
         )
         return Observed(
             cluster=cluster,

@@ -12,7 +12,9 @@ as its own cluster is large.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, SCALER_KIND
@@ -36,7 +38,9 @@ OWNER, POD_LABEL, CONNECTOR, MOUNTED = "owner", "pod-label", "connector", "mount
 class Store:
     """Objects by (kind, namespace, name). Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reported: dict[Identity, float] = {}  # when the API server had each PDCluster
         self._objects: dict[str, dict[Identity, Manifest]] = {}
         self._index: dict[Place, dict[Identity, Manifest]] = {}
         self._touched: dict[str, set[Identity]] = {}
@@ -51,8 +55,10 @@ class Store:
         identity = _identity(manifest)
         self._touch(identity)
         held = self._held(identity)
-        if manifest is not held and not _older(manifest, held):
-            self._set(identity, manifest)
+        if not _older(manifest, held):
+            if manifest is not held:
+                self._set(identity, manifest)
+            self._report(identity)
         return key_of(manifest)
 
     def held(self, manifest: Mapping[str, Any]) -> Manifest | None:
@@ -105,6 +111,8 @@ class Store:
             self._remove(identity)
         for identity in changed:
             self._set(identity, listed[identity])
+        for identity in listed:
+            self._report(identity)
         keys = {key for manifest in touched if (key := key_of(manifest)) is not None}
         orphaned = {one["metadata"]["namespace"] for one in lost}
         return keys | {key for key in self.keys() if key.namespace in orphaned}
@@ -127,6 +135,11 @@ class Store:
     def cluster(self, key: Key) -> Manifest | None:
         """Return the PDCluster itself."""
         return self._held((CLUSTER_KIND, key.namespace, key.name))
+
+    def reported_seconds(self, key: Key) -> float:
+        """Return how long ago the API server had the PDCluster, as far as is known."""
+        moment = self._reported.get((CLUSTER_KIND, key.namespace, key.name))
+        return math.inf if moment is None else self._clock() - moment
 
     def scaler(self, key: Key) -> Manifest | None:
         """Return the PrefillScaler of the cluster's name."""
@@ -163,6 +176,10 @@ class Store:
         if (touched := self._touched.get(identity[0])) is not None:
             touched.add(identity)
 
+    def _report(self, identity: Identity) -> None:
+        if identity[0] == CLUSTER_KIND:
+            self._reported[identity] = self._clock()
+
     def _held(self, identity: Identity) -> Manifest | None:
         return self._objects.get(identity[0], {}).get(identity)
 
@@ -176,6 +193,7 @@ class Store:
             self._index.setdefault(place, {})[identity] = manifest
 
     def _remove(self, identity: Identity) -> None:
+        self._reported.pop(identity, None)
         for place in _places(self._objects[identity[0]].pop(identity)):
             held = self._index.get(place, {})
             held.pop(identity, None)

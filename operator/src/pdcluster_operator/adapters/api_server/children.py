@@ -95,10 +95,10 @@ class KubeApi:
         live = await self._own_secret(key.namespace, certificates_name(key.name), uid)
         return held_certificates(live, self._authority)
 
-    async def write_certificates(self, step: WriteCertificates) -> None:
-        """Sign the certificates and apply the Secret."""
+    async def write_certificates(self, step: WriteCertificates) -> HeldCertificates:
+        """Sign the certificates and apply the Secret; return what it says then."""
         secret = await asyncio.to_thread(with_certificates, step, self._authority)
-        await self.apply(secret, step.uid)
+        return held_certificates(await self.apply(secret, step.uid), self._authority)
 
     async def _own_secret(self, namespace: str, name: str, uid: str) -> dict[str, Any] | None:
         """Return a Secret of the cluster ``uid``; None if there is none."""

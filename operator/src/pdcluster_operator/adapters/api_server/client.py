@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +28,9 @@ Seen = Callable[[str, str, int, float], None]
 """Called after every call with its method, path, status (0: no answer) and seconds."""
 
 TIMEOUT = 30.0
+SILENCE = 180.0
+"""Seconds without a byte after which a watch counts as broken. A bookmark comes once a minute."""
+CALL = aiohttp.ClientTimeout(total=TIMEOUT)
 CONNECTIONS = 32
 TRIES = 5
 """Calls that a server which is overloaded gets for one, each after the time that it asks for."""
@@ -36,6 +39,7 @@ MERGE = "application/merge-patch+json"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 DEFAULT_NAMESPACE = "default"
 NO_ANSWER = 0
+OK = 200
 NOT_FOUND, CONFLICT, INVALID, TOO_MANY = 404, 409, 422, 429
 TERMINAL = frozenset({400, 405, 406, 413, 415})
 
@@ -45,10 +49,22 @@ class NotConnected(Exception):  # noqa: N818 - says what holds
 
 
 class KubeClient:
-    """A connection to one API server. Use as an async context manager."""
+    """Connections to one API server. Use as an async context manager.
 
-    def __init__(self, configuration: client.Configuration, seen: Seen | None = None) -> None:
+    Args:
+        seen: see :data:`Seen`.
+        connections: the most at once; 0 for as many as are needed.
+    """
+
+    def __init__(
+        self,
+        configuration: client.Configuration,
+        seen: Seen | None = None,
+        *,
+        connections: int = CONNECTIONS,
+    ) -> None:
         self._seen = seen
+        configuration.connection_pool_maxsize = connections
         self._client = client.ApiClient(configuration)
         self._client.user_agent = "pdcluster-operator"
         self._patience = Patience()
@@ -89,12 +105,59 @@ class KubeClient:
             raise classified(status, document)
         return document
 
+    async def lines(self, path: str, query: Mapping[str, str]) -> AsyncIterator[bytes]:
+        """Yield each line of an answer that goes on for minutes, as a watch does.
+
+        Raises:
+            NotFound, ApiError: the server refused, or the connection broke.
+        """
+        await self._patience.wait()
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=SILENCE)
+        try:
+            answer = await self._send("GET", path, query, None, "application/json", limits)
+            async with answer.response as response:
+                if response.status == TOO_MANY:
+                    self._patience.told(response.headers.get("Retry-After", ""))
+                if response.status != OK:
+                    raise classified(response.status, _document(await response.read()))
+                async for line in response.content:
+                    yield line
+        except (TimeoutError, ValueError, aiohttp.ClientError, OSError) as error:
+            said = str(error) or type(error).__name__
+            raise ApiError("ApiServerUnreachable", f"GET {path}: {said}") from error
+
     async def read(self, path: str) -> dict[str, Any] | None:
         """Return an object; None if there is none."""
         try:
             return await self.call("GET", path)
         except NotFound:
             return None
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Mapping[str, Any] | None,
+        content: str,
+        limits: aiohttp.ClientTimeout,
+    ) -> Any:
+        """Send a request; return the answer, whose body was not read.
+
+        The library would walk through a body to find its own models. Ours has none, and the walk
+        takes longer than all the rest of what a request costs here.
+        """
+        method, url, headers, _, fields = await self._client.param_serialize(
+            method,
+            path,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "application/json", "Content-Type": content},
+            auth_settings=["BearerToken"],
+        )
+        document = None if body is None else dict(body)
+        return await self._client.call_api(
+            method, url, headers, document, fields, _request_timeout=limits
+        )
 
     async def _once(
         self,
@@ -108,15 +171,7 @@ class KubeClient:
         started = time.monotonic()
         status = NO_ANSWER
         try:
-            request = await self._client.param_serialize(
-                method,
-                path,
-                query_params=list((query or {}).items()),
-                header_params={"Accept": "application/json", "Content-Type": content},
-                auth_settings=["BearerToken"],
-                body=dict(body) if body is not None else None,
-            )
-            answer = await self._client.call_api(*request, _request_timeout=TIMEOUT)
+            answer = await self._send(method, path, query, body, content, CALL)
             status = int(answer.status)
             return status, await answer.read(), answer.headers.get("Retry-After", "")
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
@@ -160,7 +215,6 @@ async def find_configuration(
         NotConnected: neither is there, or what is there cannot be read.
     """
     configuration = client.Configuration()
-    configuration.connection_pool_maxsize = CONNECTIONS
     configuration.retries = 1  # the work queue tries again, with a delay of its own
     # A cluster's CA often lacks the extensions that Python's strict mode asks for.
     configuration.disable_strict_ssl_verification = True

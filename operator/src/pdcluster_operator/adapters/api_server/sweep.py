@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import NotFound
@@ -20,7 +20,11 @@ RETRY_SECONDS = 2.0
 
 
 class Sweeper:
-    """Lists every watched kind into the control loop's store."""
+    """Lists every watched kind into the control loop's store.
+
+    Args:
+        swept: called after each time.
+    """
 
     def __init__(
         self,
@@ -29,12 +33,14 @@ class Sweeper:
         health: WatchHealth,
         namespaces: Collection[str],
         period: float,
+        swept: Callable[[], None] = lambda: None,
     ) -> None:
         self._api = api
         self._loop = loop
         self._health = health
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._period = period
+        self._swept = swept
         self.done = False
 
     async def first(self) -> None:
@@ -74,3 +80,4 @@ class Sweeper:
             self._loop.set_served(kind.name, served=served)
             self._health.listed(kind.name, listed, began)
             self._loop.sweep(kind.name, listed)
+        self._swept()

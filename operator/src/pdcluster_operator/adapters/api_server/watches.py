@@ -1,0 +1,173 @@
+"""Watches every kind, and hands on what the API server reports.
+
+Each watch begins with a LIST, goes on from its version, and is opened again from the last version
+that it reported. A server that has forgotten this version is listed again. That does not show what
+was deleted meanwhile: :mod:`.sweep` finds it.
+
+kopf could watch, too. It keeps a record, a queue and a task for each object, and prepares the calls
+of handlers that we do not have. That was two thirds of what an event cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import signal
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any
+
+from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, classified
+from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, Same, as_kept
+from pdcluster_operator.runtime.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+See = Callable[[str, dict[str, Any]], None]
+"""Called with ADDED, MODIFIED or DELETED and the object. It must not raise."""
+
+OPEN_SECONDS = 600
+"""After so many seconds the server ends a watch, as it does with everybody's."""
+FIRST, LONGEST = 1.0, 10.0
+"""Seconds, at most, between two attempts to open a watch: three times as long after each failure.
+
+A server that refuses everything is asked by a dozen watches for each namespace.
+"""
+ABSENT_SECONDS = 300.0
+"""How often to look for a kind whose CRD is not installed."""
+FORGOTTEN = frozenset({"Expired", "Gone"})
+"""What a server answers that does not know the version any more (410)."""
+REPORTED = frozenset({"ADDED", "MODIFIED", "DELETED"})
+
+
+class _Forgotten(Exception):  # noqa: N818 - says what happened
+    """The server does not know the version any more."""
+
+
+class Watch:
+    """The watch of one kind, in one namespace or in all of them."""
+
+    def __init__(
+        self, client: KubeClient, kind: Kind, namespace: str | None, see: See, same: Same
+    ) -> None:
+        self._client = client
+        self._kind = kind
+        self._path = kind.path(namespace)
+        self._see = see
+        self._same = same
+        self._version = ""
+        self._failures = 0
+        self._said = ""
+
+    async def run(self) -> None:
+        """Watch, whatever the server answers; never return."""
+        while True:
+            try:
+                if not self._version:
+                    await self._list()
+                if await self._follow():
+                    continue
+                self._failures += 1  # the server ends what it has just begun
+            except _Forgotten:
+                self._version = ""
+                continue
+            except NotFound as error:
+                self._version = ""
+                self._say(error)
+                await asyncio.sleep(ABSENT_SECONDS if self._kind.optional else LONGEST)
+                continue
+            except ApiError as error:
+                self._failures += 1
+                self._say(error)
+            await asyncio.sleep(self._pause())
+
+    async def _list(self) -> None:
+        query = {**self._selector(), "limit": str(self._kind.page)}
+        while True:
+            page = await self._client.call("GET", self._path, query=query)
+            for item in page.get("items") or ():
+                self._see("MODIFIED", as_kept(item, self._kind, self._same))
+            metadata = page["metadata"]
+            if not metadata.get("continue"):
+                self._version = str(metadata["resourceVersion"])
+                return
+            query["continue"] = metadata["continue"]
+
+    async def _follow(self) -> bool:
+        """Return when the server ends the watch: whether it had anything to say."""
+        query = {
+            **self._selector(),
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(OPEN_SECONDS),
+        }
+        spoke = False
+        try:
+            async for line in self._client.lines(self._path, query):
+                self._take(json.loads(line))
+                spoke, self._failures, self._said = True, 0, ""
+        except ValueError as error:
+            raise ApiError("Unreadable", f"GET {self._path}: {error}") from error
+        except ApiError as error:
+            if error.reason in FORGOTTEN:
+                raise _Forgotten from error
+            raise
+        return spoke
+
+    def _take(self, news: dict[str, Any]) -> None:
+        what, found = news["type"], news["object"]
+        if what == "ERROR":
+            raise classified(int(found.get("code") or 0), found)
+        self._version = str(found["metadata"]["resourceVersion"])
+        if what in REPORTED:
+            self._see(what, as_kept(found, self._kind, self._same))
+
+    def _selector(self) -> dict[str, str]:
+        return {"labelSelector": self._kind.selector} if self._kind.selector else {}
+
+    def _pause(self) -> float:
+        most = min(LONGEST, FIRST * 3.0 ** min(self._failures - 1, 10))
+        return random.uniform(most / 2, most)  # noqa: S311 - no secret
+
+    def _say(self, error: ApiError) -> None:
+        if str(error) != self._said:
+            self._said = str(error)
+            log.warning("the watch of %s has to wait: %s", self._path, error)
+
+
+async def watch(
+    client: KubeClient,
+    see: See,
+    *,
+    namespaces: Collection[str],
+    stop: asyncio.Event,
+    same: Same,
+) -> None:
+    """Watch every kind until ``stop`` or a signal, in all namespaces if none is given.
+
+    Args:
+        client: has a connection for each watch.
+        same: returns what is kept already, so that nothing is made of it again.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    places: Collection[str | None] = namespaces or (None,)
+    watches = [
+        asyncio.create_task(Watch(client, kind, place, see, same).run(), name=f"watch-{kind.name}")
+        for kind in WATCHED
+        for place in places
+    ]
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        ended, _ = await asyncio.wait((*watches, stopped), return_when=asyncio.FIRST_COMPLETED)
+        for one in ended:
+            one.result()
+    finally:
+        for one in (*watches, stopped):
+            one.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*watches, stopped, return_exceptions=True)

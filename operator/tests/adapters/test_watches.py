@@ -1,0 +1,173 @@
+"""The operator's watches over HTTP: what they report, and what they do when a server refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio import client as kubernetes
+
+from pdcluster_operator.adapters.api_server import watches
+from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.kinds import POD, PREFILL_SCALER, nothing_is_kept
+from pdcluster_operator.adapters.api_server.watches import Watch
+
+Seen = list[tuple[str, str, str]]
+
+
+def pod(name: str, version: int) -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": "ns", "resourceVersion": str(version)}}
+
+
+def line(what: str, found: dict[str, Any]) -> bytes:
+    return json.dumps({"type": what, "object": found}).encode() + b"\n"
+
+
+class Server:
+    """Answers each LIST with its next page, and each watch with its next lines."""
+
+    def __init__(self) -> None:
+        self.pages: list[Any] = []
+        self.streams: list[Any] = []
+        self.asked: list[dict[str, str]] = []
+        self.seen: Seen = []
+        self.ended = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        query = dict(request.query)
+        self.asked.append(query)
+        todo = self.streams if "watch" in query else self.pages
+        if not todo:
+            self.ended.set()
+            await asyncio.sleep(60)
+        found = todo.pop(0)
+        if isinstance(found, int):
+            reason = {404: "NotFound", 410: "Expired"}.get(found, "")
+            return web.json_response({"reason": reason, "message": "no"}, status=found)
+        if "watch" not in query:
+            return web.json_response(found)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for one in found:
+            await response.write(one)
+        return response
+
+    def see(self, what: str, found: dict[str, Any]) -> None:
+        metadata = found["metadata"]
+        self.seen.append((what, metadata["name"], metadata["resourceVersion"]))
+
+    def watched_from(self) -> list[str]:
+        return [one["resourceVersion"] for one in self.asked if "watch" in one]
+
+
+def page(version: str, *items: dict[str, Any], rest: str = "") -> dict[str, Any]:
+    return {"metadata": {"resourceVersion": version, "continue": rest}, "items": list(items)}
+
+
+Run = Callable[..., Awaitable[None]]
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server, Run]]:
+    for name in ("FIRST", "LONGEST", "ABSENT_SECONDS"):
+        monkeypatch.setattr(watches, name, 0.001)
+    known = Server()
+    application = web.Application()
+    application.router.add_get("/{path:.*}", known.answer)
+    async with TestServer(application) as there:
+        configuration = kubernetes.Configuration()
+        configuration.host = str(there.make_url("")).rstrip("/")
+        configuration.retries = 1
+        async with KubeClient(configuration, connections=0) as client:
+
+            async def run(kind: Any = POD) -> None:
+                """Watch until the server has nothing left to answer."""
+                watch = Watch(client, kind, "ns", known.see, nothing_is_kept)
+                running = asyncio.create_task(watch.run())
+                ended = asyncio.create_task(known.ended.wait())
+                async with asyncio.timeout(60):
+                    await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
+                assert not running.done(), running
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+            yield known, run
+
+
+async def test_a_watch_lists_in_pages_and_goes_on_from_there(server: tuple[Server, Run]) -> None:
+    known, run = server
+    known.pages = [page("8", pod("a", 3), rest="more"), page("9", pod("b", 4))]
+    known.streams = [
+        [line("ADDED", pod("c", 10)), line("DELETED", pod("a", 11))],
+        [line("BOOKMARK", pod("", 15))],
+    ]
+    await run()
+    assert known.seen == [
+        ("MODIFIED", "a", "3"),
+        ("MODIFIED", "b", "4"),
+        ("ADDED", "c", "10"),
+        ("DELETED", "a", "11"),
+    ]
+    assert known.asked[1]["continue"] == "more"
+    assert known.watched_from() == ["9", "11", "15"], "opened again where the last one ended"
+    assert {one["labelSelector"] for one in known.asked} == {POD.selector}
+
+
+@pytest.mark.parametrize(
+    "forgotten", [410, [line("ERROR", {"code": 410, "reason": "Expired", "message": "too old"})]]
+)
+async def test_a_version_that_the_server_forgot_is_listed_anew(
+    server: tuple[Server, Run], forgotten: Any
+) -> None:
+    known, run = server
+    known.pages = [page("9", pod("a", 3)), page("20", pod("a", 12))]
+    known.streams = [forgotten]
+    await run()
+    assert known.watched_from() == ["9", "20"]
+    assert known.seen == [("MODIFIED", "a", "3"), ("MODIFIED", "a", "12")]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [500, 403, [], [b'{"type": '], [line("ERROR", {"code": 500, "message": "etcd is slow"})]],
+)
+async def test_a_watch_that_fails_goes_on_and_lists_nothing_again(
+    server: tuple[Server, Run], failure: Any
+) -> None:
+    known, run = server
+    known.pages = [page("9")]
+    known.streams = [failure, [line("MODIFIED", pod("a", 10))]]
+    await run()
+    assert known.watched_from() == ["9", "9", "10"]
+    assert known.seen == [("MODIFIED", "a", "10")]
+
+
+async def test_a_kind_that_comes_later_is_watched_then(server: tuple[Server, Run]) -> None:
+    known, run = server
+    known.pages = [404, 404, page("9")]
+    await run(PREFILL_SCALER)
+    assert known.watched_from() == ["9"]
+
+
+async def test_a_watch_that_fails_again_and_again_waits_longer(
+    server: tuple[Server, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, run = server
+    bounds: list[float] = []
+
+    def uniform(least: float, most: float) -> float:
+        assert least == most / 2
+        bounds.append(round(most, 3))
+        return 0.0
+
+    monkeypatch.setattr(watches, "LONGEST", 0.005)
+    monkeypatch.setattr(watches.random, "uniform", uniform)
+    known.pages = [page("9")]
+    known.streams = [500, [], 500, 500, [line("MODIFIED", pod("a", 10))], 500]
+    await run()
+    assert bounds == [0.001, 0.003, 0.005, 0.005, 0.001]
