@@ -37,7 +37,7 @@ A server that refuses everything is asked by a dozen watches for each namespace.
 """
 ABSENT_SECONDS = 300.0
 """How often to look for a kind whose CRD is not installed."""
-FORGOTTEN = frozenset({"Expired", "Gone"})
+FORGOTTEN = frozenset({"Expired", "Gone", "Http410"})
 """What a server answers that does not know the version any more (410)."""
 REPORTED = frozenset({"ADDED", "MODIFIED", "DELETED"})
 
