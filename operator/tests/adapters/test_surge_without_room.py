@@ -27,7 +27,7 @@ def test_a_surge_that_a_quota_stops_takes_nothing_away_and_recreate_goes_on(
         until(lambda: done(real, namespace), 120, explain)
         at_rest(real, operator)
         before = engines()
-        used(real, namespace, there=3)
+        fill(real, namespace)
         assert edit(real, namespace, {"engine": {"blockSize": 32}})[0] == 200
         until(
             lambda: condition(real, namespace, "Progressing")["reason"] == "TemplateRefused",
@@ -41,19 +41,23 @@ def test_a_surge_that_a_quota_stops_takes_nothing_away_and_recreate_goes_on(
         assert "or to Recreate" in said["message"]
         assert engines() == before
         assert condition(real, namespace, "Available")["status"] == "True"
-        # The message names a way on. The old engines and their router go first.
+        # The message names a way on. The old engines go first, and their places are free then.
         assert edit(real, namespace, {"rollout": {"type": "Recreate"}})[0] == 200
         until(lambda: not engines() & before, 120, explain)
-        used(real, namespace, there=0)
+        assert real.call("DELETE", quota(namespace))[0] == 200
         until(lambda: done(real, namespace), 180, explain)
         assert len(engines()) == 2
 
 
-def used(real: RealApi, namespace: str, there: int) -> None:
-    """Let a quota have room for three pods. No controller counts here, so the test does."""
-    quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
-    full = {"metadata": {"name": "full"}, "spec": {"hard": {"pods": "3"}}}
-    assert real.call("POST", quotas, full)[0] in (201, 409)
-    status = {"status": {**full["spec"], "used": {"pods": str(there)}}}
+def quota(namespace: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/resourcequotas/full"
+
+
+def fill(real: RealApi, namespace: str) -> None:
+    """Make a quota that is used up. No controller counts here, so the test says what is used."""
+    hard = {"pods": "3"}
+    body = {"metadata": {"name": "full"}, "spec": {"hard": hard}}
+    assert real.call("POST", quota(namespace).rpartition("/")[0], body)[0] == 201
+    status = {"status": {"hard": hard, "used": hard}}
     merge = "application/merge-patch+json"
-    assert real.call("PATCH", f"{quotas}/full/status", status, merge)[0] == 200
+    assert real.call("PATCH", f"{quota(namespace)}/status", status, merge)[0] == 200
