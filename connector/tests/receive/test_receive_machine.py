@@ -298,7 +298,7 @@ MACHINE, DMA = fields_of(Receive), fields_of(Dma)
 
 
 def twins(machine: Receive, dma: Dma) -> tuple[Receive, Dma]:
-    """Copies of both that share nothing that can change; ``replace`` takes three times as long."""
+    """Copies of both that share nothing that can change; ``replace`` takes twice as long."""
     branch, model = Receive(*MACHINE(machine)), Dma(*DMA(dma))
     branch.open, branch.entered = branch.open.copy(), branch.entered.copy()
     model.flying, model.landed = model.flying.copy(), model.landed.copy()
