@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_cluster import SimulatedCluster, copied, manifest
+from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
@@ -18,7 +18,7 @@ from pdcluster_operator.plan.forecast.course import forecast
 from pdcluster_operator.plan.planner import make_plan
 
 GANG = {"gang": "Enabled"}
-EXAMPLES = settings().max_examples // 2
+EXAMPLES = settings().max_examples // 4  # each is dozens of plans
 
 
 def world_of(prefill: int = 1, decode: int = 1, nodes: int = 1, **spec: Any) -> SimulatedCluster:
@@ -267,7 +267,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("step")),
         st.tuples(st.just("evict"), st.integers(0, 5)),
     ),
-    max_size=12,
+    max_size=8,
 )
 
 
@@ -323,9 +323,11 @@ def test_groups_hold_under_any_course(nodes: int, how: str, actions: list[tuple]
         world.edit(**{role: {**world.cluster["spec"][role], "replicas": 2}})
     if how == "Replace":
         world.edit(rollout={"type": "Recreate"})
-    for _ in range(12):
-        everybody_runs(world)
-    assert world.condition("Ready")["status"] == "True", copied(world.condition("Progressing"))
+    for _ in range(60):
+        world.others_act()
+        if not world.step().steps and world.condition("Ready")["status"] == "True":
+            return
+    raise AssertionError(world.condition("Progressing"))
 
 
 @pytest.mark.parametrize("served", [True, False])
