@@ -110,7 +110,7 @@ class Watch:
                 self._take(json.loads(line))
                 spoke, self._failures, self._said = True, 0, ""
         except ValueError as error:
-            raise ApiError("Unreadable", f"GET {self._path}: {error}") from error
+            raise ApiError("ApiServerUnreachable", f"GET {self._path}: {error}") from error
         except ApiError as error:
             if error.reason in FORGOTTEN:
                 raise _Forgotten from error
