@@ -1,7 +1,7 @@
-"""Whatever tests, benchmarks and tools import from the product exists.
+"""Whatever tests, benchmarks and tools import from the product and from each other exists.
 
-mypy reads the product's cores only, and the pure tests don't collect the tests that need engines:
-a module that is renamed would be missed there until the engines' tests are collected.
+mypy reads the product's cores only, and the pure tests don't collect the tests that need engines or
+a cluster: a module that is renamed would be missed there until those tests are collected.
 """
 
 import ast
@@ -20,10 +20,18 @@ ASKING = sorted(
     for folder in ("connector/tests", "operator/tests", "charts", "e2e", "dev")
     for path in (ROOT / folder).rglob("*.py")
 )
+BESIDE: dict[str, list[Path]] = {}
+for path in ASKING:
+    if not (ROOT / "e2e" / path.stem).is_dir():  # a package has the name
+        BESIDE.setdefault(path.stem, []).append(path)
 
 
-def module_file(dotted: str) -> Path | None:
+def module_file(dotted: str, asking: Path = ROOT) -> Path | None:
+    """The file of a module; of a conftest, the nearest one above the file that asks."""
     first, *rest = dotted.split(".")
+    if first not in SOURCES:
+        above = [path for path in BESIDE[first] if path.parent in asking.parents]
+        return max(above or BESIDE[first], key=lambda path: len(path.parts))
     place = SOURCES[first].joinpath(*rest)
     package, module = place / "__init__.py", place.with_name(place.name + ".py")
     return next((path for path in (package, module) if path.is_file()), None)
@@ -47,8 +55,22 @@ def defined(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def missing(source: str) -> list[str]:
-    """What a file imports from the product and the product does not have."""
+def submodules(file: Path) -> frozenset[str]:
+    """The modules of a package."""
+    if file.name != "__init__.py":
+        return frozenset()
+    modules = {path.stem for path in file.parent.glob("*.py")}
+    return frozenset(modules | {path.parent.name for path in file.parent.glob("*/__init__.py")})
+
+
+def known(module: str) -> bool:
+    """Whether a module is the product's, or one of the tests' that is no part of a package."""
+    first, *rest = module.split(".")
+    return first in SOURCES or (not rest and first in BESIDE)
+
+
+def missing(source: str, asking: Path = ROOT) -> list[str]:
+    """What a file imports from the product or from other tests, and is not there."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -58,18 +80,18 @@ def missing(source: str) -> list[str]:
         else:
             continue
         for module, name in wanted:
-            if module.split(".")[0] not in SOURCES:
+            if not known(module):
                 continue
-            file = module_file(module)
+            file = module_file(module, asking)
             if file is None:
                 found.append(module)
-            elif name and name not in defined(file) and not module_file(f"{module}.{name}"):
+            elif name and name not in defined(file) | submodules(file):
                 found.append(f"{module}.{name}")
     return found
 
 
 def test_what_is_imported_exists() -> None:
-    wrong = {str(path.relative_to(ROOT)): missing(path.read_text()) for path in ASKING}
+    wrong = {str(path.relative_to(ROOT)): missing(path.read_text(), path) for path in ASKING}
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
@@ -82,6 +104,7 @@ def test_what_is_imported_exists() -> None:
         ("from pdcluster_operator.cli import main, x", ["pdcluster_operator.cli.x"]),
         ("from pdcluster_connector.transfer import job", []),
         ("from numpy import nothing", []),
+        ("from operator_runs import Operator, nothing", ["operator_runs.nothing"]),
     ],
 )  # fmt: skip
 def test_what_does_not_exist_is_found(source: str, found: list[str]) -> None:

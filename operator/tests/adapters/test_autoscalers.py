@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 from operator_runs import GROUP, Operator, cluster, condition, create, edit, get, owned, until
-from real_api import running_api
+from real_api import CRDS, running_api
 from rights import CERTIFICATE_RULES, WATCHED_RULES
 
-from conftest import CRDS, allow
+from conftest import allow
 
 pytestmark = pytest.mark.cluster
 

@@ -349,6 +349,8 @@ async def test_lists_hold_every_page_and_only_what_is_ours(real, api, live, name
     for step in applies(live):
         await api.apply(step.manifest)
     for kind in WATCHED:
+        if kind.name == "PodGroup":  # not served here
+            continue
         found = await api.list(kind, (namespace,))
         wanted = {
             step.manifest["metadata"]["name"]
