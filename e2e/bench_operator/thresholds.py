@@ -38,13 +38,13 @@ def written(writes: Mapping[str, int]) -> float:
 
 
 BOUNDS = (
-    Bound("share_of_raw_objects", lambda found: found["share_of_raw_objects"], least=0.4),
-    Bound("reads_of_one", lambda found: found["reads_of_one"], most=4.0),
+    Bound("share_of_raw_objects", lambda found: found["share_of_raw_objects"], least=0.5),
+    Bound("reads_of_one", lambda found: found["reads_of_one"], most=1.0),
     Bound("writes_of_one", lambda found: found["writes_of_one"], most=19.0),
     Bound("rest.core", lambda found: found["rest"]["core"], most=0.1),
     Bound("rest.writes", lambda found: written(found["rest"]["writes"]), most=0.0),
     Bound("restart.writes", lambda found: written(found["restart"]["writes"]), most=0.0),
-    Bound("rss_peak_megabytes", lambda found: found["rss_peak_megabytes"], most=350.0),
+    Bound("rss_peak_megabytes", lambda found: found["rss_peak_megabytes"], most=300.0),
 )
 
 
