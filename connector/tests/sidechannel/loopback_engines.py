@@ -65,7 +65,8 @@ class Answer:
 
 def connect(book: PeerBook, port: int, engine_id: str = PREFILL, seconds: float = 120.0) -> Answer:
     answer = Answer()
-    book.connect(engine_id, "127.0.0.1", port, time.monotonic() + seconds, answer)
+    ends = time.monotonic() + seconds
+    book.connect(engine_id, "127.0.0.1", port, lambda: ends, answer)
     return answer
 
 

@@ -6,6 +6,8 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from operator import add
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -132,7 +134,7 @@ def test_each_request_has_its_own_deadline(books: Books) -> None:
     start = time.monotonic()
     past, early, late = Answer(), Answer(), Answer()
     for answer, seconds in ((past, -5.0), (early, 0.3), (late, 3.0)):
-        book.connect(PREFILL, "127.0.0.1", port, start + seconds, answer)
+        book.connect(PREFILL, "127.0.0.1", port, partial(add, start, seconds), answer)
     for answer in (past, early, late):
         failure = answer.wait()
         assert isinstance(failure, Failure)
@@ -310,10 +312,30 @@ def test_a_peer_that_says_nothing_is_named_at_the_deadline(books: Books) -> None
     assert failure.message.endswith(f"127.0.0.1:{port} has not answered yet")
 
 
+def test_a_deadline_that_moves_while_the_peer_is_slow_is_waited_for(books: Books) -> None:
+    """A receive's lease is renewed meanwhile, so the request need not fail."""
+    start = time.monotonic()
+    deadlines = iter([start + 0.1, start + 0.7])
+    last = [start + 0.1]
+
+    def deadline() -> float:
+        last[0] = next(deadlines, last[0])
+        return last[0]
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        answer = Answer()
+        books().connect(PREFILL, "127.0.0.1", silent.getsockname()[1], deadline, answer)
+        failure = answer.wait()
+    assert isinstance(failure, Failure)
+    assert failure.message.startswith("no handshake before the deadline")
+    assert answer.at - start > 0.65
+
+
 @pytest.mark.parametrize("host", ["not a host", "host\r\nX: y", "", "..", "[", "a" * 300])
 def test_hosts_that_make_no_address(books: Books, host: str) -> None:
     answer = Answer()
-    books().connect(PREFILL, host, 5600, time.monotonic() + 0.5, answer)
+    ends = time.monotonic() + 0.5
+    books().connect(PREFILL, host, 5600, lambda: ends, answer)
     failure = answer.wait()
     assert isinstance(failure, Failure)
     assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
@@ -335,7 +357,8 @@ def test_a_callback_that_raises_harms_nobody(serve: Serve, books: Books) -> None
     def broken(_: object) -> None:
         raise RuntimeError("a fault in the callback")
 
-    book.connect(PREFILL, "127.0.0.1", server.port, time.monotonic() + 5, broken)
+    ends = time.monotonic() + 5
+    book.connect(PREFILL, "127.0.0.1", server.port, lambda: ends, broken)
     assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
 
 

@@ -449,5 +449,6 @@ def test_certificates_of_hosts_need_the_hosts_name(engines: Engines) -> None:
 
 def connect_to(book: PeerBook, host: str, port: int) -> EngineMetadata | Failure:
     answer = Answer()
-    book.connect(PREFILL, host, port, time.monotonic() + 30, answer)
+    ends = time.monotonic() + 30
+    book.connect(PREFILL, host, port, lambda: ends, answer)
     return answer.wait()

@@ -41,11 +41,11 @@ class FakePeers:
         engine_id: str,
         host: str,
         port: int,
-        deadline: float,
+        deadline: Callable[[], float],
         done: Callable[[EngineMetadata | Failure], None],
     ) -> None:
         assert (host, port) == ("127.0.0.1", 5600)
-        assert deadline > 0
+        assert deadline() > 0
         self.asked.append(engine_id)
         if self.hold:
             self.held.append((engine_id, done))

@@ -170,7 +170,7 @@ class LinkKeeper:
             loop.call_soon_threadsafe(_settle, answer, outcome)
 
         deadline = time.monotonic() + CONNECT_SECONDS
-        self._peers.connect(self._engine_id, host, port, deadline, done)
+        self._peers.connect(self._engine_id, host, port, lambda: deadline, done)
         return await answer
 
     async def _probed(

@@ -18,10 +18,13 @@ Done = Callable[[EngineMetadata | Failure], None]
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """Who waits for a handshake, and until when (``time.monotonic`` seconds)."""
+    """Who waits for a handshake, and until when (``time.monotonic`` seconds).
+
+    A lease that is renewed moves the deadline.
+    """
 
     done: Done
-    deadline: float
+    deadline: Callable[[], float]
     timer: asyncio.TimerHandle | None = None
 
     def tell(self, outcome: EngineMetadata | Failure) -> None:

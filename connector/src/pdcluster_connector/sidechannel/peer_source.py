@@ -24,14 +24,14 @@ class PeerSource(Protocol):
         engine_id: str,
         host: str,
         port: int,
-        deadline: float,
+        deadline: Callable[[], float],
         done: Callable[[EngineMetadata | Failure], None],
     ) -> None:
         """Ask for an engine's metadata; ``done`` is called once, on the source's thread.
 
-        Never blocks and never raises. Attempts go on until ``deadline`` (time.monotonic
-        seconds); concurrent calls for one engine share the attempts; the metadata is kept
-        until the engine is gone or forgotten. A refusal is reported at once.
+        Never blocks and never raises. Attempts go on until ``deadline()`` (time.monotonic
+        seconds), which may move meanwhile; concurrent calls for one engine share the attempts;
+        the metadata is kept until the engine is gone or forgotten. A refusal is reported at once.
         """
         ...
 

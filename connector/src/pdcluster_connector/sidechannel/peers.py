@@ -79,7 +79,9 @@ class PeerBook(PeerSource):
             self._thread.submit(self._close()).result(timeout=10)
         self._thread.stop()
 
-    def connect(self, engine_id: str, host: str, port: int, deadline: float, done: Done) -> None:
+    def connect(
+        self, engine_id: str, host: str, port: int, deadline: Callable[[], float], done: Done
+    ) -> None:
         """See :meth:`PeerSource.connect`."""
         waiter = Waiter(done, deadline)
         if self._closed or not self._thread.call(self._connect, engine_id, host, port, waiter):
@@ -115,10 +117,13 @@ class PeerBook(PeerSource):
             return
         peer.host, peer.port = host, port
         peer.waiters.append(waiter)
-        wait = max(0.0, waiter.deadline - time.monotonic())
-        waiter.timer = loop.call_later(wait, self._too_late, peer, waiter)
+        self._wait(peer, waiter)
         if peer.task is None:
             peer.task = loop.create_task(self._attend(peer))
+
+    def _wait(self, peer: KnownPeer, waiter: Waiter) -> None:
+        wait = max(0.0, waiter.deadline() - time.monotonic())
+        waiter.timer = self._thread.loop.call_later(wait, self._too_late, peer, waiter)
 
     async def _attend(self, peer: KnownPeer) -> None:
         """Shake hands while anyone waits; once connected, watch until the peer is gone."""
@@ -178,7 +183,9 @@ class PeerBook(PeerSource):
             call(listener, peer.engine_id, failure)
 
     def _too_late(self, peer: KnownPeer, waiter: Waiter) -> None:
-        if waiter in peer.waiters:
+        if waiter in peer.waiters and waiter.deadline() > time.monotonic():
+            self._wait(peer, waiter)
+        elif waiter in peer.waiters:
             peer.waiters.remove(waiter)
             last = peer.last_error or TryAgain(f"{peer.host}:{peer.port} has not answered yet")
             message = f"no handshake before the deadline; last: {last.message}"

@@ -66,7 +66,8 @@ class Connecting:
         ticket = job.request.ticket
         host, port = ticket.side_channel
         done = partial(self._answer, job.serial)
-        self._peers.connect(ticket.engine_id, host, port, job.machine.deadline, done)
+        machine = job.machine  # its lease is renewed while the peer takes its time
+        self._peers.connect(ticket.engine_id, host, port, lambda: machine.deadline, done)
 
     def answered(self, serial: int, answer: EngineMetadata | Failure) -> None:
         """Take in how a handshake ended."""
