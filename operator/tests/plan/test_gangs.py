@@ -371,3 +371,11 @@ def test_the_forecast_names_the_groups_and_ends_with_every_engine() -> None:
     assert rounds[0]["PodGroup"] == 1
     assert rounds[0]["StatefulSet"] == 2
     assert sum(one["StatefulSet"] for one in rounds) == 3
+
+
+def test_routers_are_made_once_for_the_first_pair() -> None:
+    """Engines that wait for the pair join when they are verified. The routers do not forget them."""
+    role = {"replicas": 2}
+    world = SimulatedCluster(manifest(prefill=role, decode=role, scheduling=GANG))
+    world.step()
+    assert world.step().steps == ()

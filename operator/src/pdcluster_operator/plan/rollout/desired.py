@@ -119,6 +119,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
     muster = Muster(cluster.name, without(names, blocked), live, keys, serving, observed.pods)
     gangs = find_gangs(muster, enabled=joint and observed.pod_groups and not observed.one_node)
     blocked |= gangs.held
+    routing = routing.without(gangs.held)
     waiting = any(serving[role] is not targets.wanted[role] for role in Role)
     stale = bool(seen.difference(*names.values())) or bool(kept) or waiting
     history = keep_history(cluster, targets, seen)

@@ -7,7 +7,8 @@ run and a verified pair stands behind them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 
 from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Role
@@ -32,6 +33,19 @@ class Routing:
     served_key: str
     members: Mapping[str, Members]
     stop: bool = False
+
+    def without(self, held: AbstractSet[EngineName]) -> Routing:
+        """Return it without engines that are created later, and join when they are verified.
+
+        A router that lists them at once would be replaced, because it forgets them meanwhile.
+        """
+        members = {
+            key: {
+                role: tuple(one for one in found if one not in held) for role, found in of.items()
+            }
+            for key, of in self.members.items()
+        }
+        return replace(self, members=members)
 
 
 def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: bool) -> Routing:
