@@ -374,7 +374,7 @@ def test_the_forecast_names_the_groups_and_ends_with_every_engine() -> None:
 
 
 def test_routers_are_made_once_for_the_first_pair() -> None:
-    """Engines that wait for the pair join when they are verified. The routers do not forget them."""
+    """Engines that wait for the pair join when they are verified, and are not forgotten before."""
     role = {"replicas": 2}
     world = SimulatedCluster(manifest(prefill=role, decode=role, scheduling=GANG))
     world.step()
