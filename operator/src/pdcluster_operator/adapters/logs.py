@@ -31,5 +31,5 @@ def set_up_logs(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(PLAIN))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # kopf logs every watch event, and every manifest that our webhook refuses.
+    # kopf logs every manifest that our webhook refuses.
     logging.getLogger("kopf.objects").setLevel(logging.CRITICAL)

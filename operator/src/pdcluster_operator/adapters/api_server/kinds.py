@@ -60,7 +60,6 @@ class Kind:
         return "/".join(parts)
 
 
-SMALLEST_PAGE = 50
 OURS = f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
 PDCLUSTER = Kind(GROUP, VERSION, PLURAL, CLUSTER_KIND, selector="")
 PREFILL_SCALER = Kind(GROUP, VERSION, SCALER_PLURAL, SCALER_KIND, selector="", optional=True)
@@ -90,7 +89,7 @@ WATCHED = (
     ),
     Kind("", "v1", "services", "Service"),
     # PDClusters share the connector's ConfigMap, so it has no PDCluster's label. It is large.
-    Kind("", "v1", "configmaps", "ConfigMap", selector=OURS, page=SMALLEST_PAGE),
+    Kind("", "v1", "configmaps", "ConfigMap", selector=OURS, page=50),
     Kind("", "v1", "serviceaccounts", "ServiceAccount"),
     Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
     Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
