@@ -266,7 +266,7 @@ def test_an_engine_may_start_for_as_long_as_the_spec_says(role, timeout, failure
 
 
 def test_a_router_is_asked_whether_its_engines_answer():
-    timing = {"periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 3}
+    timing = {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 3}
     plain, gated = container("router"), container("router", router=KEY)
     assert plain["readinessProbe"] == {
         "httpGet": {"path": "/readiness", "port": "http"}, **timing,
@@ -535,7 +535,9 @@ def test_the_routers_command_line(policy):
         "--policy": [POLICIES[policy]],
         "--worker-startup-timeout-secs": ["86400"],
         "--worker-startup-check-interval": ["1"],
-        "--health-check-interval-secs": ["5"],
+        "--health-check-interval-secs": ["1"],
+        "--health-failure-threshold": ["3"],
+        "--health-success-threshold": ["1"],
         "--request-timeout-secs": ["99"],
         "--prometheus-host": ["0.0.0.0"],
         "--prometheus-port": ["29000"],

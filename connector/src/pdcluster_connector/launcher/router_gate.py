@@ -90,7 +90,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Log nothing, because a probe asks every two seconds."""
+        """Log nothing, because a probe asks each second."""
 
 
 def router_command(url: str, arguments: Sequence[str]) -> list[str]:

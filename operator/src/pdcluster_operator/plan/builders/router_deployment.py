@@ -42,6 +42,13 @@ NOBODY = 65_532
 GATE_MODULE = "pdcluster_connector.launcher.router_gate"
 # The router listens only once every engine answers, and gives up after this long.
 WORKER_STARTUP_SECONDS = 86_400
+# The router leaves an engine out after three failed checks and takes it back after one good check.
+# Its pod is then unready within 7 s of the last engine's end. An engine needs longer to start, so
+# the status never says Ready while the router still leaves a new engine out.
+HEALTH_CHECK_SECONDS = 1
+HEALTH_CHECK_FAILURES = 3
+PROBE_SECONDS = 1
+PROBE_FAILURES = 3
 
 
 def build_router_deployment(
@@ -133,7 +140,9 @@ def _container(
         "--policy", POLICIES[cluster.spec.router.policy],
         "--worker-startup-timeout-secs", str(WORKER_STARTUP_SECONDS),
         "--worker-startup-check-interval", "1",
-        "--health-check-interval-secs", "5",
+        "--health-check-interval-secs", str(HEALTH_CHECK_SECONDS),
+        "--health-failure-threshold", str(HEALTH_CHECK_FAILURES),
+        "--health-success-threshold", "1",
         "--request-timeout-secs", str(cluster.spec.request_timeout_seconds),
         "--prometheus-host", "0.0.0.0",  # noqa: S104 (a pod's own network)
         "--prometheus-port", str(ROUTER_METRICS_PORT),
@@ -150,9 +159,9 @@ def _container(
         "resources": _resources(cluster),
         "readinessProbe": {
             "httpGet": {"path": "/readiness", "port": "http"},
-            "periodSeconds": 2,
+            "periodSeconds": PROBE_SECONDS,
             "timeoutSeconds": 2,
-            "failureThreshold": 3,
+            "failureThreshold": PROBE_FAILURES,
         },
         # Every image can do this: the kubelet waits, and no program of the image runs.
         "lifecycle": {"preStop": {"sleep": {"seconds": ROUTER_LINGER_SECONDS}}},

@@ -1,0 +1,150 @@
+"""vllm-router with our arguments: when it leaves an engine out, and when it takes it back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+from lean_router import PROGRAMS
+from manifests import tiny
+
+from loopback import free_port
+from pdcluster_operator.api.labels import ROUTER_METRICS_PORT, ROUTER_PORT, EngineName
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
+
+
+class Engine(ThreadingHTTPServer):
+    """Answers completions and health checks. It fails while ``ill``.
+
+    Before it answers a check, it asks the router whether that is ready. It appends the router's
+    status to ``failed`` or to ``passed``, by how it then answers the check itself.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.ill = False
+        self.router: int | None = None
+        self.failed: list[int] = []
+        self.passed: list[int] = []
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Engine
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        engine, ill = self.server, self.server.ill
+        if engine.router is not None and self.path == "/health":
+            seen = engine.failed if ill else engine.passed
+            seen.append(ask(engine.router, "GET", "/readiness"))
+        self._answer(ill)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(self.server.ill)
+
+    def _answer(self, ill: bool) -> None:
+        body = b'{"choices": [{"index": 0, "text": "x"}], "data": []}'
+        self.send_response(500 if ill else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def engine() -> Iterator[Engine]:
+    with Engine() as made:
+        Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+@contextmanager
+def router(folder: Path, prefill: Engine, decode: Engine) -> Iterator[int]:
+    """Start the router with the arguments of its Deployment; yields its port."""
+    manifest = tiny(folder)
+    cluster = parse_cluster({**manifest, "metadata": {"name": "c", "namespace": "n"}}).cluster
+    assert cluster is not None
+    names = {role: EngineName("n", "c", role, "r", 0) for role in Role}
+    deployment = build_router_deployment(
+        cluster, "key", [names[Role.PREFILL]], [names[Role.DECODE]], "digest"
+    )
+    assert deployment is not None
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    port, metrics = free_port(), free_port()
+    here = {
+        names[Role.PREFILL].api_url: prefill.url,
+        names[Role.DECODE].api_url: decode.url,
+        "0.0.0.0": "127.0.0.1",
+        str(ROUTER_PORT): str(port),
+        str(ROUTER_METRICS_PORT): str(metrics),
+    }
+    words = [here.get(word, word) for word in container["args"]]
+    assert not set(here) & set(words)
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name}
+    process = subprocess.Popen(
+        [sys.executable, PROGRAMS / "vllm-router", *words],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        yield port
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def ask(port: int, method: str, path: str) -> int:
+    """Return the status; 0 if nobody answers."""
+    body = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 1})
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_three_failed_checks_leave_an_engine_out_and_one_good_check_takes_it_back(
+    tmp_path: Path,
+) -> None:
+    """The pod's readiness is what the status hears of it, so both must change together."""
+    with engine() as prefill, engine() as decode, router(tmp_path, prefill, decode) as port:
+        until(lambda: ask(port, "GET", "/readiness") == 200)
+        assert ask(port, "POST", "/v1/completions") == 200
+        decode.router, decode.ill = port, True
+        until(lambda: 503 in decode.failed)
+        assert decode.failed[:4] == [200, 200, 200, 503]
+        assert ask(port, "POST", "/v1/completions") == 503
+        decode.passed.clear()
+        decode.ill = False
+        until(lambda: 200 in decode.passed)
+        assert decode.passed[:2] == [503, 200]
+        assert ask(port, "POST", "/v1/completions") == 200
