@@ -318,6 +318,21 @@ def spec_of(draw: st.DrawFn, number: int) -> Spec:
     return Spec(draw(REPLICAS), draw(COSTS), revisions, f"k{number}" if rekeyed else "k0")
 
 
+def test_recreate_makes_no_engine_beside_one_of_the_same_revision_that_still_goes() -> None:
+    """The user takes a change back, and wants fewer engines, while the old ones are ending."""
+    before = Spec((2, 1), revisions=("p0", "d1"))
+    world = fresh(RECREATE, before)
+    world.change(Spec((2, 1), revisions=("p1", "d1")))
+    first, second = before.wanted(Role.PREFILL)
+    for engine in (first, second):
+        world.write("remove", engine)
+    world.let("go", first)
+    world.change(Spec((1, 1), revisions=("p0", "d1")))
+    assert ("create", first) not in world.writes()
+    world.let("go", second)
+    assert ("create", first) in world.writes()
+
+
 @pytest.mark.parametrize("how", [SURGE, RECREATE])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
