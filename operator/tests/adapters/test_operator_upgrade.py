@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -12,8 +13,12 @@ from operator_runs import CHILDREN, at_rest, cluster, condition, create, edit, g
 
 pytestmark = pytest.mark.cluster
 
-CRDS = Path(__file__).parents[3] / "crds"
-CONNECTOR = Path(__file__).parents[3] / "connector" / "src" / "pdcluster_connector"
+ROOT = Path(__file__).parents[3]
+CRDS = ROOT / "crds"
+CONNECTOR = ROOT / "connector" / "src" / "pdcluster_connector"
+OPERATOR = ROOT / "operator" / "src" / "pdcluster_operator"
+BUILDERS = {"engine_pod.py": "PROBE_PERIOD_SECONDS", "router_deployment.py": "PROBE_SECONDS"}
+"""A number in each builder that a later version could change."""
 
 
 def items(real, namespace, kind):
@@ -59,22 +64,37 @@ def settled(real, operator, namespace):
     until(quiet, 60, lambda: (list(items(real, namespace, "StatefulSet")), operator.said()))
 
 
-def with_another_connector(folder: Path) -> Path:
-    shutil.copytree(
-        CONNECTOR,
-        folder / CONNECTOR.name,
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+def later_version(folder: Path) -> Path:
+    """Return a folder with another connector, and an operator whose builders make other pods."""
+    for source in (CONNECTOR, OPERATOR):
+        unwanted = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, folder / source.name, ignore=unwanted)
     with (folder / CONNECTOR.name / "__init__.py").open("a") as module:
         module.write("\n# A later version.\n")
+    for name, number in BUILDERS.items():
+        path = folder / OPERATOR.name / "plan" / "builders" / name
+        text, count = re.subn(
+            rf"^{number} = \d+$", f"{number} = 9", path.read_text(), flags=re.MULTILINE
+        )
+        assert count == 1
+        path.write_text(text)
     return folder
+
+
+def periods(real, namespace, kind, role):
+    """Return how often the kubelet asks the pods of each workload for their readiness."""
+    return {
+        workload["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["periodSeconds"]
+        for name, workload in items(real, namespace, kind).items()
+        if role in name
+    }
 
 
 def variable(value):
     return {"decode": {"engine": {"env": [{"name": "A", "value": value}]}}}
 
 
-def test_an_upgrade_writes_nothing_and_the_next_change_brings_the_new_connector(
+def test_an_upgrade_writes_nothing_and_the_next_change_brings_all_that_is_new(
     real, operator, namespace, tmp_path
 ):
     operator.start()
@@ -89,7 +109,7 @@ def test_an_upgrade_writes_nothing_and_the_next_change_brings_the_new_connector(
     at_rest(real, operator)  # what it still has to write, the next one would write
     operator.stop()
 
-    operator.bring(with_another_connector(tmp_path))
+    operator.bring(later_version(tmp_path))
     before = len(real.writes())
     operator.start()
     until(
@@ -106,8 +126,14 @@ def test_an_upgrade_writes_nothing_and_the_next_change_brings_the_new_connector(
     settled(real, operator, namespace)
     assert uids(real, namespace, "StatefulSet", "-prefill-") == prefill
     assert len(uids(real, namespace, "StatefulSet") - engines) == 1
+    assert periods(real, namespace, "StatefulSet", "-prefill-") == {2}
+    assert periods(real, namespace, "StatefulSet", "-decode-") == {9}
+    assert periods(real, namespace, "Deployment", "router") == {1}
     assert len(connectors(real, namespace) - older) == 1
     assert older < connectors(real, namespace), "prefill mounts it still"
+
+    edit(real, namespace, {"router": {"policy": "Random"}})
+    until(lambda: periods(real, namespace, "Deployment", "router") == {9}, 60, operator.said)
 
     # Back again: the stored revision is used once more, and is the newest now.
     edit(real, namespace, variable("1"))
@@ -176,7 +202,7 @@ def test_engines_of_an_operator_that_stored_no_revisions_are_adopted(
     for name in revisions(real, namespace):
         path = CHILDREN["ControllerRevision"].format(namespace)
         assert real.call("DELETE", f"{path}/{name}")[0] == 200
-    operator.bring(with_another_connector(tmp_path))
+    operator.bring(later_version(tmp_path))
     operator.start()
     until(lambda: len(revisions(real, namespace)) == 2, 60, operator.said)
     settled(real, operator, namespace)

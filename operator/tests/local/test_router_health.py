@@ -21,7 +21,7 @@ from loopback import free_port
 from pdcluster_operator.api.labels import ROUTER_METRICS_PORT, ROUTER_PORT, EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
+from pdcluster_operator.plan.builders.router_deployment import bound, build_router_template
 
 
 class Engine(ThreadingHTTPServer):
@@ -79,16 +79,13 @@ def engine() -> Iterator[Engine]:
 
 @contextmanager
 def router(folder: Path, prefill: Engine, decode: Engine) -> Iterator[int]:
-    """Start the router with the arguments of its Deployment; yields its port."""
+    """Start the router with the arguments of its pods; yields its port."""
     manifest = tiny(folder)
     cluster = parse_cluster({**manifest, "metadata": {"name": "c", "namespace": "n"}}).cluster
     assert cluster is not None
     names = {role: EngineName("n", "c", role, "r", 0) for role in Role}
-    deployment = build_router_deployment(
-        cluster, "key", [names[Role.PREFILL]], [names[Role.DECODE]], "digest"
-    )
-    assert deployment is not None
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    template = bound(build_router_template(cluster, "key", "digest"), names.values())
+    (container,) = template["spec"]["containers"]
     port, metrics = free_port(), free_port()
     here = {
         names[Role.PREFILL].api_url: prefill.url,

@@ -115,6 +115,8 @@ def _renamed(value: Any, old: str, new: str) -> Any:
         return {key: _renamed(item, old, new) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_renamed(item, old, new) for item in value]
+    if isinstance(value, str) and value != old:
+        return value.replace(f'"{old}"', f'"{new}"')  # in JSON that is a text
     return new if value == old else copy.copy(value)
 
 

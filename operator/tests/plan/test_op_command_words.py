@@ -12,7 +12,7 @@ from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
-from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
+from pdcluster_operator.plan.builders.router_deployment import bound, build_router_template
 
 SPEC = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 EVIL = "--trust-remote-code"
@@ -54,8 +54,8 @@ def words(cluster):
         pod = build_engine_pod(cluster, engine, name, "key", "digest")
         container = pod["spec"]["containers"][0]
         yield from (*container["command"], *container["args"])
-    router = build_router_deployment(cluster, "key", *[[names[role]] for role in Role], "digest")
-    container = router["spec"]["template"]["spec"]["containers"][0]
+    router = bound(build_router_template(cluster, "key", "digest"), names.values())
+    container = router["spec"]["containers"][0]
     yield from (*container["command"], *container["args"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdcluster_operator.api.labels import (
@@ -17,7 +17,7 @@ from pdcluster_operator.api.labels import (
     service_account_name,
 )
 from pdcluster_operator.api.spec.drain import ROUTER_LINGER_SECONDS, router_grace_period
-from pdcluster_operator.api.spec.enums import RouterPolicy
+from pdcluster_operator.api.spec.enums import Role, RouterPolicy
 from pdcluster_operator.api.spec.pod_templates import ROUTER_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.api_key import api_key_env
@@ -38,6 +38,8 @@ POLICIES = {
     RouterPolicy.POWER_OF_TWO: "power_of_two",
     RouterPolicy.CONSISTENT_HASH: "consistent_hash",
 }
+PLACEHOLDERS = {role: f"{{{role} engines}}" for role in Role}
+"""Where the engines of a role will stand on the router's command line."""
 NOBODY = 65_532
 GATE_MODULE = "pdcluster_connector.launcher.router_gate"
 # The router listens only once every engine answers, and gives up after this long.
@@ -51,27 +53,14 @@ PROBE_SECONDS = 1
 PROBE_FAILURES = 3
 
 
-def build_router_deployment(
-    cluster: Cluster,
-    pairing_key: str,
-    prefill: Sequence[EngineName],
-    decode: Sequence[EngineName],
-    connector: str,
-    *,
-    stop: bool = False,
-) -> dict[str, Any] | None:
-    """Return the Deployment; None without routers, or without engines of both roles.
-
-    An old router goes when a new one is ready, not before. With ``stop`` it goes at once: its
-    engines are being ended, and each of them ends only when it gets no more requests.
+def build_router_template(cluster: Cluster, pairing_key: str, connector: str) -> dict[str, Any]:
+    """Return the pod template, with a placeholder for the engines of each role; see :func:`bound`.
 
     Args:
         connector: name of the ConfigMap with the connector. It holds the gate that asks for the
             API key.
     """
     router = cluster.spec.router
-    if router.replicas == 0 or not prefill or not decode:
-        return None
     labels = router_labels(cluster, pairing_key)
     template: dict[str, Any] = {
         "metadata": {"labels": labels},
@@ -89,25 +78,55 @@ def build_router_deployment(
             # drops a SIGTERM that process 1 does not handle: here the pause process is process 1.
             "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": router_grace_period(cluster),
-            "containers": [_container(cluster, prefill, decode)],
+            "containers": [_container(cluster)],
         },
     }
     if router.api_key_secret_ref is not None:
         template["spec"]["volumes"] = [connector_volume(connector)]
-    merged = merge(merge(template, router.pod_template or {}), {"metadata": {"labels": labels}})
+    merged: dict[str, Any] = merge(
+        merge(template, router.pod_template or {}), {"metadata": {"labels": labels}}
+    )
+    return merged
+
+
+def bound(template: Mapping[str, Any], engines: Iterable[EngineName]) -> dict[str, Any]:
+    """Return a template whose router sends requests to these engines."""
+    words = {
+        word: [
+            flag for name in engines if name.role is role for flag in (f"--{role}", name.api_url)
+        ]
+        for role, word in PLACEHOLDERS.items()
+    }
+    containers = [
+        {**one, "args": [said for word in one["args"] for said in words.get(word, (word,))]}
+        if one.get("name") == ROUTER_CONTAINER and one.get("args")
+        else one
+        for one in template["spec"]["containers"]
+    ]
+    return {**template, "spec": {**template["spec"], "containers": containers}}
+
+
+def build_router_deployment(
+    cluster: Cluster, pairing_key: str, template: Mapping[str, Any], *, stop: bool = False
+) -> dict[str, Any]:
+    """Return the Deployment.
+
+    An old router goes when a new one is ready, not before. With ``stop`` it goes at once: its
+    engines are being ended, and each of them ends only when it gets no more requests.
+    """
     name = router_deployment_name(cluster.name, pairing_key)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": child_metadata(cluster, name, labels),
+        "metadata": child_metadata(cluster, name, router_labels(cluster, pairing_key)),
         "spec": {
-            "replicas": router.replicas,
+            "replicas": cluster.spec.router.replicas,
             "strategy": {
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": 1, "maxUnavailable": "100%" if stop else 0},
             },
             "selector": {"matchLabels": router_selector(cluster, pairing_key)},
-            "template": merged,
+            "template": dict(template),
         },
     }
 
@@ -126,15 +145,10 @@ def router_labels(cluster: Cluster, pairing_key: str) -> dict[str, str]:
     return cluster_labels(cluster.name, ROUTER_COMPONENT) | {PAIRING_LABEL: pairing_key}
 
 
-def _container(
-    cluster: Cluster, prefill: Sequence[EngineName], decode: Sequence[EngineName]
-) -> dict[str, Any]:
-    args = ["--vllm-pd-disaggregation"]
-    for engine in prefill:
-        args += ["--prefill", engine.api_url]
-    for engine in decode:
-        args += ["--decode", engine.api_url]
-    args += [
+def _container(cluster: Cluster) -> dict[str, Any]:
+    args = [
+        "--vllm-pd-disaggregation",
+        *PLACEHOLDERS.values(),
         "--host", "0.0.0.0",  # noqa: S104 (a pod's own network)
         "--port", str(ROUTER_PORT),
         "--policy", POLICIES[cluster.spec.router.policy],

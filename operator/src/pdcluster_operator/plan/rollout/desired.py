@@ -25,6 +25,7 @@ from pdcluster_operator.plan.rollout.history import keep_history
 from pdcluster_operator.plan.rollout.moves import frozen, next_moves
 from pdcluster_operator.plan.rollout.routing import Routing, route
 from pdcluster_operator.plan.rollout.stored import Revision
+from pdcluster_operator.plan.rollout.stored_router import stored_templates
 from pdcluster_operator.plan.rollout.targets import (
     Targets,
     find_targets,
@@ -134,6 +135,8 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         config_maps_seen(observed),
         gangs if observed.pod_groups else replace(gangs, groups=()),
         _queues(live),
+        observed.cluster.get("spec") or {},
+        stored_templates(observed),
     )
     return Desired(
         names,

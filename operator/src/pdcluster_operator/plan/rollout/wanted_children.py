@@ -10,7 +10,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdcluster_operator.api.labels import EngineName, connector_name, own_connector_name
+from pdcluster_operator.api.labels import (
+    RENDERED_ANNOTATION,
+    EngineName,
+    connector_name,
+    own_connector_name,
+    router_deployment_name,
+)
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.connector_configmap import (
     build_connector_configmap,
@@ -27,15 +33,16 @@ from pdcluster_operator.plan.builders.network_policies import (
     build_router_policy,
 )
 from pdcluster_operator.plan.builders.pod_group import build_pod_group
-from pdcluster_operator.plan.builders.router_deployment import build_router_deployment
+from pdcluster_operator.plan.builders.router_deployment import bound, build_router_deployment
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
 from pdcluster_operator.plan.connector_mounts import is_shared_connector, mounted_connector
 from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.model import ConnectorBundle
 from pdcluster_operator.plan.rollout.gangs import Gangs
-from pdcluster_operator.plan.rollout.routing import Routing
+from pdcluster_operator.plan.rollout.routing import Members, Routing
 from pdcluster_operator.plan.rollout.stored import Revision, build_revision
+from pdcluster_operator.plan.rollout.stored_router import router_template
 from pdcluster_operator.plan.shared_parts import with_shared_parts
 
 
@@ -61,6 +68,8 @@ class Build:
         config_maps: names of the ConfigMaps with a connector that exist.
         gangs: which pods get their nodes together.
         queues: the queue of each engine that exists; empty for those without.
+        given: the spec as the user wrote it.
+        stored_routers: the template that each router's Deployment carries, by its name.
     """
 
     cluster: Cluster
@@ -73,6 +82,8 @@ class Build:
     config_maps: frozenset[str] = frozenset()
     gangs: Gangs = field(default_factory=Gangs)
     queues: Mapping[EngineName, str] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    stored_routers: Mapping[str, str] = field(default_factory=dict)
 
     def children(
         self, names: Mapping[Role, tuple[EngineName, ...]], skipped: AbstractSet[EngineName]
@@ -99,14 +110,24 @@ class Build:
             yield Wanted(service, "the address for clients")
 
     def _routers(self) -> list[dict[str, Any]]:
-        gate, stop = self._gate(), self.routing.stop
-        routers = (
-            build_router_deployment(
-                self.cluster, key, members[Role.PREFILL], members[Role.DECODE], gate, stop=stop
-            )
+        """Return the routers of each pairing key that has engines of both roles."""
+        if self.cluster.spec.router.replicas == 0:
+            return []
+        return [
+            self._router(key, members)
             for key, members in self.routing.members.items()
+            if all(members[role] for role in Role)
+        ]
+
+    def _router(self, key: str, members: Members) -> dict[str, Any]:
+        stored = self.stored_routers.get(router_deployment_name(self.cluster.name, key), "")
+        rendered = router_template(self.cluster, self.given, key, self._gate(), stored)
+        engines = [name for role in Role for name in members[role]]
+        made = build_router_deployment(
+            self.cluster, key, bound(rendered.template, engines), stop=self.routing.stop
         )
-        return [router for router in routers if router is not None]
+        made["metadata"]["annotations"] = {RENDERED_ANNOTATION: rendered.text()}
+        return made
 
     def _connectors(self, routers: Iterable[Mapping[str, Any]]) -> Iterator[Wanted]:
         """Yield the ConfigMaps that are mounted and that this operator has the bytes of."""
