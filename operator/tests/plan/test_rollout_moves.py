@@ -306,6 +306,19 @@ def test_zero_replicas_remove_everything() -> None:
     assert world.names() == set()
 
 
+@pytest.mark.parametrize("how", [SURGE, REPLACE, RECREATE])
+@pytest.mark.parametrize("after", [KEY, Spec(revisions=("p2", "d2"))])
+def test_a_role_without_a_partner_is_replaced_too(how: RolloutType, after: Spec) -> None:
+    """No pair can be verified. Old engines that waited for one would hold GPUs for ever."""
+    world = fresh(how, Spec((3, 2)))
+    world.change(Spec((3, 0)))
+    world.settle()
+    world.change(replace(after, replicas=(3, 0)))
+    world.settle()
+    assert world.names() == wanted(world.spec)
+    assert world.most_used[Role.PREFILL] <= 3 + (how is SURGE)
+
+
 REPLICAS = st.tuples(st.integers(1, 3), st.integers(1, 3))
 COSTS = st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 4]))
 

@@ -204,6 +204,37 @@ def test_an_engine_that_is_evicted_serves_on_until_no_router_knows_it() -> None:
     assert engine.logical not in world.plan().routed
 
 
+@pytest.mark.parametrize("change", [{"decode": {"replicas": 1}}, ENV])
+def test_an_engine_that_is_evicted_while_it_leaves_stays_until_no_router_knows_it(
+    change: dict[str, Any],
+) -> None:
+    """Once its StatefulSet is gone, it waits for no router any more."""
+    world = up("Surge", decode={"replicas": 2})
+    old = engines(world)
+    world.edit(**change)
+    for _ in range(20):
+        before = routers(world)
+        world.step()
+        gone = [
+            name
+            for name, pod in world.pods.items()
+            if engine_of(pod).api_url in before[selector(world)]
+            and engine_of(pod).api_url not in routers(world)[selector(world)]
+        ]
+        if gone:
+            break
+        world.others_act()
+    [deployment] = [child for (kind, _), child in world.children.items() if kind == "Deployment"]
+    deployment["status"] = {"availableReplicas": 1, "updatedReplicas": 0}
+    evict(world, gone)
+    world.step()
+    world.step()
+    assert engines(world) >= old, "the routers that know it still run"
+    world.route()
+    world.step()
+    assert not engines(world) >= old
+
+
 def test_the_only_engine_of_a_role_waits_for_no_router() -> None:
     """No router forgets it, because no other one could serve."""
     world = up("Recreate", decode={"replicas": 2})
@@ -373,6 +404,44 @@ def test_engines_that_nobody_hears_for_a_moment_are_not_deleted(how: str) -> Non
     world.engines.clear()
     world.step()
     assert engines(world) == before
+
+
+def test_replace_holds_while_nobody_knows_whether_the_only_pair_serves() -> None:
+    """The operator cannot reach the launchers. Clients may reach the engines."""
+    world = up("Replace")
+    before = engines(world)
+    world.engines.clear()
+    world.links.clear()
+    world.edit(**KEY)
+    for _ in range(3):
+        world.step()
+    assert engines(world) == before
+    assert world.condition("Progressing")["reason"] == StatusReason.INSUFFICIENT_CAPACITY
+
+
+def test_the_service_stays_if_the_new_pair_dies_before_it_moves() -> None:
+    world = up("Surge")
+    old, key = engines(world), selector(world)
+    world.edit(**KEY)
+    while len(routers(world)) == 1:
+        world.step()
+        world.run_pods()
+        world.speak()
+        world.link()
+    world.route()
+    [new] = [n for n in world.pods if "-prefill-" in n and n.rpartition("-")[0] not in old]
+    ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    running = world.pods[new]["status"]["containerStatuses"]
+    world.pods[new]["status"]["containerStatuses"] = [{"name": "engine", "state": ended}]
+    for _ in range(3):
+        world.step()
+        assert selector(world) == key, "a verified pair stands behind these routers"
+        assert engines(world) >= old
+        assert world.condition("Available")["status"] == "True"
+    world.pods[new]["status"]["containerStatuses"] = running
+    go_on(world)
+    assert selector(world) != key
+    assert not engines(world) & old
 
 
 def test_replace_rolls_two_engines_of_each_role_without_another_gpu() -> None:

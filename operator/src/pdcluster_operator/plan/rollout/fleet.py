@@ -12,7 +12,7 @@ from pdcluster_operator.api.spec.quantity import parse_quantity
 from pdcluster_operator.api.spec.resources import is_accelerator
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.engines import EngineView, observe_engines
-from pdcluster_operator.plan.links import by_pairing_key, observe_pairs
+from pdcluster_operator.plan.links import PairState, PairView, by_pairing_key, observe_pairs
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.rollout.stored import Revision
@@ -75,11 +75,12 @@ class Fleet:
         idle: live engines that are known to serve nothing.
         routed: engines that some router may still send requests to.
         listed: engines that the newest routers know.
-        ending: engines with a pod that is being deleted, for example because it was evicted.
+        ending: engines with a pod that is being deleted. They answer until no router knows them.
         served_key: pairing key of the routers behind the Service; empty if there are none, and
             clients then reach every engine.
         surge: engines of each role that may exist beside its replicas.
         unheard: engines that are not known to have run at any time.
+        unclear: pairs that may move KV: the launcher of the decode engine does not answer.
     """
 
     roles: Mapping[Role, RoleFleet]
@@ -92,11 +93,22 @@ class Fleet:
     served_key: str
     surge: int
     unheard: AbstractSet[EngineName] = frozenset()
+    unclear: AbstractSet[Pair] = frozenset()
 
     @property
     def proven(self) -> AbstractSet[EngineName]:
         """Engines of a verified pair."""
         return {name for pair in self.verified for name in pair}
+
+    @property
+    def scaled_to_zero(self) -> bool:
+        """Whether a role is wanted without engines. Then no request is served, and none pairs."""
+        return any(not side.wanted for side in self.roles.values())
+
+    def fresh(self, side: RoleFleet) -> AbstractSet[EngineName]:
+        """Return the wanted engines of a role that can do the work of old ones."""
+        made = set(side.made)
+        return made - self.idle if self.scaled_to_zero else made & self.proven
 
     def reached(self, name: EngineName) -> bool:
         """Whether clients reach an engine."""
@@ -133,17 +145,18 @@ def observe_fleet(
     parallelism = {role: cluster.spec.role(role).parallelism for role in Role}
     views = {role: observe_engines(observed, roles[role].live, parallelism, memo) for role in Role}
     live_names = [name for side in roles.values() for name in side.live]
+    pairs = _pairs(observed, views, keys, memo)
     return Fleet(
         roles=roles,
         keys=keys,
-        verified=_verified(observed, views, keys, memo),
+        verified=frozenset(_names(one) for one in pairs if one.verified),
         idle=frozenset(
             view.name for found in views.values() for view in found if view.ready is False
         )
         | lost,
         routed=routed_engines(observed, live_names, now),
         listed=listed_engines(observed, live_names),
-        ending=_ending(observed),
+        ending=_ending(observed) - lost,
         served_key=_served(observed, cluster, keys),
         surge=cluster.spec.rollout.max_surge,
         unheard=frozenset(
@@ -153,6 +166,7 @@ def observe_fleet(
             if view.ready is False and not view.engine_id
         )
         | lost,
+        unclear=frozenset(_names(one) for one in pairs if one.state is PairState.UNKNOWN),
     )
 
 
@@ -219,15 +233,18 @@ def accelerators(template: Manifest) -> int:
     return asked
 
 
-def _verified(
+def _pairs(
     observed: Observed,
     views: Mapping[Role, tuple[EngineView, ...]],
     keys: Mapping[EngineName, str],
     memo: Memo,
-) -> frozenset[Pair]:
-    return frozenset(
-        (pair.prefill.name, pair.decode.name)
+) -> tuple[PairView, ...]:
+    return tuple(
+        pair
         for group in by_pairing_key(views[Role.PREFILL], views[Role.DECODE], keys)
         for pair in observe_pairs(*group, observed.links, memo)
-        if pair.verified
     )
+
+
+def _names(pair: PairView) -> Pair:
+    return pair.prefill.name, pair.decode.name

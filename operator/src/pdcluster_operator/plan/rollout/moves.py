@@ -69,7 +69,8 @@ def frozen(fleet: Fleet) -> Moves:
 
 def _forgotten(fleet: Fleet, leaving: AbstractSet[EngineName]) -> frozenset[EngineName]:
     """Return the engines that leave and get no requests any more."""
-    return frozenset(name for name in leaving if name in fleet.idle or name not in fleet.routed)
+    deaf = fleet.idle - fleet.ending
+    return frozenset(name for name in leaving if name in deaf or name not in fleet.routed)
 
 
 def _surplus(fleet: Fleet) -> set[EngineName]:
@@ -128,23 +129,27 @@ def _affordable(side: RoleFleet, surge: int) -> set[EngineName]:
 
 
 def _replaced(side: RoleFleet, fleet: Fleet, leaving: set[EngineName]) -> set[EngineName]:
-    """Return the old engines whose work verified new ones do."""
-    fresh = fleet.proven & set(side.made)
+    """Return the old engines whose work new ones do."""
+    fresh = fleet.fresh(side)
     old = [name for name in side.old if name not in leaving]
     found: set[EngineName] = set()
     for name in reversed(old[max(0, len(side.wanted) - len(fresh)) :]):
-        if all(fleet.reached(other) for other in fresh) and _may_leave(
-            name, fleet, leaving | found
-        ):
+        served = fleet.scaled_to_zero or all(fleet.reached(other) for other in fresh)
+        if served and _may_leave(name, fleet, leaving | found):
             found.add(name)
     return found
 
 
 def _may_leave(name: EngineName, fleet: Fleet, leaving: AbstractSet[EngineName]) -> bool:
-    """Whether clients still reach a verified pair when this engine leaves, too."""
-    if any(not side.wanted for side in fleet.roles.values()) or not fleet.reached(name):
+    """Whether clients still reach a verified pair when this engine leaves, too.
+
+    While launchers do not answer, their engines serve on. If no pair is known to be verified, one
+    that may be must remain.
+    """
+    if fleet.scaled_to_zero or not fleet.reached(name):
         return True
-    reached = [pair for pair in fleet.verified if fleet.reached(pair[0])]
+    verified = [pair for pair in fleet.verified if fleet.reached(pair[0])]
+    reached = verified or [pair for pair in fleet.unclear if fleet.reached(pair[0])]
     gone = leaving | {name} | {n for side in fleet.roles.values() for n in side.going}
     return not reached or any(not gone & set(pair) for pair in reached)
 
@@ -173,7 +178,7 @@ def _needs_room(side: RoleFleet, fleet: Fleet) -> bool:
     made = side.made
     if len(made) == len(side.wanted) or len(_affordable(side, 0)) > len(made):
         return False
-    return fleet.proven >= set(made)
+    return fleet.fresh(side) >= set(made)
 
 
 def _no_room(role: Role) -> str:

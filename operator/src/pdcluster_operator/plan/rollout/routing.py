@@ -58,7 +58,8 @@ def route(observed: Observed, fleet: Fleet, moves: Moves, target: str, *, hold: 
     served = fleet.served_key or _first_key(observed, fleet, target)
     members = {key: _members(fleet, moves, key) for key in dict.fromkeys((served, target))}
     members = {key: found for key, found in members.items() if all(found.values())}
-    movable = served not in members or routers_run(observed, target)
+    verified = {fleet.keys[prefill] for prefill, _ in fleet.verified}
+    movable = served not in members or (target in verified and routers_run(observed, target))
     if served != target and movable and not hold:
         served = target if target in members else served
     return Routing(
