@@ -281,6 +281,21 @@ def test_a_ticket_that_nobody_would_read_is_not_written() -> None:
         encode(ticket, KEYS)
 
 
+def test_a_ticket_has_256_groups_at_most_and_no_more_are_built() -> None:
+    """A ticket of 4 MB can list a million empty groups, which would take five times as much."""
+    one = BlockIds((1,)).packed()
+    assert isinstance(decode(signed(body_of(TICKET, blocks=[one] * 256)), KEYS), Ticket)
+    assert isinstance(decode(signed(body_of(TICKET, blocks=[one] * 257)), KEYS), Rejected)
+    text = signed(body_of(TICKET, blocks=[b""] * 1_400_000))
+    assert len(text) < MAX_TICKET_BYTES
+    tracemalloc.start()
+    found = decode(text, KEYS)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert reason(found) is Reason.TICKET_INVALID
+    assert peak < 2.5 * len(text)
+
+
 def test_groups_of_a_ticket_share_one_bound() -> None:
     """5 KB of runs would otherwise stand for 256 groups of a million ids each, which is 1 GiB."""
     run = BlockIds(range(MAX_BLOCKS)).packed()
