@@ -9,6 +9,7 @@ import re
 import tracemalloc
 from base64 import b64decode, b64encode
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -237,6 +238,50 @@ def test_values_out_of_bounds(change: dict[str, object]) -> None:
     assert reason(found) is Reason.TICKET_INVALID
 
 
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("host", ("h", "h" * 255), ("", "h" * 256)),
+        ("port", (1, 65_535), (0, 65_536)),
+        ("tokens", (0, 2**31 - 1), (-1, 2**31)),
+        ("block_size", (1, 2**31 - 1), (0, 2**31)),
+        ("prompt_digest", (b"x" * 16,), (b"x" * 15, b"x" * 17)),
+        ("tensor", (1, 4096), (0, 4097)),
+        ("pipeline", (1, 4096), (0, 4097)),
+        ("fence_slot", (-1, 0, 2**31 - 1), (-2, 2**31)),
+        ("lease_seconds", (1.0, 86_400.0), (0.999, 86_400.1)),
+        ("token", (0, 2**64 - 1), (-1,)),
+        ("engine_id", ("e", "e" * 512), ("", "e" * 513)),
+        ("request_id", ("r", "r" * 512), ("", "r" * 513)),
+    ],
+)
+def test_a_field_of_a_ticket_ends_at_its_bounds(field: str, good: Any, bad: Any) -> None:
+    """Another version of the connector keeps to the same bounds."""
+    for value in good:
+        found = decode(signed(body_of(TICKET, **{field: value})), KEYS)
+        assert isinstance(found, Ticket), value
+        assert getattr(found, field) == value
+    for value in bad:
+        assert isinstance(decode(signed(body_of(TICKET, **{field: value})), KEYS), Rejected), value
+
+
+def test_an_audience_has_512_characters_at_most() -> None:
+    most, more = "a" * 512, "a" * 513
+    assert isinstance(decode(signed(body_of(TICKET, audience=most)), KEYS, most), Ticket)
+    assert isinstance(decode(signed(body_of(TICKET, audience=more)), KEYS, more), Rejected)
+
+
+def test_what_an_older_prefill_engine_leaves_out_of_a_ticket() -> None:
+    """Such a ticket has one rank, no fence, a lease of a minute, and is for anybody's engines."""
+    fields = msgspec.msgpack.decode(body_of(TICKET))
+    for name in ("tensor", "pipeline", "fence_slot", "lease_seconds", "audience"):
+        del fields[name]
+    found = decode(signed(msgspec.msgpack.encode(fields)), KEYS)
+    assert isinstance(found, Ticket)
+    assert (found.tensor, found.pipeline, found.fence_slot) == (1, 1, -1)
+    assert (found.lease_seconds, found.audience) == (60.0, "")
+
+
 @pytest.mark.parametrize("number", [0, 1, 2, 4])
 def test_a_ticket_of_another_format_says_so(number: int) -> None:
     found = decode(signed(body_of(TICKET), number), KEYS)
@@ -279,6 +324,21 @@ def test_a_ticket_that_nobody_would_read_is_not_written() -> None:
     ticket = msgspec.structs.replace(TICKET, blocks=(BlockIds(range(MAX_BLOCKS)), (7,)))
     with pytest.raises(ValueError, match=rf"{MAX_BLOCKS + 1} block ids in one ticket"):
         encode(ticket, KEYS)
+
+
+def test_a_ticket_has_256_groups_at_most_and_no_more_are_built() -> None:
+    """A ticket of 4 MB can list a million empty groups, which would take five times as much."""
+    one = BlockIds((1,)).packed()
+    assert isinstance(decode(signed(body_of(TICKET, blocks=[one] * 256)), KEYS), Ticket)
+    assert isinstance(decode(signed(body_of(TICKET, blocks=[one] * 257)), KEYS), Rejected)
+    text = signed(body_of(TICKET, blocks=[b""] * 1_400_000))
+    assert len(text) < MAX_TICKET_BYTES
+    tracemalloc.start()
+    found = decode(text, KEYS)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert reason(found) is Reason.TICKET_INVALID
+    assert peak < 2.5 * len(text)
 
 
 def test_groups_of_a_ticket_share_one_bound() -> None:

@@ -178,6 +178,16 @@ def test_bad_values(path, value, rule):
     assert found[0].path.startswith(path)
 
 
+def test_a_finding_shows_the_value_only_if_there_is_one():
+    missing = errors(with_spec(engine={"env": [{"value": "x"}]}))["spec.engine.env[0].name"]
+    assert (missing.rule, missing.value) == ("Required", "")
+    assert str(missing).startswith("spec.engine.env[0].name: is missing")
+    nothing = errors({**MINIMAL, "spec": None})["spec"]
+    assert (nothing.rule, nothing.value) == ("WrongType", "")
+    empty = errors(with_spec(model={"name": "", "source": MINIMAL["spec"]["model"]["source"]}))
+    assert empty["spec.model.name"].value == "''", "an empty text shows as one"
+
+
 @pytest.mark.parametrize("field", ["source", "cache"])
 @pytest.mark.parametrize(
     "path", ["../../etc", "/etc", "a/../../b", "a/..", "..", "a//..", "./../a", "a/" * 500 + ".."]

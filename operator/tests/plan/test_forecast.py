@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
+from pdcluster_operator.api.labels import PAIRING_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
 from pdcluster_operator.plan.builders.certificates import entry_of
 from pdcluster_operator.plan.certificates import certificates_as_due
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
@@ -248,6 +248,19 @@ def test_who_applied_the_spec_on_the_server_side() -> None:
     assert server_side_manager(live) is None
     live["metadata"]["managedFields"].append(theirs)
     assert server_side_manager(live) == "flux"
+
+
+def test_a_ticket_key_is_written_once_and_once_for_each_rotation() -> None:
+    new = SimulatedCluster(manifest())
+    course = forecast(new.observed(), new.now)
+    assert kinds(course).count("WriteTicketKey") == 1
+    assert course.complete
+    world = running()
+    edited = copy.deepcopy(world.cluster)
+    edited["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: "today"}
+    course = forecast(replace(seen(world), cluster=edited), world.now)
+    assert kinds(course) == ["WriteTicketKey"]
+    assert course.complete
 
 
 def test_certificates_are_made_for_new_engines_and_left_alone_otherwise() -> None:

@@ -134,6 +134,19 @@ def test_an_engine_that_fits_nowhere_holds_nothing_and_is_left_waiting() -> None
     assert sizes(world) == [2]
 
 
+def test_an_engine_whose_pods_all_have_nodes_may_start_slowly() -> None:
+    """Its pods are not ready for longer than the timeout, and that has nothing to do with nodes."""
+    world = world_of(1)
+    schedule(world, room=True)
+    for pod in world.pods.values():
+        pod["status"]["conditions"] = [
+            {"type": "PodScheduled", "status": "True", "lastTransitionTime": timestamp(world.now)},
+            {"type": "Ready", "status": "False", "lastTransitionTime": timestamp(world.now)},
+        ]
+    step(world, 10 * TIMEOUT)
+    assert sizes(world) == [2]
+
+
 def test_an_engine_of_one_pod_is_never_released() -> None:
     world = world_of(3, nodes=1)
     step(world, 10 * TIMEOUT)

@@ -172,6 +172,25 @@ def test_an_engine_that_dies_shows_its_last_words(world, back_off):
     is_(world, "Ready", "False", "EngineFailed", "out of memory")
 
 
+def test_a_container_that_somebody_else_put_in_the_pod_is_not_taken_for_the_engine(world):
+    """A webhook may add a sidecar."""
+    world.bring_up()
+    stuck = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+    for first in (True, False):
+        name = world.leaders("decode")[0].pod()
+        runs = {"name": "engine", "state": {"running": {}}, "lastState": {}}
+        other = {"name": "agent", "state": stuck, "lastState": {}}
+        world.pods[name]["status"] |= {
+            "containerStatuses": [other, runs] if first else [runs, other],
+            "conditions": [{"type": "Ready", "status": "True"}],
+        }
+        world.step()
+        is_(world, "DecodeReady", "True", "EnginesReady")
+    container(world, "decode", stuck)
+    world.step()
+    is_(world, "DecodeReady", "False", "ImageUnavailable", "no such image")
+
+
 def test_last_words_are_still_there_while_it_starts_again(world):
     world.bring_up()
     end = {"terminated": {"exitCode": 1, "message": "no such model"}}

@@ -188,6 +188,20 @@ def test_a_connector_that_somebody_deleted_makes_its_idle_revision_useless() -> 
     assert len(named(world, "StatefulSet")) == 2
 
 
+def test_a_connector_that_somebody_deleted_replaces_no_engine_that_runs() -> None:
+    """Its processes have read the file long ago."""
+    world = up()
+    engines = named(world, "StatefulSet")
+    world.connector = NEWER
+    world.edit(decode=ONE_VARIABLE)
+    roll(world)
+    of_prefill = of_role(world, "StatefulSet", "prefill")
+    assert of_prefill < engines, "only decode engines have changed"
+    del world.shared[OLD_CONNECTOR]
+    world.settle()
+    assert of_role(world, "StatefulSet", "prefill") == of_prefill
+
+
 def test_history_is_pruned_and_mounts_no_connector_then() -> None:
     world = up(rollout={"revisionHistoryLimit": 1})
     for number in range(4):

@@ -78,6 +78,23 @@ def test_undo_keeps_what_is_no_part_of_the_engines() -> None:
     assert rolled(world) == back.revisions
 
 
+def test_undo_passes_over_a_spec_that_this_version_cannot_read() -> None:
+    """It was stored by another version of the operator. Admission would refuse it."""
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    first = revisions(world)
+    second = rolled(world, engine={"blockSize": 32})
+    rolled(world, engine={"blockSize": 64})
+    for (kind, name), child in world.children.items():
+        if kind == "ControllerRevision" and second[Role.DECODE] in name:
+            child["data"]["spec"] = {**child["data"]["spec"], "engine": {"pageSize": 32}}
+        if kind == "ControllerRevision" and second[Role.PREFILL] in name:
+            child["data"]["spec"] = {**child["data"]["spec"], "engine": {"pageSize": 32}}
+    back = undo(world.observed())
+    assert back is not None
+    assert back.revisions == first
+
+
 def test_a_refused_change_is_undone_to_what_runs() -> None:
     world = SimulatedCluster(manifest())
     world.bring_up()
