@@ -175,7 +175,7 @@ class Serving:
         url = target.url
         return LinksReport(self.engines[url], f"{url}/1")
 
-    async def changed(self, target: Target, seen: str) -> str | None:
+    async def news(self, target: Target, seen: str, *, wait: bool) -> None:
         return None
 
     async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
