@@ -58,6 +58,26 @@ class Launcher:
         return max(0.0, self._loaded - time.monotonic())
 
     @property
+    def state(self) -> dict[str, Any]:
+        ready = not self.loads
+        return {**self.known, "state": "Ready" if ready else "Starting", "ready": ready}
+
+    @property
+    def links(self) -> dict[str, Any]:
+        rows = [
+            {
+                "prefill": peer["engine"],
+                "prefill_engine_id": peer["engine_id"],
+                "state": "Established",
+                "shards": "1/1",
+                "bytes_per_second": 5e9,
+                "canary": {"state": "Passed", "bytes": 4096},
+            }
+            for peer in self.peers
+        ]
+        return {**self.known, "links": rows}
+
+    @property
     def revision(self) -> str:
         return f"{'starting' if self.loads else 'ready'}-{self._told}"
 
@@ -96,34 +116,24 @@ def server(launchers: dict[str, Launcher], is_silent: Callable[[], bool]) -> web
         return launcher
 
     async def readyz(request: web.Request) -> web.Response:
-        launcher = await here(request)
-        ready = not launcher.loads
-        known = {**launcher.known, "state": "Ready" if ready else "Starting", "ready": ready}
-        return web.json_response(known, status=200 if ready else 503)
+        known = (await here(request)).state
+        return web.json_response(known, status=200 if known["ready"] else 503)
 
     async def put_peers(request: web.Request) -> web.Response:
         (await here(request)).take((await request.json())["peers"])
         return web.Response(status=204)
 
     async def links(request: web.Request) -> web.Response:
-        launcher = await here(request)
-        rows = [
-            {
-                "prefill": peer["engine"],
-                "prefill_engine_id": peer["engine_id"],
-                "state": "Established",
-                "shards": "1/1",
-                "bytes_per_second": 5e9,
-                "canary": {"state": "Passed", "bytes": 4096},
-            }
-            for peer in launcher.peers
-        ]
-        return web.json_response({**launcher.known, "links": rows})
+        return web.json_response((await here(request)).links)
 
     async def changes(request: web.Request) -> web.Response:
         seconds = min(float(request.query.get("wait", 0)), 30.0)
-        told = await (await here(request)).wait(request.query.get("seen", ""), seconds)
-        return web.json_response({"revision": told})
+        seen, launcher = request.query.get("seen", ""), await here(request)
+        told = await launcher.wait(seen, seconds)
+        if told == seen:
+            return web.json_response({"revision": told})
+        known = {"readyz": launcher.state, "links": launcher.links}
+        return web.json_response({"revision": told, **known})
 
     app = web.Application()
     app.router.add_get("/readyz", readyz)

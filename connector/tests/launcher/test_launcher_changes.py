@@ -39,6 +39,16 @@ async def test_the_first_question_is_answered_at_once_and_the_next_waits():
             assert await waiting != first
 
 
+async def test_news_come_with_what_the_other_paths_tell():
+    async with launcher() as (client, _, _):
+        await client.put("/v1/peers", json=PEERS)
+        told = await (await client.get("/v1/changes")).json()
+        assert told["readyz"] == await (await client.get("/readyz")).json()
+        assert told["links"] == await (await client.get("/v1/links")).json()
+        path = f"/v1/changes?seen={told['revision']}"
+        assert await (await client.get(path)).json() == {"revision": told["revision"]}
+
+
 async def test_news_of_a_link_end_the_wait():
     async with launcher() as (client, _, _):
         before = await revision(client)

@@ -15,6 +15,7 @@ from pdcluster_operator.adapters.engines_http import MAX_ANSWER, EnginesHttp
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
+from pdcluster_operator.plan.reports import EngineReport, LauncherNews, LinksReport, parse_news
 from pdcluster_operator.runtime.errors import LauncherError
 
 AUTHORITY, _ = EngineAuthority.new(time.time())
@@ -133,14 +134,28 @@ def test_who_cannot_tell_of_news_is_polled(status: int, text: str, expected: str
         asked.append(request.query["seen"])
         return web.Response(status=status, text=text)
 
-    async def run() -> str | None:
+    async def run() -> LauncherNews | None:
         launcher = web.Application()
         launcher.router.add_get("/v1/changes", answer)
         async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
-            return await engines.changed(target_of(pod), "a&wait=9")
+            return await engines.news(target_of(pod), "a&wait=9", wait=True)
 
-    assert asyncio.run(run()) == expected
+    assert asyncio.run(run()) == (None if expected is None else LauncherNews(expected))
     assert asked == ["a&wait=9"]
+
+
+def test_news_come_with_what_the_launcher_tells() -> None:
+    document = {
+        "revision": "ab12",
+        "readyz": {"engine": "ns.tiny.decode.a.0", "ready": True, "state": "Ready"},
+        "links": {"engine": "ns.tiny.decode.a.0", "links": []},
+    }
+    news = parse_news(document)
+    assert news is not None
+    engine = EngineReport(ready=True, engine="ns.tiny.decode.a.0", engine_id="", state="Ready")
+    assert news == LauncherNews("ab12", engine, LinksReport("ns.tiny.decode.a.0", ""))
+    for part in ("readyz", "links"):
+        assert parse_news({**document, part: 7}) is not None
 
 
 def test_a_question_for_news_that_breaks_off_is_a_failure() -> None:
@@ -154,6 +169,6 @@ def test_a_question_for_news_that_breaks_off_is_a_failure() -> None:
         launcher.router.add_get("/v1/changes", broken)
         async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
             with pytest.raises(LauncherError):
-                await engines.changed(target_of(pod), "")
+                await engines.news(target_of(pod), "", wait=True)
 
     asyncio.run(run())

@@ -67,7 +67,6 @@ async def test_a_call_is_made_again_and_given_up_at_last(time: Time, refusals: i
     async with TestServer(server) as there:
         configuration = kubernetes.Configuration()
         configuration.host = str(there.make_url("")).rstrip("/")
-        configuration.retries = 1
         codes: list[int] = []
         async with KubeClient(configuration, lambda *call: codes.append(call[2])) as client:
             if refusals == TRIES:
@@ -97,3 +96,22 @@ async def test_a_body_is_sent_as_it_is() -> None:
             query = {"fieldManager": "a b&c"}
             answer = await client.call("PATCH", "/apis", query=query, body=body, content=APPLY)
     assert answer == {"got": body, "query": query}
+
+
+@pytest.mark.parametrize("text", ["plain", "Gänge", "half of a character: \ud83d"])
+async def test_any_text_can_be_sent(text: str) -> None:
+    got: list[object] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        got.append(await request.json())
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        configuration = kubernetes.Configuration()
+        configuration.host = str(server.make_url("")).rstrip("/")
+        async with KubeClient(configuration) as client:
+            sent = {"message": text, "conditions": [{"status": "True"}], "count": 1}
+            await client.call("PATCH", "/x", body=sent, content=APPLY)
+    assert got == [sent]

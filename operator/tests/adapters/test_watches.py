@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,9 +12,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client as kubernetes
 
-from pdcluster_operator.adapters.api_server import watches
+from pdcluster_operator.adapters.api_server import kinds, watches
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.kinds import POD, PREFILL_SCALER, nothing_is_kept
+from pdcluster_operator.adapters.api_server.kinds import POD, PREFILL_SCALER
 from pdcluster_operator.adapters.api_server.watches import Watch
 
 Seen = list[tuple[str, str, str]]
@@ -36,6 +36,7 @@ class Server:
         self.streams: list[Any] = []
         self.asked: list[dict[str, str]] = []
         self.seen: Seen = []
+        self.kept: dict[str, dict[str, Any]] = {}  # by version
         self.ended = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -61,6 +62,9 @@ class Server:
         metadata = found["metadata"]
         self.seen.append((what, metadata["name"], metadata["resourceVersion"]))
 
+    def same(self, _kind: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
+        return self.kept.get(found["metadata"]["resourceVersion"])
+
     def watched_from(self) -> list[str]:
         return [one["resourceVersion"] for one in self.asked if "watch" in one]
 
@@ -82,12 +86,11 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server,
     async with TestServer(application) as there:
         configuration = kubernetes.Configuration()
         configuration.host = str(there.make_url("")).rstrip("/")
-        configuration.retries = 1
         async with KubeClient(configuration, connections=0) as client:
 
             async def run(kind: Any = POD) -> None:
                 """Watch until the server has nothing left to answer."""
-                watch = Watch(client, kind, "ns", known.see, nothing_is_kept)
+                watch = Watch(client, kind, "ns", known.see, known.same)
                 running = asyncio.create_task(watch.run())
                 ended = asyncio.create_task(known.ended.wait())
                 async with asyncio.timeout(60):
@@ -150,6 +153,25 @@ async def test_a_watch_that_fails_goes_on_and_lists_nothing_again(
     await run()
     assert known.watched_from() == ["9", "9", "10"]
     assert known.seen == [("MODIFIED", "a", "10")]
+
+
+async def test_an_object_that_is_kept_in_this_version_is_not_read_again(
+    server: tuple[Server, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, run = server
+    read: list[str] = []
+
+    def slim(found: dict[str, Any], _kind: Any) -> dict[str, Any]:
+        read.append(found["metadata"]["name"])
+        return found
+
+    monkeypatch.setattr(kinds, "slim", slim)
+    known.kept = {"10": pod("held", 10)}
+    known.pages = [page("9")]
+    known.streams = [[line("ADDED", pod("a", 10)), line("MODIFIED", pod("b", 11))]]
+    await run()
+    assert known.seen == [("ADDED", "held", "10"), ("MODIFIED", "b", "11")]
+    assert read == ["b"]
 
 
 async def test_a_kind_that_comes_later_is_watched_then(server: tuple[Server, Run]) -> None:

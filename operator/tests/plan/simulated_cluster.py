@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from pdcluster_operator.adapters.api_server.kinds import POD, slim
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, POD, slim
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import (
     CERTIFICATES_ANNOTATION,
@@ -84,8 +84,8 @@ class SimulatedCluster:
     def observed(self) -> Observed:
         return Observed(
             copied(self.cluster),
-            tuple(copied(list(self.children.values()))),
             # As the store keeps them.
+            tuple(slim(one, BY_NAME[one["kind"]]) for one in copied(list(self.children.values()))),
             tuple(slim(pod, POD) for pod in copied(list(self.pods.values()))),
             dict(self.engines),
             dict(self.links),

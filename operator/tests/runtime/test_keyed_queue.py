@@ -282,6 +282,24 @@ async def test_requeue_after_and_the_earlier_wish_wins() -> None:
     assert times[1] - times[0] >= 0.05
 
 
+async def test_a_run_ends_the_wish_of_the_run_before() -> None:
+    runs = 0
+
+    async def handler(_: Key) -> float | None:
+        nonlocal runs
+        runs += 1
+        return 0.2 if runs == 1 else None
+
+    queue = KeyedQueue(handler, rest=0.01)
+    queue.start()
+    queue.add(A)
+    await settle(queue)
+    queue.add(A)
+    await settle(queue, 0.4)
+    await queue.stop()
+    assert runs == 2
+
+
 async def test_resync_adds_every_key() -> None:
     seen: set[Key] = set()
 

@@ -13,11 +13,13 @@ from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import (
     EngineReport,
+    LauncherNews,
     LinkReport,
     LinksReport,
     PromptsReport,
     local_share,
 )
+from pdcluster_operator.runtime import launcher_watch
 from pdcluster_operator.runtime.errors import LauncherError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
@@ -43,7 +45,10 @@ class Launchers:
         self.misses = 0  # polls of readiness, of whomever, that fail from now on
         self.polls = 0
         self.waits = 0
-        self.revision: str | None = None  # of a launcher that can tell when it has news
+        self.links_asked = 0
+        self.asked: list[tuple[Role, bool]] = []  # who was asked for news, whether to wait
+        self.revision: str | None = None  # of launchers that can tell when they have news
+        self.tells_all = False  # whether their news come with what they tell
         self.linked: tuple[LinkReport, ...] = ()
         self.prompts = PromptsReport(0, "", 0, 0)
 
@@ -63,19 +68,32 @@ class Launchers:
         )
 
     async def links(self, target: Target) -> LinksReport:
+        self.links_asked += 1
+        return await self._links(target)
+
+    async def _links(self, target: Target) -> LinksReport:
         url = target.url
         return LinksReport(self.engines[url], self.ids[url] or "", self.linked, self.prompts)
 
-    async def changed(self, target: Target, seen: str) -> str | None:
+    async def news(self, target: Target, seen: str, *, wait: bool) -> LauncherNews | None:
         url = target.url
-        self.waits += 1
-        for _ in range(50):
+        self.waits += wait
+        self.asked.append((target.role, wait))
+        if self.ids[url] is None:
+            raise LauncherError("refused")
+        for _ in range(50 * wait):
             if self.revision != seen:
                 break
             await asyncio.sleep(0.005)
             if self.ids[url] is None:
                 raise LauncherError("the connection was closed")
-        return self.revision
+        if self.revision is None:
+            return None
+        if not self.tells_all or self.revision == seen:
+            return LauncherNews(self.revision)
+        self.polls -= 1  # it is not asked for these
+        engine = await self.ready(target)
+        return LauncherNews(self.revision, engine, await self._links(target))
 
     async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
         self.told.append((self.ids[target.url] or "", body))
@@ -407,6 +425,40 @@ async def test_new_peers_do_not_wait_for_news() -> None:
     await monitor.stop()
 
 
+async def test_news_that_come_with_all_that_is_told_need_no_other_question() -> None:
+    launchers = Launchers()
+    launchers.revision, launchers.tells_all = "1", True
+    monitor, woken = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await until(lambda: launchers.waits)
+    assert D.engine in monitor.links(KEY)
+    monitor.assign(KEY, [peers(1)])
+    await until(lambda: launchers.told)
+    assert launchers.asked == [(Role.DECODE, False), (Role.DECODE, True)], "one still waits"
+    launchers.linked, launchers.revision = (LinkReport(prefill=P.engine),), "2"
+    await until(lambda: monitor.links(KEY)[D.engine].links)
+    await until(lambda: launchers.waits == 2)
+    assert (launchers.polls, launchers.links_asked) == (0, 0)
+    assert len(woken) == 2
+    await monitor.stop()
+
+
+async def test_a_launcher_without_news_is_asked_for_all_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launcher_watch, "CHECK_SECONDS", 1.5)
+    launchers = Launchers()
+    launchers.revision, launchers.tells_all = "1", True
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await until(lambda: monitor.links(KEY))
+    launchers.prompts = PromptsReport(0, "", 1000, 0)  # a number, which is no news
+    await until(lambda: local_share(monitor.links(KEY).values()) == 0)
+    assert launchers.asked.count((Role.DECODE, False)) == 2
+    assert (launchers.polls, launchers.links_asked) == (0, 0)
+    await monitor.stop()
+
+
 async def test_a_launcher_that_dies_while_it_is_asked_for_news_is_polled_at_once() -> None:
     launchers = Launchers()
     launchers.revision = "1"
@@ -425,7 +477,7 @@ async def test_a_launcher_that_cannot_tell_is_polled_and_not_asked_for_news_agai
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [P])
     await until(lambda: launchers.polls >= 5)
-    assert launchers.waits == 1
+    assert launchers.asked == [(Role.PREFILL, False)]
     await monitor.stop()
 
 
@@ -437,7 +489,7 @@ async def test_the_log_says_once_why_a_launcher_does_not_answer(
     monitor, _ = monitor_of(launchers)
     with caplog.at_level(logging.INFO):
         monitor.follow(KEY, [P])
-        await until(lambda: launchers.polls > 10)
+        await until(lambda: len(launchers.asked) > 10)
         assert caplog.messages == [f"{P.engine} does not answer: refused"]
         launchers.ids[P.url] = "p/1"
         await until(lambda: monitor.engines(KEY))

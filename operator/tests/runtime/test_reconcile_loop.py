@@ -52,7 +52,7 @@ from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.executor import FIRST_SECONDS, JUST_SECONDS
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
-from pdcluster_operator.runtime.reconcile import Reconciler
+from pdcluster_operator.runtime.reconcile import AGAIN_SECONDS, Reconciler
 from pdcluster_operator.runtime.store import Store
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
@@ -175,7 +175,7 @@ class Serving:
         url = target.url
         return LinksReport(self.engines[url], f"{url}/1")
 
-    async def changed(self, target: Target, seen: str) -> str | None:
+    async def news(self, target: Target, seen: str, *, wait: bool) -> None:
         return None
 
     async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
@@ -437,7 +437,9 @@ async def test_a_cluster_is_looked_at_again_when_the_first_thing_is_due(
         reconcile, "make_plan", lambda *found: replace(plan(*found), requeue_after=plan_asks)
     )
     monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 4.0)
-    assert await World().reconcile() == expected
+    world = World()
+    assert await world.reconcile() == AGAIN_SECONDS, "what was written is looked at"
+    assert await world.reconcile() == expected
 
 
 async def test_a_failed_step_stops_the_rest_and_stands_in_the_status() -> None:

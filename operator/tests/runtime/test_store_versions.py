@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, as_kept
+from pdcluster_operator.api.labels import CLUSTER_LABEL
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store
 
@@ -77,3 +79,42 @@ def test_a_cluster_is_as_fresh_as_the_last_word_of_the_api_server() -> None:
     assert store.reported_seconds(KEY) == 0.0
     store.drop(cluster(5))
     assert store.reported_seconds(KEY) == float("inf")
+
+
+def service(version: int, **parts: object) -> dict:
+    metadata = {"name": "a", "namespace": "default", "labels": {CLUSTER_LABEL: "llama"}}
+    metadata |= {"uid": "s", "resourceVersion": str(version), "managedFields": [version]}
+    return {"metadata": metadata, "spec": {"ports": [{"port": 1}]}, **parts}
+
+
+def told(store: Store, manifest: dict) -> Key | None:
+    return store.put(as_kept(manifest, BY_NAME["Service"], store.same))
+
+
+def test_what_nobody_reads_is_no_news_and_its_version_is_known() -> None:
+    store = Store()
+    assert told(store, service(5)) == KEY
+    assert told(store, service(5)) is None, "our own write, or the same again"
+    assert told(store, service(6, status={"loadBalancer": {}})) is None
+    assert store.held({**service(6), "kind": "Service"})["metadata"]["resourceVersion"] == "6"
+    assert told(store, service(7, spec={"ports": [{"port": 2}]})) == KEY
+    assert told(store, service(8, spec={"ports": [{"port": 2}], "type": "NodePort"})) == KEY
+    assert told(store, service(4)) == KEY, "somebody changed it, and our write came later"
+
+
+def test_what_did_not_change_is_held_once() -> None:
+    store = Store()
+    told(store, service(5, spec={"ports": [{"port": 1}], "note": "x" * 1000}))
+    before = store.held({**service(5), "kind": "Service"})
+    told(store, service(6, spec={"ports": [{"port": 2}], "note": "x" * 1000}))
+    after = store.held({**service(6), "kind": "Service"})
+    assert after["spec"]["ports"] == [{"port": 2}]
+    assert after["spec"]["note"] is before["spec"]["note"]
+    assert after["metadata"]["labels"] is before["metadata"]["labels"]
+
+
+def test_a_value_of_a_user_keeps_its_type() -> None:
+    store = Store()
+    store.put({**cluster(5), "spec": {"free": 1}})
+    store.put({**cluster(6), "spec": {"free": True}})
+    assert store.cluster(KEY)["spec"]["free"] is True

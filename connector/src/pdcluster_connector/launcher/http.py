@@ -162,15 +162,22 @@ class LauncherServer:
         return _error(400, wrong) if wrong else web.Response(status=204)
 
     async def _get_links(self, _: web.Request) -> web.Response:
+        return _json(self._links_document())
+
+    def _links_document(self) -> dict[str, Any]:
+        """Return what ``/v1/links`` tells."""
         identity, now = self._readiness.identity, time.monotonic()
         rows = [row.document() for row in self._links.rows(now)]
         document = {"engine": identity.logical, "engine_id": identity.engine_id, "links": rows}
         if self._prompts is not None:
             document["prompts"] = self._prompts.document(now)
-        return _json(document)
+        return document
 
     async def _get_changes(self, request: web.Request) -> web.Response:
-        """Answer as soon as the revision is another than ``seen``, or after ``wait`` seconds."""
+        """Answer as soon as the revision is another than ``seen``, or after ``wait`` seconds.
+
+        News come with what ``/readyz`` and ``/v1/links`` tell, so that nobody has to ask for these.
+        """
         seen = request.query.get("seen", "")
         deadline = time.monotonic() + min(_number(request, "wait", 0), MAX_WAIT_SECONDS)
         while (revision := self._revision()) == seen and not self._stopping:
@@ -179,7 +186,10 @@ class LauncherServer:
                 break
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(left, LOOK_SECONDS))
-        return _json({"revision": revision})
+        if revision == seen:
+            return _json({"revision": revision})
+        links = self._links_document()
+        return _json({"revision": revision, "readyz": self._state(), "links": links})
 
     def _revision(self) -> str:
         now = time.monotonic()

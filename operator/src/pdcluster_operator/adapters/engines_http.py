@@ -24,20 +24,21 @@ from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.reports import (
     EngineReport,
+    LauncherNews,
     LinksReport,
     parse_engine_report,
     parse_links_report,
+    parse_news,
 )
 from pdcluster_operator.runtime.errors import LauncherError
 
 TIMEOUT = aiohttp.ClientTimeout(total=2.0, connect=1.0)
-WAIT_SECONDS = 20
+WAIT_SECONDS = 30
 """How long a launcher may keep a question for news. One that has died is noticed earlier: the
 kernel asks a silent connection's other end after ``KEEPALIVE``."""
 WAIT_TIMEOUT = aiohttp.ClientTimeout(total=WAIT_SECONDS + 5.0, connect=1.0)
 KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 MAX_ANSWER = 4 << 20
-LONGEST_REVISION = 64
 OWN_SECONDS = 86_400.0
 """How long the operator uses a certificate of its own before it makes another one."""
 CLOCKS_DIFFER = 86_400.0
@@ -95,12 +96,11 @@ class EnginesHttp:
             raise LauncherError(f"{target.url}/v1/links did not answer with a list of links")
         return report
 
-    async def changed(self, target: Target, seen: str) -> str | None:
+    async def news(self, target: Target, seen: str, *, wait: bool) -> LauncherNews | None:
         """See :class:`..runtime.interfaces.Launchers`."""
-        path = f"/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS}"
-        document = await self._call("GET", target, path, (200, 403, 404), timeout=WAIT_TIMEOUT)
-        revision = document.get("revision") if isinstance(document, Mapping) else None
-        return revision if isinstance(revision, str) and len(revision) <= LONGEST_REVISION else None
+        path = f"/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS if wait else 0}"
+        timeout = WAIT_TIMEOUT if wait else TIMEOUT
+        return parse_news(await self._call("GET", target, path, (200, 403, 404), timeout=timeout))
 
     async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
         """See :class:`..runtime.interfaces.Launchers`."""

@@ -2,13 +2,15 @@
 
 Each namespace has a ConfigMap with the connector, of some hundred kB. The operator compares its
 content and never reads it, so it keeps the hash: a thousand namespaces would need a gigabyte.
-A pod's spec is the largest part of a pod. What many objects have, :mod:`.shared_parts` holds once.
+A pod's spec is the largest part of a pod, and of most statuses little is read. What many objects
+have, :mod:`.shared_parts` holds once.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +21,12 @@ CONTENTS = ("data", "binaryData")
 MARK = "sha256:"
 SHORT = 128
 """Characters that are kept as they are."""
+STATUS_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "Deployment": ("observedGeneration", "replicas", "updatedReplicas", "availableReplicas"),
+    "Pod": ("podIP", "containerStatuses"),
+    "StatefulSet": ("observedGeneration", "updateRevision"),
+}
+POD_CONDITIONS = ("Ready", "PodScheduled")
 
 
 def without_contents(manifest: Manifest) -> Manifest:
@@ -61,6 +69,19 @@ def pod_spec_that_is_read(spec: Manifest) -> dict[str, Any]:
         ],
         "containers": [{"resources": {"limits": one}} for one in limits if one],
     }
+    return {name: value for name, value in kept.items() if value}
+
+
+def status_that_is_read(kind: str, status: Manifest) -> dict[str, Any]:
+    """Return what plans read of the status of a child or of a pod.
+
+    Controllers write a status a dozen times while a cluster starts. Most of these changes are about
+    what nobody here reads.
+    """
+    kept = {name: status[name] for name in STATUS_FIELDS.get(kind, ()) if name in status}
+    if kind == "Pod":
+        conditions = status.get("conditions") or ()
+        kept["conditions"] = [one for one in conditions if one.get("type") in POD_CONDITIONS]
     return {name: value for name, value in kept.items() if value}
 
 

@@ -15,6 +15,7 @@ MAX_LINKS = 4096
 MAX_TEXT = 1024
 MAX_ID = 512
 """As the status holds an engine's id. A longer one counts as not given."""
+LONGEST_REVISION = 64
 LARGEST_NUMBER = 1e18
 LARGEST_SIZE = 1024
 LATEST = 253_402_300_800.0
@@ -121,6 +122,31 @@ class LinksReport:
     engine_id: str
     links: tuple[LinkReport, ...] = ()
     prompts: PromptsReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherNews:
+    """``GET /v1/changes``: a launcher's revision, and what it tells since then.
+
+    ``engine`` and ``links`` are None if nothing is new, and if the launcher is of a version that
+    has to be asked for them.
+    """
+
+    revision: str
+    engine: EngineReport | None = None
+    links: LinksReport | None = None
+
+
+def parse_news(document: object) -> LauncherNews | None:
+    """Read a ``/v1/changes`` document; None if it is not one."""
+    revision = document.get("revision") if isinstance(document, Mapping) else None
+    if not isinstance(document, Mapping) or not isinstance(revision, str):
+        return None
+    if len(revision) > LONGEST_REVISION:
+        return None
+    engine = parse_engine_report(document.get("readyz"))
+    links = parse_links_report(document.get("links"))
+    return LauncherNews(revision, engine, links if engine is not None else None)
 
 
 def parse_engine_report(document: object) -> EngineReport | None:

@@ -55,12 +55,30 @@ class _Parts:
 _PARTS = _Parts()
 
 
-def with_shared_parts(value: Any) -> Any:
+def with_shared_parts(value: Any, earlier: dict[str, Any] | None = None) -> Any:
     """Return an equal document, whose parts are mostly objects that other documents have, too.
 
     A part that holds something long or large is a new object: nobody else has it.
+
+    Args:
+        earlier: a version of the document that has shared parts. What is equal is taken from it,
+            because most of an object does not change: to compare is much quicker than to look all
+            of its parts up. Give none where a number can become an equal value of another type.
     """
-    return _shared(value, LEVELS)[0]
+    return _shared(value, LEVELS)[0] if earlier is None else _changed(value, earlier, 1)
+
+
+def _changed(value: dict[str, Any], earlier: dict[str, Any], levels: int) -> dict[str, Any]:
+    part: dict[str, Any] = {}
+    for key, item in value.items():
+        name, old = _shared(key, 0)[0], earlier.get(key)
+        if item == old:
+            part[name] = old
+        elif levels and isinstance(item, dict) and isinstance(old, dict):
+            part[name] = _changed(item, old, levels - 1)
+        else:
+            part[name] = _shared(item, LEVELS)[0]
+    return part
 
 
 def _shared(value: Any, levels: int) -> tuple[Any, bool]:

@@ -76,7 +76,7 @@ class ControlLoop:
         self._resync: asyncio.Task[None] | None = None
 
     def see(self, event: str, manifest: Manifest) -> None:
-        """One watch event: ADDED, MODIFIED or DELETED."""
+        """One watch event: ADDED, MODIFIED or DELETED. What is no news wakes nobody."""
         key = self.store.drop(manifest) if event == "DELETED" else self.store.put(manifest)
         if key is not None:
             self.queue.add(key, urgent=is_changed_spec(manifest))

@@ -22,7 +22,7 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_operator.plan.reports import EngineReport, LauncherNews, LinksReport
 from pdcluster_operator.runtime.queue import Key
 
 Manifest = Mapping[str, Any]
@@ -89,7 +89,7 @@ class Api(Protocol):
 
 
 class Launchers(Protocol):
-    """The launchers' HTTP. Every call but ``changed`` ends within its adapter's short timeout.
+    """The launchers' HTTP. A call ends within its adapter's short timeout if it does not wait.
 
     If the target's URL is HTTPS, the launcher has to show the certificate of the target's engine.
     """
@@ -102,11 +102,14 @@ class Launchers(Protocol):
         """``GET /v1/links`` of a decode engine. Raises :class:`LauncherError`."""
         ...
 
-    async def changed(self, target: Target, seen: str) -> str | None:
-        """``GET /v1/changes``: wait until the launcher's revision is another than ``seen``.
+    async def news(self, target: Target, seen: str, *, wait: bool) -> LauncherNews | None:
+        """``GET /v1/changes``: what a launcher tells when its revision is another than ``seen``.
 
-        Return the revision, the same one if nothing changed for a while, or None if the launcher is
-        of a version that cannot tell. Raises :class:`LauncherError`.
+        Return None if the launcher is of a version that cannot tell. Raises :class:`LauncherError`.
+
+        Args:
+            wait: whether to wait for a while until there are news. Without news, the revision that
+                is returned is ``seen``.
         """
         ...
 

@@ -199,6 +199,8 @@ class KeyedQueue:
             if any(self._turns):
                 key = self._take()
                 self._running.add(key)
+                if (timer := self._timers.pop(key, None)) is not None:
+                    timer.cancel()  # this run says when the next one has to be
                 return key
             self._wake.clear()
             await self._wake.wait()

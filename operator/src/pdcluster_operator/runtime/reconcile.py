@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 Manifest = Mapping[str, Any]
 STALE_SECONDS = 2.0
 """How long to wait where the store is behind the API server."""
+AGAIN_SECONDS = 0.5
+"""When to look again after something was written. What the watch says of it is no news."""
 MOST_MEMOS = 256
 """How many clusters keep the results of their last plan.
 
@@ -172,7 +174,8 @@ class Reconciler:
         await self._events.publish(cluster, events)
         if failure is not None:
             raise failure
-        return min((one for one in (wait, plan.requeue_after) if one), default=None)
+        again = AGAIN_SECONDS if plan.steps else None
+        return min((one for one in (wait, plan.requeue_after, again) if one), default=None)
 
     async def _write_status(self, key: Key, cluster: Manifest, status: Manifest) -> float:
         """Write a status that changed; return how many seconds it has to wait instead."""

@@ -20,6 +20,7 @@ from typing import Any
 from pdcluster_operator.api.labels import CLUSTER_LABEL, SCALER_KIND
 from pdcluster_operator.plan.connector_mounts import is_shared_connector, shared_connectors_of
 from pdcluster_operator.plan.ownership import controller_uid, own_pods
+from pdcluster_operator.plan.shared_parts import with_shared_parts
 from pdcluster_operator.runtime.queue import Key
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ Place = tuple[str, ...]
 """An index, and under what an object stands in it."""
 
 CLUSTER_KIND = "PDCluster"
+VERSION = "resourceVersion"
 # The indexes. An owner is always in the namespace of what it owns.
 OWNER, POD_LABEL, CONNECTOR, MOUNTED = "owner", "pod-label", "connector", "mounted"
 
@@ -47,19 +49,24 @@ class Store:
         self._absent: set[str] = set()
 
     def put(self, manifest: Manifest) -> Key | None:
-        """Remember an object; return the key of the cluster that it concerns.
+        """Remember an object; return the key of the cluster for which it is news.
 
         A version that is older than the known one is ignored: a watch reports an object later
-        than the answer to our own write does.
+        than the answer to our own write does. It tells of a change by somebody else, so it counts
+        as news. The version that is known is none, and neither is one in which nothing changed
+        that anybody here reads.
         """
         identity = _identity(manifest)
         self._touch(identity)
         held = self._held(identity)
-        if not _older(manifest, held):
-            if manifest is not held:
-                self._set(identity, manifest)
-            self._report(identity)
-        return key_of(manifest)
+        if _older(manifest, held):
+            return key_of(manifest)
+        self._report(identity)
+        if manifest is held:
+            return None
+        kept = with_shared_parts(manifest, _to_take_from(held, manifest))
+        self._set(identity, kept)
+        return None if _says_the_same(kept, held) else key_of(manifest)
 
     def held(self, manifest: Mapping[str, Any]) -> Manifest | None:
         """Return the object of this kind and name; None if none is known."""
@@ -255,8 +262,26 @@ def _uid(manifest: Mapping[str, Any]) -> str:
 
 
 def _version(manifest: Mapping[str, Any]) -> str | None:
-    version: str | None = manifest["metadata"].get("resourceVersion")
+    version: str | None = manifest["metadata"].get(VERSION)
     return version
+
+
+def _to_take_from(held: Manifest | None, manifest: Manifest) -> Manifest | None:
+    """Return the version before, if it is the same object. Users' free fields have no types."""
+    if held is None or held["kind"] == CLUSTER_KIND or _uid(held) != _uid(manifest):
+        return None
+    return held
+
+
+def _says_the_same(manifest: Manifest, held: Manifest | None) -> bool:
+    if held is None or not _version(manifest):
+        return False
+    return _without_version(manifest) == _without_version(held)
+
+
+def _without_version(manifest: Manifest) -> Manifest:
+    metadata = {key: value for key, value in manifest["metadata"].items() if key != VERSION}
+    return {**manifest, "metadata": metadata}
 
 
 def _older(manifest: Manifest, held: Manifest | None) -> bool:

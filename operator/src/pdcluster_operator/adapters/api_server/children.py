@@ -20,6 +20,7 @@ from pdcluster_operator.adapters.api_server.kinds import (
     Same,
     as_kept,
     nothing_is_kept,
+    slim,
 )
 from pdcluster_operator.adapters.api_server.server_side_apply import ServerSideApply
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
@@ -48,6 +49,7 @@ from pdcluster_operator.plan.model import (
 from pdcluster_operator.plan.name_conflicts import name_conflict
 from pdcluster_operator.plan.ownership import controller_uid
 from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
+from pdcluster_operator.plan.shared_parts import with_shared_parts
 from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
@@ -216,7 +218,10 @@ class KubeApi:
                 query["labelSelector"] = kind.selector
             while True:
                 page = await self._client.call("GET", kind.path(namespace), query=query)
-                found += [as_kept(item, kind, self.same) for item in page.get("items") or ()]
+                for item in page.get("items") or ():
+                    # Parts are shared now, because a list of all objects is large.
+                    known = self.same(kind.name, item)
+                    found.append(known or with_shared_parts(slim(item, kind)))
                 rest = (page.get("metadata") or {}).get("continue")
                 if not rest:
                     break

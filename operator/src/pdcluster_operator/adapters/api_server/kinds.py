@@ -17,9 +17,12 @@ from pdcluster_operator.api.labels import (
 )
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
 from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
-from pdcluster_operator.plan.contents import pod_spec_that_is_read, without_contents
+from pdcluster_operator.plan.contents import (
+    pod_spec_that_is_read,
+    status_that_is_read,
+    without_contents,
+)
 from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
-from pdcluster_operator.plan.shared_parts import with_shared_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,8 @@ def as_kept(manifest: Mapping[str, Any], kind: Kind, same: Same) -> dict[str, An
 def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     """Return an object as the store keeps it: always with its kind, and without what nobody reads.
 
-    That is bookkeeping, and of a pod most of its spec: what its template was is in its workload.
+    That is bookkeeping, most of a status, and of a pod most of its spec: what its template was is
+    in its workload.
     """
     metadata = {key: value for key, value in manifest["metadata"].items() if key != "managedFields"}
     named = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
@@ -126,4 +130,8 @@ def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         kept.pop("spec", None)
         if spec := pod_spec_that_is_read(manifest.get("spec") or {}):
             kept["spec"] = spec
-    return dict(with_shared_parts(without_contents(kept)))
+    if kind not in (PDCLUSTER, PREFILL_SCALER):
+        kept.pop("status", None)
+        if status := status_that_is_read(kind.name, manifest.get("status") or {}):
+            kept["status"] = status
+    return dict(without_contents(kept))

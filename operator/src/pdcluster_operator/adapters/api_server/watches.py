@@ -11,13 +11,14 @@ of handlers that we do not have. That was two thirds of what an event cost.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, classified
 from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, Same, as_kept
@@ -40,6 +41,29 @@ ABSENT_SECONDS = 300.0
 FORGOTTEN = frozenset({"Expired", "Gone", "Http410"})
 """What a server answers that does not know the version any more (410)."""
 REPORTED = frozenset({"ADDED", "MODIFIED", "DELETED"})
+
+
+class _Metadata(msgspec.Struct):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = msgspec.field(name="resourceVersion", default="")
+
+
+class _Head(msgspec.Struct):
+    """What an object is called, and its version."""
+
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+
+
+class _Line(msgspec.Struct):
+    """A line of a watch. The object is read when it is known that it has to be."""
+
+    type: str
+    object: msgspec.Raw
+
+
+_LINE, _HEAD = msgspec.json.Decoder(_Line), msgspec.json.Decoder(_Head)
 
 
 class _Forgotten(Exception):  # noqa: N818 - says what happened
@@ -107,7 +131,7 @@ class Watch:
         spoke = False
         try:
             async for line in self._client.lines(self._path, query):
-                self._take(json.loads(line))
+                self._take(_LINE.decode(line))
                 spoke, self._failures, self._said = True, 0, ""
         except ValueError as error:
             raise ApiError("ApiServerUnreachable", f"GET {self._path}: {error}") from error
@@ -117,13 +141,18 @@ class Watch:
             raise
         return spoke
 
-    def _take(self, news: dict[str, Any]) -> None:
-        what, found = news["type"], news["object"]
-        if what == "ERROR":
-            raise classified(int(found.get("code") or 0), found)
-        self._version = str(found["metadata"]["resourceVersion"])
-        if what in REPORTED:
-            self._see(what, as_kept(found, self._kind, self._same))
+    def _take(self, line: _Line) -> None:
+        if line.type == "ERROR":
+            failure = msgspec.json.decode(line.object)
+            raise classified(int(failure.get("code") or 0), failure)
+        metadata = _HEAD.decode(line.object).metadata
+        self._version = metadata.resource_version
+        if line.type not in REPORTED:
+            return
+        found = self._same(self._kind.name, {"metadata": msgspec.to_builtins(metadata)})
+        if found is None:
+            found = as_kept(msgspec.json.decode(line.object), self._kind, self._same)
+        self._see(line.type, found)
 
     def _selector(self) -> dict[str, str]:
         return {"labelSelector": self._kind.selector} if self._kind.selector else {}
