@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-import virtual_time
 from aiohttp import web
 
+import virtual_time
 from pdcluster_connector.link_health import launcher_client
 from pdcluster_connector.link_health.launcher_client import LauncherClient
 from pdcluster_connector.protocol import link_documents as links

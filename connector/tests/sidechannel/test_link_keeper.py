@@ -12,10 +12,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import virtual_time
 from loopback_engines import SHAPE, shards_of
 from msgspec.structs import replace
 
+import virtual_time
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.link_health import link_keeper
 from pdcluster_connector.protocol import link_documents as links

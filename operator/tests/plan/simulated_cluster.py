@@ -84,8 +84,11 @@ class SimulatedCluster:
     def observed(self) -> Observed:
         return Observed(
             copied(self.cluster),
-            # As the store keeps them.
-            tuple(slim(one, BY_NAME[one["kind"]]) for one in copied(list(self.children.values()))),
+            # As the store keeps them. A connector of tests has not the hash that its name says.
+            tuple(
+                one if one["kind"] == "ConfigMap" else slim(one, BY_NAME[one["kind"]])
+                for one in copied(list(self.children.values()))
+            ),
             tuple(slim(pod, POD) for pod in copied(list(self.pods.values()))),
             dict(self.engines),
             dict(self.links),

@@ -1,10 +1,11 @@
 """The next moves of a rollout or of a resize: which engines are created, and which leave.
 
 A pure function of what is observed. It remembers nothing, so it does not matter after which
-write an operator stopped. The engines of a role never use more GPUs than its budget. Two rules hold
-in ``Surge`` and in ``Replace``, and whenever replicas change:
+write an operator stopped. Three rules hold in ``Surge`` and in ``Replace``, and whenever replicas
+change:
 
 * engines leave only while a verified pair remains that clients reach, if there was one;
+* the engines of a role never use more GPUs than its budget;
 * an engine leaves the routers first, and is removed when no router knows it any more.
 
 :mod:`.fleet` sorts the engines of a side. The last one leaves first.
@@ -103,9 +104,10 @@ def _recreate(fleet: Fleet, surplus: AbstractSet[EngineName]) -> Moves:
     old = {name for side in fleet.roles.values() for name in side.old}
     made: set[EngineName] = set()
     for side in fleet.roles.values():
+        wanted = set(side.wanted)
         revisions = {name.revision for name in side.wanted}
         clear = all(name.revision in revisions for name in side.live)
-        made |= _affordable(side, 0) if clear else set(side.made)
+        made |= wanted if clear else set(side.made)
     return Moves(frozenset(made), frozenset(old | surplus), _forgotten(fleet, surplus) | old)
 
 
