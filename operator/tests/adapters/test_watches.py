@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -49,6 +50,8 @@ class Server:
         if isinstance(found, int):
             reason = {404: "NotFound", 410: "Expired"}.get(found, "")
             return web.json_response({"reason": reason, "message": "no"}, status=found)
+        if isinstance(found, bytes):
+            return web.Response(body=found, content_type="application/json")
         if "watch" not in query:
             return web.json_response(found)
         response = web.StreamResponse()
@@ -150,6 +153,36 @@ async def test_a_watch_that_fails_goes_on_and_lists_nothing_again(
     await run()
     assert known.watched_from() == ["9", "9", "10"]
     assert known.seen == [("MODIFIED", "a", "10")]
+
+
+def strange(found: dict[str, Any], kind: str) -> dict[str, Any]:
+    """An object that anybody may write."""
+    if kind == "long":
+        return {**found, "data": {"a": "<" * 6_000_000}}
+    deep: Any = "end"
+    for _ in range(3_000):
+        deep = {"a": deep}
+    return {**found, "spec": deep}
+
+
+@pytest.mark.parametrize("kind", ["deep", "long"])
+async def test_no_object_ends_a_watch(server: tuple[Server, Run], kind: str) -> None:
+    known, run = server
+
+    def written(document: Any) -> bytes:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(20_000)
+        try:
+            return json.dumps(document).encode()
+        finally:
+            sys.setrecursionlimit(limit)
+
+    known.pages = [written(page("9", strange(pod("a", 3), kind), pod("b", 4)))]
+    news = {"type": "MODIFIED", "object": strange(pod("a", 10), kind)}
+    known.streams = [[written(news) + b"\n", line("ADDED", pod("c", 11))]]
+    await run()
+    assert [one[1:] for one in known.seen] == [("a", "3"), ("b", "4"), ("a", "10"), ("c", "11")]
+    assert known.watched_from() == ["9", "11"]
 
 
 async def test_a_kind_that_comes_later_is_watched_then(server: tuple[Server, Run]) -> None:

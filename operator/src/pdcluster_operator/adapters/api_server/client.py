@@ -6,7 +6,6 @@ set, so only its transport and its authentication are used.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -19,6 +18,7 @@ from urllib.request import getproxies
 import aiohttp
 from kubernetes.aio import client, config
 
+from pdcluster_operator.adapters.api_server.documents import document_of, lines_of
 from pdcluster_operator.adapters.api_server.patience import Patience
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 
@@ -120,7 +120,7 @@ class KubeClient:
                     self._patience.told(response.headers.get("Retry-After", ""))
                 if response.status != OK:
                     raise classified(response.status, _document(await response.read()))
-                async for line in response.content:
+                async for line in lines_of(response.content.iter_any()):
                     yield line
         except (TimeoutError, ValueError, aiohttp.ClientError, OSError) as error:
             said = str(error) or type(error).__name__
@@ -258,7 +258,7 @@ def own_namespace() -> str | None:
 
 def _document(text: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(text)
+        document = document_of(text)
     except ValueError:
         return {"message": text[:200].decode(errors="replace").strip()}
     return document if isinstance(document, dict) else {"message": str(document)[:200]}

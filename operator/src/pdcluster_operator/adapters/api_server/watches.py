@@ -11,7 +11,6 @@ of handlers that we do not have. That was two thirds of what an event cost.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import signal
@@ -20,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, classified
+from pdcluster_operator.adapters.api_server.documents import document_of
 from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, Same, as_kept
 from pdcluster_operator.runtime.errors import ApiError
 
@@ -107,7 +107,7 @@ class Watch:
         spoke = False
         try:
             async for line in self._client.lines(self._path, query):
-                self._take(json.loads(line))
+                self._take(document_of(line))
                 spoke, self._failures, self._said = True, 0, ""
         except ValueError as error:
             raise ApiError("ApiServerUnreachable", f"GET {self._path}: {error}") from error
