@@ -16,8 +16,10 @@ from kubernetes.aio import client as kubernetes
 from pdcluster_operator.adapters.api_server import watches
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import POD, PREFILL_SCALER, nothing_is_kept
+from pdcluster_operator.adapters.api_server.watch_health import LATE_SECONDS
 from pdcluster_operator.adapters.api_server.watches import Watch
 
+LONGEST = watches.LONGEST
 Seen = list[tuple[str, str, str]]
 
 
@@ -77,7 +79,7 @@ Run = Callable[..., Awaitable[None]]
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server, Run]]:
-    for name in ("FIRST", "LONGEST", "ABSENT_SECONDS"):
+    for name in ("FIRST", "LONGEST"):
         monkeypatch.setattr(watches, name, 0.001)
     known = Server()
     application = web.Application()
@@ -88,9 +90,9 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server,
         configuration.retries = 1
         async with KubeClient(configuration, connections=0) as client:
 
-            async def run(kind: Any = POD) -> None:
+            async def run(kind: Any = POD, serves: Any = lambda _: True) -> None:
                 """Watch until the server has nothing left to answer."""
-                watch = Watch(client, kind, "ns", known.see, nothing_is_kept)
+                watch = Watch(client, kind, "ns", known.see, nothing_is_kept, serves)
                 running = asyncio.create_task(watch.run())
                 ended = asyncio.create_task(known.ended.wait())
                 async with asyncio.timeout(60):
@@ -190,6 +192,25 @@ async def test_a_kind_that_comes_later_is_watched_then(server: tuple[Server, Run
     known.pages = [404, 404, page("9")]
     await run(PREFILL_SCALER)
     assert known.watched_from() == ["9"]
+
+
+async def test_a_kind_that_is_absent_is_asked_for_when_a_sweep_has_found_it(
+    server: tuple[Server, Run],
+) -> None:
+    """The sweep lists its objects from then on. A watch that reports them late counts as dead."""
+    assert LONGEST < LATE_SECONDS / 2
+    known, run = server
+    known.pages = [404, page("9", pod("a", 3))]
+    asked: list[int] = []
+
+    def serves(kind: str) -> bool:
+        assert kind == PREFILL_SCALER.name
+        asked.append(len(known.asked))
+        return len(asked) > 5
+
+    await run(PREFILL_SCALER, serves)
+    assert asked == [1] * 6, "nothing was asked for meanwhile"
+    assert known.seen == [("MODIFIED", "a", "3")]
 
 
 async def test_a_watch_that_fails_again_and_again_waits_longer(

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 See = Callable[[str, dict[str, Any]], None]
 """Called with ADDED, MODIFIED or DELETED and the object. It must not raise."""
+Serves = Callable[[str], bool]
+"""Whether the API server has a kind, as far as is known. A sweep finds out when that changes."""
 
 OPEN_SECONDS = 600
 """After so many seconds the server ends a watch, as it does with everybody's."""
@@ -35,8 +37,6 @@ FIRST, LONGEST = 1.0, 10.0
 
 A server that refuses everything is asked by a dozen watches for each namespace.
 """
-ABSENT_SECONDS = 300.0
-"""How often to look for a kind whose CRD is not installed."""
 FORGOTTEN = frozenset({"Expired", "Gone", "Http410"})
 """What a server answers that does not know the version any more (410)."""
 REPORTED = frozenset({"ADDED", "MODIFIED", "DELETED"})
@@ -50,13 +50,20 @@ class Watch:
     """The watch of one kind, in one namespace or in all of them."""
 
     def __init__(
-        self, client: KubeClient, kind: Kind, namespace: str | None, see: See, same: Same
+        self,
+        client: KubeClient,
+        kind: Kind,
+        namespace: str | None,
+        see: See,
+        same: Same,
+        serves: Serves,
     ) -> None:
         self._client = client
         self._kind = kind
         self._path = kind.path(namespace)
         self._see = see
         self._same = same
+        self._serves = serves
         self._version = ""
         self._failures = 0
         self._said = ""
@@ -76,7 +83,9 @@ class Watch:
             except NotFound as error:
                 self._version = ""
                 self._say(error)
-                await asyncio.sleep(ABSENT_SECONDS if self._kind.optional else LONGEST)
+                await asyncio.sleep(LONGEST)
+                while self._kind.optional and not self._serves(self._kind.name):  # noqa: ASYNC110
+                    await asyncio.sleep(LONGEST)
                 continue
             except ApiError as error:
                 self._failures += 1
@@ -145,6 +154,7 @@ async def watch(
     namespaces: Collection[str],
     stop: asyncio.Event,
     same: Same,
+    serves: Serves,
 ) -> None:
     """Watch every kind until ``stop`` or a signal, in all namespaces if none is given.
 
@@ -157,7 +167,9 @@ async def watch(
         loop.add_signal_handler(number, stop.set)
     places: Collection[str | None] = namespaces or (None,)
     watches = [
-        asyncio.create_task(Watch(client, kind, place, see, same).run(), name=f"watch-{kind.name}")
+        asyncio.create_task(
+            Watch(client, kind, place, see, same, serves).run(), name=f"watch-{kind.name}"
+        )
         for kind in WATCHED
         for place in places
     ]
