@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -15,8 +16,10 @@ from kubernetes.aio import client as kubernetes
 from pdcluster_operator.adapters.api_server import kinds, watches
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import POD, PREFILL_SCALER
+from pdcluster_operator.adapters.api_server.watch_health import LATE_SECONDS
 from pdcluster_operator.adapters.api_server.watches import Watch
 
+LONGEST = watches.LONGEST
 Seen = list[tuple[str, str, str]]
 
 
@@ -50,6 +53,8 @@ class Server:
         if isinstance(found, int):
             reason = {404: "NotFound", 410: "Expired"}.get(found, "")
             return web.json_response({"reason": reason, "message": "no"}, status=found)
+        if isinstance(found, bytes):
+            return web.Response(body=found, content_type="application/json")
         if "watch" not in query:
             return web.json_response(found)
         response = web.StreamResponse()
@@ -78,7 +83,7 @@ Run = Callable[..., Awaitable[None]]
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server, Run]]:
-    for name in ("FIRST", "LONGEST", "ABSENT_SECONDS"):
+    for name in ("FIRST", "LONGEST"):
         monkeypatch.setattr(watches, name, 0.001)
     known = Server()
     application = web.Application()
@@ -88,9 +93,9 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server,
         configuration.host = str(there.make_url("")).rstrip("/")
         async with KubeClient(configuration, connections=0) as client:
 
-            async def run(kind: Any = POD) -> None:
+            async def run(kind: Any = POD, serves: Any = lambda _: True) -> None:
                 """Watch until the server has nothing left to answer."""
-                watch = Watch(client, kind, "ns", known.see, known.same)
+                watch = Watch(client, kind, "ns", known.see, known.same, serves)
                 running = asyncio.create_task(watch.run())
                 ended = asyncio.create_task(known.ended.wait())
                 async with asyncio.timeout(60):
@@ -174,11 +179,60 @@ async def test_an_object_that_is_kept_in_this_version_is_not_read_again(
     assert read == ["b"]
 
 
+def strange(found: dict[str, Any], kind: str) -> dict[str, Any]:
+    """An object that anybody may write."""
+    if kind == "long":
+        return {**found, "data": {"a": "<" * 6_000_000}}
+    deep: Any = "end"
+    for _ in range(3_000):
+        deep = {"a": deep}
+    return {**found, "spec": deep}
+
+
+@pytest.mark.parametrize("kind", ["deep", "long"])
+async def test_no_object_ends_a_watch(server: tuple[Server, Run], kind: str) -> None:
+    known, run = server
+
+    def written(document: Any) -> bytes:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(20_000)
+        try:
+            return json.dumps(document).encode()
+        finally:
+            sys.setrecursionlimit(limit)
+
+    known.pages = [written(page("9", strange(pod("a", 3), kind), pod("b", 4)))]
+    news = {"type": "MODIFIED", "object": strange(pod("a", 10), kind)}
+    known.streams = [[written(news) + b"\n", line("ADDED", pod("c", 11))]]
+    await run()
+    assert [one[1:] for one in known.seen] == [("a", "3"), ("b", "4"), ("a", "10"), ("c", "11")]
+    assert known.watched_from() == ["9", "11"]
+
+
 async def test_a_kind_that_comes_later_is_watched_then(server: tuple[Server, Run]) -> None:
     known, run = server
     known.pages = [404, 404, page("9")]
     await run(PREFILL_SCALER)
     assert known.watched_from() == ["9"]
+
+
+async def test_a_kind_that_is_absent_is_asked_for_when_a_sweep_has_found_it(
+    server: tuple[Server, Run],
+) -> None:
+    """The sweep lists its objects from then on. A watch that reports them late counts as dead."""
+    assert LONGEST < LATE_SECONDS / 2
+    known, run = server
+    known.pages = [404, page("9", pod("a", 3))]
+    asked: list[int] = []
+
+    def serves(kind: str) -> bool:
+        assert kind == PREFILL_SCALER.name
+        asked.append(len(known.asked))
+        return len(asked) > 5
+
+    await run(PREFILL_SCALER, serves)
+    assert asked == [1] * 6, "nothing was asked for meanwhile"
+    assert known.seen == [("MODIFIED", "a", "3")]
 
 
 async def test_a_watch_that_fails_again_and_again_waits_longer(

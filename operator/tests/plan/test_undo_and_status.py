@@ -12,6 +12,7 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.rollout.announce import announce
 from pdcluster_operator.plan.rollout.changes import spec_of_engines, with_spec_of_engines
 from pdcluster_operator.plan.rollout.undo import undo
+from pdcluster_operator.plan.status.failed_step import with_failure
 
 
 def env(value: str) -> dict[str, Any]:
@@ -171,3 +172,15 @@ def test_a_deadline_that_has_passed_ends_the_wait() -> None:
     found = announce(world.cluster)
     assert found.complete is False
     assert "ProgressDeadlineExceeded" in found.line
+
+
+def test_engines_that_are_ready_are_no_success_while_a_step_fails() -> None:
+    """A NetworkPolicy, say, that the API server refuses: the change is not in force."""
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    status = world.cluster["status"]
+    world.cluster["status"] = with_failure(status, world.cluster, "Forbidden", "no", world.now)
+    found = announce(world.cluster)
+    assert world.condition("Ready")["status"] == "True"
+    assert found.complete is None
+    assert "Forbidden: no" in found.line

@@ -269,6 +269,25 @@ async def test_a_namespace_without_clusters_is_given_back() -> None:
     await one.leases.stop()
 
 
+async def test_a_cluster_that_comes_while_the_lease_is_given_back_is_worked_on() -> None:
+    server = Server()
+    one = Process(server, "one")
+    await until(one.holds)
+    write = server.write_lease
+
+    async def slowly(manifest: Mapping[str, Any]) -> None:
+        if not holding_of(manifest).holder:
+            one.clusters.add("ns")  # deleted, and created again
+            assert not one.holds(), "so it is left alone"
+        await write(manifest)
+
+    server.write_lease = slowly  # type: ignore[method-assign]
+    one.clusters.clear()
+    await until(lambda: one.woken == ["ns", "ns"])
+    assert one.holds()
+    await one.leases.stop()
+
+
 @pytest.mark.parametrize(
     ("held", "unchanged", "may"),
     [

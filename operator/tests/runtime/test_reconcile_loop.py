@@ -48,11 +48,12 @@ from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.runtime import reconcile
+from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.executor import FIRST_SECONDS, JUST_SECONDS
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
-from pdcluster_operator.runtime.reconcile import AGAIN_SECONDS, Reconciler
+from pdcluster_operator.runtime.reconcile import AGAIN_SECONDS, Place, Reconciler
 from pdcluster_operator.runtime.store import Store
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
@@ -319,6 +320,42 @@ async def test_the_ticket_key_is_minted_once_and_rotated_on_demand() -> None:
     assert world.port.writes == []
     world.api.delete("PDCluster", *KEY)
     assert world.api.get("Secret", "ns", "tiny-ticket-key") is None, "it goes with its owner"
+
+
+@pytest.mark.parametrize("why", ["another class", "no Lease"])
+async def test_what_another_operator_did_meanwhile_is_not_done_again(why: str) -> None:
+    """A second rotation would end the key that requests under way still have."""
+    world, leases = World(), SimpleNamespace(holds=lambda _: True)
+    parts: dict[str, Any] = {"api": world.port, "launchers": world.events, "events": world.events}
+    one = ControlLoop(
+        **parts, connector=Fixed(), clock=Fixed(), place=Place(operator_class=""), leases=leases
+    )
+    one.store, one._reconciler._store = world.store, world.store
+    await one._work(KEY)
+    cluster = world.api.get("PDCluster", *KEY)
+    assert cluster is not None
+    cluster["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: "today"}
+    theirs = copy.deepcopy(cluster)
+    if why == "another class":
+        theirs["spec"]["operatorClass"] = "blue"
+    leases.holds = lambda _: why == "another class"
+    world.api.apply(theirs)
+    world.port.writes.clear()
+    await one._work(KEY)
+    assert world.port.writes == []
+    await world.reconcile()
+    assert "write Secret" in world.port.writes
+    rotated = keys(world)
+    leases.holds = lambda _: True
+    ours = copy.deepcopy(world.api.get("PDCluster", *KEY))
+    assert ours is not None
+    ours["spec"].pop("operatorClass", None)
+    world.api.apply(ours)
+    world.port.writes.clear()
+    await one._work(KEY)
+    assert keys(world) == rotated
+    assert "write Secret" not in world.port.writes
+    await one.stop()
 
 
 async def test_a_key_is_in_no_status_no_log_and_no_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -174,7 +174,12 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         )
         parts: list[Coroutine[Any, Any, None]] = [
             watches.watch(
-                watching, see, namespaces=options.namespaces, stop=stop, same=loop.store.same
+                watching,
+                see,
+                namespaces=options.namespaces,
+                stop=stop,
+                same=loop.store.same,
+                serves=loop.store.serves,
             ),
             sweeper.run(),
             collector.run(),

@@ -147,7 +147,7 @@ class ControlLoop:
 
     async def _work(self, key: Key) -> float | None:
         if self.store.cluster(key) is not None and not (self._is_ours(key) and self._holds(key)):
-            self.monitor.forget(key)  # another operator's, or nobody's yet
+            self._reconciler.leave(key)  # another operator's, or nobody's yet
             return None
         started, failed = time.monotonic(), True
         try:

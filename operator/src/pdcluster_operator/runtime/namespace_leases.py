@@ -95,7 +95,9 @@ class NamespaceLeases:
             held = self._clock() < claim.until
             renew = self._renew or self._term().renew_seconds
             await asyncio.sleep(renew if held else self._retry)
-        await self._give_back(claim)
+            if not self.needed(claim.namespace):
+                # A PDCluster may be created meanwhile. It has been left alone, so it is needed.
+                await self._give_back(claim)
         del self._claims[claim.namespace]
 
     async def _try(self, claim: _Claim) -> None:

@@ -111,12 +111,8 @@ class Reconciler:
         """
         cluster = self._store.cluster(key)
         if cluster is None or is_being_deleted(cluster):
-            self._memos.pop(key, None)
-            self._wrote.pop(key, None)
-            self._held_back.discard(key)
-            self._executor.forget(key)
-            self._rewrites.forget(key)
             self._monitor.dismiss(key)  # Kubernetes deletes the children: the cluster owns them
+            self.leave(key)
             return None
         children, pods = self._store.children(key), self._store.pods(key)
         self._monitor.follow(key, launchers_to_poll(pods, children))
@@ -145,6 +141,15 @@ class Reconciler:
             await self._write_status(key, cluster, status)
             raise failure from error
         return await self._carry_out(key, cluster, plan, now)
+
+    def leave(self, key: Key) -> None:
+        """Forget a cluster that is gone, or that another operator may change from now on."""
+        self._memos.pop(key, None)
+        self._wrote.pop(key, None)
+        self._held_back.discard(key)
+        self._executor.forget(key)
+        self._rewrites.forget(key)
+        self._monitor.forget(key)
 
     def _memo(self, key: Key) -> Memo:
         memo = self._memos.setdefault(key, Memo())

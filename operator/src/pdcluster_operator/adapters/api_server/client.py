@@ -23,6 +23,7 @@ import msgspec
 from kubernetes.aio import client, config
 from yarl import URL
 
+from pdcluster_operator.adapters.api_server.documents import document_of, lines_of
 from pdcluster_operator.adapters.api_server.patience import Patience
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 
@@ -36,8 +37,6 @@ SILENCE = 180.0
 """Seconds without a byte after which a watch counts as broken. A bookmark comes once a minute."""
 CALL = aiohttp.ClientTimeout(total=TIMEOUT)
 CONNECTIONS = 32
-LONGEST_CHUNK = 1 << 21
-"""Bytes of an answer that are held before they are read. A watch reports objects of megabytes."""
 USER_AGENT = "pdcluster-operator"
 TRIES = 5
 """Calls that a server which is overloaded gets for one, each after the time that it asks for."""
@@ -131,7 +130,7 @@ class KubeClient:
                     self._patience.told(response.headers.get("Retry-After", ""))
                 if response.status != OK:
                     raise classified(response.status, _document(await response.read()))
-                async for line in response.content:
+                async for line in lines_of(response.content.iter_any()):
                     yield line
         except (TimeoutError, ValueError, aiohttp.ClientError, OSError) as error:
             said = str(error) or type(error).__name__
@@ -177,7 +176,6 @@ class KubeClient:
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._connections, ssl=tls),
             cookie_jar=aiohttp.DummyCookieJar(),
-            read_bufsize=LONGEST_CHUNK,
             trust_env=bool(options.get("trust_env")),
         )
 
@@ -279,7 +277,7 @@ def own_namespace() -> str | None:
 
 def _document(text: bytes) -> dict[str, Any]:
     try:
-        document = msgspec.json.decode(text)
+        document = document_of(text)
     except ValueError:
         return {"message": text[:200].decode(errors="replace").strip()}
     return document if isinstance(document, dict) else {"message": str(document)[:200]}

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, classified
+from pdcluster_operator.adapters.api_server.documents import document_of, without_depths
 from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, Same, as_kept
 from pdcluster_operator.runtime.errors import ApiError
 
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 See = Callable[[str, dict[str, Any]], None]
 """Called with ADDED, MODIFIED or DELETED and the object. It must not raise."""
+Serves = Callable[[str], bool]
+"""Whether the API server has a kind, as far as is known. A sweep finds out when that changes."""
 
 OPEN_SECONDS = 600
 """After so many seconds the server ends a watch, as it does with everybody's."""
@@ -36,8 +39,6 @@ FIRST, LONGEST = 1.0, 10.0
 
 A server that refuses everything is asked by a dozen watches for each namespace.
 """
-ABSENT_SECONDS = 300.0
-"""How often to look for a kind whose CRD is not installed."""
 FORGOTTEN = frozenset({"Expired", "Gone", "Http410"})
 """What a server answers that does not know the version any more (410)."""
 REPORTED = frozenset({"ADDED", "MODIFIED", "DELETED"})
@@ -66,6 +67,15 @@ class _Line(msgspec.Struct):
 _LINE, _HEAD = msgspec.json.Decoder(_Line), msgspec.json.Decoder(_Head)
 
 
+def _read(text: bytes) -> tuple[_Line, _Head]:
+    try:
+        line = _LINE.decode(text)
+        return line, _HEAD.decode(line.object)
+    except RecursionError:
+        line = _LINE.decode(without_depths(text))
+        return line, _HEAD.decode(line.object)
+
+
 class _Forgotten(Exception):  # noqa: N818 - says what happened
     """The server does not know the version any more."""
 
@@ -74,13 +84,20 @@ class Watch:
     """The watch of one kind, in one namespace or in all of them."""
 
     def __init__(
-        self, client: KubeClient, kind: Kind, namespace: str | None, see: See, same: Same
+        self,
+        client: KubeClient,
+        kind: Kind,
+        namespace: str | None,
+        see: See,
+        same: Same,
+        serves: Serves,
     ) -> None:
         self._client = client
         self._kind = kind
         self._path = kind.path(namespace)
         self._see = see
         self._same = same
+        self._serves = serves
         self._version = ""
         self._failures = 0
         self._said = ""
@@ -100,7 +117,9 @@ class Watch:
             except NotFound as error:
                 self._version = ""
                 self._say(error)
-                await asyncio.sleep(ABSENT_SECONDS if self._kind.optional else LONGEST)
+                await asyncio.sleep(LONGEST)
+                while self._kind.optional and not self._serves(self._kind.name):  # noqa: ASYNC110
+                    await asyncio.sleep(LONGEST)
                 continue
             except ApiError as error:
                 self._failures += 1
@@ -131,7 +150,7 @@ class Watch:
         spoke = False
         try:
             async for line in self._client.lines(self._path, query):
-                self._take(_LINE.decode(line))
+                self._take(line)
                 spoke, self._failures, self._said = True, 0, ""
         except ValueError as error:
             raise ApiError("ApiServerUnreachable", f"GET {self._path}: {error}") from error
@@ -141,17 +160,17 @@ class Watch:
             raise
         return spoke
 
-    def _take(self, line: _Line) -> None:
+    def _take(self, text: bytes) -> None:
+        line, head = _read(text)
         if line.type == "ERROR":
-            failure = msgspec.json.decode(line.object)
+            failure = document_of(line.object)
             raise classified(int(failure.get("code") or 0), failure)
-        metadata = _HEAD.decode(line.object).metadata
-        self._version = metadata.resource_version
+        self._version = head.metadata.resource_version
         if line.type not in REPORTED:
             return
-        found = self._same(self._kind.name, {"metadata": msgspec.to_builtins(metadata)})
+        found = self._same(self._kind.name, {"metadata": msgspec.to_builtins(head.metadata)})
         if found is None:
-            found = as_kept(msgspec.json.decode(line.object), self._kind, self._same)
+            found = as_kept(document_of(line.object), self._kind, self._same)
         self._see(line.type, found)
 
     def _selector(self) -> dict[str, str]:
@@ -174,6 +193,7 @@ async def watch(
     namespaces: Collection[str],
     stop: asyncio.Event,
     same: Same,
+    serves: Serves,
 ) -> None:
     """Watch every kind until ``stop`` or a signal, in all namespaces if none is given.
 
@@ -186,7 +206,9 @@ async def watch(
         loop.add_signal_handler(number, stop.set)
     places: Collection[str | None] = namespaces or (None,)
     watches = [
-        asyncio.create_task(Watch(client, kind, place, see, same).run(), name=f"watch-{kind.name}")
+        asyncio.create_task(
+            Watch(client, kind, place, see, same, serves).run(), name=f"watch-{kind.name}"
+        )
         for kind in WATCHED
         for place in places
     ]

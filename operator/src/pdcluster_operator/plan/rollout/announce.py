@@ -49,10 +49,9 @@ def announce(cluster: Manifest) -> Announcement:
     )
     ready = find_condition(status, ConditionType.READY)
     progressing = find_condition(status, ConditionType.PROGRESSING)
-    if ready.get("status") == Status.TRUE:
-        return Announcement(f"complete: {counts}", True)
     if progressing.get("reason") == StatusReason.COMPLETE:
-        return Announcement(f"complete: {counts}; {ready.get('message')}", True)
+        why = "" if ready.get("status") == Status.TRUE else f"; {ready.get('message')}"
+        return Announcement(f"complete: {counts}{why}", True)
     accepted = find_condition(status, ConditionType.ACCEPTED)
     if accepted.get("status") == Status.FALSE:
         return Announcement(f"not accepted: {accepted.get('message')}", False)

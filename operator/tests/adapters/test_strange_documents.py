@@ -1,0 +1,80 @@
+"""What an API server may answer with, because anybody may write such objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcluster_operator.adapters.api_server.documents import (
+    LEVELS,
+    document_of,
+    lines_of,
+    without_depths,
+)
+
+DEEPEST = 9_990  # the API server refuses what has more than 10,000 levels
+
+
+def nested(levels: int, opening: str = '{"a":', closing: str = "}") -> str:
+    return f"{opening * levels}1{closing * levels}"
+
+
+def depth(document: Any) -> int:
+    levels = 0
+    while isinstance(document, dict | list) and document:
+        document = document["a"] if isinstance(document, dict) else document[0]
+        levels += 1
+    return levels
+
+
+@pytest.mark.parametrize(("opening", "closing"), [('{"a":', "}"), ("[", "]"), ('{"a":[', "]}")])
+def test_what_is_too_deep_is_cut_off_and_the_rest_is_read(opening: str, closing: str) -> None:
+    deep = nested(DEEPEST // len(closing), opening, closing)
+    text = f'{{"kind": "[{{\\"", "deep": {deep}, "next": [{{}}, {deep}], "last": "}}"}}'
+    read = document_of(text.encode())
+    assert (read["kind"], read["last"], read["next"][0]) == ('[{"', "}", {})
+    assert depth(read["deep"]) == LEVELS - 1
+    assert depth(read["next"][1]) == LEVELS - 2
+
+
+def test_what_can_be_read_is_read_whole() -> None:
+    assert depth(document_of(nested(LEVELS + 50).encode())) == LEVELS + 50
+
+
+@pytest.mark.parametrize("text", ["", "{", nested(5_000)[:-1], "[" * 5_000])
+def test_what_is_no_json_is_an_error_that_is_expected(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        document_of(text.encode())
+
+
+DOCUMENTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(DOCUMENTS)
+def test_nothing_is_cut_off_that_is_not_too_deep(document: Any) -> None:
+    for text in (json.dumps(document), json.dumps(document, ensure_ascii=False)):
+        assert without_depths(text.encode()) == text.encode()
+
+
+@given(st.lists(st.binary()), st.data())
+async def test_lines_do_not_depend_on_the_pieces_in_which_they_come(
+    lines: list[bytes], data: st.DataObject
+) -> None:
+    sent = b"\n".join(line.replace(b"\n", b"") for line in lines)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)))))
+    pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
+
+    async def come() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    found = [line async for line in lines_of(come())]
+    assert found == sent.removesuffix(b"\n").split(b"\n") if sent else not found
