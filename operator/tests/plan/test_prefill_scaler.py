@@ -84,12 +84,13 @@ def test_one_that_is_being_deleted_decides_nothing() -> None:
     assert world.plan().scaler is None
 
 
-@pytest.mark.parametrize("spec", [{"prefill": 3}, {"prefill": None}, {}])
+@pytest.mark.parametrize("spec", [{"prefill": 3}, {"decode": "two"}, {"prefill": None}, {}])
 def test_a_spec_of_any_shape_can_be_scaled(spec: dict[str, Any]) -> None:
     world = SimulatedCluster(manifest(**spec))
     world.scaler = scaler(2)
     world.step()
-    assert counts(world)[0] == (0 if spec.get("prefill") == 3 else 2)
+    unreadable = spec.get("prefill") == 3 or "decode" in spec
+    assert counts(world)[0] == (0 if unreadable else 2)
 
 
 def test_zero_is_a_state() -> None:
