@@ -14,6 +14,7 @@ from layout_cases import FULL, MAMBA, WINDOW, Choices, build, chunks
 from modelled_engine import Modelled
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan import slices
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.peer_plan import plan_peer
@@ -180,6 +181,16 @@ def test_splitting_keeps_every_element_or_refuses(
     for address, length, _, stride, count in made.tolist():
         end = address + (count - 1) * stride + length
         assert not any(address < cut < end for cut in cuts)
+
+
+def test_rows_and_the_pieces_of_them_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.array([(100 * n, 10, 3, 10, 10) for n in range(8)], np.uint64)
+    cuts = [100 * n + 50 for n in range(3)]
+    monkeypatch.setattr(slices, "MOST_ROWS", 11)
+    assert len(split_rows(rows, cuts, "prefill")) == 11
+    monkeypatch.setattr(slices, "MOST_ROWS", 10)
+    with pytest.raises(PlanError, match="too many slices"):
+        split_rows(rows, cuts, "prefill")
 
 
 def test_a_single_piece_that_lies_across_a_seam_is_refused() -> None:

@@ -616,8 +616,11 @@ def test_a_spec_that_is_refused_changes_nothing_of_what_is_said_of_the_engines()
     before = copy.deepcopy({kind: world.condition(kind) for kind in kinds})
     engines = copy.deepcopy(world.cluster["status"]["engines"])
     assert len(world.plan().peers) == 3
-    world.edit(decode={"replicas": -1})
+    endpoint = world.cluster["status"]["endpoint"]
+    assert endpoint
+    world.edit(decode={"replicas": -1}, router={"replicas": 0})
     plan = world.step()
+    assert world.cluster["status"]["endpoint"] == endpoint
     is_(world, "Accepted", "False", "OutOfRange")
     assert plan.steps == ()
     assert plan.peers == (), "launchers keep the peers that they were told"

@@ -126,6 +126,7 @@ def test_who_does_not_hold_it_looks_every_two_seconds_and_takes_over_after_its_d
         server.deaf.clear()
         assert [who for _, who in await watched(60.0, one, other)] == [1], "it does not come back"
         await one.stop()
+        assert server.held["ns"]["spec"]["holderIdentity"] == "other", "it gives back its own alone"
         await other.stop()
 
     play(story)
