@@ -14,6 +14,7 @@ from layout_cases import FULL, MAMBA, WINDOW, Choices, build, chunks
 from modelled_engine import Modelled
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.plan import slices
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.peer_plan import plan_peer
@@ -93,6 +94,18 @@ def test_seams_lie_between_pages_where_a_block_ends_there() -> None:
     assert len(slices) > 10, "where no block begins a page, a seam cuts one"
 
 
+def test_planes_that_are_no_whole_number_of_blocks_apart() -> None:
+    """Each head has a plane of its own, and 64 bytes of padding behind it."""
+    blocks, stride = 50, 1024
+    plane = blocks * stride + 64
+    region = Region("l", 2**30, blocks, stride, 16, 0, 3, plane, 64, 64)
+    slices = sliced((2**30, 2**30 + 3 * plane), (region,), 10 * stride)
+    assert len(slices) > 4, "the first plane is cut between its blocks"
+    for start, _ in slices:
+        offset = (start - 2**30) % plane
+        assert offset % stride == 0 or offset > blocks * stride, "a seam cuts a block"
+
+
 def test_a_block_that_is_longer_than_a_slice_stays_whole() -> None:
     """The seam is then the next one behind it, not one that was there before."""
     for base in (2**30, 2**30 + 512):
@@ -168,6 +181,25 @@ def test_splitting_keeps_every_element_or_refuses(
     for address, length, _, stride, count in made.tolist():
         end = address + (count - 1) * stride + length
         assert not any(address < cut < end for cut in cuts)
+
+
+def test_rows_and_the_pieces_of_them_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.array([(100 * n, 10, 3, 10, 10) for n in range(8)], np.uint64)
+    cuts = [100 * n + 50 for n in range(3)]
+    monkeypatch.setattr(slices, "MOST_ROWS", 11)
+    assert len(split_rows(rows, cuts, "prefill")) == 11
+    monkeypatch.setattr(slices, "MOST_ROWS", 10)
+    with pytest.raises(PlanError, match="too many slices"):
+        split_rows(rows, cuts, "prefill")
+
+
+def test_a_single_piece_that_lies_across_a_seam_is_refused() -> None:
+    """A row of one piece repeats nothing: its stride is 0."""
+    rows = np.array([(100, 50, 3, 0, 1)], np.uint64)
+    assert (split_rows(rows, [100, 150], "decode") == rows).all()
+    with pytest.raises(PlanError, match="decode's KV") as caught:
+        split_rows(rows, [120], "decode")
+    assert caught.value.reason is Reason.LAYOUT_UNSUPPORTED
 
 
 def test_a_peer_cannot_make_rows_without_end() -> None:

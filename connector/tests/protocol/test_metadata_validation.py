@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -221,7 +223,12 @@ def test_a_contradiction_names_the_field_and_both_values(
     found = [finding for finding in findings if finding.field == field]
     assert found, findings
     assert all(value in found[0].message for value in values), found[0].message
-    assert refusal_of(findings) is not None
+    refusal = refusal_of(findings)
+    assert refusal is not None
+    assert refusal.message.startswith(findings[0].message.rstrip("."))
+    for one in findings:
+        assert one.remedy.endswith("."), "a sentence that says what to do"
+        assert one.field.replace("_", "").isalpha(), "the name of a field"
 
 
 def test_a_million_regions_are_refused_before_anything_is_made_of_them() -> None:
@@ -276,6 +283,10 @@ def test_at_a_handshake_not_knowing_is_a_refusal() -> None:
     assert refusal is not None
     assert "block_size" in refusal.message
     assert refusal_of([]) is None
+    first = dataclasses.replace(finding(Verdict.UNKNOWN), field="kv_dtype")
+    both = refusal_of([first, finding(Verdict.UNKNOWN)])
+    assert both is not None
+    assert "kv_dtype" in both.message, "the first of what is not known"
 
 
 def test_a_reason_of_a_newer_peer_stays_in_the_text() -> None:

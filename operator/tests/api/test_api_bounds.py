@@ -11,7 +11,10 @@ import re
 import pytest
 
 from pdcluster_operator.api.schema.crd import crd
+from pdcluster_operator.api.spec.bounds import LABEL_KEY, LABEL_VALUE
+from pdcluster_operator.api.spec.fields import Text, describe
 from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.api.spec.types import Spec
 
 SPEC = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 MINIMAL = {
@@ -233,6 +236,42 @@ def test_how_many_items_a_list_may_have(path):
     assert refused(path, items(most + 1)) == {"OutOfRange"}
     if fewest:
         assert refused(path, []) == {"OutOfRange"}
+
+
+def api_fields(cls, path=""):
+    for field in describe(cls):
+        here = f"{path}.{field.json_name}"
+        yield here, field
+        inner = field.item_info if field.kind == "list" else field
+        if inner.kind == "object":
+            yield from api_fields(inner.item, here)
+        elif inner is not field:
+            yield f"{here}[]", inner
+
+
+def test_a_text_that_has_a_form_says_which():
+    """The finding is otherwise `is not .`, and the remedy `Write .`"""
+    formed = 0
+    for path, field in api_fields(Spec):
+        bounds = field.mark(Text)
+        if bounds is not None and bounds.pattern:
+            formed += 1
+            assert re.fullmatch(r"[A-Za-z].+[^.]", bounds.says), path
+    assert formed > 20
+    assert LABEL_KEY.says
+    assert LABEL_VALUE.says
+
+
+@pytest.mark.parametrize("wrong", [-1, "x y", [[]], {"zzz": 1}], ids=str)
+def test_each_finding_says_what_is_wrong_and_then_what_to_do(wrong):
+    """`path = value: what is wrong [Rule] What to do.`"""
+    for path, _ in fields(SPEC):
+        for error in parse_cluster(with_value(path, wrong)).errors:
+            assert error.path.startswith("spec."), path
+            assert not error.message.endswith((".", "?")), error
+            assert not error.message[0].isupper() or error.message.split()[0].isupper(), error
+            assert error.remedy[0].isupper(), error
+            assert error.remedy.endswith((".", "?")), error
 
 
 def test_the_remaining_defaults():

@@ -136,6 +136,8 @@ def test_what_kubernetes_would_refuse_is_refused_with_its_path(template, path, r
     assert set(found) == {path}
     assert found[path].rule == rule
     assert found[path].remedy.startswith(remedy)
+    assert found[path].remedy.endswith((".", "?"))
+    assert not found[path].message.endswith((".", "?"))
 
 
 def test_the_routers_template_is_judged_by_the_routers_container():

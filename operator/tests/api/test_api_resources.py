@@ -29,6 +29,16 @@ def manifest(resources=None, overlay=None, tensor=1, device="CUDA", **transfer):
     }
 
 
+def test_a_role_has_no_gpus_only_if_all_kinds_of_them_are_0():
+    none = {"limits": {"nvidia.com/gpu": 0, "amd.com/gpu": "0"}}
+    assert errors(overlay=none, tensor=2) == {}
+    for name in none["limits"]:
+        one = {"limits": {**none["limits"], name: 1}}
+        assert "GpuCountMismatch" in {
+            found.rule for found in errors(overlay=one, tensor=2).values()
+        }
+
+
 def errors(*args, **kwargs):
     found = check_manifest(manifest(*args, **kwargs))[1].errors
     return {error.path.removeprefix("spec.prefill."): error for error in found}

@@ -6,6 +6,7 @@ import pytest
 
 from pdcluster_operator.api.rules.extra_args import TYPED_FLAGS
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.spec.arguments import parse_flags
 
 
 def manifest(**spec):
@@ -230,6 +231,14 @@ def test_decode_alone_may_speculate():
 )
 def test_free_flags_pass(words):
     assert findings(engine={"extraArgs": words}).ok
+
+
+def test_a_lone_hyphen_is_a_value():
+    """argparse, too, takes it for one: many programs read standard input then."""
+    assert findings(engine={"extraArgs": ["--chat-template", "-"]}).ok
+    flags, stray = parse_flags(("--chat-template", "-", "-x"))
+    assert [(flag.name, flag.values) for flag in flags] == [("--chat-template", ("-",)), ("-x", ())]
+    assert stray == ()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pdcluster_operator.plan.forecast.kubectl_apply import (
 )
 from pdcluster_operator.plan.forecast.world import GONE, ROUTED, VERIFIED, World
 from pdcluster_operator.plan.model import Apply, Delete, Observed
+from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
 
@@ -191,6 +192,56 @@ def test_a_child_that_a_webhook_rewrites_is_left_as_it_is() -> None:
     assert len(left) == 1, "it was not applied as it is wanted now"
 
 
+def test_an_engine_that_is_applied_with_the_same_pods_keeps_them() -> None:
+    """Its StatefulSet has the name of a revision that Kubernetes chose, and all defaults."""
+    world = running(decode={"replicas": 2})
+    for (kind, _), child in world.children.items():
+        if kind == "StatefulSet":
+            child["status"]["updateRevision"] = "chosen-by-kubernetes"
+            child["spec"]["template"]["spec"]["restartPolicy"] = "Always"
+            child["metadata"]["labels"].pop("app.kubernetes.io/managed-by")
+    for pod in world.pods.values():
+        pod["metadata"]["labels"][POD_REVISION_LABEL] = "chosen-by-kubernetes"
+    course = after(world)
+    assert set(kinds(course)) == {"Apply"}
+    assert len(course.rounds) == 1
+    assert course.complete
+
+
+def test_pods_of_a_template_that_somebody_changed_are_restarted() -> None:
+    world = running()
+    engine = world.leaders("decode")[0]
+    child = world.children["StatefulSet", engine.stateful_set]
+    child["spec"]["template"]["spec"]["containers"][0]["image"] = "example.com/patched:1"
+    child["metadata"]["generation"] = child["status"]["observedGeneration"] = 2
+    child["status"]["updateRevision"] = "patched"
+    world.pods[engine.pod()]["metadata"]["labels"][POD_REVISION_LABEL] = "patched"
+    course = after(world)
+    assert kinds(course) == ["Apply", "RestartPod"]
+    assert course.complete
+
+
+def test_an_object_keeps_its_uid_when_it_is_applied_again_and_a_new_one_gets_its_own() -> None:
+    """A deletion names the object by its uid."""
+    cluster = running()
+    world = World(seen(cluster))
+    before = {identity(one): one["metadata"]["uid"] for one in world.observed().children}
+    for child in list(world.observed().children):
+        world.perform(Apply({**child, "metadata": _as_written(child)}, ""), cluster.now)
+    assert {identity(one): one["metadata"]["uid"] for one in world.observed().children} == before
+    new = next(child for child in world.observed().children if child["kind"] == "Service")
+    for name in ("one", "other"):
+        world.perform(Apply({**new, "metadata": _as_written(new, name)}, ""), cluster.now)
+    uids = [one["metadata"]["uid"] for one in world.observed().children]
+    assert len(uids) == len(before) + 2
+    assert len(set(uids)) == len(uids)
+
+
+def _as_written(child: Any, name: str = "") -> dict[str, Any]:
+    metadata = {key: child["metadata"][key] for key in ("name", "namespace", "labels")}
+    return {**metadata, "name": name or metadata["name"]}
+
+
 def test_a_child_that_is_gone_is_a_step_that_is_left() -> None:
     world = running()
     gone = next(key for key in world.children if key[0] == "Service")
@@ -237,6 +288,11 @@ def test_apply_removes_what_the_last_manifest_had_and_keeps_what_others_set() ->
         "spec": {"decode": {"engine": None}, "engine": None, "model": {"name": "m"}},
     }
     assert merge_patch({"metadata": {}}, wanted)["spec"] == wanted["spec"]
+    no_object = {"metadata": {"annotations": {LAST_APPLIED: "[1]"}}}
+    assert merge_patch(no_object, wanted)["spec"] == wanted["spec"]
+    labelled = {"metadata": {"name": "x", "uid": "7", "labels": {"b": "2"}}, "spec": {}}
+    patch = merge_patch(live, labelled)
+    assert patch["metadata"] == {"labels": {"a": None, "b": "2"}}
     assert merge_patch({"metadata": {"annotations": {LAST_APPLIED: "no JSON"}}}, wanted)
 
 

@@ -170,6 +170,18 @@ def test_a_surge_to_another_pairing_key_starts_its_own_pair_together() -> None:
     assert len(groups(world)) == 1
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_group_asks_for_the_same_pods_when_its_engines_have_become_old(nodes: int) -> None:
+    world = world_of(nodes=nodes)
+    everybody_runs(world)
+    [(start, count)] = groups(world).items()
+    assert count == 2 * nodes
+    world.edit(engine={"blockSize": 32})
+    world.settle()
+    assert groups(world)[start] == count
+    assert sorted(groups(world).values()) == [count, count], "and the new pair has its own"
+
+
 def test_recreate_starts_together_again() -> None:
     world = world_of(rollout={"type": "Recreate"})
     everybody_runs(world)

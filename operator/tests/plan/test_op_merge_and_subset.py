@@ -191,6 +191,12 @@ def test_differences_are_named_by_their_path():
     ]
 
 
+def test_an_amount_that_is_written_in_another_way_is_no_difference():
+    live = {"resources": {"limits": {"cpu": "1000m", "memory": "1Gi"}}}
+    desired = {"resources": {"limits": {"cpu": "1", "memory": "2Gi"}}}
+    assert list(differences(live, desired)) == [("resources.limits.memory", "1Gi")]
+
+
 @pytest.mark.parametrize(
     "live", [[{"value": "x"}], [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}], None]
 )

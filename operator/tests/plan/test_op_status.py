@@ -528,6 +528,18 @@ def test_a_router_that_is_gone(world):
     container(world, "decode", {"waiting": {"reason": "CrashLoopBackOff", "message": "died"}})
     world.step()
     assert world.condition("Available")["message"] == "no router pod is ready"
+    [labels] = [
+        child["spec"]["template"]["metadata"]["labels"]
+        for (kind, _), child in world.children.items()
+        if kind == "Deployment"
+    ]
+    stuck = {"name": "router", "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+    world.pods["llama-router-x"] = {
+        "metadata": {"name": "llama-router-x", "labels": labels},
+        "status": {"containerStatuses": [stuck]},
+    }
+    world.step()
+    is_(world, "Available", "False", "RouterUnavailable", "llama-router-x: ImagePullBackOff")
 
 
 def test_a_router_whose_new_pods_do_not_start_while_the_old_serve(world):
@@ -595,6 +607,27 @@ def test_a_role_that_cannot_start_beside_one_of_zero_has_a_deadline():
     world.now += 61
     world.step()
     is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
+
+
+def test_a_spec_that_is_refused_changes_nothing_of_what_is_said_of_the_engines():
+    world = SimulatedCluster(manifest(prefill={"replicas": 2}, decode={"replicas": 3}))
+    world.bring_up()
+    kinds = ("PrefillReady", "DecodeReady", "KVLinksEstablished", "KVPathVerified")
+    before = copy.deepcopy({kind: world.condition(kind) for kind in kinds})
+    engines = copy.deepcopy(world.cluster["status"]["engines"])
+    assert len(world.plan().peers) == 3
+    endpoint = world.cluster["status"]["endpoint"]
+    assert endpoint
+    world.edit(decode={"replicas": -1}, router={"replicas": 0})
+    plan = world.step()
+    assert world.cluster["status"]["endpoint"] == endpoint
+    is_(world, "Accepted", "False", "OutOfRange")
+    assert plan.steps == ()
+    assert plan.peers == (), "launchers keep the peers that they were told"
+    assert world.cluster["status"]["engines"] == engines
+    for kind, said in before.items():
+        now = world.condition(kind)
+        assert (now["status"], now["message"]) == (said["status"], said["message"])
 
 
 def test_replicas_counts_the_decode_engines_that_exist():
@@ -745,6 +778,7 @@ def test_paused(world):
     world.edit(engine={"maxModelLen": 256}, rollout={"paused": True})
     world.step()
     is_(world, "Ready", "False", "Paused")
+    is_(world, "Progressing", "False", "Paused", "rollout.paused")
 
 
 def test_the_deadline_ends_progress_and_a_newer_engine_starts_it_again():
@@ -759,9 +793,9 @@ def test_the_deadline_ends_progress_and_a_newer_engine_starts_it_again():
     world.now += 100
     world.step()
     is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
-    for (kind, _), child in world.children.items():
-        if kind == "StatefulSet":
-            child["metadata"]["creationTimestamp"] = "2040-01-01T00:00:00Z"
+    sets = [child for (kind, _), child in world.children.items() if kind == "StatefulSet"]
+    for child, year in zip(sets, (2040, 2020), strict=True):
+        child["metadata"]["creationTimestamp"] = f"{year}-01-01T00:00:00Z"
     world.step()
     is_(world, "Progressing", "True", "PodsMissing")
 

@@ -9,6 +9,7 @@ import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.schema.scaler_crd import scaler_crd
+from pdcluster_operator.plan.prefill_scaler import as_scaled
 
 SCHEMA = scaler_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
@@ -84,12 +85,13 @@ def test_one_that_is_being_deleted_decides_nothing() -> None:
     assert world.plan().scaler is None
 
 
-@pytest.mark.parametrize("spec", [{"prefill": 3}, {"prefill": None}, {}])
+@pytest.mark.parametrize("spec", [{"prefill": 3}, {"decode": "two"}, {"prefill": None}, {}])
 def test_a_spec_of_any_shape_can_be_scaled(spec: dict[str, Any]) -> None:
     world = SimulatedCluster(manifest(**spec))
     world.scaler = scaler(2)
     world.step()
-    assert counts(world)[0] == (0 if spec.get("prefill") == 3 else 2)
+    unreadable = spec.get("prefill") == 3 or "decode" in spec
+    assert counts(world)[0] == (0 if unreadable else 2)
 
 
 def test_zero_is_a_state() -> None:
@@ -127,6 +129,25 @@ def test_its_bounds_follow_the_decode_engines(
     world.edit(decode={"replicas": 2 * decode})
     world.step()
     assert counts(world)[0] >= engines
+
+
+@pytest.mark.parametrize(
+    ("bound", "asked", "decode", "prefill"),
+    [
+        ({"maxPercentOfDecode": 100}, 900, 300, 300),
+        ({"minPercentOfDecode": 30}, 1, 200, 60),
+        ({"minPercentOfDecode": 30}, 1, 201, 61),
+        ({"minPercentOfDecode": 1}, 0, 1, 1),
+        ({"maxPercentOfDecode": 10_000}, 900, 3, 300),
+    ],
+)
+def test_a_bound_is_a_percentage_rounded_up(
+    bound: dict[str, int], asked: int, decode: int, prefill: int
+) -> None:
+    one = scaler(asked)
+    one["spec"] |= bound
+    scaled = as_scaled(manifest(decode={"replicas": decode}), one)
+    assert scaled["spec"]["prefill"]["replicas"] == prefill
 
 
 def test_without_a_scaler_nobody_says_that_it_decides() -> None:

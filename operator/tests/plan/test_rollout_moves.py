@@ -240,6 +240,20 @@ def test_old_engines_that_stopped_stay_until_there_are_as_many_as_the_spec_asks_
     assert world.moves().leaving == {name(Role.DECODE, "d1", 1)}
 
 
+def test_old_engines_that_stopped_are_counted_without_those_that_never_ran() -> None:
+    world = fresh(SURGE, Spec((1, 3)))
+    world.ready = {n for n in world.ready if n.role is Role.PREFILL}
+    world.change(replace(ENV, replicas=(1, 2)))
+    [first, second, third] = (name(Role.DECODE, "d1", index) for index in range(3))
+    assert world.moves().leaving == {third}
+    never = replace(world.fleet(), unheard={first})
+    assert next_moves(never, SURGE).leaving == {first}, "two are left, as many as are asked for"
+    world.change(replace(ENV, replicas=(1, 3)))
+    world.live[name(Role.DECODE, "d2", 0)] = (1, "k1")
+    assert not world.moves().leaving, "the new one is not verified yet"
+    assert second in world.live
+
+
 def test_a_change_of_decode_leaves_prefill_alone() -> None:
     world = fresh(SURGE, Spec((2, 2)))
     world.change(replace(ENV, replicas=(2, 2)))

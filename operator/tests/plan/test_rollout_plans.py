@@ -477,6 +477,18 @@ def test_another_type_of_rollout_alone_changes_nothing(how: str) -> None:
     assert world.plan().steps == ()
 
 
+@pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
+def test_a_paused_rollout_takes_no_router_and_no_engine_away(how: str) -> None:
+    world = up(how, decode={"replicas": 2})
+    before = (engines(world), routers(world), selector(world))
+    world.edit(rollout={"type": how, "paused": True}, **KEY)
+    for _ in range(3):
+        assert world.step().steps == ()
+        world.others_act()
+    assert (engines(world), routers(world), selector(world)) == before
+    assert world.condition("Available")["status"] == "True"
+
+
 def test_recreate_ends_old_routers_so_that_old_engines_get_no_more_requests() -> None:
     """An engine that is told to end serves on as long as requests come."""
     world = up("Recreate")

@@ -185,7 +185,9 @@ def test_a_connector_that_somebody_deleted_makes_its_idle_revision_useless() -> 
     world.edit(engine={})
     roll(world)
     assert world.shared.keys() == {NEW_CONNECTOR}
-    assert len(named(world, "StatefulSet")) == 2
+    engines = [child for (kind, _), child in world.children.items() if kind == "StatefulSet"]
+    assert len(engines) == 2
+    assert [shared_connectors_of(engine) for engine in engines] == [{NEW_CONNECTOR}] * 2
 
 
 def test_a_connector_that_somebody_deleted_replaces_no_engine_that_runs() -> None:

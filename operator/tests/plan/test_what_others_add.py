@@ -119,6 +119,12 @@ def up(**spec: Any) -> Adorned:
 
 def test_in_a_rollout() -> None:
     world = up(decode={"replicas": 2})
+    world.children["ConfigMap", "left-over"] = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "left-over", "namespace": "default", "uid": "7",
+                     "resourceVersion": "7"},
+    }  # fmt: skip
     world.edit(decode={"replicas": 2, "engine": {"env": [{"name": "A", "value": "1"}]}})
     for turn in range(6):
         world.step()
@@ -128,6 +134,7 @@ def test_in_a_rollout() -> None:
     for _ in range(4):
         world.step()
         world.others_act()
+    assert ("ConfigMap", "left-over") not in world.children
     assert world.condition("Ready")["status"] == "True"
 
 

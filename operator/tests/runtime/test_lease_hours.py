@@ -126,9 +126,28 @@ def test_who_does_not_hold_it_looks_every_two_seconds_and_takes_over_after_its_d
         server.deaf.clear()
         assert [who for _, who in await watched(60.0, one, other)] == [1], "it does not come back"
         await one.stop()
+        assert server.held["ns"]["spec"]["holderIdentity"] == "other", "it gives back its own alone"
         await other.stop()
 
     play(story)
+
+
+def test_who_is_left_out_says_once_who_holds_the_lease(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(server: Server) -> None:
+        one, other = operator(server, "one"), operator(server, "other")
+        await watched(12.0, one)
+        await watched(300.0, one, other)
+        await one.stop()
+        await watched(10.0, other)
+        third = operator(server, "third")
+        await watched(60.0, other, third)
+        await other.stop()
+        await third.stop()
+
+    play(story)
+    said = [one.message for one in caplog.records if "are left to the operator" in one.message]
+    assert ["operator one," in said[0], "operator other," in said[1]] == [True, True]
+    assert len(said) == 2, "by the other of the first, and by the third of the other"
 
 
 def test_one_that_stops_properly_is_followed_within_two_seconds() -> None:

@@ -31,6 +31,7 @@ from pdcluster_operator.api.labels import (
 )
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.plan import launchers
+from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
 from pdcluster_operator.plan.launchers import Target, launchers_to_poll
 from pdcluster_operator.plan.model import (
     ConnectorBundle,
@@ -632,6 +633,16 @@ async def test_a_deleted_cluster_is_left_to_the_garbage_collector() -> None:
     world.api.delete("PDCluster", *KEY)
     assert await world.reconcile() is None
     assert world.port.writes == []
+
+
+async def test_an_api_server_without_pod_groups_makes_no_gang() -> None:
+    world = World(scheduling={"gang": "Enabled"})
+    world.store.set_served(POD_GROUP_KIND, served=False)
+    await world.reconcile()
+    assert world.condition("Accepted")["reason"] == "PodGroupsNotServed"
+    world.store.set_served(POD_GROUP_KIND, served=True)
+    await world.reconcile()
+    assert world.condition("Accepted")["status"] == "True"
 
 
 async def test_a_child_that_somebody_changed_is_put_right() -> None:

@@ -190,7 +190,6 @@ def _runs(item: Assignment, unit: int) -> tuple[int, Int64, Int64]:
     else:
         length = prefill.token_bytes
         axes.append((unit, prefill.token_stride, decode.token_stride))
-    axes = [axis for axis in axes if axis[0] > 1]
     while inner := [axis for axis in axes if axis[1] == axis[2] == length]:
         axes.remove(inner[0])
         length *= inner[0][0]

@@ -1,0 +1,125 @@
+"""The control loop over an hour, in virtual time: which clusters are looked at, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import virtual_time
+from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.reconcile import Place
+
+
+class Looks:
+    """A control loop whose reconciles do nothing but take notes."""
+
+    def __init__(self, **options: Any) -> None:
+        unused: Any = object()
+        self.moments: dict[Key, list[float]] = {}
+        self.fails = False
+        self.worked: list[tuple[float, bool]] = []
+        self.loop = ControlLoop(
+            api=unused, launchers=unused, events=unused, connector=unused, clock=unused,
+            worked=lambda seconds, failed: self.worked.append((seconds, failed)), **options,
+        )  # fmt: skip
+        self.loop._reconciler.reconcile = self._look  # type: ignore[method-assign]
+        self.forgotten: list[Key] = []
+        self.loop.monitor.forget = self.forgotten.append  # type: ignore[method-assign]
+
+    async def _look(self, key: Key) -> float | None:
+        self.moments.setdefault(key, []).append(asyncio.get_running_loop().time())
+        if self.fails:
+            raise RuntimeError("no answer")
+        return None
+
+    def see(self, name: str, namespace: str = "ns", operator_class: str = "") -> Key:
+        metadata = {"namespace": namespace, "name": name, "uid": name}
+        spec = {"operatorClass": operator_class} if operator_class else {}
+        manifest = {"kind": "PDCluster", "metadata": metadata, "spec": spec}
+        self.loop.see("ADDED", manifest)
+        return Key(namespace, name)
+
+
+def play(story: Callable[[Looks], Awaitable[None]], **options: Any) -> Looks:
+    async def played() -> Looks:
+        looks = Looks(**options)
+        looks.loop.start()
+        await story(looks)
+        await looks.loop.stop()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, "a stopped loop leaves no task behind"
+        return looks
+
+    return virtual_time.run(played())
+
+
+def test_each_cluster_is_looked_at_every_five_minutes_and_not_all_at_once() -> None:
+    async def story(looks: Looks) -> None:
+        keys = [looks.see(f"c{number}") for number in range(40)]
+        await asyncio.sleep(3600.0 + 29.0)
+        for key in keys:
+            first, *later = looks.moments[key]
+            assert first == 0.0
+            assert len(later) in (11, 12)
+            for number, moment in enumerate(later, 1):
+                assert 0.0 <= moment - number * 300.0 <= 30.0
+        second = sorted(looks.moments[key][1] - 300.0 for key in keys)
+        assert second[0] < 10.0
+        assert second[-1] > 20.0
+
+    play(story)
+
+
+def test_the_metric_counts_each_look_and_which_of_them_failed() -> None:
+    async def story(looks: Looks) -> None:
+        looks.see("one")
+        await asyncio.sleep(1.0)
+        looks.fails = True
+        looks.see("two")
+        await asyncio.sleep(0.1)
+
+    looks = play(story)
+    assert [failed for _, failed in looks.worked] == [False, True]
+    assert all(0.0 <= seconds < 60.0 for seconds, _ in looks.worked)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.held = {"ns"}
+
+    def holds(self, namespace: str) -> bool:
+        return namespace in self.held
+
+
+def test_only_clusters_of_its_class_in_namespaces_that_it_holds_are_looked_at() -> None:
+    holder = Holder()
+
+    async def story(looks: Looks) -> None:
+        ours = looks.see("ours", operator_class="blue")
+        theirs = looks.see("theirs", operator_class="green")
+        classless = looks.see("classless")
+        elsewhere = looks.see("elsewhere", namespace="other", operator_class="blue")
+        await asyncio.sleep(1.0)
+        assert set(looks.moments) == {ours}
+        assert set(looks.forgotten) == {theirs, classless, elsewhere}, "others follow them"
+        assert looks.loop.works_in("ns")
+        assert not looks.loop.works_in("empty")
+        holder.held.add("other")
+        looks.loop.wake("other")
+        await asyncio.sleep(1.0)
+        assert len(looks.moments[elsewhere]) == 1
+        assert len(looks.moments[ours]) == 1, "only one namespace was woken"
+
+    play(story, leases=holder, place=Place(operator_class="blue"))
+
+
+def test_a_cluster_that_is_gone_is_looked_at_whoever_worked_on_it() -> None:
+    async def story(looks: Looks) -> None:
+        gone = Key("other", "gone")
+        looks.loop.queue.add(gone)
+        await asyncio.sleep(0.1)
+        assert list(looks.moments) == [gone], "what it left in memory is forgotten"
+
+    play(story, leases=Holder())
