@@ -349,3 +349,42 @@ def test_a_paused_rollout_without_stored_revisions_makes_the_same_router_again()
     [step] = world.plan().steps
     assert step.manifest["metadata"]["name"] == router[1]
     assert step.manifest["spec"]["template"] == before
+
+
+@pytest.fixture(scope="module")
+def running() -> SimulatedCluster:
+    return up()
+
+
+@pytest.mark.parametrize("value", [None, 7, [7], {}], ids=str)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "data",
+        "data.spec",
+        "data.nodes",
+        "data.connector",
+        "data.template",
+        "data.template.metadata",
+        "data.template.spec",
+        "data.template.spec.containers",
+        "data.template.spec.volumes",
+    ],
+)
+def test_a_revision_in_which_somebody_wrote_fails_no_plan(
+    running: SimulatedCluster, path: str, value: Any
+) -> None:
+    world = copy.deepcopy(running)
+    (stored,) = (world.children[kind, name] for kind, name in world.children
+                 if kind == "ControllerRevision" and "-decode-" in name)  # fmt: skip
+    strange = copy.deepcopy(stored)
+    strange["metadata"] |= {"name": "of-somebody", "uid": "uid-of-somebody"}
+    *parents, last = path.split(".")
+    target = strange
+    for parent in parents:
+        target = target[parent]
+    target[last] = value
+    world.children["ControllerRevision", "of-somebody"] = strange
+    world.plan()
+    world.edit(decode=ONE_VARIABLE)
+    world.plan()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pdcluster_operator.api.labels import (
     PAIRING_LABEL,
@@ -146,10 +146,33 @@ def renamed(
     }
 
 
+def is_pod_template(given: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether what is stored can be used as a pod template. The API server judges the rest.
+
+    Others may write such objects, too.
+    """
+    metadata, pod = (_mapping(given).get(part) for part in ("metadata", "spec"))
+    containers, volumes = (_mapping(pod).get(part) or [] for part in ("containers", "volumes"))
+    if not isinstance(_mapping(metadata).get("labels"), Mapping) or not containers:
+        return False
+    return all(
+        isinstance(items, list) and all(isinstance(one, Mapping) for one in items)
+        for items in (containers, volumes)
+    ) and all(
+        isinstance(args := one.get("args") or [], list)
+        and all(isinstance(word, str) for word in args)
+        for one in containers
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _read(child: Manifest) -> Revision | None:
     """Return the revision that a ControllerRevision holds; None if it is not one of ours."""
     labels, data = child["metadata"].get("labels") or {}, child.get("data")
-    if not isinstance(data, Mapping) or not isinstance(data.get("template"), Mapping):
+    if not isinstance(data, Mapping) or not is_pod_template(data.get("template")):
         return None
     if labels.get(ROLE_LABEL) not in list(Role) or not labels.get(REVISION_LABEL):
         return None
@@ -158,9 +181,9 @@ def _read(child: Manifest) -> Revision | None:
         name=str(labels[REVISION_LABEL]),
         pairing_key=str(labels.get(PAIRING_LABEL, "")),
         connector=str(data.get("connector") or ""),
-        nodes=int(data.get("nodes") or 1),
+        nodes=data["nodes"] if isinstance(data.get("nodes"), int) else 1,
         template=data["template"],
-        spec=data.get("spec") or {},
+        spec=_mapping(data.get("spec")),
         renew=str(data.get("renew") or ""),
         number=int(child.get("revision") or 0),
     )

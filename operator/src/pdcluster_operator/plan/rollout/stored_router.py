@@ -21,6 +21,7 @@ from pdcluster_operator.plan.builders.router_deployment import (
 )
 from pdcluster_operator.plan.connector_mounts import mounted_connector
 from pdcluster_operator.plan.model import Manifest, Observed
+from pdcluster_operator.plan.rollout.stored import is_pod_template
 
 PARTS = ("router", "requestTimeoutSeconds")
 """What routers are made from in the spec."""
@@ -107,19 +108,7 @@ def _read(text: str, selector: Mapping[str, str]) -> RouterTemplate | None:
     if not isinstance(document, dict):
         return None
     spec, template = document.get("spec"), document.get("template")
-    if not isinstance(spec, dict) or not isinstance(template, dict):
+    if not isinstance(spec, dict) or not is_pod_template(template):
         return None
-    return RouterTemplate(spec, template) if _is_usable(template, selector) else None
-
-
-def _is_usable(template: Mapping[str, Any], selector: Mapping[str, str]) -> bool:
-    """Whether it can be bound to engines. The API server judges the rest."""
-    metadata, pod = template.get("metadata"), template.get("spec")
-    labels = metadata.get("labels") if isinstance(metadata, dict) else None
-    containers = pod.get("containers") if isinstance(pod, dict) else None
-    if not isinstance(labels, dict) or not isinstance(containers, list):
-        return False
-    return selector.items() <= labels.items() and all(
-        isinstance(one, dict) and all(isinstance(word, str) for word in one.get("args") or ())
-        for one in containers
-    )
+    fits = selector.items() <= template["metadata"]["labels"].items()
+    return RouterTemplate(spec, template) if fits else None
