@@ -390,10 +390,14 @@ def test_an_old_engine_that_comes_back_outlives_a_rollout_that_is_stuck(what: st
     assert engines(world) == before, "only this engine can serve again"
 
 
+@pytest.mark.parametrize("replicas", [2, 20])
 @pytest.mark.parametrize("how", ["Surge", "Replace"])
-def test_engines_that_nobody_hears_for_a_moment_are_not_deleted(how: str) -> None:
-    """As when the control plane is cut off from the nodes: clients may still be served."""
-    world = up(how, prefill={"replicas": 2}, decode={"replicas": 2})
+def test_engines_that_nobody_hears_for_a_moment_are_not_deleted(how: str, replicas: int) -> None:
+    """As when the control plane is cut off from the nodes: clients may still be served.
+
+    The status has no place for all of many engines.
+    """
+    world = up(how, prefill={"replicas": replicas}, decode={"replicas": replicas})
     world.edit(**KEY)
     for _ in range(3):
         world.step()

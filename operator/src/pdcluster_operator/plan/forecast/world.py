@@ -27,6 +27,7 @@ from pdcluster_operator.plan.forecast.healthy import (
     running_pod,
     verified_link,
 )
+from pdcluster_operator.plan.gpus import accelerators
 from pdcluster_operator.plan.model import (
     Apply,
     Manifest,
@@ -40,7 +41,6 @@ from pdcluster_operator.plan.model import (
 )
 from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.reports import LinksReport
-from pdcluster_operator.plan.rollout.fleet import accelerators
 from pdcluster_operator.plan.rollout.revision import short_hash
 
 GONE = "the pods that were told to end are gone"

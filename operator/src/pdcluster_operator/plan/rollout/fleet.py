@@ -7,11 +7,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
+from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.quantity import parse_quantity
-from pdcluster_operator.api.spec.resources import is_accelerator
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.engines import EngineView, observe_engines
+from pdcluster_operator.plan.engines import EngineView, known_ids, observe_engines
+from pdcluster_operator.plan.gpus import gpus
 from pdcluster_operator.plan.links import PairState, PairView, by_pairing_key, observe_pairs
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed
@@ -146,6 +146,7 @@ def observe_fleet(
     views = {role: observe_engines(observed, roles[role].live, parallelism, memo) for role in Role}
     live_names = [name for side in roles.values() for name in side.live]
     pairs = _pairs(observed, views, keys, memo)
+    listed = listed_engines(observed, live_names)
     return Fleet(
         roles=roles,
         keys=keys,
@@ -155,18 +156,32 @@ def observe_fleet(
         )
         | lost,
         routed=routed_engines(observed, live_names, now),
-        listed=listed_engines(observed, live_names),
+        listed=listed,
         ending=_ending(observed) - lost,
         served_key=_served(observed, cluster, keys),
         surge=cluster.spec.rollout.max_surge,
-        unheard=frozenset(
-            view.name
-            for found in views.values()
-            for view in found
-            if view.ready is False and not view.engine_id
-        )
-        | lost,
+        unheard=_unheard(observed, views, listed) | lost,
         unclear=frozenset(_names(one) for one in pairs if one.state is PairState.UNKNOWN),
+    )
+
+
+def _unheard(
+    observed: Observed,
+    views: Mapping[Role, tuple[EngineView, ...]],
+    listed: AbstractSet[EngineName],
+) -> frozenset[EngineName]:
+    """Return the engines that do not run, and of which nobody knows that they ever did.
+
+    The status remembers whom somebody heard. If it has no place for an engine, routers know it.
+    """
+    told = known_ids(observed.cluster)
+    return frozenset(
+        view.name
+        for found in views.values()
+        for view in found
+        if view.ready is False
+        and not view.engine_id
+        and (view.name.stateful_set in told or len(told) < MAX_ENGINES or view.name not in listed)
     )
 
 
@@ -216,21 +231,6 @@ def _side(
             going[name] = going.get(name, 0) + gpus(pod)
     cost = revision.nodes * gpus(revision.template)
     return RoleFleet(wanted, cost, sets | going, frozenset(going))
-
-
-def gpus(template: Manifest) -> int:
-    """Return the GPUs of a pod or of a pod template; 1 for one without GPUs."""
-    return max(1, accelerators(template))
-
-
-def accelerators(template: Manifest) -> int:
-    """Return the GPUs of a pod or of a pod template."""
-    asked = 0
-    for container in (template.get("spec") or {}).get("containers") or ():
-        limits = (container.get("resources") or {}).get("limits") or {}
-        found = (parse_quantity(str(n)) for name, n in limits.items() if is_accelerator(name))
-        asked += sum(int(n) for n in found if n is not None)
-    return asked
 
 
 def _pairs(

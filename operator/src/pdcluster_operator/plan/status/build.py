@@ -20,6 +20,7 @@ from pdcluster_operator.api.conditions import (
 )
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.labels import role_selector
+from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.router_service import endpoint
 from pdcluster_operator.plan.deletions import existing_engines
@@ -45,8 +46,6 @@ from pdcluster_operator.plan.status.local_prefill import local_prefill
 from pdcluster_operator.plan.status.progress import ChangeView, progressing, progressing_since
 from pdcluster_operator.plan.status.ready import available, summary
 
-MAX_FAILED_LINKS = 16
-MAX_ENGINES = 64
 LONGEST_DETAIL = 512
 
 
