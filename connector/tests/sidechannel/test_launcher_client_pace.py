@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 import virtual_time
 from pdcluster_connector.link_health import launcher_client
@@ -39,6 +40,7 @@ class Launcher:
         self.hangs = {"peers": False, "reports": False}
         self.moved_to = ""
         self.polls: list[float] = []
+        self.sought: list[tuple[str, int]] = []  # the peers that were asked whether they live
         self.reports: list[tuple[float, links.RankReport]] = []
         self.tokens: list[str | None] = []
 
@@ -124,12 +126,15 @@ Play = Callable[[Launcher, Callable[[], Awaitable[None]]], None]
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
-    async def nobody(*_: object) -> TryAgain:
+    launcher = Launcher()
+
+    async def nobody(_session: object, engine: str, _host: str, port: int, *_: object) -> TryAgain:
+        launcher.sought.append((engine, port))
         await asyncio.sleep(1e6)
         return TryAgain("")
 
     monkeypatch.setattr("pdcluster_connector.link_health.link_keeper.ask_health", nobody)
-    return Launcher()
+    return launcher
 
 
 @pytest.fixture
@@ -343,5 +348,24 @@ def test_a_link_to_a_peer_that_is_not_named_any_more_is_given_up(
         assert {link.engine for link in report.links} == {f"{ENGINE}2", f"{ENGINE}3"}
         keeping = [one for one in asyncio.all_tasks() if "keep" in str(one.get_coro())]
         assert len(keeping) == 2
+
+    play(launcher, story)
+
+
+def test_a_peer_of_another_size_is_sought_anew_at_the_same_address(
+    launcher: Launcher, play: Play
+) -> None:
+    async def story() -> None:
+        launcher.put(entry(0))
+        await asyncio.sleep(1.0)
+        launcher.put(replace(entry(0), engine_id=f"{ENGINE}0/aa"))
+        await asyncio.sleep(1.0)
+        assert launcher.sought == [(f"{ENGINE}0", 1)], "its incarnation alone is no other place"
+        launcher.put(replace(entry(0), data_parallel_size=2))
+        await asyncio.sleep(1.0)
+        assert sorted(launcher.sought[1:]) == [(f"{ENGINE}0", 1), (f"{ENGINE}0", 2)]
+        launcher.put(replace(entry(5), engine=f"{ENGINE}0"))
+        await asyncio.sleep(1.0)
+        assert launcher.sought[3:] == [(f"{ENGINE}0", 6)]
 
     play(launcher, story)

@@ -242,6 +242,25 @@ def test_a_lone_hyphen_is_a_value():
 
 
 @pytest.mark.parametrize(
+    ("words", "name", "values"),
+    [
+        (("--x=1",), "--x", ("1",)),
+        (("--x=",), "--x", ("",)),
+        (("--x", "1"), "--x", ("1",)),
+        (("-n2",), "--nnodes", ("2",)),
+        (("-n=2",), "--nnodes", ("2",)),
+        (("-n", "2"), "--nnodes", ("2",)),
+        (("--no-x",), "--x", ()),
+        (("--x=a", "b"), "--x", ("a", "b")),
+    ],
+)
+def test_a_value_may_stand_behind_its_flag_or_in_the_same_word(words, name, values):
+    [flag], stray = parse_flags(words)
+    assert (flag.name, flag.values, stray) == (name, values, ())
+    assert flag.negated is words[0].startswith("--no-")
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ["--block-siz", "1008"],

@@ -609,6 +609,13 @@ def test_a_role_that_cannot_start_beside_one_of_zero_has_a_deadline():
     is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
 
 
+def test_only_engines_that_routers_can_forget_wait_for_them():
+    """Routers never forget the only engine of a role."""
+    world = SimulatedCluster(manifest(decode={"replicas": 2}))
+    world.bring_up()
+    assert world.plan().routed == {name.logical for name in world.leaders("decode")}
+
+
 def test_a_spec_that_is_refused_changes_nothing_of_what_is_said_of_the_engines():
     world = SimulatedCluster(manifest(prefill={"replicas": 2}, decode={"replicas": 3}))
     world.bring_up()

@@ -57,6 +57,15 @@ def settled(prefill: int = 1, decode: int = 1) -> SimulatedCluster:
     return world
 
 
+def test_a_stored_revision_that_somebody_deleted_is_stored_again() -> None:
+    """Nothing else has changed. A plan is compared with one that remembers nothing."""
+    world = settled()
+    [gone, _] = [key for key in world.children if key[0] == "ControllerRevision"]
+    del world.children[gone]
+    [step] = world.plan().steps
+    assert (step.manifest["kind"], step.manifest["metadata"]["name"]) == gone
+
+
 PEERS = 1  # the document for decode engines is hashed in each plan
 
 

@@ -267,6 +267,16 @@ def test_replace_holds_where_a_role_has_one_engine(replicas: tuple[int, int], af
     assert world.names() == old
 
 
+def test_replace_uses_a_place_that_is_free_before_it_makes_one() -> None:
+    world = fresh(REPLACE, Spec((2, 3)))
+    del world.live[name(Role.DECODE, "d1", 2)]
+    world.linked = {pair for pair in world.linked if pair[1].index != 2}
+    world.change(replace(ENV, replicas=(2, 3)))
+    moves = world.moves()
+    assert [n.index for n in moves.made if n.role is Role.DECODE] == [0]
+    assert not moves.leaving
+
+
 def test_recreate_makes_new_engines_when_the_old_pods_are_gone() -> None:
     world = fresh(RECREATE, Spec())
     world.change(ENV)

@@ -317,6 +317,12 @@ def test_an_older_connector_that_the_operator_does_not_see_is_mounted_by_no_furt
     assert "is missing, or does not hold" in told["message"]
 
 
+def test_a_config_map_with_another_name_is_no_forged_connector() -> None:
+    theirs = {"metadata": {"name": "their-settings"}, "data": {"a": "1"}}
+    assert not is_forged(theirs)
+    assert is_forged({**theirs, "metadata": {"name": connector_name("a" * 64)}})
+
+
 def test_a_forged_connector_holds_back_nothing_that_does_not_mount_it() -> None:
     world, name = after_an_upgrade()
     world.shared[name] = kept({**world.shared[name], **FORGERIES["long"]})

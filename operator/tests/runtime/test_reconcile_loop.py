@@ -635,6 +635,24 @@ async def test_a_deleted_cluster_is_left_to_the_garbage_collector() -> None:
     assert world.port.writes == []
 
 
+async def test_a_scaler_is_told_how_many_engines_there_are() -> None:
+    world = World()
+    scaler = {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PrefillScaler",
+        "metadata": {"name": KEY.name, "namespace": KEY.namespace},
+        "spec": {"replicas": 2},
+    }
+    world.api.apply(scaler)
+    for _ in range(3):
+        await world.reconcile()
+    status = world.api.get("PrefillScaler", *KEY)["status"]
+    assert status["replicas"] == 2
+    assert "role=prefill" in status["selector"]
+    await world.reconcile()
+    assert "scaler status" not in world.port.writes, "it knows already"
+
+
 async def test_an_api_server_without_pod_groups_makes_no_gang() -> None:
     world = World(scheduling={"gang": "Enabled"})
     world.store.set_served(POD_GROUP_KIND, served=False)
