@@ -69,6 +69,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
     ),
     R.SERVING: ("A verified pair of engines serves clients.", ""),
     R.NO_VERIFIED_PAIR: ("No pair of engines is verified.", "The condition KVPathVerified."),
+    R.NOT_SEEN_YET: (
+        "The operator has not written a status. With many new PDClusters, that takes a minute.",
+        "If it stays: whether the operator runs, and its `--namespace` and class.",
+    ),
     R.ROUTER_UNAVAILABLE: ("No router pod is ready.", "The router's pods."),
     R.ROUTER_REPLACING: (
         "A router serves, but not every router pod is new and ready.",

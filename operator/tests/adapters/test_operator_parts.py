@@ -7,17 +7,25 @@ import gc
 import json
 import logging
 
+import jsonschema
 import pytest
 
 from pdcluster_operator.adapters.admission.webhook_process import ask_review
 from pdcluster_operator.adapters.api_server.client import NotFound
-from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, as_kept, slim
+from pdcluster_operator.adapters.api_server.kinds import (
+    BY_NAME,
+    PDCLUSTER,
+    WATCHED,
+    as_kept,
+    slim,
+)
 from pdcluster_operator.adapters.api_server.sweep import Sweeper
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import Metrics, resource_of
 from pdcluster_operator.adapters.operator_process import collect_rarely
 from pdcluster_operator.api.labels import connector_name
+from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli import operator as command
 from pdcluster_operator.plan.deletions import MANAGED_KINDS
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -84,6 +92,18 @@ def test_what_is_kept_of_an_object_has_its_kind_and_no_bookkeeping():
     kept = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}}
     assert slim(listed, BY_NAME["Pod"]) == kept, "what is empty is not kept"
     assert slim(listed, BY_NAME["Service"])["spec"] == {}
+
+
+def test_a_status_that_nobody_wrote_is_none():
+    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+    jsonschema.validate(schema["default"], schema)
+    for condition in schema["default"]["conditions"]:
+        assert condition["status"] == "Unknown"
+        assert condition["reason"] == "NotSeenYet"
+    new = {"metadata": {"name": "a"}, "spec": {}, "status": schema["default"]}
+    assert "status" not in slim(new, PDCLUSTER)
+    judged = {**new, "status": {**schema["default"], "observedGeneration": 1}}
+    assert slim(judged, PDCLUSTER)["status"] == judged["status"]
 
 
 def test_an_object_that_is_kept_already_is_not_made_again():

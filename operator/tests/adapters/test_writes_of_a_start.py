@@ -79,6 +79,14 @@ def heard_all(operator):
         pytest.skip("this machine stalled: a launcher did not answer the operator in time")
 
 
+def test_a_cluster_that_no_operator_has_seen_says_so(real, namespace):
+    """So does one in a crowd, whose first status waits."""
+    create(real, namespace, cluster("unseen"))
+    for kind in ("Progressing", "Ready"):
+        found = condition(real, namespace, kind, "unseen")
+        assert (found["status"], found["reason"]) == ("Unknown", "NotSeenYet")
+
+
 def test_a_start_and_one_more_engine_write_what_they_need(real, operator, namespace):
     before = len(real.writes())
     operator.start()

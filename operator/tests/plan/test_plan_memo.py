@@ -14,6 +14,7 @@ from simulated_cluster import SimulatedCluster, manifest
 from pdcluster_operator.plan import drift, links, planner, rewrites
 from pdcluster_operator.plan.builders import connector_configmap
 from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.model import Apply
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.rollout import targets, wanted_children
 
@@ -109,7 +110,20 @@ def test_another_revision_is_rendered_once(work: Counter[str]) -> None:
     for _ in range(3):
         make_plan(world.observed(), world.now, memo)
     assert work["build_engine_pod"] == once["build_engine_pod"]
-    assert work["stamped"] == once["stamped"]
+    assert work["stamped"] == once.get("stamped", 0)
+
+
+def test_a_new_cluster_is_hashed_once(work: Counter[str]) -> None:
+    world = SimulatedCluster(manifest())
+    steps = make_plan(world.observed(), world.now, world.memo).steps
+    children = [step for step in steps if isinstance(step, Apply)]
+    assert work["stamped"] == len(children) - 1, "all but the connector, which is shared"
+    for step in steps:
+        world.perform(step)
+    work.clear()
+    assert make_plan(world.observed(), world.now, world.memo).steps == ()
+    assert work["build_engine_statefulset"] == 2, "now the revisions are stored"
+    assert work["stamped"] == 0
 
 
 def test_a_link_that_fails_costs_its_own_row(work: Counter[str]) -> None:

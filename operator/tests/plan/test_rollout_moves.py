@@ -224,6 +224,43 @@ def test_surge_makes_new_engines_first_and_needs_one_more_of_each_role(after: Sp
     assert world.most_used[Role.DECODE] == 2
 
 
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("after", [ENV, KEY])
+def test_surge_takes_no_place_from_an_old_engine(after: Spec, replicas: tuple[int, int]) -> None:
+    """Without a place for a new engine, a Surge waits. Only Replace lets an old one make room."""
+    world = fresh(SURGE, Spec(replicas), surge=0)
+    world.change(replace(after, replicas=replicas))
+    moves = world.moves()
+    assert moves.made == wanted(world.spec) & world.names()
+    assert not moves.leaving
+    assert moves.stuck == ""
+
+
+def test_old_engines_that_stopped_stay_until_there_are_as_many_as_the_spec_asks_for() -> None:
+    """They may be back in a moment, and the new ones may never be."""
+    world = fresh(SURGE, Spec((1, 2)))
+    world.ready = {n for n in world.ready if n.role is Role.PREFILL}
+    for replicas in (2, 3, 4):
+        world.change(replace(ENV, replicas=(1, replicas)))
+        assert not world.moves().leaving
+    world.change(replace(ENV, replicas=(1, 1)))
+    assert world.moves().leaving == {name(Role.DECODE, "d1", 1)}
+
+
+def test_old_engines_that_stopped_are_counted_without_those_that_never_ran() -> None:
+    world = fresh(SURGE, Spec((1, 3)))
+    world.ready = {n for n in world.ready if n.role is Role.PREFILL}
+    world.change(replace(ENV, replicas=(1, 2)))
+    [first, second, third] = (name(Role.DECODE, "d1", index) for index in range(3))
+    assert world.moves().leaving == {third}
+    never = replace(world.fleet(), unheard={first})
+    assert next_moves(never, SURGE).leaving == {first}, "two are left, as many as are asked for"
+    world.change(replace(ENV, replicas=(1, 3)))
+    world.live[name(Role.DECODE, "d2", 0)] = (1, "k1")
+    assert not world.moves().leaving, "the new one is not verified yet"
+    assert second in world.live
+
+
 def test_a_change_of_decode_leaves_prefill_alone() -> None:
     world = fresh(SURGE, Spec((2, 2)))
     world.change(replace(ENV, replicas=(2, 2)))

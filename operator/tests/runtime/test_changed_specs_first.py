@@ -71,3 +71,34 @@ async def test_a_cluster_is_new_until_something_is_made_for_it() -> None:
     loop.see("ADDED", {"kind": "Service", "metadata": child})
     loop.see("MODIFIED", cluster("new", 1, None))
     assert (loop.queue.new, loop.queue.depth) == (1, 2)
+
+
+def child(kind: str, version: int, **status: Any) -> dict[str, Any]:
+    labels = {"pdcluster.dev/cluster": "c"}
+    metadata: dict[str, Any] = {"namespace": "ns", "name": "x", "uid": "x", "labels": labels}
+    metadata["resourceVersion"] = str(version)
+    return {"kind": kind, "metadata": metadata, "status": status}
+
+
+@pytest.mark.parametrize("available", ["False", "True"])
+async def test_what_becomes_of_the_pods_of_a_start_is_gathered(available: str) -> None:
+    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    loop = ControlLoop(**parts)
+    known = cluster("c", 1, 1)
+    known["status"]["conditions"] = [{"type": "Available", "status": available}]
+    loop.see("ADDED", known)
+    assert await loop.queue._next() == Key("ns", "c")
+    loop.queue._running.clear()
+    gathered = available == "False"
+    for version, kind in enumerate(("Pod", "StatefulSet", "Deployment"), 5):
+        loop.see("MODIFIED", child(kind, version, podIP="10.0.0.1"))
+        assert loop.queue.depth == (not gathered)
+    assert len(loop.queue._timers) == gathered, "one look for all of them"
+    loop.see("MODIFIED", child("Deployment", 9, availableReplicas=1))
+    assert loop.queue.depth == 1, "this may be the last thing that was missing"
+    await loop.queue._next()
+    assert not loop.queue._timers
+    loop.queue._running.clear()
+    loop.see("DELETED", child("Pod", 10))
+    assert loop.queue.depth == 1
+    await loop.queue.stop()

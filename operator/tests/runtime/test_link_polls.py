@@ -45,6 +45,7 @@ class Launchers:
         self.misses = 0  # polls of readiness, of whomever, that fail from now on
         self.polls = 0
         self.waits = 0
+        self.ready_now = True
         self.links_asked = 0
         self.asked: list[tuple[Role, bool]] = []  # who was asked for news, whether to wait
         self.revision: str | None = None  # of launchers that can tell when they have news
@@ -64,7 +65,7 @@ class Launchers:
             raise LauncherError("refused")
         routed = self.routed.get(url)
         return EngineReport(
-            ready=True, engine=self.engines[url], engine_id=engine_id, routed=routed
+            ready=self.ready_now, engine=self.engines[url], engine_id=engine_id, routed=routed
         )
 
     async def links(self, target: Target) -> LinksReport:
@@ -134,6 +135,26 @@ async def test_reports_come_in_and_a_change_wakes_the_cluster_once() -> None:
     await until(lambda: monitor.engines(KEY)[P.engine].engine_id == "p/2")
     await asyncio.sleep(0.05)
     assert len(woken) == 3
+    await monitor.stop()
+
+
+async def test_an_engine_that_is_not_ready_yet_is_told_as_one_that_starts() -> None:
+    launchers = Launchers()
+    launchers.ready_now = False
+    woken: list[str] = []
+    monitor = LauncherMonitor(
+        launchers,
+        lambda _: woken.append("changed"),
+        starting=lambda _: woken.append("starting"),
+        period=0.01,
+    )
+    monitor.follow(KEY, [P])
+    await until(lambda: woken)
+    for ready in (True, False):
+        launchers.ready_now = ready
+        await until(lambda ready=ready: monitor.engines(KEY)[P.engine].ready is ready)
+    await until(lambda: len(woken) == 3)
+    assert woken == ["starting", "changed", "changed"]
     await monitor.stop()
 
 

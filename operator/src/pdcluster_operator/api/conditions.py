@@ -45,6 +45,9 @@ class Status(StrEnum):
 class StatusReason(StrEnum):
     """Reasons of conditions beside the rules and ``compat.reasons.Reason``."""
 
+    # All of them, before the operator has written the first status
+    NOT_SEEN_YET = "NotSeenYet"
+
     # Accepted
     PARTIALLY_CHECKED = "PartiallyChecked"
     NOT_ACCEPTED = "NotAccepted"

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from pdcluster_operator.plan.changed_specs import is_changed_spec
 from pdcluster_operator.plan.connector_mounts import is_shared_connector
+from pdcluster_operator.plan.gathered_news import GATHER_SECONDS, may_be_gathered, starts
 from pdcluster_operator.plan.operator_class import belongs_to
 from pdcluster_operator.plan.reports import local_share
 from pdcluster_operator.runtime.interfaces import Api, Clock, ConnectorSource, EventSink, Launchers
@@ -61,7 +62,9 @@ class ControlLoop:
         self.queue = KeyedQueue(
             self._work, is_urgent=self._is_urgent, is_new=self._is_new, backoff=backoff
         )
-        self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
+        self.monitor = LauncherMonitor(
+            launchers, self.queue.add, starting=self._gather, period=poll_seconds
+        )
         self._reconciler = Reconciler(
             store=self.store,
             api=api,
@@ -78,10 +81,19 @@ class ControlLoop:
     def see(self, event: str, manifest: Manifest) -> None:
         """One watch event: ADDED, MODIFIED or DELETED. What is no news wakes nobody."""
         key = self.store.drop(manifest) if event == "DELETED" else self.store.put(manifest)
-        if key is not None:
+        if key is not None and event != "DELETED" and may_be_gathered(manifest):
+            self._gather(key)
+        elif key is not None:
             self.queue.add(key, urgent=is_changed_spec(manifest))
         elif event == "DELETED" and is_shared_connector(manifest):
             self.wake(str(manifest["metadata"]["namespace"]))
+
+    def _gather(self, key: Key) -> None:
+        """Queue a cluster: in a moment if it starts."""
+        if starts(self.store.cluster(key)):
+            self.queue.add_after(key, GATHER_SECONDS)
+        else:
+            self.queue.add(key)
 
     def _is_urgent(self, key: Key) -> bool:
         cluster = self.store.cluster(key)

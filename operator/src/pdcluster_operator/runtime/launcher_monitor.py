@@ -23,13 +23,24 @@ from pdcluster_operator.runtime.queue import Key
 
 
 class LauncherMonitor:
-    """Follows every target's launcher; see :mod:`.launcher_watch`. Used from one event loop."""
+    """Follows every target's launcher; see :mod:`.launcher_watch`. Used from one event loop.
+
+    Args:
+        changed: called when something else is known of an engine or of its links.
+        starting: called instead if the engine was not ready, and is not.
+    """
 
     def __init__(
-        self, launchers: Launchers, changed: Callable[[Key], None], *, period: float = 1.0
+        self,
+        launchers: Launchers,
+        changed: Callable[[Key], None],
+        *,
+        starting: Callable[[Key], None] | None = None,
+        period: float = 1.0,
     ) -> None:
         self._launchers = launchers
         self._changed = changed
+        self._starting = starting or changed
         self._period = period
         self._watches: dict[Key, dict[str, LauncherWatch]] = {}
         self._since: dict[Key, float] = {}  # when this process began to follow each cluster
@@ -47,7 +58,10 @@ class LauncherMonitor:
             held.pop(engine).stop()
         for engine in wanted.keys() - held.keys():
             held[engine] = LauncherWatch(
-                wanted[engine], self._launchers, self._period, lambda: self._changed(key)
+                wanted[engine],
+                self._launchers,
+                self._period,
+                lambda starts: (self._starting if starts else self._changed)(key),
             )
 
     def followed_seconds(self, key: Key) -> float:

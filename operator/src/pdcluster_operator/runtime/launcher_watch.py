@@ -32,11 +32,12 @@ class LauncherWatch:
     """What is known of one engine. It is asked at most once a period, if it has no news.
 
     Args:
-        changed: called when something else is known.
+        changed: called when something else is known, with whether the engine was not ready and is
+            not.
     """
 
     def __init__(
-        self, target: Target, launchers: Launchers, period: float, changed: Callable[[], None]
+        self, target: Target, launchers: Launchers, period: float, changed: Callable[[bool], None]
     ) -> None:
         self.target = target
         self.report: EngineReport | None = None
@@ -93,7 +94,7 @@ class LauncherWatch:
                     self._missed()
                     log.exception("%s: its launcher's answer cannot be read", self.target.engine)
                 if before != (self.report, self.links, self.heard):
-                    self._changed()
+                    self._changed(not any(one and one.ready for one in (before[0], self.report)))
         finally:
             await self._stop_waiting()
 

@@ -130,6 +130,8 @@ def slim(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         kept.pop("spec", None)
         if spec := pod_spec_that_is_read(manifest.get("spec") or {}):
             kept["spec"] = spec
+    if kind is PDCLUSTER and "observedGeneration" not in (manifest.get("status") or {}):
+        kept.pop("status", None)  # the CRD's default, which nobody wrote
     if kind not in (PDCLUSTER, PREFILL_SCALER):
         kept.pop("status", None)
         if status := status_that_is_read(kind.name, manifest.get("status") or {}):

@@ -1,13 +1,19 @@
-"""The status' OpenAPI schema."""
+"""The status' OpenAPI schema.
+
+The API server shows a default status of a PDCluster until the operator writes one. In a crowd the
+operator waits before it does, and an empty status would look like an operator that does not run.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pdcluster_operator.api.conditions import ConditionType, Status, StatusReason, timestamp
 from pdcluster_operator.api.spec.enums import Certificates
 
 MAX_ENGINES = 64
 MAX_FAILED_LINKS = 16
+FIRST_CONDITIONS = (ConditionType.PROGRESSING, ConditionType.READY)
 
 
 def status_schema() -> dict[str, Any]:
@@ -15,6 +21,7 @@ def status_schema() -> dict[str, Any]:
     return {
         "type": "object",
         "description": "status is what the operator observed.",
+        "default": {"conditions": [_not_seen(kind) for kind in FIRST_CONDITIONS]},
         "properties": {
             "observedGeneration": {
                 "type": "integer",
@@ -51,6 +58,17 @@ def status_schema() -> dict[str, Any]:
             "engines": _engines(),
             "failedLinks": _failed_links(),
         },
+    }
+
+
+def _not_seen(kind: ConditionType) -> dict[str, Any]:
+    """Return a condition that nobody wrote. It has no observedGeneration: nothing was judged."""
+    return {
+        "type": kind.value,
+        "status": Status.UNKNOWN.value,
+        "reason": StatusReason.NOT_SEEN_YET.value,
+        "message": "the operator has not written a status yet",
+        "lastTransitionTime": timestamp(0.0),
     }
 
 

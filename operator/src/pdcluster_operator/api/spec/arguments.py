@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 SHORT_NAMES = {
     "-tp": "--tensor-parallel-size",
@@ -76,12 +77,18 @@ def parse_flags(words: Sequence[str]) -> tuple[tuple[Flag, ...], tuple[int, ...]
     Returns:
         The flags, and the places of words that stand before any flag.
     """
+    return _parsed(tuple(words))
+
+
+@lru_cache(maxsize=256)
+def _parsed(words: tuple[str, ...]) -> tuple[tuple[Flag, ...], tuple[int, ...]]:
+    """Remembered, because each rule asks for the flags, and most clusters have the same ones."""
     flags: list[Flag] = []
     stray: list[int] = []
     starts = [place for place, word in enumerate(words) if _is_flag(word)]
     stray.extend(range(starts[0] if starts else len(words)))
     for start, stop in itertools.pairwise([*starts, len(words)]):
-        flags.append(_flag(tuple(words[start:stop]), start))
+        flags.append(_flag(words[start:stop], start))
     return tuple(flags), tuple(stray)
 
 

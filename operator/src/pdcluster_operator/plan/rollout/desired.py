@@ -140,7 +140,11 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
     )
     return Desired(
         names,
-        memo.get("children", (build, names, kept | blocked), wanted_children),
+        memo.get(
+            "children",
+            (build, names, kept | blocked),
+            lambda *_: wanted_children(build, names, kept | blocked, memo),
+        ),
         frozenset(blocked),
         frozenset(kept),
         stale,

@@ -38,12 +38,13 @@ from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
 from pdcluster_operator.plan.connector_mounts import is_shared_connector, mounted_connector
 from pdcluster_operator.plan.drift import stamped
+from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import ConnectorBundle
+from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.rollout.gangs import Gangs
 from pdcluster_operator.plan.rollout.routing import Members, Routing
 from pdcluster_operator.plan.rollout.stored import Revision, build_revision
 from pdcluster_operator.plan.rollout.stored_router import router_template
-from pdcluster_operator.plan.shared_parts import with_shared_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +192,19 @@ def wanted_children(
     build: Build,
     names: Mapping[Role, tuple[EngineName, ...]],
     skipped: AbstractSet[EngineName],
+    memo: Memo | None = None,
 ) -> tuple[Wanted, ...]:
     """Return the children, in the order in which they are applied.
 
     Args:
         skipped: engines that are not applied: they wait, or are of another revision.
+        memo: of the plans before. A child that is as it was is not hashed again.
     """
-    wanted = build.children(names, skipped)
-    return tuple(Wanted(with_shared_parts(_stamped(one.manifest)), one.why) for one in wanted)
+    memo = memo or Memo()
+    return tuple(
+        Wanted(memo.get(("child", *identity(one.manifest)), (one.manifest,), _stamped), one.why)
+        for one in build.children(names, skipped)
+    )
 
 
 def _stamped(manifest: dict[str, Any]) -> dict[str, Any]:
