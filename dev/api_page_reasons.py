@@ -29,6 +29,10 @@ REASONS: Mapping[R, tuple[str, str]] = {
         "Events of the engine's StatefulSet: a quota or an admission webhook may refuse the pod.",
     ),
     R.UNSCHEDULABLE: ("No node has room for a pod.", f"{POD} GPUs, memory, RDMA devices, taints."),
+    R.SCHEDULING_GATED: (
+        "A pod has a scheduling gate. Kueue sets one until it admits the pod.",
+        "`kubectl describe` of the Workload that the message names: mostly, the quota is used up.",
+    ),
     R.IMAGE_UNAVAILABLE: ("The node cannot pull an image.", "The image's name, and pull secrets."),
     R.POD_CONFIG_ERROR: (
         "The kubelet cannot start the container.",

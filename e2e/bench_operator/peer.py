@@ -9,9 +9,7 @@ Source: https://github.com/kubernetes-sigs/lws
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -23,6 +21,7 @@ from typing import Any
 import psutil
 import yaml
 from operator_runs import until
+from other_operators import hooks_at, install, listens
 from real_api import RealApi, die_with_us
 
 from bench_operator import account, measure
@@ -63,7 +62,7 @@ def running_lws(real: RealApi) -> Iterator[psutil.Process]:
     program = binaries.provide([binaries.LWS], Places.of_user())[binaries.LWS.name]
     sources = binaries.sources(binaries.LWS) / "config"
     for file in (sources / "crd" / "bases").glob("*.yaml"):
-        _install(real, yaml.safe_load(file.read_text()))
+        install(real, yaml.safe_load(file.read_text()))
     port, health = free_ports(2)
     log = real.folder / "lws.log"
     with (
@@ -77,10 +76,10 @@ def running_lws(real: RealApi) -> Iterator[psutil.Process]:
         ) as process,
     ):
         try:
-            until(lambda: _listens(process.pid, port), 60, log.read_text)
+            until(lambda: listens(process.pid, port), 60, log.read_text)
             authority = (real.folder / "keys" / "ca.crt").read_bytes()
             for hooks in yaml.safe_load_all((sources / "webhook" / "manifests.yaml").read_text()):
-                _install(real, _at(hooks, port, authority))
+                install(real, hooks_at(hooks, port, authority))
             yield psutil.Process(process.pid)
         finally:
             process.kill()
@@ -103,30 +102,6 @@ def _configuration(folder: Path, port: int, health: int) -> Path:
     path = folder / "lws.yaml"
     path.write_text(yaml.safe_dump(document))
     return path
-
-
-def _at(hooks: dict[str, Any], port: int, authority: bytes) -> dict[str, Any]:
-    """Return a webhook configuration that names this machine instead of a Service."""
-    for hook in hooks["webhooks"]:
-        path = hook["clientConfig"]["service"]["path"]
-        bundle = base64.b64encode(authority).decode()
-        hook["clientConfig"] = {"url": f"https://127.0.0.1:{port}{path}", "caBundle": bundle}
-    return hooks
-
-
-def _listens(pid: int, port: int) -> bool:
-    return any(one.laddr.port == port for one in psutil.Process(pid).net_connections())
-
-
-def _install(real: RealApi, body: dict[str, Any]) -> None:
-    group = body["apiVersion"]
-    plural = f"{body['kind'].lower()}s"
-    status, answer = real.call("POST", f"/apis/{group}/{plural}", body)
-    assert status == 201, json.dumps(answer)
-    if body["kind"] == "CustomResourceDefinition":
-        spec = body["spec"]
-        path = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
-        until(lambda: real.call("GET", path)[0] == 200, 30, lambda: f"{path} is not served")
 
 
 async def run(real: RealApi, count: int) -> dict[str, Any]:

@@ -107,6 +107,8 @@ KWOK = Program(
 )
 # A peer of this product. Only `make bench-operator PEER=1` needs it.
 LWS = Program("lws", "lws", "sigs.k8s.io/lws/cmd")
+# A queue for engines. Only a test of `make soak` needs it.
+KUEUE = Program("kueue", "kueue", "sigs.k8s.io/kueue/cmd/kueue")
 # More names for a person's shell, so that the commands of the chart's notes work.
 CALLED = {"helm": "helm4"}
 

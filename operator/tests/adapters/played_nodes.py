@@ -77,7 +77,7 @@ class PlayedNodes:
             if "deletionTimestamp" in pod["metadata"]:
                 if self._node:
                     self._end_pod(pod)
-            elif not pod["status"].get("podIP"):
+            elif not pod["status"].get("podIP") and not pod["spec"].get("schedulingGates"):
                 if self._node and "nodeName" not in pod["spec"]:
                     self._bind(pod)
                 self._run(pod)
@@ -92,11 +92,14 @@ class PlayedNodes:
     def _end_pod(self, pod: dict[str, Any]) -> None:
         engine = engine_of(pod)
         uid = pod["metadata"]["uid"]
-        needed = engine is not None and engine.api_url in self.routed()
+        ran = uid in self._reports
+        needed = ran and engine is not None and engine.api_url in self.routed()
         if report := self._reports.get(uid):  # a silent one is empty
             report.update(ready=False, state="Draining")
             needed = report["routed"]
         if not needed:
+            # Kueue lets a pod go once it has ended.
+            self._patch_status(pod, {"phase": "Succeeded"})
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
             self._real.call("DELETE", f"{self._path}/{pod['metadata']['name']}", options)
 
@@ -145,9 +148,11 @@ class PlayedNodes:
                 for container in pod["spec"]["containers"]
             ],
         }
-        name = pod["metadata"]["name"]
-        merge = "application/merge-patch+json"
-        self._real.call("PATCH", f"{self._path}/{name}/status", {"status": status}, merge)
+        self._patch_status(pod, status)
+
+    def _patch_status(self, pod: dict[str, Any], status: dict[str, Any]) -> None:
+        path = f"{self._path}/{pod['metadata']['name']}/status"
+        self._real.call("PATCH", path, {"status": status}, "application/merge-patch+json")
 
     def _tls(self, pod: dict[str, Any]) -> ssl.SSLContext | None:
         """Return what the pod's certificate makes of connections; None if it mounts none."""

@@ -1,14 +1,19 @@
-"""The operator's process with a watch that is connected and reports nothing."""
+"""The operator's process, and what `/healthz` says of a watch that reports nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from operator_runs import cluster, create, owned, until
+import yaml
+from operator_runs import GROUP, cluster, create, owned, until
+from real_api import CRD_FILES, CRDS, RealApi
 
 from loopback import free_ports
 from pdcluster_operator.adapters import operator_process
@@ -18,13 +23,14 @@ from pdcluster_operator.adapters.operator_process import OperatorOptions, run_op
 
 pytestmark = pytest.mark.cluster
 
+Page = Callable[[], tuple[int, str]]
 
-async def test_health_turns_bad_and_sweeps_do_the_work_meanwhile(real, namespace, monkeypatch):
-    async def silent(*_: Any, stop: asyncio.Event, **__: Any) -> None:
-        await stop.wait()
 
-    monkeypatch.setattr(watches, "watch", silent)
-    monkeypatch.setattr(watch_health, "LATE_SECONDS", 2.0)
+@asynccontextmanager
+async def running_here(
+    real: RealApi, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Page]:
+    """The operator in this process, with a sweep each second. Gives what `/healthz` answers."""
     configuration = await find_configuration(str(real.folder / "operator.kubeconfig"))
 
     async def found() -> Any:
@@ -43,26 +49,72 @@ async def test_health_turns_bad_and_sweeps_do_the_work_meanwhile(real, namespace
     stop = asyncio.Event()
     running = asyncio.create_task(run_operator(options, stop))
 
-    def page() -> tuple[int, str]:
+    def page(path: str = "/healthz") -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{health}/healthz", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{health}{path}", timeout=10) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
         except OSError:
             return 0, ""
 
-    def bad() -> bool:
-        status, text = page()
-        return status == 503 and "is dead" in text and f"{namespace}/" in text
-
     try:
-        await asyncio.to_thread(until, lambda: page()[0] == 200, 60, page)
+        await asyncio.to_thread(until, lambda: page("/readyz")[0] == 200, 60, page)
+        yield page
+    finally:
+        stop.set()
+        await running
+
+
+async def test_health_turns_bad_and_sweeps_do_the_work_meanwhile(real, namespace, monkeypatch):
+    async def silent(*_: Any, stop: asyncio.Event, **__: Any) -> None:
+        await stop.wait()
+
+    monkeypatch.setattr(watches, "watch", silent)
+    monkeypatch.setattr(watch_health, "LATE_SECONDS", 2.0)
+
+    async with running_here(real, namespace, monkeypatch) as page:
+
+        def bad() -> bool:
+            status, text = page()
+            return status == 503 and "is dead" in text and f"{namespace}/" in text
+
         create(real, namespace, cluster())
         await asyncio.to_thread(until, bad, 60, page)
         await asyncio.to_thread(
             until, lambda: len(owned(real, namespace, "StatefulSet")) == 2, 60, page
         )
+
+
+async def test_health_stays_good_when_a_kind_is_installed_later(real, namespace, monkeypatch):
+    """As with a chart that was upgraded without its CRDs, or when PodGroups are turned on."""
+    late = 5.0
+    monkeypatch.setattr(watch_health, "LATE_SECONDS", late)
+    monkeypatch.setattr(watches, "LONGEST", late / 5)
+    [file] = [one for one in CRD_FILES if "prefillscalers" in one.name]
+    crd = yaml.safe_load(file.read_text())
+    scalers = f"{GROUP}/namespaces/{namespace}/prefillscalers"
+
+    def gone() -> bool:
+        return real.call("GET", scalers)[0] == 404
+
+    assert real.call("DELETE", f"{CRDS}/{crd['metadata']['name']}")[0] == 200
+    await asyncio.to_thread(until, gone, 60, lambda: "the kind is still served")
+    try:
+        async with running_here(real, namespace, monkeypatch) as page:
+            await asyncio.sleep(1.0)  # the watch has asked for the kind
+            assert real.call("POST", CRDS, crd)[0] == 201
+            body = {
+                "apiVersion": "pdcluster.dev/v1alpha1",
+                "kind": "PrefillScaler",
+                "metadata": {"name": "tiny"},
+                "spec": {"replicas": 1},
+            }
+            made = lambda: real.call("POST", scalers, body)[0] == 201  # noqa: E731
+            await asyncio.to_thread(until, made, 60, lambda: "the kind is not served")
+            end = time.monotonic() + 2 * late
+            while time.monotonic() < end:
+                assert (await asyncio.to_thread(page))[0] == 200, page()
+                await asyncio.sleep(0.5)
     finally:
-        stop.set()
-        await running
+        real.call("POST", CRDS, crd)

@@ -151,3 +151,24 @@ def test_an_engine_of_one_pod_is_never_released() -> None:
     world = world_of(3, nodes=1)
     step(world, 10 * TIMEOUT)
     assert sizes(world) == [1, 1, 1]
+
+
+def test_the_time_in_a_queue_is_none_in_which_an_engine_holds_nodes() -> None:
+    """PodScheduled is False while a pod has a gate, too, and keeps its moment after that."""
+    world = world_of(1)
+    for pod in world.pods.values():
+        gated = {"type": "PodScheduled", "status": "False", "message": WORDS,
+                 "lastTransitionTime": timestamp(world.now)}  # fmt: skip
+        pod["spec"].pop("nodeName", None)
+        pod["status"] = {"phase": "Pending", "conditions": [gated]}
+    step(world, 10 * TIMEOUT)
+    assert sizes(world) == [2]
+    first = next(pod for name, pod in world.pods.items() if "-prefill-" in name)
+    first["spec"]["nodeName"] = "node"
+    first["status"]["conditions"] = [
+        {"type": "PodScheduled", "status": "True", "lastTransitionTime": timestamp(world.now)}
+    ]
+    step(world, TIMEOUT - 5)
+    assert sizes(world) == [2]
+    step(world, 10)
+    assert sizes(world) == [0]

@@ -159,6 +159,42 @@ def test_a_pod_that_fits_on_no_node(world):
     is_(world, "PrefillReady", "False", "Unschedulable", "Insufficient nvidia.com/gpu")
 
 
+def gated(world, role, *gates):
+    """Let pods of a role have scheduling gates, as the API server tells of them."""
+    for pod in world.pods.values():
+        if pod["metadata"]["labels"]["pdcluster.dev/role"] == role:
+            kueue = {"queue-name": "team-a", "pod-group-name": "statefulset-llama-1a2b3"}
+            pod["metadata"]["labels"] |= {f"kueue.x-k8s.io/{key}": kueue[key] for key in kueue}
+            pod["spec"]["schedulingGates"] = [{"name": gate} for gate in gates]
+            message = "Scheduling is blocked due to non-empty scheduling gates"
+            scheduled = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+            scheduled["message"] = message
+            pod["status"] = {"phase": "Pending", "conditions": [scheduled]}
+
+
+def test_a_pod_that_kueue_has_not_admitted(world):
+    world.step()
+    world.make_pods()
+    gated(world, "decode", "kueue.x-k8s.io/admission", "kueue.x-k8s.io/topology")
+    world.step()
+    said = ("LocalQueue team-a;", "describe workloads.kueue.x-k8s.io statefulset-llama-1a2b3 says")
+    is_(world, "PrefillReady", "False", "ContainerCreating")
+    is_(world, "DecodeReady", "False", "SchedulingGated", *said)
+    is_(world, "Ready", "False", "SchedulingGated", *said)
+    gated(world, "decode")  # admitted, and the scheduler has not looked at it yet
+    world.step()
+    is_(world, "DecodeReady", "False", "ContainerCreating")
+
+
+def test_a_pod_with_a_scheduling_gate_of_somebody_else(world):
+    world.step()
+    world.make_pods()
+    gated(world, "prefill", "example.com/license")
+    world.step()
+    is_(world, "PrefillReady", "False", "SchedulingGated", "scheduling gate example.com/license")
+    assert "Kueue" not in world.condition("PrefillReady")["message"]
+
+
 @pytest.mark.parametrize("back_off", [False, True])
 def test_an_engine_that_dies_shows_its_last_words(world, back_off):
     world.bring_up()

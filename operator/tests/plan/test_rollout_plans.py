@@ -591,6 +591,25 @@ def test_a_surge_without_room_names_the_other_types(words: str) -> None:
     assert "or to Recreate" in said
 
 
+@pytest.mark.parametrize(("gate", "room"), [("kueue.x-k8s.io/admission", True), ("a/b", False)])
+def test_a_surge_that_waits_in_a_queue_names_the_other_types(gate: str, room: bool) -> None:
+    """The old engines hold what the queue may use. Of other gates nobody knows that."""
+    world = up("Surge")
+    old = engines(world)
+    world.edit(**ENV)
+    for _ in range(3):
+        world.step()
+        no_node(world, old, "Scheduling is blocked due to non-empty scheduling gates")
+        for pod in world.pods.values():
+            if engine_of(pod) is not None and "podIP" not in pod["status"]:
+                pod["spec"]["schedulingGates"] = [{"name": gate}]
+    world.step()
+    said = world.condition("Progressing")
+    assert (said["status"], said["reason"]) == ("True", StatusReason.REPLACING)
+    assert "decode" in said["message"]
+    assert ("set rollout.type to Replace" in said["message"]) is room
+
+
 def test_a_surge_whose_pods_are_never_made_names_the_other_types_when_it_gives_up() -> None:
     """As when a quota has room for the engine of one role, and each is tried out by itself."""
     world = up("Surge")

@@ -57,6 +57,7 @@ class StatusReason(StrEnum):
     SCALED_TO_ZERO = "ScaledToZero"
     PODS_MISSING = "PodsMissing"
     UNSCHEDULABLE = "Unschedulable"
+    SCHEDULING_GATED = "SchedulingGated"
     IMAGE_UNAVAILABLE = "ImageUnavailable"
     POD_CONFIG_ERROR = "PodConfigError"
     CONTAINER_CREATING = "ContainerCreating"

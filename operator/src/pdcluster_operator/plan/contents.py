@@ -52,7 +52,7 @@ def without_contents(manifest: Manifest) -> Manifest:
 
 
 def pod_spec_that_is_read(spec: Manifest) -> dict[str, Any]:
-    """Return a pod's node, PodGroup, limits of its containers (GPUs), and what it mounts of ours.
+    """Return a pod's node, PodGroup, scheduling gates, limits (GPUs), and what it mounts of ours.
 
     That is its Secrets, and the ConfigMap with the connector.
     """
@@ -63,6 +63,7 @@ def pod_spec_that_is_read(spec: Manifest) -> dict[str, Any]:
     kept = {
         "nodeName": spec.get("nodeName"),
         "schedulingGroup": spec.get("schedulingGroup"),
+        "schedulingGates": spec.get("schedulingGates"),
         "volumes": [
             *({"secret": {"secretName": name}} for name in secrets),
             *({"configMap": {"name": name}} for name in maps if _is_connector(str(name))),

@@ -75,16 +75,31 @@ def _pause(name: str, timeout: float) -> float:
 
 
 def _stuck(pods: Iterable[Manifest]) -> tuple[float, str] | None:
-    """Return since when a pod waits while another has its node, and the scheduler's words."""
-    waiting, placed = [], False
+    """Return since when a pod waits while another has its node, and the scheduler's words.
+
+    Before that, all of them may have waited in a queue of Kueue.
+    """
+    waiting, placed = [], []
     for pod in pods:
-        placed |= bool((pod.get("spec") or {}).get("nodeName"))
-        for condition in status_of(pod).get("conditions") or ():
-            if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-                since = seconds(condition.get("lastTransitionTime"))
-                if since is not None:
-                    waiting.append((since, text_of(condition.get("message"))))
-    return min(waiting) if waiting and placed else None
+        has_node = bool((pod.get("spec") or {}).get("nodeName"))
+        since, words = _scheduled(pod)
+        if has_node:
+            placed.append(since or 0.0)
+        elif since is not None:
+            waiting.append((since, words))
+    if not waiting or not placed:
+        return None
+    since, words = min(waiting)
+    return max(since, min(placed)), words
+
+
+def _scheduled(pod: Manifest) -> tuple[float | None, str]:
+    """Return since when a pod's PodScheduled is as it is, and its message; None if unknown."""
+    for condition in status_of(pod).get("conditions") or ():
+        if condition.get("type") == "PodScheduled":
+            since = seconds(condition.get("lastTransitionTime"))
+            return since, text_of(condition.get("message"))
+    return None, ""
 
 
 def _without_pods(engine: Manifest, moment: str, because: str) -> dict[str, Any]:

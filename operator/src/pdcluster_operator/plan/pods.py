@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.labels import KUEUE_GATES, QUEUE_LABEL, WORKLOAD_LABEL
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
 from pdcluster_operator.plan.model import Manifest
 
@@ -27,6 +28,7 @@ OUT_OF_MEMORY = "OOMKilled"
 MORE_MEMORY = (
     "out of memory: the kernel killed it; raise its memory limit (resources), or lower its KV cache"
 )
+IN_QUEUE = "waits until Kueue admits it from LocalQueue"
 FIRST_MESSAGES = ("", "starting vLLM")
 """What a launcher reports before vLLM has printed anything."""
 
@@ -45,8 +47,10 @@ def pod_trouble(pod: Manifest) -> Trouble | None:
         return Trouble(StatusReason.DRAINING, "is being deleted")
     container = _our_container(pod)
     if container is None:
-        return _unscheduled(pod) or Trouble(
-            StatusReason.CONTAINER_CREATING, "the container is not created yet"
+        return (
+            _gated(pod)
+            or _unscheduled(pod)
+            or Trouble(StatusReason.CONTAINER_CREATING, "the container is not created yet")
         )
     state = container.get("state") or {}
     if "terminated" in state:
@@ -92,11 +96,30 @@ def _our_container(pod: Manifest) -> Mapping[str, Any] | None:
     return next((one for one in containers if one.get("name") in OUR_CONTAINERS), None)
 
 
+def _gated(pod: Manifest) -> Trouble | None:
+    """Return whose scheduling gates keep the pod from the scheduler; None if it has none."""
+    given = (pod.get("spec") or {}).get("schedulingGates") or ()
+    gates = [text_of(gate.get("name")) for gate in given]
+    if not gates:
+        return None
+    if not any(gate.startswith(KUEUE_GATES) for gate in gates):
+        words = f"waits until somebody removes its scheduling gate {', '.join(gates)}"
+        return Trouble(StatusReason.SCHEDULING_GATED, words)
+    labels = metadata_of(pod).get("labels") or {}
+    queue, workload = text_of(labels.get(QUEUE_LABEL)), text_of(labels.get(WORKLOAD_LABEL))
+    return Trouble(
+        StatusReason.SCHEDULING_GATED,
+        f"{IN_QUEUE} {queue}; kubectl describe workloads.kueue.x-k8s.io {workload} says why",
+    )
+
+
 def _unscheduled(pod: Manifest) -> Trouble | None:
     spec = pod.get("spec") or {}
     group = text_of((spec.get("schedulingGroup") or {}).get("podGroupName"))
     waits = f"waits for nodes together with the other pods of PodGroup {group}" if group else ""
     for condition in status_of(pod).get("conditions") or ():
+        if condition.get("reason") == "SchedulingGated":
+            continue  # It has no gate any more. The scheduler has not spoken since.
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             words = joined(waits, text_of(condition.get("message")))
             return Trouble(StatusReason.UNSCHEDULABLE, words)

@@ -19,9 +19,11 @@ NEED_HELP = (
     StatusReason.UNSCHEDULABLE,
 )
 """Reasons that waiting does not cure, the worst first."""
+HINDERED = (*NEED_HELP, StatusReason.SCHEDULING_GATED)
+"""Reasons that an engine does not start. In a queue it may wait long, but often for a second."""
 # Which engine's reason is shown if several are not ready.
 SEVERITY = (
-    *NEED_HELP,
+    *HINDERED,
     StatusReason.PODS_MISSING,
     StatusReason.CONTAINER_CREATING,
     StatusReason.STARTING,
@@ -62,8 +64,8 @@ def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
 
 
 def urgency(reason: str) -> int:
-    """Return the place of a reason in ``NEED_HELP``; the number after the last for all others."""
-    return NEED_HELP.index(reason) if reason in NEED_HELP else len(NEED_HELP)
+    """Return the place of a reason in ``HINDERED``; the number after the last for all others."""
+    return HINDERED.index(reason) if reason in HINDERED else len(HINDERED)
 
 
 def with_scaler(ready: Verdict, decides: str) -> Verdict:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no, seconds, yes
 from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.plan.pods import IN_QUEUE
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 
 HELD_BY_OTHERS = (
@@ -98,6 +99,8 @@ def _no_room(ready: Verdict, *, late: bool) -> bool:
     """
     if ready.reason == StatusReason.PODS_MISSING:
         return late
+    if ready.reason == StatusReason.SCHEDULING_GATED:
+        return IN_QUEUE in ready.message
     held = any(words in ready.message for words in HELD_BY_OTHERS)
     return ready.reason == StatusReason.UNSCHEDULABLE and held
 

@@ -1,0 +1,41 @@
+"""Operators of others beside ours, as processes: their CRDs, and their webhooks on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import psutil
+from operator_runs import until
+from real_api import RealApi
+
+
+def install(real: RealApi, body: dict[str, Any]) -> None:
+    """Create a CRD, or the configuration of webhooks. Returns when a CRD is served."""
+    group = body["apiVersion"]
+    plural = f"{body['kind'].lower()}s"
+    status, answer = real.call("POST", f"/apis/{group}/{plural}", body)
+    assert status == 201, json.dumps(answer)
+    if body["kind"] == "CustomResourceDefinition":
+        spec = body["spec"]
+        path = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
+        until(lambda: real.call("GET", path)[0] == 200, 30, lambda: f"{path} is not served")
+
+
+def hooks_at(hooks: dict[str, Any], port: int, authority: bytes) -> dict[str, Any]:
+    """Return a configuration of webhooks that names this machine instead of a Service."""
+    for hook in hooks["webhooks"]:
+        hook["clientConfig"] = place(hook["clientConfig"]["service"]["path"], port, authority)
+    return hooks
+
+
+def place(path: str, port: int, authority: bytes) -> dict[str, str]:
+    """Return a ``clientConfig``: where the API server finds a webhook."""
+    bundle = base64.b64encode(authority).decode()
+    return {"url": f"https://127.0.0.1:{port}{path}", "caBundle": bundle}
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether a process listens on a port."""
+    return any(one.laddr.port == port for one in psutil.Process(pid).net_connections())
