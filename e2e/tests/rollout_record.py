@@ -15,7 +15,8 @@ from typing import Any, Self
 from client_account import Account
 from cluster_run import ClusterRun
 
-from pdcluster_operator.api.labels import LAUNCHER_PORT, PAIRING_LABEL, engine_of
+from cluster.report import ClusterError
+from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 
 SAMPLE_SECONDS = 0.25
 LINKS_SECONDS = 2.0
@@ -57,7 +58,7 @@ class Record:
         links = {pair for sample in self.samples for pair in sample["links"]}
         used = {(a, b) for a, b in (one.engines for one in self._account.sent if one.engines)}
         pairs = {(_logical(a), _logical(b)) for a, b in links | used}
-        assert pairs
+        assert links, "no decode engine told of its links"
         return sorted(pair for pair in pairs if self._keys[pair[0]] != self._keys[pair[1]])
 
     def write(self, path: Path) -> None:
@@ -107,12 +108,11 @@ class Record:
                 continue
             if _state(pod) not in ("ready", "ending"):
                 continue
-            reply = self._run.at_pod(pod["metadata"]["name"], LAUNCHER_PORT, "GET", "/v1/links")
-            if reply.status == 200:
-                document = reply.document
+            with contextlib.suppress(ClusterError):  # the pod may end meanwhile
+                document = self._run.at_own_launcher(pod["metadata"]["name"], "/v1/links")
                 found += [
                     (link["prefill"], document["engine"])
-                    for link in document["links"]
+                    for link in document.get("links", ())
                     if link["state"] == "Established"
                 ]
         return found

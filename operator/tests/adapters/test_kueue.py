@@ -16,7 +16,6 @@ from operator_runs import (
     delete,
     edit,
     events,
-    get,
     until,
 )
 from played_nodes import PlayedNodes
@@ -98,11 +97,9 @@ def test_the_second_waits_with_the_reason_and_starts_when_the_first_is_deleted(
     for kind in ("PrefillReady", "DecodeReady"):
         assert condition(real, queue, kind, "second")["reason"] == "SchedulingGated"
     assert condition(real, queue, "Ready", "first")["status"] == "True"
-    print(get(real, queue, "second")["status"]["conditions"])
     delete(real, queue, "first")
     ready(real, operator, queue, "second")
-    assert len(workloads(real, queue)) == 2
-    print([(one["reason"], one.get("note")) for one in events(real, queue)])
+    until(lambda: len(workloads(real, queue)) == 2, 60, lambda: told(real, operator, queue))
     assert "Rewritten" not in {one["reason"] for one in events(real, queue)}
 
 
@@ -155,6 +152,7 @@ def test_a_pod_that_is_deleted_comes_back_in_a_full_queue(
     operator.start()
     create(real, queue, wanted(queue))
     ready(real, operator, queue)
+    before = engines(real, queue)
     for role in ("prefill", "decode"):
         [pod] = [one for one in found(real, queue, "Pod") if f"-{role}-" in one["metadata"]["name"]]
         name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
@@ -165,6 +163,9 @@ def test_a_pod_that_is_deleted_comes_back_in_a_full_queue(
             return pods[name]["metadata"]["uid"] != uid and done(real, queue)
 
         until(back, 120, lambda: told(real, operator, queue))
+    at_rest(real, operator)
+    assert done(real, queue)
+    assert engines(real, queue) == before
 
 
 def test_engines_that_kueue_evicts_wait_and_come_back(

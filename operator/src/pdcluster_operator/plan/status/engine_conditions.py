@@ -20,7 +20,7 @@ NEED_HELP = (
 )
 """Reasons that waiting does not cure, the worst first."""
 HINDERED = (*NEED_HELP, StatusReason.SCHEDULING_GATED)
-"""Reasons that an engine does not start. In a queue it may wait long, but often for a second."""
+"""With a wait in a queue: it may last for hours, but it is also part of each start."""
 # Which engine's reason is shown if several are not ready.
 SEVERITY = (
     *HINDERED,
