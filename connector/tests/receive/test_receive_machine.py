@@ -524,6 +524,22 @@ def test_nothing_is_opened_in_quarantine(trouble: Event) -> None:
     assert 2 not in machine.open
 
 
+def test_that_all_is_posted_means_nothing_before_the_peer_is_known_and_a_second_time() -> None:
+    machine = Receive("r", LEASE_END, DRAIN, STALL)
+    assert machine.on(Posted(), 0) == ()
+    machine.on(Started(), 0)
+    assert machine.on(Posted(), 0) == ()
+    assert machine.posted_at is None
+    assert machine.state is State.HANDSHAKE
+    machine = ready(0)
+    assert machine.on(Posted(), 3) == ()
+    assert machine.on(Landed(0), 4) == (Action.FENCE,)
+    machine.on(Opened(WORD), 5)
+    machine.on(Posted(), 5)
+    assert machine.on(Posted(), 6) == ()
+    assert (machine.state, machine.posted_at, machine.open) == (State.FENCE, 3, {WORD})
+
+
 def test_nothing_is_opened_before_the_peer_is_known_or_after_the_last_was_posted() -> None:
     machine = Receive("r", LEASE_END, DRAIN, STALL)
     machine.on(Opened(0), 0)

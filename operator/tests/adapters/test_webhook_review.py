@@ -56,6 +56,19 @@ def test_what_is_legal_and_suspicious_is_a_warning():
     assert all(len(line) <= 256 for line in warnings)
 
 
+@pytest.mark.parametrize("length", [1, 500])
+def test_a_warning_is_whole_as_far_as_the_api_server_takes_it(length):
+    """It shows no more than 256 characters of each."""
+    path = "/models/" + "x" * length
+    spec = {"model": {"source": {"hostPath": {"path": path}}}}
+    manifest = cluster("llama", **spec)
+    whole = [str(one) for one in check_manifest(manifest, host_paths=True)[1].warnings]
+    shown = review(manifest, None, host_paths=True).warnings
+    assert any(len(line) > 256 for line in whole) is (length == 500)
+    for line, text in zip(whole, shown, strict=True):
+        assert text == line or (len(text) == 256 and text.endswith("…") and len(line) > 256)
+
+
 def test_deletion_and_unchanged_specs_pass():
     assert not judge(None, BAD).errors
     labelled = copy.deepcopy(BAD)

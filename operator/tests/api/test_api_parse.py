@@ -178,6 +178,15 @@ def test_bad_values(path, value, rule):
     assert found[0].path.startswith(path)
 
 
+@pytest.mark.parametrize(("length", "shown"), [(199, 199), (200, 200), (201, 200), (5000, 200)])
+def test_a_finding_shows_at_most_200_characters_of_a_value(length, shown):
+    path = "x" * length  # not absolute
+    found = errors(with_spec(model={"source": {"hostPath": {"path": path}}}))
+    value = found["spec.model.source.hostPath.path"].value
+    assert len(value) == shown
+    assert value == path or (value[:-1] == path[:199] and value.endswith("…"))
+
+
 def test_a_finding_shows_the_value_only_if_there_is_one():
     missing = errors(with_spec(engine={"env": [{"value": "x"}]}))["spec.engine.env[0].name"]
     assert (missing.rule, missing.value) == ("Required", "")

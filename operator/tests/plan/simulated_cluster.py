@@ -113,6 +113,9 @@ class SimulatedCluster:
                 break  # the executor stops, and says so in the status
             self.perform(step)
         self.cluster["status"] = copied(dict(plan.status))
+        for condition in plan.status["conditions"]:
+            message = condition["message"]
+            assert message == message.strip(" :;,"), f"a part is missing: {condition}"
         if plan.scaler is not None and self.scaler is not None:
             self.scaler["status"] = copied(dict(plan.scaler.status))
         self.now += 1

@@ -13,6 +13,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
+from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.engines import HELD
 from pdcluster_operator.plan.forecast.course import forecast
 from pdcluster_operator.plan.planner import make_plan
@@ -208,6 +209,16 @@ def test_a_restart_of_one_waits_for_nobody_while_others_serve() -> None:
         pod["spec"].pop("nodeName", None)
     world.settle()
     assert groups(world) == {start: 2}, "nobody serves: it is a start again"
+
+
+def test_further_engines_do_not_wait_for_a_first_pair_that_restarts() -> None:
+    world = world_of(2, 2)
+    everybody_runs(world)
+    first = [name for name, group in engines(world).items() if group]
+    del world.pods[first[0].pod()]["spec"]["nodeName"]
+    world.edit(decode={**world.cluster["spec"]["decode"], "replicas": 3})
+    world.settle()
+    assert sum(name.role is Role.DECODE for name in engines(world)) == 3
 
 
 def test_the_group_of_engines_that_leave_goes_last() -> None:

@@ -673,6 +673,17 @@ def test_a_spec_that_is_refused_changes_nothing_of_what_is_said_of_the_engines()
         assert (now["status"], now["message"]) == (said["status"], said["message"])
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_autoscaler_finds_the_pods_of_decode_engines_and_no_others(world, role):
+    world.bring_up()
+    wanted = dict(pair.split("=") for pair in world.cluster["status"]["selector"].split(","))
+    for name in world.leaders(role):
+        # The controller of StatefulSets numbers the pods.
+        made = {"apps.kubernetes.io/pod-index": "0"}
+        labels = world.pods[name.pod()]["metadata"]["labels"] | made
+        assert (wanted.items() <= labels.items()) is (role == "decode")
+
+
 def test_replicas_counts_the_decode_engines_that_exist():
     world = SimulatedCluster(manifest(decode={"replicas": 3}, rollout={"paused": True}))
     world.step()
