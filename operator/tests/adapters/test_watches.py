@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client as kubernetes
 
-from pdcluster_operator.adapters.api_server import kinds, watches
+from pdcluster_operator.adapters.api_server import watches
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import POD, PREFILL_SCALER
 from pdcluster_operator.adapters.api_server.watch_health import LATE_SECONDS
@@ -166,11 +166,11 @@ async def test_an_object_that_is_kept_in_this_version_is_not_read_again(
     known, run = server
     read: list[str] = []
 
-    def slim(found: dict[str, Any], _kind: Any) -> dict[str, Any]:
+    def as_kept(found: dict[str, Any], *_: Any) -> dict[str, Any]:
         read.append(found["metadata"]["name"])
         return found
 
-    monkeypatch.setattr(kinds, "slim", slim)
+    monkeypatch.setattr(watches, "as_kept", as_kept)
     known.kept = {"10": pod("held", 10)}
     known.pages = [page("9")]
     known.streams = [[line("ADDED", pod("a", 10)), line("MODIFIED", pod("b", 11))]]

@@ -283,6 +283,19 @@ async def test_peers_that_an_older_document_brought_back_are_taken_away_again() 
     await monitor.stop()
 
 
+async def test_an_engine_without_links_is_not_told_that_there_are_no_peers() -> None:
+    launchers = Launchers()
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    nobody = PeerAssignment(D.engine, {"generation": 1, "peers": []})
+    monitor.assign(KEY, [nobody])
+    await until(lambda: launchers.links_asked > 3)
+    assert launchers.told == []
+    launchers.linked = (LinkReport(prefill=P.engine),)  # another operator told it
+    await until(lambda: launchers.told == [("d/1", nobody.body)])
+    await monitor.stop()
+
+
 async def test_refused_peers_are_sent_again() -> None:
     launchers = Launchers()
     launchers.refuse_peers = True

@@ -86,6 +86,12 @@ class Executor:
         self._certificates: dict[Key, _Known[HeldCertificates]] = {}
         self._no_certificates: HeldCertificates | None = None
 
+    def knows(self, key: Key, uid: str) -> bool:
+        """Whether what both Secrets say is known, so that nothing has to be read."""
+        now = self._clock()
+        secrets = self._ticket_keys.get(key), self._certificates.get(key)
+        return all(known is not None and known.is_of(uid, now) for known in secrets)
+
     async def ticket_key(self, key: Key, uid: str, *, new: bool = False) -> TicketKey | None:
         """Return what the cluster's Secret says beside its keys; see ``Api.read_ticket_key``.
 
@@ -144,9 +150,13 @@ class Executor:
             return False
         for stage in todo:
             bound = asyncio.Semaphore(SIDE_BY_SIDE)
+            done: list[str] = []
             ended = await asyncio.gather(
-                *(self._one(key, step, bound, events) for step in stage), return_exceptions=True
+                *(self._one(key, step, bound, events, done) for step in stage),
+                return_exceptions=True,
             )
+            if done:  # a line for each of a new cluster's children would cost as much as a request
+                log.info("%s: %s", key, "; ".join(done))
             if any(isinstance(one, _LeaseLostError) for one in ended):
                 log.warning("%s: the Lease of its namespace is lost; nothing more is done", key)
                 return False
@@ -167,7 +177,12 @@ class Executor:
         return self._reported_seconds(key) < limit or await self._api.read_uid(key) == uid
 
     async def _one(
-        self, key: Key, step: Step, bound: asyncio.Semaphore, events: list[Event]
+        self,
+        key: Key,
+        step: Step,
+        bound: asyncio.Semaphore,
+        events: list[Event],
+        done: list[str],
     ) -> None:
         async with bound:
             if not self._may_write(key):
@@ -193,7 +208,7 @@ class Executor:
                 await self._api.apply(step.stored)
             else:
                 await self._api.delete(step)
-        log.info("%s: %s: %s", key, type(step).__name__, step.why)
+        done.append(f"{type(step).__name__}: {step.why}")
 
     async def _apply(self, step: Apply) -> Manifest | None:
         """Apply a child; return it, or None if it has come meanwhile."""

@@ -110,6 +110,9 @@ class LauncherWatch:
     def _knows_other_peers(self) -> bool:
         if self.report is None or self.peers is None or self.target.role is not Role.DECODE:
             return False
+        linked = self.links is None or self.links.links
+        if self._told is None and not linked and self.peers.body.get("peers") == []:
+            return False  # it knows no peer, and there is none yet
         return self._told != (self.report.engine_id, self.peers.body)
 
     async def _wait(self) -> None:

@@ -212,10 +212,14 @@ class Reconciler:
     ) -> Observed:
         uid = cluster["metadata"]["uid"]
         new = not (children or cluster.get("status"))
-        ticket_key, certificates = await asyncio.gather(
+        reads = (
             self._executor.ticket_key(key, uid, new=new),
             self._executor.certificates(key, uid, new=new),
         )
+        if new or self._executor.knows(key, uid):  # two tasks would take longer than both
+            ticket_key, certificates = await reads[0], await reads[1]
+        else:
+            ticket_key, certificates = await asyncio.gather(*reads)
         return Observed(
             cluster=cluster,
             children=children,
