@@ -21,6 +21,7 @@ from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.pods import (
     Trouble,
     is_pod_ready,
+    joined,
     metadata_of,
     pod_trouble,
     started_again,
@@ -156,7 +157,7 @@ def _judge(
     for pod in pods:
         trouble = pod_trouble(pod)
         if trouble is not None:
-            return False, Trouble(trouble.reason, f"{_name(pod)}: {trouble.message}")
+            return False, Trouble(trouble.reason, joined(_name(pod), trouble.message))
     waiting = [pod for pod in pods if not is_pod_ready(pod)]
     if report is None:
         return _silent(name, waiting)
