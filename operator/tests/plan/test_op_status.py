@@ -731,8 +731,7 @@ def test_whatever_launchers_say_the_crd_takes_the_status(text, ready, state):
         told = parse_links_report({"engine": decode, "engine_id": text, "links": [link]})
         assert told is not None
         world.links[decode] = told
-    world.step()
-    STATUS.validate(world.cluster["status"])
+    STATUS.validate(dict(world.plan().status))
 
 
 @pytest.mark.parametrize("change", ["paused", "unaccepted"])
