@@ -325,6 +325,20 @@ def test_recreate_makes_new_engines_when_the_old_pods_are_gone() -> None:
     assert world.names() == wanted(ENV)
 
 
+def test_recreate_that_goes_back_waits_for_the_pods_of_its_own_revision() -> None:
+    """The engines that were told to end still hold their GPUs."""
+    world = fresh(RECREATE, Spec((2, 1)))
+    first, last = (name(Role.PREFILL, "p1", index) for index in range(2))
+    world.change(KEY)
+    for engine in sorted(world.moves().removed):
+        world.write("remove", engine)
+    world.change(Spec())
+    world.let("go", first)
+    assert first not in world.moves().made
+    world.let("go", last)
+    assert first in world.moves().made
+
+
 def test_what_a_superseded_rollout_left_goes_first() -> None:
     world = fresh(SURGE, Spec())
     world.change(ENV)

@@ -104,10 +104,9 @@ def _recreate(fleet: Fleet, surplus: AbstractSet[EngineName]) -> Moves:
     old = {name for side in fleet.roles.values() for name in side.old}
     made: set[EngineName] = set()
     for side in fleet.roles.values():
-        wanted = set(side.wanted)
         revisions = {name.revision for name in side.wanted}
         clear = all(name.revision in revisions for name in side.live)
-        made |= wanted if clear else set(side.made)
+        made |= _affordable(side, 0) if clear else set(side.made)
     return Moves(frozenset(made), frozenset(old | surplus), _forgotten(fleet, surplus) | old)
 
 
