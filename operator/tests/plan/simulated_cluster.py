@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
+from pdcluster_operator.adapters.api_server.kinds import BY_NAME, POD, slim
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import (
     CERTIFICATES_ANNOTATION,
@@ -61,9 +61,9 @@ def copied(value: Any) -> Any:
     return value
 
 
-def kept(manifest: dict[str, Any]) -> dict[str, Any]:
-    kind = manifest["kind"]
-    return manifest if kind == "ConfigMap" else slim(manifest, BY_NAME[kind])
+def kept(child: dict[str, Any]) -> dict[str, Any]:
+    kind = child["kind"]
+    return child if kind == "ConfigMap" else slim(child, BY_NAME[kind])
 
 
 class SimulatedCluster:
@@ -89,7 +89,7 @@ class SimulatedCluster:
             copied(self.cluster),
             # As the store keeps them, but for connectors: theirs are not what their names say.
             tuple(kept(child) for child in copied(list(self.children.values()))),
-            tuple(kept(pod) for pod in copied(list(self.pods.values()))),
+            tuple(slim(pod, POD) for pod in copied(list(self.pods.values()))),
             dict(self.engines),
             dict(self.links),
             self.connector,
