@@ -61,6 +61,11 @@ def copied(value: Any) -> Any:
     return value
 
 
+def kept(child: dict[str, Any]) -> dict[str, Any]:
+    kind = child["kind"]
+    return child if kind == "ConfigMap" else slim(child, BY_NAME[kind])
+
+
 class SimulatedCluster:
     def __init__(self, cluster: dict[str, Any]) -> None:
         self.cluster = copied(cluster)
@@ -82,11 +87,8 @@ class SimulatedCluster:
     def observed(self) -> Observed:
         return Observed(
             copied(self.cluster),
-            # As the store keeps them. A connector of tests has not the hash that its name says.
-            tuple(
-                one if one["kind"] == "ConfigMap" else slim(one, BY_NAME[one["kind"]])
-                for one in copied(list(self.children.values()))
-            ),
+            # As the store keeps them, but for connectors: theirs are not what their names say.
+            tuple(kept(child) for child in copied(list(self.children.values()))),
             tuple(slim(pod, POD) for pod in copied(list(self.pods.values()))),
             dict(self.engines),
             dict(self.links),

@@ -149,13 +149,13 @@ def joined(*parts: str) -> str:
 def metadata_of(manifest: Manifest) -> Mapping[str, Any]:
     """Return an object's metadata; empty if it has none."""
     metadata = manifest.get("metadata")
-    return metadata if isinstance(metadata, Mapping) else {}
+    return metadata if isinstance(metadata, (dict, Mapping)) else {}
 
 
 def status_of(manifest: Manifest) -> Mapping[str, Any]:
     """Return an object's status; empty if it has none."""
     status = manifest.get("status")
-    return status if isinstance(status, Mapping) else {}
+    return status if isinstance(status, (dict, Mapping)) else {}
 
 
 def text_of(value: object) -> str:
