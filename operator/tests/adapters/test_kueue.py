@@ -71,6 +71,14 @@ def ready(real: RealApi, operator: Operator, namespace: str, name: str = "tiny")
     )
 
 
+def serving(real: RealApi, operator: Operator, queue: str) -> set[str]:
+    """Start the operator, and a PDCluster that fills the queue; returns its engines."""
+    operator.start()
+    create(real, queue, wanted(queue))
+    ready(real, operator, queue)
+    return engines(real, queue)
+
+
 def waits(real: RealApi, operator: Operator, namespace: str, kind: str, name: str = "tiny") -> str:
     """Wait until a condition says that pods are in the queue; return its message."""
 
@@ -106,10 +114,7 @@ def test_the_second_waits_with_the_reason_and_starts_when_the_first_is_deleted(
 def test_a_surge_in_a_full_queue_names_what_makes_room_and_the_old_engines_serve(
     real: RealApi, operator: Operator, queue: str
 ) -> None:
-    operator.start()
-    create(real, queue, wanted(queue))
-    ready(real, operator, queue)
-    before = engines(real, queue)
+    before = serving(real, operator, queue)
     assert edit(real, queue, {"engine": {"blockSize": 32}})[0] == 200
     said = waits(real, operator, queue, "Progressing")
     at_rest(real, operator)
@@ -129,10 +134,7 @@ def test_a_surge_in_a_full_queue_names_what_makes_room_and_the_old_engines_serve
 def test_a_surge_goes_on_when_the_queue_has_room(
     real: RealApi, operator: Operator, queue: str
 ) -> None:
-    operator.start()
-    create(real, queue, wanted(queue))
-    ready(real, operator, queue)
-    before = engines(real, queue)
+    before = serving(real, operator, queue)
     assert edit(real, queue, {"engine": {"blockSize": 32}})[0] == 200
     waits(real, operator, queue, "Progressing")
     path = f"{API}/clusterqueues/{queue}"
@@ -149,10 +151,7 @@ def test_a_surge_goes_on_when_the_queue_has_room(
 def test_a_pod_that_is_deleted_comes_back_in_a_full_queue(
     real: RealApi, operator: Operator, queue: str
 ) -> None:
-    operator.start()
-    create(real, queue, wanted(queue))
-    ready(real, operator, queue)
-    before = engines(real, queue)
+    before = serving(real, operator, queue)
     for role in ("prefill", "decode"):
         [pod] = [one for one in found(real, queue, "Pod") if f"-{role}-" in one["metadata"]["name"]]
         name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
@@ -171,16 +170,13 @@ def test_a_pod_that_is_deleted_comes_back_in_a_full_queue(
 def test_engines_that_kueue_evicts_wait_and_come_back(
     real: RealApi, operator: Operator, queue: str
 ) -> None:
-    operator.start()
-    create(real, queue, wanted(queue))
-    ready(real, operator, queue)
-    before = engines(real, queue)
-    [one] = [one for one in workloads(real, queue) if "decode" in one["metadata"]["name"]]
-    path = f"{API}/namespaces/{queue}/workloads/{one['metadata']['name']}"
-    assert real.call("PATCH", path, {"spec": {"active": False}}, MERGE)[0] == 200
-    waits(real, operator, queue, "DecodeReady")
-    assert condition(real, queue, "PrefillReady")["status"] == "True"
-    assert real.call("PATCH", path, {"spec": {"active": True}}, MERGE)[0] == 200
+    before = serving(real, operator, queue)
+    path = f"{API}/clusterqueues/{queue}"
+    # The queue evicts what it admitted, and admits nothing, also no new Workload of a pod.
+    assert real.call("PATCH", path, {"spec": {"stopPolicy": "HoldAndDrain"}}, MERGE)[0] == 200
+    for kind in ("PrefillReady", "DecodeReady"):
+        waits(real, operator, queue, kind)
+    assert real.call("PATCH", path, {"spec": {"stopPolicy": "None"}}, MERGE)[0] == 200
     ready(real, operator, queue)
     assert engines(real, queue) == before
 
