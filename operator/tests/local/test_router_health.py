@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
-from lean_router import PROGRAMS
+from lean_router import lean_environment
 from manifests import tiny
 
 from loopback import free_port
@@ -22,6 +19,7 @@ from pdcluster_operator.api.labels import ROUTER_METRICS_PORT, ROUTER_PORT, Engi
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders.router_deployment import bound, build_router_template
+from waiting import until
 
 
 class Engine(ThreadingHTTPServer):
@@ -96,11 +94,8 @@ def router(folder: Path, prefill: Engine, decode: Engine) -> Iterator[int]:
     }
     words = [here.get(word, word) for word in container["args"]]
     assert not set(here) & set(words)
-    environment = {name: value for name, value in os.environ.items() if "proxy" not in name}
     process = subprocess.Popen(
-        [sys.executable, PROGRAMS / "vllm-router", *words],
-        env=environment,
-        stdout=subprocess.DEVNULL,
+        [*container["command"], *words], env=lean_environment(), stdout=subprocess.DEVNULL
     )
     try:
         yield port
@@ -122,26 +117,23 @@ def ask(port: int, method: str, path: str) -> int:
         connection.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_three_failed_checks_leave_an_engine_out_and_one_good_check_takes_it_back(
     tmp_path: Path,
 ) -> None:
     """The pod's readiness is what the status hears of it, so both must change together."""
     with engine() as prefill, engine() as decode, router(tmp_path, prefill, decode) as port:
-        until(lambda: ask(port, "GET", "/readiness") == 200)
+
+        def seen() -> str:
+            return f"failed {decode.failed}, passed {decode.passed}"
+
+        until("ready router", lambda: ask(port, "GET", "/readiness") == 200, 60, seen)
         assert ask(port, "POST", "/v1/completions") == 200
         decode.router, decode.ill = port, True
-        until(lambda: 503 in decode.failed)
+        until("unready router", lambda: 503 in decode.failed, 60, seen)
         assert decode.failed[:4] == [200, 200, 200, 503]
         assert ask(port, "POST", "/v1/completions") == 503
         decode.passed.clear()
         decode.ill = False
-        until(lambda: 200 in decode.passed)
+        until("router that is ready again", lambda: 200 in decode.passed, 60, seen)
         assert decode.passed[:2] == [503, 200]
         assert ask(port, "POST", "/v1/completions") == 200
