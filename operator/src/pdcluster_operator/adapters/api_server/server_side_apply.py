@@ -1,7 +1,7 @@
 """Server-side apply of children: only onto the object that was seen, or that is ours.
 
-An object that something else has bent so that it takes no apply is repaired: another field manager
-takes the fields back, and leaves the object again.
+Another client may change an object so that the API server refuses our apply. Then a second field
+manager sets those fields again, and gives up their ownership afterwards.
 """
 
 from __future__ import annotations
