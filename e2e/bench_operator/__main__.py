@@ -19,7 +19,8 @@ from bench_operator.bad_days import BadDays
 from bench_operator.flame_graph import recorded
 from bench_operator.plane import BENCH, DOOMED, SAMPLE, running_plane
 from bench_operator.thresholds import missed, missed_on
-from pdcluster_operator.adapters.api_server.client import KubeClient, find_configuration
+from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 
 SAMPLE_NAME = "some-sample"
 REST_SECONDS = 300.0

@@ -21,7 +21,8 @@ from typing import Any
 from aiohttp import web
 
 from bench_operator.watching import events
-from pdcluster_operator.api.labels import LAUNCHER_PORT, engine_of
+from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.ports import LAUNCHER_PORT
 
 PATIENCE = 1.5
 LOAD_SECONDS = 3.0

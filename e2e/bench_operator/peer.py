@@ -30,7 +30,8 @@ from bench_operator.plane import BENCH, SAMPLE
 from cluster import binaries
 from cluster.places import Places
 from loopback import free_ports
-from pdcluster_operator.adapters.api_server.client import KubeClient, find_configuration
+from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 from pdcluster_operator.runtime.errors import Conflict
 
 GROUP = "/apis/disaggregatedset.x-k8s.io/v1"

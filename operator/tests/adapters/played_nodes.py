@@ -22,7 +22,9 @@ from typing import Any, Self
 from operator_runs import CHILDREN
 from real_api import RealApi
 
-from pdcluster_operator.api.labels import LAUNCHER_PORT, EngineName, engine_of
+from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.ports import LAUNCHER_PORT
 
 BEAT = 0.2
 

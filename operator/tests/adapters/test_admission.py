@@ -24,7 +24,8 @@ from rights import CERTIFICATE_RULES, RBAC, SUBJECT
 
 from conftest import may
 from loopback import free_ports
-from pdcluster_operator.adapters.api_server.client import KubeClient, find_configuration
+from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
 from pdcluster_operator.adapters.tls.webhook_certificate import LIFETIME, read_certificates
 

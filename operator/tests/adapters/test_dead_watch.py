@@ -18,7 +18,7 @@ from real_api import CRD_FILES, CRDS, RealApi
 from loopback import free_ports
 from pdcluster_operator.adapters import operator_process
 from pdcluster_operator.adapters.api_server import watch_health, watches
-from pdcluster_operator.adapters.api_server.client import find_configuration
+from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 from pdcluster_operator.adapters.operator_process import OperatorOptions, run_operator
 
 pytestmark = pytest.mark.cluster

@@ -12,9 +12,10 @@ from operator_runs import CHILDREN, GROUP, create, events, get
 from operator_runs import cluster as pdcluster
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
-from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, find_configuration
+from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, PDCLUSTER, WATCHED
+from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION

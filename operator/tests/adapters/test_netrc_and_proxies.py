@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pdcluster_operator.adapters.api_server.client import KubeClient, find_configuration
+from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 
 
 async def authorization_of_a_call(folder: Path) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import Metrics, resource_of
 from pdcluster_operator.adapters.operator_process import collect_rarely
-from pdcluster_operator.api.labels import connector_name
+from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli import operator as command
 from pdcluster_operator.plan.deletions import MANAGED_KINDS

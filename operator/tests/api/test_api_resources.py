@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import resolve_engine

@@ -16,7 +16,7 @@ from manifests import tiny
 from pods import alive, carrying, until
 
 from loopback import free_network, free_port
-from pdcluster_operator.api.labels import is_connector_name
+from pdcluster_operator.api.object_names import is_connector_name
 from pdcluster_operator.cli.once import ask, describe_path
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.runtime.queue import Key

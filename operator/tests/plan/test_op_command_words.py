@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.spec.enums import Role

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict
-from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Transfer
 from pdcluster_operator.plan.engines import EngineView

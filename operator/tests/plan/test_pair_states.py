@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.links import PairState, PairView, observe_pairs

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType
 from pdcluster_operator.plan.gpus import gpus
 from pdcluster_operator.plan.lost import choose_indexes

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.api.labels import CONNECTOR_LABEL, connector_name
+from pdcluster_operator.api.labels import CONNECTOR_LABEL
+from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.plan.model import (
     Apply,
     Delete,

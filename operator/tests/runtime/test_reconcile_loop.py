@@ -24,11 +24,8 @@ from pdcluster_operator.adapters.tls.engine_certificates import (
     with_certificates,
 )
 from pdcluster_operator.adapters.tls.mounted_identity import MountedIdentity
-from pdcluster_operator.api.labels import (
-    API_VERSION,
-    ROTATE_TICKET_KEY_ANNOTATION,
-    certificates_name,
-)
+from pdcluster_operator.api.labels import API_VERSION, ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.api.object_names import certificates_name
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.plan import launchers
 from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND

@@ -15,12 +15,9 @@ from typing import Any
 
 from pdcluster_operator.adapters.api_server import watches
 from pdcluster_operator.adapters.api_server.children import KubeApi
-from pdcluster_operator.adapters.api_server.client import (
-    KubeClient,
-    find_configuration,
-    own_namespace,
-)
+from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.events import KubeEvents
+from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration, own_namespace
 from pdcluster_operator.adapters.api_server.namespace_leases import KubeLeases, own_identity
 from pdcluster_operator.adapters.api_server.shared_connectors import KubeConnectors
 from pdcluster_operator.adapters.api_server.sweep import Sweeper

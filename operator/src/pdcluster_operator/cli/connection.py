@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from pdcluster_operator.adapters.api_server.client import (
-    KubeClient,
+from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.kubeconfig import (
     NotConnected,
     find_configuration,
     namespace_of_context,

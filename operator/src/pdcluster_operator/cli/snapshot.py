@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdcluster_operator.api.labels import CLUSTER_LABEL, EngineName, engine_of
+from pdcluster_operator.api.labels import CLUSTER_LABEL, engine_of
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.local.controllers import is_ready
 from pdcluster_operator.plan.pods import describe_end

@@ -20,16 +20,14 @@ from pdcluster_operator.adapters.tls.engine_certificates import (
     held_certificates,
     with_certificates,
 )
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.labels import KIND, SCALER_KIND
+from pdcluster_operator.api.object_names import certificates_name, ticket_key_name
+from pdcluster_operator.api.ports import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
-    KIND,
     LAUNCHER_PORT,
     ROUTER_METRICS_PORT,
-    SCALER_KIND,
     SIDE_CHANNEL_PORT,
-    certificates_name,
-    ticket_key_name,
 )
 from pdcluster_operator.local.addresses import AddressBook
 from pdcluster_operator.local.api import LocalApi, Manifest

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pdcluster_operator.api.labels import (
-    CONNECTOR_LABEL,
-    UNUSED_ANNOTATION,
+from pdcluster_operator.api.labels import CONNECTOR_LABEL, UNUSED_ANNOTATION
+from pdcluster_operator.api.object_names import (
     connector_name,
     is_connector_name,
     owner_of_connector,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from pdcluster_operator.api.labels import is_connector_name, owner_of_connector
+from pdcluster_operator.api.object_names import is_connector_name, owner_of_connector
 from pdcluster_operator.plan.model import Manifest
 
 CONTENTS = ("data", "binaryData")

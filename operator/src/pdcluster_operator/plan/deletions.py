@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pdcluster_operator.api.labels import EngineName, engine_of
+from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
 from pdcluster_operator.plan.connector_mounts import config_maps_of

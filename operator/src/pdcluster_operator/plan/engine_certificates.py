@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdcluster_operator.api.labels import EngineName, engine_of
+from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.builders.certificates import certificates_of_template
 from pdcluster_operator.plan.model import Manifest

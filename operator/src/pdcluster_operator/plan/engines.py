@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import ENGINE_LABEL, EngineName
+from pdcluster_operator.api.labels import ENGINE_LABEL
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.half_scheduled import released

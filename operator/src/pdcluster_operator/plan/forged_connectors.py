@@ -7,7 +7,7 @@ delete and create ConfigMaps could bring code into the pods of engines.
 
 from __future__ import annotations
 
-from pdcluster_operator.api.labels import is_connector_name, owner_of_connector
+from pdcluster_operator.api.object_names import is_connector_name, owner_of_connector
 from pdcluster_operator.plan.builders.connector_configmap import CONNECTOR_FILE
 from pdcluster_operator.plan.contents import MARK
 from pdcluster_operator.plan.model import Manifest

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.labels import LAUNCHER_PORT, POD_INDEX_LABEL, engine_of
+from pdcluster_operator.api.labels import POD_INDEX_LABEL, engine_of
+from pdcluster_operator.api.ports import LAUNCHER_PORT
 from pdcluster_operator.api.spec.enums import Certificates, Role
 from pdcluster_operator.plan.engine_certificates import certificates_by_engine
 from pdcluster_operator.plan.model import Manifest

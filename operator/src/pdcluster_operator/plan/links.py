@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.link_sample import ALL_LINKS, sample_links
 from pdcluster_operator.plan.memo import Memo

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.conditions import seconds
-from pdcluster_operator.api.labels import EngineName, engine_of
+from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.plan.model import Manifest
 
 LOST_SECONDS = 60.0

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from pdcluster_operator.api.labels import connector_name, own_connector_name
+from pdcluster_operator.api.object_names import connector_name, own_connector_name
 from pdcluster_operator.plan.connector_mounts import connector_of, is_shared_connector
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.forged_connectors import is_forged

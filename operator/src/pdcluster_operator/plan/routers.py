@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, router_name
+from pdcluster_operator.api.labels import PAIRING_LABEL
+from pdcluster_operator.api.object_names import EngineName, router_name
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT
 from pdcluster_operator.plan.lost import is_lost

@@ -29,12 +29,8 @@ from pdcluster_operator.adapters.tls.engine_certificates import (
     with_certificates,
 )
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import (
-    FIELD_MANAGER,
-    STATUS_FIELD_MANAGER,
-    certificates_name,
-    ticket_key_name,
-)
+from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER
+from pdcluster_operator.api.object_names import certificates_name, ticket_key_name
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.model import (
     Delete,

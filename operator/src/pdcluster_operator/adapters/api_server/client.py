@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
-from urllib.request import getproxies
 
 import aiohttp
 import msgspec
-from kubernetes.aio import client, config
+from kubernetes.aio import client
 from yarl import URL
 
 from pdcluster_operator.adapters.api_server.documents import document_of, lines_of
@@ -43,16 +40,10 @@ TRIES = 5
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-DEFAULT_NAMESPACE = "default"
 NO_ANSWER = 0
 OK = 200
 NOT_FOUND, CONFLICT, INVALID, TOO_MANY = 404, 409, 422, 429
 TERMINAL = frozenset({400, 405, 406, 413, 415})
-
-
-class NotConnected(Exception):  # noqa: N818 - says what holds
-    """Neither a ServiceAccount nor a kubeconfig was found; the message says where."""
 
 
 class KubeClient:
@@ -220,59 +211,6 @@ def classified(status: int, document: Mapping[str, Any]) -> ApiError:
         return Invalid(message)
     reason = str(document.get("reason") or f"Http{status}")
     return ApiError(reason, message, terminal=status in TERMINAL)
-
-
-async def find_configuration(
-    kubeconfig: str | None = None, context: str | None = None
-) -> client.Configuration:
-    """Return how to reach the API server: a ServiceAccount's pod first, else a kubeconfig.
-
-    Args:
-        kubeconfig: a file that wins over both.
-        context: of a kubeconfig, which then wins over the ServiceAccount.
-
-    Raises:
-        NotConnected: neither is there, or what is there cannot be read.
-    """
-    configuration = client.Configuration()
-    # A cluster's CA often lacks the extensions that Python's strict mode asks for.
-    configuration.disable_strict_ssl_verification = True
-    # With trust_env, each request first asks two threads for a .netrc and for proxies.
-    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
-    try:
-        if kubeconfig is None and context is None and (ACCOUNT / "token").exists():
-            config.load_incluster_config(client_configuration=configuration)
-        else:
-            await config.load_kube_config(
-                config_file=kubeconfig, context=context, client_configuration=configuration
-            )
-    except (config.ConfigException, OSError) as error:
-        raise NotConnected(
-            f"cannot reach the API server: {error}; run in a pod with a ServiceAccount, or set "
-            "KUBECONFIG"
-        ) from error
-    return configuration
-
-
-def namespace_of_context(context: str | None) -> str:
-    """Return the namespace that a context of the kubeconfig names, as kubectl takes it."""
-    try:
-        known, current = config.list_kube_config_contexts()
-    except (config.ConfigException, OSError):
-        return own_namespace() or DEFAULT_NAMESPACE
-    named = [one for one in known if one["name"] == context]
-    chosen = (named[0] if named else current)["context"]
-    return str(chosen.get("namespace") or DEFAULT_NAMESPACE)
-
-
-def own_namespace() -> str | None:
-    """Return the namespace of the operator's pod; None outside of a cluster."""
-    if named := os.environ.get("POD_NAMESPACE"):
-        return named
-    try:
-        return (ACCOUNT / "namespace").read_text().strip() or None
-    except OSError:
-        return None
 
 
 def _document(text: bytes) -> dict[str, Any]:

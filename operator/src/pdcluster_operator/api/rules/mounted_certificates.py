@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, shown
-from pdcluster_operator.api.labels import certificates_name
+from pdcluster_operator.api.object_names import certificates_name
 from pdcluster_operator.api.rules.certificate_volumes import (
     FILES,
     TLS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from pdcluster_operator.api.labels import API_VERSION, GROUP, KIND, NAME_LIMIT, PLURAL, VERSION
+from pdcluster_operator.api.labels import API_VERSION, GROUP, KIND, PLURAL, VERSION
+from pdcluster_operator.api.object_names import NAME_LIMIT
 from pdcluster_operator.api.plain_yaml import to_yaml
 from pdcluster_operator.api.schema.object_schema import object_schema
 from pdcluster_operator.api.schema.status_schema import status_schema

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdcluster_operator.api.findings import FieldError, Rule
-from pdcluster_operator.api.labels import API_VERSION, KIND, name_errors
+from pdcluster_operator.api.labels import API_VERSION, KIND
+from pdcluster_operator.api.object_names import name_errors
 from pdcluster_operator.api.spec.reader import Reader
 from pdcluster_operator.api.spec.types import Cluster, Spec
 

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.api.labels import (
-    CERTIFICATES_ANNOTATION,
-    TLS_LABEL,
-    EngineName,
-    certificates_name,
-    cluster_labels,
-)
+from pdcluster_operator.api.labels import CERTIFICATES_ANNOTATION, TLS_LABEL, cluster_labels
+from pdcluster_operator.api.object_names import EngineName, certificates_name
 from pdcluster_operator.api.spec.enums import Certificates, TlsMode
 from pdcluster_operator.api.spec.pod_templates import CERTIFICATE_FOLDER, ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster

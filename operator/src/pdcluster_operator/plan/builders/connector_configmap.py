@@ -12,13 +12,11 @@ from typing import Any
 
 from pdcluster_operator.api.labels import (
     CONNECTOR_LABEL,
-    CONNECTOR_LENGTH,
     FIELD_MANAGER,
     UNUSED_ANNOTATION,
     cluster_labels,
-    connector_name,
-    own_connector_name,
 )
+from pdcluster_operator.api.object_names import CONNECTOR_LENGTH, connector_name, own_connector_name
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.metadata import child_metadata
 from pdcluster_operator.plan.model import ConnectorBundle

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.api.labels import (
+from pdcluster_operator.api.labels import POD_INDEX_LABEL, TLS_LABEL, engine_labels
+from pdcluster_operator.api.object_names import EngineName, connector_name, service_account_name
+from pdcluster_operator.api.ports import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
-    POD_INDEX_LABEL,
     SIDE_CHANNEL_PORT,
-    TLS_LABEL,
-    EngineName,
-    connector_name,
-    engine_labels,
-    service_account_name,
 )
 from pdcluster_operator.api.spec.drain import STOP_SECONDS, drain_seconds, grace_period
 from pdcluster_operator.api.spec.enums import Certificates, ConnectorSource, Device

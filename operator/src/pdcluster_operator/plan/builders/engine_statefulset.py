@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pdcluster_operator.api.labels import (
-    CLUSTER_LABEL,
-    ENGINE_LABEL,
-    QUEUE_LABEL,
-    EngineName,
-    engine_labels,
-)
+from pdcluster_operator.api.labels import CLUSTER_LABEL, ENGINE_LABEL, QUEUE_LABEL, engine_labels
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.metadata import child_metadata
 from pdcluster_operator.plan.lost import choose_indexes

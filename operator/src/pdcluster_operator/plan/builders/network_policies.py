@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pdcluster_operator.api.labels import (
-    CLUSTER_LABEL,
+from pdcluster_operator.api.labels import CLUSTER_LABEL, OPERATOR_LABELS, ROLE_LABEL, cluster_labels
+from pdcluster_operator.api.object_names import engines_policy_name, router_policy_name
+from pdcluster_operator.api.ports import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
-    OPERATOR_LABELS,
-    ROLE_LABEL,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
-    cluster_labels,
-    engines_policy_name,
-    router_policy_name,
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import as_manifest

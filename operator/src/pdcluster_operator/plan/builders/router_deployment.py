@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pdcluster_operator.api.labels import (
-    CLUSTER_LABEL,
-    LAUNCHER_PORT,
-    PAIRING_LABEL,
-    ROUTER_METRICS_PORT,
-    ROUTER_PORT,
+from pdcluster_operator.api.labels import CLUSTER_LABEL, PAIRING_LABEL, cluster_labels
+from pdcluster_operator.api.object_names import (
     EngineName,
-    cluster_labels,
     router_deployment_name,
     service_account_name,
 )
+from pdcluster_operator.api.ports import LAUNCHER_PORT, ROUTER_METRICS_PORT, ROUTER_PORT
 from pdcluster_operator.api.spec.drain import ROUTER_LINGER_SECONDS, router_grace_period
 from pdcluster_operator.api.spec.enums import Role, RouterPolicy
 from pdcluster_operator.api.spec.pod_templates import ROUTER_CONTAINER

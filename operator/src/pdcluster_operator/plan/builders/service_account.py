@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.api.labels import cluster_labels, service_account_name
+from pdcluster_operator.api.labels import cluster_labels
+from pdcluster_operator.api.object_names import service_account_name
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.metadata import child_metadata
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.api.labels import (
-    ROTATE_TICKET_KEY_ANNOTATION,
-    cluster_labels,
-    ticket_key_name,
-)
+from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION, cluster_labels
+from pdcluster_operator.api.object_names import ticket_key_name
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.metadata import child_metadata
 

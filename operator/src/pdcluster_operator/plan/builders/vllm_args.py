@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 
-from pdcluster_operator.api.labels import HTTP_PORT, MASTER_PORT, SIDE_CHANNEL_PORT, EngineName
+from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.ports import HTTP_PORT, MASTER_PORT, SIDE_CHANNEL_PORT
 from pdcluster_operator.api.spec.drain import DRAIN_DEADLINE_SECONDS
 from pdcluster_operator.api.spec.enums import Device, LoadFailurePolicy, Role, Switch, Visibility
 from pdcluster_operator.api.spec.resolve import Engine

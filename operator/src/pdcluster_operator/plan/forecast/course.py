@@ -15,7 +15,7 @@ from pdcluster_operator.api.conditions import (
     StatusReason,
     find_condition,
 )
-from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.drift import applied_hash

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdcluster_operator.api.conditions import ConditionType, Status, find_condition
-from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
+from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.engines import known_ids
 from pdcluster_operator.plan.model import Manifest

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.api.labels import POD_INDEX_LABEL, EngineName
+from pdcluster_operator.api.labels import POD_INDEX_LABEL
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.reports import (
     CanaryReport,

@@ -15,9 +15,9 @@ from pdcluster_operator.api.labels import (
     CERTIFICATES_ANNOTATION,
     PAIRING_LABEL,
     ROTATE_TICKET_KEY_ANNOTATION,
-    EngineName,
     engine_of,
 )
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.connector_mounts import is_shared_connector
 from pdcluster_operator.plan.drift import covers

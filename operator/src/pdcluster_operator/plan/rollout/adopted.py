@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
-from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName
+from pdcluster_operator.api.labels import PAIRING_LABEL
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.connector_mounts import digest_in, mounted_connector
 from pdcluster_operator.plan.model import Manifest, Observed

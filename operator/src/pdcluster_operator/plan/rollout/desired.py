@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from pdcluster_operator.api.labels import PAIRING_LABEL, QUEUE_LABEL, EngineName, engine_of
+from pdcluster_operator.api.labels import PAIRING_LABEL, QUEUE_LABEL, engine_of
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import RolloutType, Switch
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.engine_statefulset import engine_names

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from pdcluster_operator.api.labels import EngineName, own_connector_name, revision_name
+from pdcluster_operator.api.object_names import EngineName, own_connector_name, revision_name
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.connector_mounts import mounted_connector

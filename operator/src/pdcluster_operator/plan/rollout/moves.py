@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType
 from pdcluster_operator.plan.rollout.fleet import Fleet, RoleFleet
 

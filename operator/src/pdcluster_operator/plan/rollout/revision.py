@@ -11,7 +11,7 @@ import hashlib
 import json
 from typing import Any
 
-from pdcluster_operator.api.labels import REVISION_LENGTH
+from pdcluster_operator.api.object_names import REVISION_LENGTH
 from pdcluster_operator.api.spec.enums import TlsMode
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.shape import MODEL_FLAGS, engine_shape

@@ -14,12 +14,10 @@ from pdcluster_operator.api.labels import (
     PAIRING_LABEL,
     REVISION_LABEL,
     ROLE_LABEL,
-    EngineName,
     cluster_labels,
     engine_labels,
-    is_group_of,
-    revision_name,
 )
+from pdcluster_operator.api.object_names import EngineName, is_group_of, revision_name
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, find_condition
-from pdcluster_operator.api.labels import PAIRING_LABEL, EngineName, engine_of
+from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.resolve import resolve_engine

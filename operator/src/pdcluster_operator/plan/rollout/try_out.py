@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.api.labels import POD_INDEX_LABEL, EngineName
+from pdcluster_operator.api.labels import POD_INDEX_LABEL
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_statefulset import build_engine_statefulset
 from pdcluster_operator.plan.drift import stamped

@@ -10,8 +10,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdcluster_operator.api.labels import (
-    RENDERED_ANNOTATION,
+from pdcluster_operator.api.labels import RENDERED_ANNOTATION
+from pdcluster_operator.api.object_names import (
     EngineName,
     connector_name,
     own_connector_name,

@@ -11,7 +11,7 @@ from typing import Any
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.certificates import has_certificates

@@ -1,0 +1,69 @@
+"""Where the API server is, and who asks: a pod's ServiceAccount, or a kubeconfig."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.request import getproxies
+
+from kubernetes.aio import client, config
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+DEFAULT_NAMESPACE = "default"
+
+
+class NotConnected(Exception):  # noqa: N818 - says what holds
+    """Neither a ServiceAccount nor a kubeconfig was found; the message says where."""
+
+
+async def find_configuration(
+    kubeconfig: str | None = None, context: str | None = None
+) -> client.Configuration:
+    """Return how to reach the API server: a ServiceAccount's pod first, else a kubeconfig.
+
+    Args:
+        kubeconfig: a file that wins over both.
+        context: of a kubeconfig, which then wins over the ServiceAccount.
+
+    Raises:
+        NotConnected: neither is there, or what is there cannot be read.
+    """
+    configuration = client.Configuration()
+    # A cluster's CA often lacks the extensions that Python's strict mode asks for.
+    configuration.disable_strict_ssl_verification = True
+    # With trust_env, each request first asks two threads for a .netrc and for proxies.
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
+    try:
+        if kubeconfig is None and context is None and (ACCOUNT / "token").exists():
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            await config.load_kube_config(
+                config_file=kubeconfig, context=context, client_configuration=configuration
+            )
+    except (config.ConfigException, OSError) as error:
+        raise NotConnected(
+            f"cannot reach the API server: {error}; run in a pod with a ServiceAccount, or set "
+            "KUBECONFIG"
+        ) from error
+    return configuration
+
+
+def namespace_of_context(context: str | None) -> str:
+    """Return the namespace that a context of the kubeconfig names, as kubectl takes it."""
+    try:
+        known, current = config.list_kube_config_contexts()
+    except (config.ConfigException, OSError):
+        return own_namespace() or DEFAULT_NAMESPACE
+    named = [one for one in known if one["name"] == context]
+    chosen = (named[0] if named else current)["context"]
+    return str(chosen.get("namespace") or DEFAULT_NAMESPACE)
+
+
+def own_namespace() -> str | None:
+    """Return the namespace of the operator's pod; None outside of a cluster."""
+    if named := os.environ.get("POD_NAMESPACE"):
+        return named
+    try:
+        return (ACCOUNT / "namespace").read_text().strip() or None
+    except OSError:
+        return None
