@@ -28,7 +28,8 @@ MEANINGS: Mapping[ConditionType, str] = {
     ),
     ConditionType.AVAILABLE: "Some engines serve clients over a path that was verified.",
     ConditionType.PROGRESSING: (
-        "The operator works towards Ready. False means that it is done, has paused or has given up."
+        "The operator works towards Ready. False means that it is done, waits for somebody, or "
+        "cannot go on."
     ),
     ConditionType.READY: "What the spec wants is there and verified. It summarizes the others.",
 }

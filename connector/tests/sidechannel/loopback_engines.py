@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
+from pdcluster_connector.nixl_io.probe import ProbeResult, SourceProbe
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
@@ -42,6 +43,11 @@ def shards_of(engine_id: str) -> tuple[m.ShardMetadata, ...]:
     )
     probe = m.ProbeRegion(1 << 20, 65536)
     return (m.ShardMetadata(engine_id, (0, 0), "agent-0", b"blob" * 500, regions, probe),)
+
+
+def probed(failure: Failure | None = None, notice: str = "") -> ProbeResult:
+    """What a probe gave that read 64 KiB with 2 GiB/s."""
+    return ProbeResult(PREFILL, (SourceProbe((0, 0), 1 << 16, 2.0**-15),), failure, notice)
 
 
 class Answer:

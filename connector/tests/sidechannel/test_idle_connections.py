@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_connector.sidechannel.http_guard import ConnectionGuard
+from pdcluster_connector.sidechannel.http_limits import ConnectionGuard
 
 IDLE_SECONDS = 15.0
 

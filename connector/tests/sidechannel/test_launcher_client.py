@@ -7,16 +7,16 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 
 import pytest
 from aiohttp import web
-from loopback_engines import HeldQuestions, until
+from loopback_engines import HeldQuestions, probed, until
 from msgspec.structs import replace
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.link_health import link_keeper
 from pdcluster_connector.link_health.launcher_client import LauncherClient
+from pdcluster_connector.nixl_io.probe import ProbeResult
 from pdcluster_connector.protocol import link_documents as links
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
@@ -99,29 +99,23 @@ class Launcher:
         self._thread.stop()
 
 
-@dataclass(frozen=True)
-class Probed:
-    failure: Failure | None = None
-    bytes_per_second: float = 2.5e9
-    nbytes: int = 65536
-    notice: str = ""
-
-
 class Probe:
     """Hands out what the test says; by default a good result at once."""
 
     def __init__(self) -> None:
-        self.outcome: Probed | Exception | None = Probed()
+        self.outcome: ProbeResult | Exception | None = probed()
         self.asked: list[str] = []
         self.checked: list[float] = []
-        self.waiting: list[Future[Probed]] = []
+        self.waiting: list[Future[ProbeResult]] = []
 
-    def __call__(self, metadata: m.EngineMetadata, /, *, check: bool = False) -> Future[Probed]:
+    def __call__(
+        self, metadata: m.EngineMetadata, /, *, check: bool = False
+    ) -> Future[ProbeResult]:
         if check:
             self.checked.append(time.monotonic())
         else:
             self.asked.append(metadata.engine_id)
-        future: Future[Probed] = Future()
+        future: Future[ProbeResult] = Future()
         if isinstance(self.outcome, Exception):
             future.set_exception(self.outcome)
         elif self.outcome is not None:
@@ -132,7 +126,7 @@ class Probe:
 
     def go_on(self) -> None:
         """From now on a probe is good at once, also one that waits."""
-        self.outcome = Probed()
+        self.outcome = probed()
         for future in self.waiting:
             with contextlib.suppress(InvalidStateError):  # it was given up
                 future.set_result(self.outcome)
@@ -178,7 +172,7 @@ def test_a_link_comes_up_and_is_reported(launcher: Launcher, probe: Probe, serve
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
     link = launcher.link()
     assert link is not None
-    assert (link.bytes_per_second, link.probe_bytes) == (2.5e9, 65536)
+    assert (link.bytes_per_second, link.probe_bytes) == (2**31, 2**16)
     assert probe.asked == [FIRST]
     assert launcher.tokens == {"Bearer secret"}
     report = launcher.reports[-1][1]
@@ -250,7 +244,7 @@ def test_a_refusal_names_the_rule_and_both_values(launcher: Launcher, serve: Ser
 
 @pytest.mark.usefixtures("client")
 def test_what_makes_a_link_slow_is_reported(launcher: Launcher, probe: Probe, serve: Serve) -> None:
-    probe.outcome = Probed(notice="1,000 tokens take 3,024 descriptors")
+    probe.outcome = probed(notice="1,000 tokens take 3,024 descriptors")
     launcher.put(entry(serve(FIRST)))
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
     link = launcher.link()
@@ -260,7 +254,7 @@ def test_what_makes_a_link_slow_is_reported(launcher: Launcher, probe: Probe, se
 
 @pytest.mark.usefixtures("client")
 def test_a_wrong_probe_is_a_failed_link(launcher: Launcher, probe: Probe, serve: Serve) -> None:
-    probe.outcome = Probed(Failure(Reason.PROBE_CORRUPTED, "byte 7 differs"))
+    probe.outcome = probed(Failure(Reason.PROBE_CORRUPTED, "byte 7 differs"))
     launcher.put(entry(serve(FIRST)))
     until(lambda: launcher.shows(LinkState.FAILED, FIRST, "ProbeCorrupted"))
 
@@ -316,12 +310,12 @@ def test_an_established_link_is_looked_at_again_and_lost_when_nothing_comes_thro
     until(lambda: len(probe.checked) >= 3)
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))  # a report comes a moment later
     assert probe.asked == [FIRST]
-    probe.outcome = Probed(Failure(Reason.TRANSFER_STALLED, "a read did not land"))
+    probe.outcome = probed(Failure(Reason.TRANSFER_STALLED, "a read did not land"))
     until(lambda: launcher.shows(LinkState.FAILED, FIRST, "TransferStalled"))
     link = launcher.link()
     assert link is not None
     assert link.message == "a read did not land"
-    probe.outcome = Probed()
+    probe.outcome = probed()
     until(lambda: launcher.shows(LinkState.ESTABLISHED, FIRST))
 
 

@@ -6,18 +6,18 @@ import asyncio
 import importlib.util
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from loopback_engines import SHAPE, shards_of
+from loopback_engines import SHAPE, probed, shards_of
 from msgspec.structs import replace
 
 import virtual_time
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.link_health import link_keeper
+from pdcluster_connector.nixl_io.probe import ProbeResult
 from pdcluster_connector.protocol import link_documents as links
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
@@ -31,21 +31,13 @@ REFUSED = Failure(Reason.MODEL_MISMATCH, "another model")
 SILENT = TryAgain("10.0.0.1:5600: connection refused")
 
 
-@dataclass(frozen=True)
-class Probed:
-    failure: Failure | None = None
-    bytes_per_second: float = 2.5e9
-    nbytes: int = 65536
-    notice: str = ""
-
-
 class Peer:
     """A prefill engine: what it answers, after how many seconds, and when it was asked."""
 
     def __init__(self) -> None:
         self.health: m.HealthReply | Failure | TryAgain = m.HealthReply(FIRST, "prefill", 1)
         self.handshake: Failure | None = None
-        self.probed: Probed | Failure | Exception | None = Probed()
+        self.probed: ProbeResult | Failure | Exception | None = probed()
         self.answers_after = self.shakes_after = self.probed_after = 0.0
         self.asked: list[float] = []
         self.shaken: list[tuple[str, str, int]] = []
@@ -174,12 +166,12 @@ def test_before_the_first_answer_a_link_is_pending_under_the_name_that_is_known(
 
 def test_an_established_link_tells_what_was_measured(tell: Tell) -> None:
     peer = Peer()
-    peer.probed = Probed(notice="slow")
+    peer.probed = probed(notice="slow")
     kept = tell(peer, for_seconds(1.0))
     [(moment, report)] = kept.reports
     assert moment == 0.0
     assert report == LinkReport(
-        ENGINE, FIRST, LinkState.ESTABLISHED, "", "slow", 2.5e9, 65536, report.establishment
+        ENGINE, FIRST, LinkState.ESTABLISHED, "", "slow", 2**31, 2**16, report.establishment
     )
     assert report.establishment > 0, "0 stands for a link that is not established"
     assert peer.shaken == [(FIRST, "10.0.0.1", 5600)]
@@ -208,7 +200,7 @@ def test_a_failed_link_tells_why_and_nothing_that_was_measured_before(tell: Tell
         ({"handshake": Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "")}, 0.25, 0.5),
         ({"health": Failure(Reason.AUTHENTICATION_FAILED, "")}, 2.5, 5.0),
         ({"handshake": REFUSED}, 2.5, 5.0),
-        ({"probed": Probed(Failure(Reason.PROBE_CORRUPTED, ""))}, 2.5, 5.0),
+        ({"probed": probed(Failure(Reason.PROBE_CORRUPTED, ""))}, 2.5, 5.0),
         ({"probed": OSError("no device")}, 2.5, 5.0),
         ({"health": m.HealthReply(f"{ENGINE}7/aa", "prefill", 1)}, 2.5, 5.0),
     ],
@@ -317,7 +309,7 @@ def test_an_established_link_is_checked_every_five_to_seven_seconds(tell: Tell) 
 def test_a_check_that_finds_nothing_ends_the_link(tell: Tell) -> None:
     async def story(kept: Kept) -> None:
         await asyncio.sleep(1.0)
-        kept.peer.probed = Probed(Failure(Reason.TRANSFER_STALLED, "a read did not land"))
+        kept.peer.probed = probed(Failure(Reason.TRANSFER_STALLED, "a read did not land"))
         await asyncio.sleep(7.0)
 
     kept = tell(Peer(), story)

@@ -7,11 +7,10 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from loopback_engines import until
+from loopback_engines import probed, until
 
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.http import LauncherServer
@@ -19,7 +18,7 @@ from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.link_table import LinkTable
 from pdcluster_connector.launcher.readiness import Readiness
 from pdcluster_connector.link_health.launcher_client import LauncherClient
-from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.nixl_io.probe import ProbeResult
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
@@ -29,17 +28,9 @@ ENGINE = "ns.c.prefill.r.0"
 FIRST, SECOND = f"{ENGINE}/00000000000000aa", f"{ENGINE}/00000000000000bb"
 
 
-@dataclass(frozen=True)
-class Probed:
-    failure: Failure | None = None
-    bytes_per_second: float = 1e9
-    notice: str = ""
-    nbytes: int = 4096
-
-
-def probe(_: EngineMetadata, /, *, check: bool = False) -> Future[Probed]:
-    future: Future[Probed] = Future()
-    future.set_result(Probed())
+def probe(_: EngineMetadata, /, *, check: bool = False) -> Future[ProbeResult]:
+    future: Future[ProbeResult] = Future()
+    future.set_result(probed())
     return future
 
 
@@ -128,7 +119,7 @@ def test_the_link_table_follows_the_prefill_engine(
     }
     assert ask(launcher, "PUT", "/v1/peers", document)[0] == 204
     up = until(lambda: shows("Established", FIRST, "2/2"))
-    assert row()["bytes_per_second"] == 1e9
+    assert row()["bytes_per_second"] == 2**31
     server.stop()
     dead = until(lambda: shows("Failed", FIRST, "0/2"))
     assert row()["reason"] == "SideChannelUnreachable"

@@ -28,7 +28,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.peer_name import role_name
 from pdcluster_connector.protocol.tls_files import TlsFiles
-from pdcluster_connector.sidechannel import http_guard
+from pdcluster_connector.sidechannel import http_limits
 from pdcluster_connector.sidechannel import tls as tls_module
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
@@ -342,8 +342,8 @@ def test_clients_that_never_shake_hands_are_bounded(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncio's own server would hold any number of them while it waits for their TLS."""
-    monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 8)
-    monkeypatch.setattr(http_guard, "TLS_SECONDS", 600.0)
+    monkeypatch.setattr(http_limits, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(http_limits, "TLS_SECONDS", 600.0)
     server = engines.serve(engines.tls(PREFILL))
     guard = server._guard
     assert guard is not None
@@ -357,7 +357,7 @@ def test_clients_that_never_shake_hands_are_bounded(
         for client in silent:
             client.close()
     until(lambda: not guard._greeting)
-    monkeypatch.setattr(http_guard, "TLS_SECONDS", 0.5)
+    monkeypatch.setattr(http_limits, "TLS_SECONDS", 0.5)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
         assert client.recv(1) == b"", "asyncio's own limit is 60 seconds"
     book = engines.book(DECODE, engines.tls(DECODE))

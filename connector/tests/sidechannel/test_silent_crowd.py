@@ -17,7 +17,7 @@ from loopback_engines import DECODE, PREFILL, SHAPE, shards_of, until
 from authority import Authority
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.sidechannel import http_guard
+from pdcluster_connector.sidechannel import http_limits
 from pdcluster_connector.sidechannel import server as server_module
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
@@ -47,7 +47,7 @@ def side_channel(
     # A side channel takes at most a quarter of them.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4 * FILES), hard))
     monkeypatch.setattr(server_module, "IDLE_SECONDS", STAYS_SECONDS)
-    monkeypatch.setattr(http_guard, "TLS_SECONDS", STAYS_SECONDS)
+    monkeypatch.setattr(http_limits, "TLS_SECONDS", STAYS_SECONDS)
     ours = theirs = None
     if request.param == "tls":
         authority = Authority()

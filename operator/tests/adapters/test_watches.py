@@ -15,7 +15,7 @@ from kubernetes.aio import client as kubernetes
 
 from pdcluster_operator.adapters.api_server import watches
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.kinds import POD, PREFILL_SCALER
+from pdcluster_operator.adapters.api_server.kinds import POD, PREFILL_SCALER, Kind
 from pdcluster_operator.adapters.api_server.watch_health import LATE_SECONDS
 from pdcluster_operator.adapters.api_server.watches import Watch
 
@@ -166,11 +166,11 @@ async def test_an_object_that_is_kept_in_this_version_is_not_read_again(
     known, run = server
     read: list[str] = []
 
-    def as_kept(found: dict[str, Any], *_: Any) -> dict[str, Any]:
+    def slim(found: dict[str, Any], _: Kind) -> dict[str, Any]:
         read.append(found["metadata"]["name"])
         return found
 
-    monkeypatch.setattr(watches, "as_kept", as_kept)
+    monkeypatch.setattr(watches, "slim", slim)
     known.kept = {"10": pod("held", 10)}
     known.pages = [page("9")]
     known.streams = [[line("ADDED", pod("a", 10)), line("MODIFIED", pod("b", 11))]]

@@ -46,6 +46,7 @@ def test_it_turns_back_when_the_window_is_clean():
     world = running(10)
     assert seen(world, 100, 11) == "False"
     message = world.condition("TransportHealthy")["message"]
+    assert "maxLocalShare is 10 %" in message, "true at 11 % and at 6 %"
     assert seen(world, 100, 6) == "False", "below the limit, but not by much"
     assert seen(world, 10, 1) == "False", "too few prompts to say that it is over"
     assert world.condition("TransportHealthy")["message"] == message

@@ -834,6 +834,21 @@ def test_paused(world):
     is_(world, "Progressing", "False", "Paused", "rollout.paused")
 
 
+def test_without_a_change_that_waits_a_paused_cluster_says_what_it_waits_for():
+    world = SimulatedCluster(manifest(rollout={"paused": True, "progressDeadlineSeconds": 60}))
+    world.step()
+    is_(world, "Progressing", "True", "PodsMissing")
+    world.now += 61
+    world.step()
+    is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
+    world.bring_up()
+    is_(world, "Progressing", "False", "Complete")
+    del world.engines[world.leaders("prefill")[0].logical]
+    container(world, "prefill", {"running": {}})
+    world.step()
+    is_(world, "Progressing", "True", "Starting")
+
+
 def test_the_deadline_ends_progress_and_a_newer_engine_starts_it_again():
     world = SimulatedCluster(manifest(rollout={"progressDeadlineSeconds": 60}))
     world.step()

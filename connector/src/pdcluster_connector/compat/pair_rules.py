@@ -169,7 +169,7 @@ PAIR_RULES: tuple[Rule, ...] = (
         id="MemoryTypeUnsupported",
         reason=Reason.MEMORY_TYPE_UNSUPPORTED,
         description="Both engines must keep KV in the same type of memory (DRAM or VRAM).",
-        remedy="Use one transfer.device for both roles.",
+        remedy="Run both engines on GPUs, or both on CPUs.",
         source="scope of this version",
         test=equal("memory", "the memory type"),
     ),

@@ -21,7 +21,7 @@ from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.messages import ShardMetadata
 from pdcluster_connector.protocol.peer_name import names_in
 from pdcluster_connector.sidechannel.answers import Answer, Answers, Names
-from pdcluster_connector.sidechannel.http_guard import ConnectionGuard, connection_limit
+from pdcluster_connector.sidechannel.http_limits import ConnectionGuard, connection_limit
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.listener import SideChannelError, listen, require_loopback
 from pdcluster_connector.sidechannel.loop_thread import LoopThread

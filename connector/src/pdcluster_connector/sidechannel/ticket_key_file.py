@@ -2,6 +2,7 @@
 
 A Secret that is mounted into a pod changes while the engine runs. When the new content cannot be
 used, the keys that were read last stay valid, and the log says what is wrong.
+``protocol/ticket_keys.py`` says which of the keys signs.
 """
 
 from __future__ import annotations

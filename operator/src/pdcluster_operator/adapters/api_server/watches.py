@@ -22,7 +22,7 @@ import msgspec
 
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, classified
 from pdcluster_operator.adapters.api_server.documents import document_of, without_depths
-from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, Same, as_kept
+from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, Same, as_kept, slim
 from pdcluster_operator.runtime.errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class Watch:
             return
         found = self._same(self._kind.name, {"metadata": msgspec.to_builtins(head.metadata)})
         if found is None:
-            found = as_kept(document_of(line.object), self._kind, self._same)
+            found = slim(document_of(line.object), self._kind)
         self._see(line.type, found)
 
     def _selector(self) -> dict[str, str]:

@@ -116,6 +116,6 @@ def local_prefill(
 def _message(engine: EngineView, cause: str, most: int) -> str:
     named = cause if _NAME.fullmatch(cause) else "Unknown"
     return (
-        f"{engine.name.stateful_set} computes more than {most} % of its prompts by itself, mostly "
-        f"because of {named}: {REMEDIES.get(cause, TRANSFERS_FAIL)}"
+        f"{engine.name.stateful_set} computes too many of its prompts by itself (maxLocalShare is "
+        f"{most} %), mostly because of {named}: {REMEDIES.get(cause, TRANSFERS_FAIL)}"
     )

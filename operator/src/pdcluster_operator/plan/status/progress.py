@@ -30,7 +30,7 @@ class ChangeView:
 
     Attributes:
         replacing: engines that the spec does not ask for still exist.
-        paused: ``rollout.paused`` keeps engines of another revision.
+        paused: ``rollout.paused`` is set, so engines of another revision stay.
         surging: ``rollout.type`` is Surge.
         router_available: None if no router is wanted.
         router_trouble: why a router pod does not run; empty if none has trouble.
@@ -56,7 +56,7 @@ class ChangeView:
 
 
 def _held(change: ChangeView) -> Verdict | None:
-    if change.paused:
+    if change.paused and change.replacing:
         return no(StatusReason.PAUSED, "rollout.paused is set")
     return no(StatusReason.INSUFFICIENT_CAPACITY, change.stuck) if change.stuck else None
 
