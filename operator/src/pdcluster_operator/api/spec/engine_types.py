@@ -98,7 +98,7 @@ class EngineOverride:
     attention_backend: Annotated[
         str | None,
         Example("FLASH_ATTN"),
-        Doc("is vLLM's attention backend. Without it vLLM chooses."),
+        Doc("is the attention backend of vLLM. Without it vLLM chooses."),
         Text(60, pattern=r"^[A-Z0-9_]+$", says="a backend of vLLM, e.g. FLASH_ATTN"),
     ] = None
     extra_args: Annotated[
