@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +18,8 @@ from typing import Any
 
 import psutil
 import yaml
-from operator_runs import until
-from other_operators import hooks_at, install, listens
-from real_api import RealApi, die_with_us
+from other_operators import controllers, hooks_at, install
+from real_api import RealApi
 
 from bench_operator import account, measure
 from bench_operator.calls import answered
@@ -66,24 +63,13 @@ def running_lws(real: RealApi) -> Iterator[psutil.Process]:
         install(real, yaml.safe_load(file.read_text()))
     port, health = free_ports(2)
     log = real.folder / "lws.log"
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            (str(program), f"--config={_configuration(real.folder, port, health)}"),
-            env={**os.environ, "KUBECONFIG": str(real.folder / "operator.kubeconfig")},
-            stdout=output,
-            stderr=output,
-            preexec_fn=die_with_us,  # noqa: PLW1509
-        ) as process,
-    ):
-        try:
-            until(lambda: listens(process.pid, port), 60, log.read_text)
-            authority = (real.folder / "keys" / "ca.crt").read_bytes()
-            for hooks in yaml.safe_load_all((sources / "webhook" / "manifests.yaml").read_text()):
-                install(real, hooks_at(hooks, port, authority))
-            yield psutil.Process(process.pid)
-        finally:
-            process.kill()
+    configuration = _configuration(real.folder, port, health)
+    kubeconfig = real.folder / "operator.kubeconfig"
+    with controllers(program, configuration, kubeconfig, log, port) as process:
+        authority = (real.folder / "keys" / "ca.crt").read_bytes()
+        for hooks in yaml.safe_load_all((sources / "webhook" / "manifests.yaml").read_text()):
+            install(real, hooks_at(hooks, port, authority))
+        yield process
 
 
 def _configuration(folder: Path, port: int, health: int) -> Path:

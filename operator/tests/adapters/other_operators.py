@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 from operator_runs import until
-from real_api import RealApi
+from real_api import RealApi, die_with_us
+
+STARTS_SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def controllers(
+    program: Path, configuration: Path, kubeconfig: Path, log: Path, webhooks: int
+) -> Iterator[psutil.Process]:
+    """Run another operator's program until the block ends.
+
+    Args:
+        webhooks: the port of its webhooks, on which it listens when the block begins.
+    """
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            (str(program), f"--config={configuration}"),
+            env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+            stdout=output,
+            stderr=output,
+            preexec_fn=die_with_us,  # noqa: PLW1509
+        ) as process,
+    ):
+        try:
+            until(lambda: _listens(process.pid, webhooks), STARTS_SECONDS, log.read_text)
+            yield psutil.Process(process.pid)
+        finally:
+            process.kill()
 
 
 def install(real: RealApi, body: dict[str, Any]) -> None:
@@ -36,6 +69,6 @@ def place(path: str, port: int, authority: bytes) -> dict[str, str]:
     return {"url": f"https://127.0.0.1:{port}{path}", "caBundle": bundle}
 
 
-def listens(pid: int, port: int) -> bool:
+def _listens(pid: int, port: int) -> bool:
     """Whether a process listens on a port."""
     return any(one.laddr.port == port for one in psutil.Process(pid).net_connections())

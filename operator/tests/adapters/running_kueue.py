@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
-from operator_runs import until
-from other_operators import hooks_at, install, listens, place
-from real_api import RealApi, die_with_us
+from other_operators import controllers, hooks_at, install, place
+from real_api import RealApi
 
 from cluster import binaries
 from cluster.commands import run
@@ -51,21 +48,10 @@ def running_kueue(real: RealApi) -> Iterator[Path]:
         hooks["metadata"]["name"] = f"kueue-{hooks['metadata']['name']}"
         install(real, hooks_at(hooks, webhooks, authority))
     log = real.folder / "kueue.log"
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            (str(program), f"--config={_configuration(real.folder, keys, webhooks, health)}"),
-            env={**os.environ, "KUBECONFIG": str(real.folder / "admin.kubeconfig")},
-            stdout=output,
-            stderr=output,
-            preexec_fn=die_with_us,  # noqa: PLW1509
-        ) as process,
-    ):
-        try:
-            until(lambda: listens(process.pid, webhooks), 30, log.read_text)
-            yield log
-        finally:
-            process.kill()
+    configuration = _configuration(real.folder, keys, webhooks, health)
+    kubeconfig = real.folder / "admin.kubeconfig"
+    with controllers(program, configuration, kubeconfig, log, webhooks):
+        yield log
 
 
 def _keys(real: RealApi) -> Path:

@@ -60,7 +60,7 @@ def test_several_files_and_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "can't be read: No such file"),
+        (None, "cannot be read: No such file"),
         ("", "is empty"),
         ("a: [1,", "is not YAML: line"),
         ("a: b: c", "line 1, column 5"),
@@ -79,6 +79,22 @@ def test_what_is_no_manifest_is_said_in_a_line(
     printed = capsys.readouterr().out
     assert words in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("kinds", "says"),
+    [
+        (("Service", "Secret"), "none of the 2 objects in {} is a PDCluster; add one"),
+        (("PDCluster", "PDCluster"), "{} holds 2 objects of kind PDCluster; put one of them into"),
+    ],
+)
+def test_plan_says_how_many_clusters_a_file_has(
+    kinds: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "several.yaml"
+    file.write_text("---\n".join(f"kind: {kind}\n" for kind in kinds))
+    assert main(["plan", str(file)]) == 1
+    assert says.format(file) in capsys.readouterr().err
 
 
 def test_a_manifest_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,10 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Exit codes of ``pdcluster``."""
+    """Exit codes of ``pdcluster``. Each command decides by itself with which one it ends.
+
+    NOT_READY also says that a change waits for somebody. MACHINE is for what this machine lacks.
+    """
 
     DONE = 0
     MANIFEST = 1

@@ -28,8 +28,9 @@ start here:
   pdcluster up cluster.yaml --once "Why is the sky blue?"
                                         one answer, and what its KV cache did; then stop
 
-exit codes: 0 done, 1 the manifest is wrong, 2 the command line is wrong, 3 not Ready in time,
-4 a request failed, 5 the KV cache did not move, 6 this machine lacks something, 130 Ctrl-C
+exit codes: 0 done, 1 the manifest is wrong, 2 the command line is wrong, 3 not Ready in time or a
+change that waits for somebody, 4 a request failed, 5 the KV cache did not move, 6 this machine
+lacks something, 130 Ctrl-C
 """
 NO_LOCAL_MODE = (
     "this installation has no local mode, because the operator's image leaves it out; install "

@@ -17,12 +17,12 @@ MAX_BYTES = 4 << 20
 def read_documents(file: str) -> list[Any]:
     """All YAML documents of a file or of standard input, empty ones aside.
 
-    Raises :class:`UserError` when it can't be read or is no YAML.
+    Raises :class:`UserError` when it cannot be read or is no YAML.
     """
     try:
         data = sys.stdin.buffer.read(MAX_BYTES + 1) if file == "-" else _read(Path(file))
     except OSError as error:
-        raise UserError(f"{file} can't be read: {error.strerror}", Exit.MANIFEST) from error
+        raise UserError(f"{file} cannot be read: {error.strerror}", Exit.MANIFEST) from error
     if len(data) > MAX_BYTES:
         raise UserError(f"{file} is larger than {MAX_BYTES >> 20} MiB", Exit.MANIFEST)
     try:
@@ -47,10 +47,16 @@ def read_cluster(file: str) -> Any:
         for document in documents
         if isinstance(document, dict) and document.get("kind") == KIND
     ]
-    if len(clusters) != 1:
+    if not clusters:
         raise UserError(
-            f"{file} holds {len(clusters)} objects of kind {KIND}: give one of them "
-            "a file of its own",
+            f"none of the {len(documents)} objects in {file} is a {KIND}; add one, with "
+            f"kind: {KIND}",
+            Exit.MANIFEST,
+        )
+    if len(clusters) > 1:
+        raise UserError(
+            f"{file} holds {len(clusters)} objects of kind {KIND}; put one of them into a file of "
+            "its own, and name that file",
             Exit.MANIFEST,
         )
     return clusters[0]

@@ -31,7 +31,8 @@ Prints a line at each change, and waits for the end.
 
 Exit codes: 0 the rollout is complete; 3 it is not, and waits for somebody: its deadline
 (rollout.progressDeadlineSeconds) has passed, or the API server refuses the new pods, or there
-is no place for them, or it is paused, or the spec is not accepted; or --timeout has passed.
+is no place for them, or rollout.paused holds it back, or the spec is not accepted; or --timeout
+has passed.
 """
 UNDO = """\
 Writes the spec that the PDCluster had before the last change that replaced engines. The operator

@@ -14,7 +14,7 @@ from pdcluster_operator.plan.model import Manifest
 
 
 def is_forged(config_map: Manifest) -> bool:
-    """Whether a ConfigMap has the name of a connector, and is not the one with that hash for good.
+    """Whether a ConfigMap has the name of a connector, but has other bytes or can be changed.
 
     Args:
         config_map: as the store keeps it, with hashes. One with its contents is not judged.

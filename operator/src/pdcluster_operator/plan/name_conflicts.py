@@ -80,20 +80,21 @@ def why_strange(strange: AbstractSet[str]) -> Refusal:
     return Refusal(
         NAME_CONFLICT,
         f"ConfigMap {min(strange)} is missing, or does not hold the connector that its name says: "
-        "somebody replaced it, and pods may have started with it. Delete it, and set "
-        "spec.rollout.renew to a new value: engines then mount the operator's own connector",
+        "somebody deleted or replaced it, and pods may have started with another connector. Delete "
+        "it if it exists, and set spec.rollout.renew to a new value: engines then mount the "
+        "operator's own connector",
     )
 
 
 def _why_not_shared(desired: Manifest, live: Manifest) -> Refusal | None:
-    """Judge by the content: whoever wrote the same bytes for good, they may be mounted."""
+    """Judge by the content: whoever wrote the same bytes, they may be mounted if immutable."""
     name = desired["metadata"]["name"]
     same = all(live.get(part) == desired.get(part) for part in ("immutable", "binaryData", "data"))
     if controller_uid(live) or not same:
         return Refusal(
             NAME_CONFLICT,
-            f"ConfigMap {name} exists and does not hold this operator's connector for good: "
-            "delete it, and the operator makes the right one",
+            f"ConfigMap {name} exists and does not hold this operator's connector, or is not "
+            "immutable: delete it, and the operator makes the right one",
         )
     if is_being_deleted(live):
         return Refusal(STILL_BEING_DELETED, f"ConfigMap {name} is still being deleted")

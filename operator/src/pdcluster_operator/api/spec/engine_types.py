@@ -41,16 +41,39 @@ class EnvVar:
     )
 
 
+# The fields whose default differs between the two types below.
+EngineImage = Annotated[
+    str | None,
+    Example("docker.io/vllm/vllm-openai:v0.32.0"),
+    Doc("is the engine's container image: vLLM with nixl."),
+    IMAGE,
+]
+PrefixCaching = Annotated[
+    Switch | None,
+    Example("Disabled"),
+    Doc("says whether vLLM keeps and reuses KV of equal prompt prefixes."),
+]
+Connector = Annotated[
+    ConnectorSource | None,
+    Example("Bundled"),
+    Doc("says where the connector comes from: Bundled mounts the operator's own copy."),
+]
+StartupTimeout = Annotated[
+    int | None,
+    Example(14_400),
+    Doc(
+        "is how long an engine may take until it serves, in seconds, with download, load and "
+        "compilation. After that Kubernetes restarts its container."
+    ),
+    Whole(60, 604_800),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOverride:
     """How the engines of one role run, where they differ from spec.engine."""
 
-    image: Annotated[
-        str | None,
-        Example("docker.io/vllm/vllm-openai:v0.32.0"),
-        Doc("is the engine's container image: vLLM with nixl."),
-        IMAGE,
-    ] = None
+    image: EngineImage = None
     block_size: Annotated[
         int | None,
         Example(64),
@@ -59,11 +82,7 @@ class EngineOverride:
         # state, as 66 kernel blocks x 16 tokens = 1056 (vLLM's PR #42097).
         Whole(1, 65_536),
     ] = None
-    prefix_caching: Annotated[
-        Switch | None,
-        Example("Disabled"),
-        Doc("says whether vLLM keeps and reuses KV of equal prompt prefixes."),
-    ] = None
+    prefix_caching: PrefixCaching = None
     kv_cache_dtype: Annotated[
         str | None,
         Example("fp8"),
@@ -79,7 +98,7 @@ class EngineOverride:
     attention_backend: Annotated[
         str | None,
         Example("FLASH_ATTN"),
-        Doc("is vLLM's attention backend. Without it vLLM chooses."),
+        Doc("is the attention backend of vLLM. Without it vLLM chooses."),
         Text(60, pattern=r"^[A-Z0-9_]+$", says="a backend of vLLM, e.g. FLASH_ATTN"),
     ] = None
     extra_args: Annotated[
@@ -108,51 +127,18 @@ class EngineOverride:
         ),
         Items(128, key="name"),
     ] = ()
-    connector: Annotated[
-        ConnectorSource | None,
-        Example("Bundled"),
-        Doc("says where the connector comes from: Bundled mounts the operator's own copy."),
-    ] = None
-    startup_timeout_seconds: Annotated[
-        int | None,
-        Example(14_400),
-        Doc(
-            "is how long an engine may take until it serves, in seconds, with download, load and "
-            "compilation. After that Kubernetes restarts its container."
-        ),
-        Whole(60, 604_800),
-    ] = None
+    connector: Connector = None
+    startup_timeout_seconds: StartupTimeout = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedEngine(EngineOverride):
     """How the engines of both roles run."""
 
-    image: Annotated[
-        str | None,
-        Example("docker.io/vllm/vllm-openai:v0.32.0"),
-        Doc("is the engine's container image: vLLM with nixl."),
-        IMAGE,
-    ] = "docker.io/vllm/vllm-openai:v0.32.0"
-    prefix_caching: Annotated[
-        Switch | None,
-        Example("Disabled"),
-        Doc("says whether vLLM keeps and reuses KV of equal prompt prefixes."),
-    ] = Switch.ENABLED
-    connector: Annotated[
-        ConnectorSource | None,
-        Example("Bundled"),
-        Doc("says where the connector comes from: Bundled mounts the operator's own copy."),
-    ] = ConnectorSource.BUNDLED
-    startup_timeout_seconds: Annotated[
-        int | None,
-        Example(14_400),
-        Doc(
-            "is how long an engine may take until it serves, in seconds, with download, load and "
-            "compilation. After that Kubernetes restarts its container."
-        ),
-        Whole(60, 604_800),
-    ] = STARTUP_SECONDS
+    image: EngineImage = "docker.io/vllm/vllm-openai:v0.32.0"
+    prefix_caching: PrefixCaching = Switch.ENABLED
+    connector: Connector = ConnectorSource.BUNDLED
+    startup_timeout_seconds: StartupTimeout = STARTUP_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

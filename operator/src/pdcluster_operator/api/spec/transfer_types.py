@@ -68,11 +68,11 @@ class Transfer:
         int | None,
         Example(256),
         Doc(
-            "is how many prompt tokens a decode engine computes by itself in each engine step, on "
-            "the average, while other requests generate on it. Further prompts wait: none fails, "
-            "and those whose KV comes from prefill wait for none. Without it, the connector's "
-            "default holds, 512: prompts and requests that generate then share the engine about "
-            "equally. 0 turns this off: prompts then take all that vLLM gives them."
+            "is how many prompt tokens a decode engine computes by itself in a mean engine step "
+            "while other requests generate on it. Further prompts wait, and none of them fails. A "
+            "prompt whose KV comes from prefill does not wait. The connector's default is 512: "
+            "prompts and requests that generate then share the engine about equally. 0 turns the "
+            "limit off: prompts then take all that vLLM gives them."
         ),
         Whole(0, MOST_TOKENS_PER_STEP),
     ] = None

@@ -109,7 +109,7 @@ class Rollout:
         Example(3),
         Doc(
             "is how many revisions of a role are kept beside those that have engines. "
-            "A rollout can be undone to any of them."
+            "The spec of any of them brings back its engines."
         ),
         Whole(0, 100),
     ] = 10

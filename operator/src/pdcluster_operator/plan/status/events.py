@@ -20,7 +20,7 @@ GAVE_UP = (
 )
 INSECURE = (
     "the engines speak without TLS (spec.transfer.tls is Disabled): whoever reaches their ports "
-    "can read where their KV lies. Keep the pod network trusted, or set it to Enabled"
+    "can read where their KV lies. Set it to Enabled, unless you trust the pod network"
 )
 
 
