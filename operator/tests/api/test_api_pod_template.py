@@ -106,6 +106,8 @@ def test_what_kubernetes_takes_passes(role):
         (engine(tty="yes"), "spec.containers[0].tty", "WrongType", "Leave out any quotes."),
         ({"spec": {"nodeSelector": {"a": True}}}, "spec.nodeSelector.a", "WrongType",
          "Put it in quotes."),
+        ({"spec": {"nodeSelector": {"b": None, "a": 1}}}, "spec.nodeSelector.a", "WrongType",
+         "Put it in quotes."),
         ({"spec": {"nodeSelector": ["a"]}}, "spec.nodeSelector", "WrongType", "Write a mapping."),
         ({"spec": {"priority": "1"}}, "spec.priority", "WrongType", "Write a number"),
         ({"spec": {"volumes": [{"emptyDir": {}}]}}, "spec.volumes[0].name", "Required",

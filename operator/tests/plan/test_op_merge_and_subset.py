@@ -77,6 +77,8 @@ def test_a_probe_has_one_handler():
     wanted = {"startupProbe": {"tcpSocket": {"port": 1}, "periodSeconds": 2}}
     assert merge(ours, theirs) == wanted
     assert merge(ours, {"startupProbe": {"periodSeconds": 5}})["startupProbe"]["httpGet"]
+    elsewhere = merge(ours, {"startupProbe": {"httpGet": {"port": 1}}})["startupProbe"]
+    assert elsewhere["httpGet"] == {"path": "/", "port": 1}, "the same handler is merged"
 
 
 @pytest.mark.parametrize(

@@ -177,3 +177,11 @@ def test_its_status_counts_prefill_engines_alone(prefill: int, decode: int) -> N
     world.settle()
     assert world.scaler["status"]["replicas"] == prefill
     assert "role=prefill" in world.scaler["status"]["selector"]
+
+
+def test_a_spec_that_says_no_number_of_decode_engines_has_one() -> None:
+    world = SimulatedCluster(manifest())
+    world.scaler = scaler(9)
+    world.scaler["spec"]["maxPercentOfDecode"] = 300
+    world.step()
+    assert counts(world) == (3, 1)
