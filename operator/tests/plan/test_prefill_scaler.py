@@ -185,3 +185,14 @@ def test_a_spec_that_says_no_number_of_decode_engines_has_one() -> None:
     world.scaler["spec"]["maxPercentOfDecode"] = 300
     world.step()
     assert counts(world) == (3, 1)
+
+
+@pytest.mark.parametrize("field", ["minPercentOfDecode", "maxPercentOfDecode"])
+def test_a_share_is_at_least_one_percent_and_at_most_a_hundredfold(field: str) -> None:
+    def is_taken(percent: int) -> bool:
+        wanted = scaler(1)
+        wanted["spec"][field] = percent
+        return bool(jsonschema.Draft202012Validator(SCHEMA).is_valid(wanted))
+
+    taken = {percent: is_taken(percent) for percent in (0, 1, 10_000, 10_001)}
+    assert taken == {0: False, 1: True, 10_000: True, 10_001: False}
