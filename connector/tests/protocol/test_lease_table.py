@@ -133,6 +133,20 @@ def test_renewals_do_not_grow_the_heap() -> None:
     assert table.held == 0
 
 
+def test_a_lease_without_a_slot_writes_no_word_and_gives_no_slot_back() -> None:
+    table = LeaseTable(1)
+    for request_id in ("has", "waits"):
+        table.arm(request_id, 7)
+    assert table.place("waits") == (7, None)
+    assert table.take_words() == {0: 7}
+    table.drop("waits")
+    assert table.take_words() == {}
+    table.drop("has")
+    assert table.take_words() == {0: CLEARED}
+    assert [table.arm(request_id, 8) for request_id in ("next", "last")] == [True, True]
+    assert [table.place(request_id) for request_id in ("next", "last")] == [(8, 0), (8, None)]
+
+
 def test_a_request_id_that_comes_again_does_not_grow_the_heap() -> None:
     table = LeaseTable()
     for turn in range(1, 100):

@@ -88,6 +88,13 @@ def test_a_layer_that_is_only_stated_or_only_held_is_named(stated: int, expected
     assert expected in found.message
 
 
+def test_an_engine_that_says_no_layers_is_judged_by_the_rest() -> None:
+    """A peer may send anything. The handshake refuses such an engine by a rule."""
+    unknown = replace(SHAPE, layers=None)
+    assert reasons(engine(shard(0), shard(1), shape=unknown)) == []
+    assert reasons(engine(shard(0), shape=unknown)) == [Reason.SHARD_MISSING]
+
+
 def test_attention_whose_k_and_v_lie_apart_is_sound() -> None:
     """Only a Mamba layer's bytes are counted over all heads of its parts."""
     parts = tuple(PartShape(name, 2, 32, "float32") for name in "kv")

@@ -570,6 +570,14 @@ def test_a_hanging_transfer_costs_the_agent_after_the_drain_deadline() -> None:
     assert machine.abandoned
 
 
+def test_a_second_fault_does_not_put_the_end_of_the_drain_off() -> None:
+    machine = ready(0, 1, 2)
+    machine.on(Broken(0, BROKEN), 3)
+    machine.on(Broken(1, BROKEN), 4)
+    assert machine.next_tick == 3 + DRAIN
+    assert machine.on(Tick(), 3 + DRAIN) == (Action.DESTROY_AGENT,)
+
+
 def begins_again(machine: Receive, *, crashed: bool) -> None:
     assert machine.on(AgentDestroyed(DESTROYED, crashed), 4) == (Action.CONNECT,)
     assert machine.open == set()

@@ -192,3 +192,11 @@ def test_generated_yaml_reads_back():
     tricky = {"a": "yes", "b": ["", "x: y", "# no", "- d", "1.0", {"c": {}, "d": []}], "e": None,
               "true": True, "n": 3, "quote": 'say "x"', "multi": "a\nb"}  # fmt: skip
     assert yaml.safe_load(to_yaml(tricky)) == tricky
+
+
+def test_every_whole_number_fits_the_format_that_the_schema_names():
+    """Clients in Go read int32 into 32 bits."""
+    for path, _, part in properties(SCHEMA["properties"]["spec"]):
+        if part.get("type") == "integer":
+            assert part["format"] == "int32", path
+            assert part["maximum"] < 2**31, path

@@ -204,6 +204,13 @@ def test_a_volume_that_may_hold_the_files_is_accepted(source: dict[str, Any]) ->
             ".projected.sources",
             "out tls.crt,",
         ),
+        (
+            projected(
+                {"podCertificate": {"keyPath": "tls.key", "certificateChainPath": "tls.crt"}}
+            ),
+            ".projected.sources[0].podCertificate",
+            "out ca.crt,",
+        ),
     ],
 )
 def test_items_that_leave_a_file_out_are_refused(

@@ -191,6 +191,8 @@ def test_a_finding_shows_the_value_only_if_there_is_one():
     missing = errors(with_spec(engine={"env": [{"value": "x"}]}))["spec.engine.env[0].name"]
     assert (missing.rule, missing.value) == ("Required", "")
     assert str(missing).startswith("spec.engine.env[0].name: is missing")
+    nobody = errors([MINIMAL])["."]
+    assert (nobody.rule, nobody.remedy) == ("WrongType", "Write a mapping.")
     nothing = errors({**MINIMAL, "spec": None})["spec"]
     assert (nothing.rule, nothing.value) == ("WrongType", "")
     empty = errors(with_spec(model={"name": "", "source": MINIMAL["spec"]["model"]["source"]}))

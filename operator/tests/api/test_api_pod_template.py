@@ -106,6 +106,9 @@ def test_what_kubernetes_takes_passes(role):
         (engine(tty="yes"), "spec.containers[0].tty", "WrongType", "Leave out any quotes."),
         ({"spec": {"nodeSelector": {"a": True}}}, "spec.nodeSelector.a", "WrongType",
          "Put it in quotes."),
+        ({"spec": {"nodeSelector": {"b": None, "a": 1}}}, "spec.nodeSelector.a", "WrongType",
+         "Put it in quotes."),
+        ({"spec": {"nodeSelector": ["a"]}}, "spec.nodeSelector", "WrongType", "Write a mapping."),
         ({"spec": {"priority": "1"}}, "spec.priority", "WrongType", "Write a number"),
         ({"spec": {"volumes": [{"emptyDir": {}}]}}, "spec.volumes[0].name", "Required",
          "Give the name."),
@@ -135,6 +138,7 @@ def test_what_kubernetes_would_refuse_is_refused_with_its_path(template, path, r
     found = errors(template)
     assert set(found) == {path}
     assert found[path].rule == rule
+    assert rule not in {warning.rule for warning in findings(template).warnings}, "said once"
     assert found[path].remedy.startswith(remedy)
     assert found[path].remedy.endswith((".", "?"))
     assert not found[path].message.endswith((".", "?"))

@@ -78,3 +78,10 @@ def test_variables_and_flags_of_both_are_joined_and_the_role_wins_by_name(role):
     assert [(var.name, var.value) for var in engine.env] == [("A", "shared"), ("B", "own")]
     assert engine.last("--seed").value == "2"
     assert engine.last("--max-num-seqs").value == "8"
+
+
+def test_of_a_flag_that_is_given_twice_the_last_value_counts():
+    """As in vLLM's own command line."""
+    engine = engine_of_role(Role.DECODE, engine={"extraArgs": ["--seed", "1", "--seed=2"]})
+    assert engine.last("--seed").value == "2"
+    assert engine.last("--max-num-seqs") is None

@@ -463,6 +463,9 @@ def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
         if warning.rule == "ArgumentsOverlaid"
     ]
     assert warned.path == f"spec.decode.podTemplate.spec.containers[1].{field}"
+    overlay["spec"]["containers"][1]["name"] = "router"
+    routers = warnings(router={"podTemplate": overlay})["ArgumentsOverlaid"]
+    assert routers.path == f"spec.router.podTemplate.spec.containers[1].{field}"
     harmless = {"spec": {"containers": [{"name": "engine", "imagePullPolicy": "Never"}]}}
     assert "ArgumentsOverlaid" not in warnings(decode={"podTemplate": harmless})
 

@@ -147,22 +147,22 @@ def test_other_flags_that_enable_something_pass(word):
 
 
 @pytest.mark.parametrize(
-    ("revision", "args", "warned"),
+    ("revision", "args", "moving"),
     [
-        (None, [], True),
-        ("main", [], True),
-        ("9213176726f574b556790deb65791e0c5aa438b6", [], False),
-        ("v1.0", [], False),
-        (None, ["--revision", "9213176726f574b556790deb65791e0c5aa438b6"], False),
-        ("v1.0", ["--revision", "main"], True),
+        (None, [], ""),
+        ("main", [], "main"),
+        ("9213176726f574b556790deb65791e0c5aa438b6", [], None),
+        ("v1.0", [], None),
+        (None, ["--revision", "9213176726f574b556790deb65791e0c5aa438b6"], None),
+        ("v1.0", ["--revision", "main"], "main"),
     ],
 )
-def test_weights_that_may_change_between_two_starts(revision, args, warned):
+def test_weights_that_may_change_between_two_starts(revision, args, moving):
     hub = {"repo": "a/b"} | ({"revision": revision} if revision else {})
     found = warnings(model={"source": {"huggingFace": hub}}, engine={"extraArgs": args})
-    rules = {path: str(w.rule) for path, w in found.items()}
+    rules = {path: (str(w.rule), w.value) for path, w in found.items()}
     path = "spec.model.source.huggingFace.revision"
-    assert rules == ({path: "WeightsNotPinned"} if warned else {})
+    assert rules == ({path: ("WeightsNotPinned", moving)} if moving is not None else {})
 
 
 def test_a_cache_that_nothing_is_downloaded_to():

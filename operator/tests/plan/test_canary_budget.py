@@ -10,14 +10,16 @@ from simulated_cluster import SimulatedCluster, manifest
 from pdcluster_operator.plan.peers import CANARIES_PER_SECOND
 
 
-def interval(replicas: int, ranks: int = 1, **canary: int) -> int:
-    roles = {role: {"replicas": replicas} for role in ("prefill", "decode")}
+def interval(replicas: int, ranks: int = 1, role: str = "", **canary: int) -> int:
+    """Return the interval if the engines of one role, or all, have so many data-parallel ranks."""
+    roles = {one: {"replicas": replicas} for one in ("prefill", "decode")}
     world = SimulatedCluster(manifest(**roles, verification={"canary": canary}))
     world.settle()
     world.run_pods()
     world.speak()
     for name, report in world.engines.items():
-        world.engines[name] = replace(report, data_parallel_size=ranks)
+        if role in name:
+            world.engines[name] = replace(report, data_parallel_size=ranks)
     bodies = [assignment.body for assignment in world.plan().peers]
     assert len(bodies) == replicas
     assert len({peer["engine"] for body in bodies for peer in body["peers"]}) == replicas
@@ -36,3 +38,8 @@ def test_very_many_links_share_their_canaries(replicas: int, ranks: int) -> None
     canaries = replicas * replicas * ranks
     assert canaries / seconds <= CANARIES_PER_SECOND
     assert canaries / (seconds - 1) > CANARIES_PER_SECOND, "and no less often than that"
+
+
+def test_each_rank_of_either_role_gets_its_canary() -> None:
+    both = interval(8, 4, intervalSeconds=5)
+    assert [interval(8, 4, role, intervalSeconds=5) for role in ("prefill", "decode")] == [both] * 2

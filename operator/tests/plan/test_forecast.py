@@ -361,3 +361,38 @@ def test_an_engine_that_is_not_ready_becomes_so() -> None:
         pass
     found = begun.observed().engines
     assert {name for name, one in found.items() if one.ready} == set(world.engines)
+
+
+def applied_again(child: Any, **spec: Any) -> Apply:
+    wanted = {**child, "spec": {**child["spec"], **spec}, "metadata": _as_written(child)}
+    wanted.pop("status", None)
+    return Apply(wanted, "")
+
+
+def test_what_is_applied_with_the_same_values_gives_others_nothing_to_do() -> None:
+    """The API server has added defaults, which the operator does not write."""
+    cluster = running()
+    world = World(seen(cluster))
+    while world.others_act():
+        pass
+    router = next(one for one in world.observed().children if one["kind"] == "Deployment")
+    router["spec"]["progressDeadlineSeconds"] = 600
+    wanted = applied_again({**router, "spec": {**router["spec"]}})
+    del wanted.manifest["spec"]["progressDeadlineSeconds"]
+    world.perform(wanted, cluster.now)
+    assert world.others_act() == ""
+    world.perform(applied_again(router, replicas=3), cluster.now)
+    assert world.others_act() == ROUTED, "a change has to be carried out"
+
+
+def test_pods_that_end_hold_their_gpus_until_they_are_gone() -> None:
+    parallelism = {"tensor": 4, "nodes": 2}
+    cluster = running(prefill={"parallelism": parallelism}, **copy.deepcopy(GPUS))
+    world = World(seen(cluster))
+    assert world.engines() == (2, 5)
+    (engine,) = cluster.leaders("prefill")
+    gone = Delete("apps/v1", "StatefulSet", "default", engine.stateful_set, "", "", "not wanted")
+    world.perform(gone, cluster.now)
+    assert world.engines() == (2, 5)
+    assert world.others_act() == GONE
+    assert world.engines() == (1, 1)

@@ -17,6 +17,7 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.engines import HELD
 from pdcluster_operator.plan.forecast.course import forecast
+from pdcluster_operator.plan.model import Apply
 from pdcluster_operator.plan.planner import make_plan
 
 GANG = {"gang": "Enabled"}
@@ -403,3 +404,14 @@ def test_routers_are_made_once_for_the_first_pair() -> None:
     world = SimulatedCluster(manifest(prefill=role, decode=role, scheduling=GANG))
     world.step()
     assert world.step().steps == ()
+
+
+def test_a_group_is_not_written_where_pod_groups_are_not_served_any_more() -> None:
+    world = world_of()
+    for key in [key for key in world.children if key[0] == "PodGroup"]:
+        del world.children[key]
+    world.edit(scheduling={"gang": "Disabled"})
+    for served in (True, False):
+        plan = make_plan(replace(world.observed(), pod_groups=served), world.now)
+        written = [step.manifest["kind"] for step in plan.steps if isinstance(step, Apply)]
+        assert ("PodGroup" in written) is served

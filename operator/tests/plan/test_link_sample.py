@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
+from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.labels import EngineName
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.link_sample import ALL_LINKS, sample_links
+from pdcluster_operator.plan.links import to_sample
 from pdcluster_operator.plan.reports import LinksReport
 
 numbers = st.integers(1, 80)
@@ -101,3 +106,21 @@ def test_the_first_new_engines_are_linked_though_the_others_have_to_wait(
         if not left and world.condition("Ready")["status"] == "True":
             return
     raise AssertionError(f"engines of {left} are still there, or {world.condition('Ready')}")
+
+
+def views(role: Role, count: int) -> tuple[EngineView, ...]:
+    named = (EngineName("ns", "c", role, "r", number) for number in range(count))
+    return tuple(
+        EngineView(name, True, StatusReason.ENGINES_READY, "", "x/1", "10.0.0.1", 1)
+        for name in named
+    )
+
+
+def test_engines_that_have_to_wait_are_in_no_sample() -> None:
+    prefill, decode = views(Role.PREFILL, 9), views(Role.DECODE, 9)
+    waiting = frozenset(one.name for one in (*prefill[1:], *decode[2:]))
+    assert to_sample((prefill, decode), waiting) == (prefill[:1], decode[:2])
+    few = (prefill[:8], decode[:8])
+    assert to_sample(few, waiting) == few, "all links of a few engines are kept"
+    nobody = frozenset(one.name for one in prefill)
+    assert to_sample((prefill, decode), nobody) == (prefill, decode)

@@ -550,6 +550,9 @@ def test_with_a_key_the_gate_starts_the_router():
     gated = container("router", **key_for_both)
     assert gated["command"] == ["python3", "-m", "pdcluster_connector.launcher.router_gate"]
     assert gated["args"][:5] == ["--host", "0.0.0.0", "--port", "5590", "--"]
+    (volume,) = pod("router", **key_for_both)["volumes"]
+    assert volume["configMap"]["name"] == f"pdcluster-connector-{CONNECTOR.digest[:16]}"
+    assert "volumes" not in pod("router"), "without a key it needs nothing of ours"
     plain = container("router")["args"]
     assert [w for w in gated["args"][5:] if "://" not in w] == [w for w in plain if "://" not in w]
     assert named(gated["env"]) == {

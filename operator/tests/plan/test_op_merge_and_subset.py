@@ -77,6 +77,8 @@ def test_a_probe_has_one_handler():
     wanted = {"startupProbe": {"tcpSocket": {"port": 1}, "periodSeconds": 2}}
     assert merge(ours, theirs) == wanted
     assert merge(ours, {"startupProbe": {"periodSeconds": 5}})["startupProbe"]["httpGet"]
+    elsewhere = merge(ours, {"startupProbe": {"httpGet": {"port": 1}}})["startupProbe"]
+    assert elsewhere["httpGet"] == {"path": "/", "port": 1}, "the same handler is merged"
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,9 @@ def test_merging_nothing_and_merging_twice(base, overlay):
         ({"args": ["a", "b"]}, {"args": ["a", "c"]}, False),
         ({"args": ["a", "b"]}, {"args": ["c", "b"]}, False),
         ({"limits": {"cpu": "1", "memory": "1"}}, {"limits": {"cpu": "1", "memory": "2"}}, False),
+        # Items without names: an API server adds defaults to each.
+        ({"rules": [{"port": 1, "protocol": "TCP"}]}, {"rules": [{"port": 1}]}, True),
+        ({"rules": [{"port": 1}]}, {"rules": [{"port": 1, "protocol": "TCP"}]}, False),
         (None, {"a": 1}, False),
         ({"a": None}, {"a": {"b": 1}}, False),
         ({"limits": {}}, {"limits": {"cpu": "1"}}, False),

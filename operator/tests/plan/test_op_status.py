@@ -673,6 +673,31 @@ def test_a_spec_that_is_refused_changes_nothing_of_what_is_said_of_the_engines()
         assert (now["status"], now["message"]) == (said["status"], said["message"])
 
 
+def test_a_spec_that_is_refused_in_a_rollout_pairs_no_engines_of_two_pairing_keys():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    world.edit(engine={"blockSize": 32})
+    world.step()
+    world.others_act()
+    world.step()
+    assert len(world.leaders("decode")) == 2
+    links = world.cluster["status"]["links"]
+    assert links.endswith("/2")
+    world.edit(router={"replicas": -1})
+    world.step()
+    is_(world, "Accepted", "False", "OutOfRange")
+    assert world.cluster["status"]["links"] == links
+
+
+@pytest.mark.parametrize("engines", [None, 7, "text", [None], ["text"], [{}], [{"name": 7}]])
+def test_a_status_in_which_somebody_wrote_fails_no_plan(world, engines):
+    world.bring_up()
+    written = world.cluster["status"]["engines"]
+    world.cluster["status"]["engines"] = engines
+    assert world.step().steps == ()
+    assert world.cluster["status"]["engines"] == written
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_autoscaler_finds_the_pods_of_decode_engines_and_no_others(world, role):
     world.bring_up()

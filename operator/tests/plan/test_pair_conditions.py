@@ -88,5 +88,6 @@ def test_a_link_that_is_not_measured_keeps_the_speed_unknown() -> None:
     for unmeasured in (link(1), link(1, PairState.FAILED, bytes_per_second=2e9)):
         assert healthy(good(0), unmeasured).reason == StatusReason.BANDWIDTH_UNMEASURED
     assert healthy().reason == StatusReason.BANDWIDTH_UNMEASURED
+    assert healthy(link(1, bytes_per_second=1)).reason == StatusReason.PROBABLE_TCP_FALLBACK
     assert healthy(good(0), link(1, PairState.PENDING), least=None).status == Status.UNKNOWN
     assert healthy(good(0), link(1), least=None).reason == StatusReason.NO_THRESHOLD

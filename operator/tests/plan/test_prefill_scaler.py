@@ -177,3 +177,34 @@ def test_its_status_counts_prefill_engines_alone(prefill: int, decode: int) -> N
     world.settle()
     assert world.scaler["status"]["replicas"] == prefill
     assert "role=prefill" in world.scaler["status"]["selector"]
+
+
+def test_a_spec_that_says_no_number_of_decode_engines_has_one() -> None:
+    world = SimulatedCluster(manifest())
+    world.scaler = scaler(9)
+    world.scaler["spec"]["maxPercentOfDecode"] = 300
+    world.step()
+    assert counts(world) == (3, 1)
+
+
+@pytest.mark.parametrize("field", ["minPercentOfDecode", "maxPercentOfDecode"])
+def test_a_share_is_at_least_one_percent_and_at_most_a_hundredfold(field: str) -> None:
+    def is_taken(percent: int) -> bool:
+        wanted = scaler(1)
+        wanted["spec"][field] = percent
+        return bool(jsonschema.Draft202012Validator(SCHEMA).is_valid(wanted))
+
+    taken = {percent: is_taken(percent) for percent in (0, 1, 10_000, 10_001)}
+    assert taken == {0: False, 1: True, 10_000: True, 10_001: False}
+
+
+def test_its_only_version_is_served_stored_and_can_be_scaled() -> None:
+    (version,) = scaler_crd()["spec"]["versions"]
+    assert (version["name"], version["served"], version["storage"]) == ("v1alpha1", True, True)
+    paths = version["subresources"]["scale"]
+    world = SimulatedCluster(manifest())
+    world.scaler = scaler(2)
+    world.settle()
+    for field, value in (("specReplicasPath", 2), ("statusReplicasPath", 2)):
+        _, part, name = paths[field].split(".")
+        assert world.scaler[part][name] == value

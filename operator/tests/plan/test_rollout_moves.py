@@ -247,6 +247,17 @@ def test_old_engines_that_stopped_stay_until_there_are_as_many_as_the_spec_asks_
     assert world.moves().leaving == {name(Role.DECODE, "d1", 1)}
 
 
+def test_replace_takes_the_place_of_one_old_engine_that_stopped() -> None:
+    """It does so even where no engine that serves can make room."""
+    world = fresh(REPLACE, Spec((1, 3)))
+    [first, second, third] = (name(Role.DECODE, "d1", index) for index in range(3))
+    world.ready -= {second, third}
+    world.change(replace(KEY, replicas=(1, 3)))
+    assert "no prefill engine can make room" in world.moves().stuck
+    assert world.moves().leaving == {third}
+    assert first in world.ready
+
+
 def test_old_engines_that_stopped_are_counted_without_those_that_never_ran() -> None:
     world = fresh(SURGE, Spec((1, 3)))
     world.ready = {n for n in world.ready if n.role is Role.PREFILL}

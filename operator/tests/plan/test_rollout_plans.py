@@ -10,6 +10,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import StatusReason, timestamp
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
+from pdcluster_operator.plan.reports import LinkState
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 
 ENV = {"decode": {"engine": {"env": [{"name": "A", "value": "2"}]}}}
@@ -732,3 +733,18 @@ def test_a_pause_moves_no_service_and_mixes_no_keys() -> None:
     world.edit(rollout={"type": "Surge"})
     go_on(world)
     assert selector(world) != key
+
+
+def test_replace_spares_no_engine_whose_links_have_all_failed() -> None:
+    """Nothing is lost with it. Where nobody answers, something may be."""
+    for failed in (True, False):
+        world = up("Replace")
+        before = engines(world)
+        if failed:
+            world.link(state=LinkState.FAILED, reason="BackendError", message="no route")
+        else:
+            world.engines, world.links = {}, {}
+        world.edit(**ENV)
+        for _ in range(4):
+            world.step()
+        assert (engines(world) == before) is not failed

@@ -388,3 +388,21 @@ def test_a_revision_in_which_somebody_wrote_fails_no_plan(
     world.plan()
     world.edit(decode=ONE_VARIABLE)
     world.plan()
+
+
+def test_revisions_that_would_not_pair_are_passed_over_for_older_ones_that_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both roles were renewed, and somebody deleted what was stored of one of them."""
+    world = up()
+    first = named(world, "ControllerRevision")
+    monkeypatch.setattr(targets, "pairing_key", lambda cluster: "later")
+    world.edit(engine={"maxModelLen": 512})
+    roll(world)
+    world.edit(engine={}, rollout={"renew": "1"})
+    roll(world)
+    (newest,) = of_role(world, "StatefulSet", "decode")
+    del world.children["ControllerRevision", newest.rpartition("-")[0]]
+    world.edit(rollout={})
+    roll(world)
+    assert {name.rpartition("-")[0] for name in named(world, "StatefulSet")} == first

@@ -45,7 +45,7 @@ def _behind(deployment: Manifest) -> str:
     metadata, status = metadata_of(deployment), status_of(deployment)
     if status.get("observedGeneration", 0) < metadata.get("generation", 0):
         return CHANGED
-    wanted = deployment["spec"].get("replicas", 1)
+    wanted = deployment["spec"]["replicas"]
     ready = min(status.get("updatedReplicas", 0), status.get("availableReplicas", 0))
     return NOT_READY if ready < wanted or status.get("replicas", wanted) > wanted else ""
 

@@ -20,7 +20,6 @@ QUANTITY = (
 )
 MAX_RESOURCES = 32
 MAX_LABELS = 32
-INT32 = 2**31
 
 
 def object_schema(cls: type[Any], description: str) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def _bare(field: FieldInfo) -> dict[str, Any]:
 def _whole(bounds: Whole) -> dict[str, Any]:
     return {
         "type": "integer",
-        "format": "int32" if bounds.most < INT32 else "int64",
+        "format": "int32",
         "minimum": bounds.least,
         "maximum": bounds.most,
     }
