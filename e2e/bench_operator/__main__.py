@@ -17,7 +17,7 @@ from bench_operator import account, measure, peer
 from bench_operator.anchor import MOST_CLUSTERS, Anchor
 from bench_operator.bad_days import BadDays
 from bench_operator.flame_graph import recorded
-from bench_operator.plane import BENCH, DOOMED, SAMPLE, running_plane
+from bench_operator.plane import BENCH, CRDS, DOOMED, SAMPLE, running_plane
 from bench_operator.thresholds import missed, missed_on
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
@@ -39,7 +39,7 @@ def say(text: str) -> None:
 async def run(
     real: RealApi,
     count: int,
-    sources: Path | None,
+    checkout: Path | None,
     *,
     bad_days: bool,
     flame_graph: Path | None = None,
@@ -48,8 +48,9 @@ async def run(
     watched = (SAMPLE, BENCH, DOOMED) if bad_days else (SAMPLE, BENCH)
     namespaces = [f"--namespace={name}" for name in watched]
     operator = Operator(real, "run", *namespaces, "--allow-host-path-models")
-    if sources is not None:
-        operator.bring(sources)
+    if checkout is not None:
+        for part in ("operator", "connector"):
+            operator.bring(checkout / part / "src")
     compared = min(count, MOST_CLUSTERS)
     configuration = await find_configuration(str(real.folder / "admin.kubeconfig"))
     async with KubeClient(configuration) as client:
@@ -154,7 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench-operator", description=__doc__)
     parser.add_argument("--pdclusters", type=int, nargs="+", default=[100], metavar="N")
     parser.add_argument(
-        "--sources", type=Path, help="folder with an older pdcluster_operator to measure instead"
+        "--checkout", type=Path, help="folder with an older version of this repository to measure"
     )
     parser.add_argument(
         "--bad-days", action="store_true", help="break things afterwards, and look what happens"
@@ -168,14 +169,15 @@ def main() -> int:
         help="file that shows where the operator's time goes while it creates; needs py-spy",
     )
     options = parser.parse_args()
+    crds = CRDS if options.checkout is None else options.checkout / "crds"
     late = []
     for count in options.pdclusters:
-        with running_plane() as real:
+        with running_plane(crds) as real:
             found = asyncio.run(
                 run(
                     real,
                     count,
-                    options.sources,
+                    options.checkout,
                     bad_days=options.bad_days,
                     flame_graph=options.flame_graph,
                 )

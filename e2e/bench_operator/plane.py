@@ -124,12 +124,16 @@ def _stages() -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def running_plane() -> Iterator[RealApi]:
-    """Start everything but the operator, and end it."""
+def running_plane(crds: Path = CRDS) -> Iterator[RealApi]:
+    """Start everything but the operator, and end it.
+
+    Args:
+        crds: folder with the CRDs. An older operator needs its own.
+    """
     wanted = [one for one in binaries.PROGRAMS if one.name == "kube-scheduler"]
     programs = binaries.provide([*wanted, binaries.KWOK], Places.of_user())
     with running_api(AUDIT) as real, contextlib.ExitStack() as stack:
-        _install(real)
+        _install(real, crds)
         admin = str(real.folder / "admin.kubeconfig")
         stages = real.folder / "stages.yaml"
         stages.write_text(yaml.safe_dump_all(_stages()))
@@ -157,10 +161,10 @@ def running_plane() -> Iterator[RealApi]:
         yield real
 
 
-def _install(real: RealApi) -> None:
+def _install(real: RealApi, folder: Path) -> None:
     """Install the CRDs, and give the user `operator` all rights: rights are not measured here."""
     crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    for file in CRDS.glob("*.yaml"):
+    for file in folder.glob("*.yaml"):
         _create(real, crds, yaml.safe_load(file.read_text()))
     rbac = "rbac.authorization.k8s.io"
     binding = {

@@ -60,7 +60,11 @@ class ControlLoop:
         self._leases = leases
         self.store = Store()
         self.queue = KeyedQueue(
-            self._work, is_urgent=self._is_urgent, is_new=self._is_new, backoff=backoff
+            self._work,
+            is_urgent=self._is_urgent,
+            is_new=self._is_new,
+            is_silent=self._is_silent,
+            backoff=backoff,
         )
         self.monitor = LauncherMonitor(
             launchers, self.queue.add, starting=self._gather, period=poll_seconds
@@ -102,6 +106,10 @@ class ControlLoop:
     def _is_new(self, key: Key) -> bool:
         cluster = self.store.cluster(key)
         return cluster is not None and not (cluster.get("status") or self.store.children(key))
+
+    def _is_silent(self, key: Key) -> bool:
+        cluster = self.store.cluster(key)
+        return cluster is not None and not cluster.get("status")
 
     def sweep(self, kind: str, manifests: Iterable[Manifest]) -> None:
         """One LIST of all objects of a kind that concern us."""

@@ -5,9 +5,7 @@ So the queue keeps keys, not events. Adding a key that is queued changes nothing
 that a worker has makes it run once more afterwards. A failed key comes back after a delay that
 doubles with each failure; other keys do not wait for it.
 
-Keys wait in three lines, and the workers take from them in turns: specs that changed, new
-PDClusters, and the others. So a change does not wait behind a thousand new PDClusters, these do not
-wait behind what becomes of the first of them, and nobody waits for ever.
+:mod:`.lines` says which key is next.
 
 A key that a worker has had rests for a moment, unless its spec changes. What is created reports
 itself a dozen times within a second, and one look at all of it is enough.
@@ -18,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from pdcluster_operator.runtime.lines import Lines
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ class Key(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
-Line = OrderedDict[Key, None]
 Handler = Callable[[Key], Awaitable["float | None"]]
 """Works on one key; returns seconds until it wants to run again, or None. Raising retries."""
 
@@ -70,7 +68,7 @@ class KeyedQueue:
 
     Args:
         is_urgent: whether somebody still waits for a key that comes back after a while.
-        is_new: whether nothing was made for a key yet.
+        is_new, is_silent: see :class:`.lines.Lines`.
         rest: see ``REST_SECONDS``.
     """
 
@@ -80,6 +78,7 @@ class KeyedQueue:
         *,
         is_urgent: Callable[[Key], bool] = lambda _: False,
         is_new: Callable[[Key], bool] = lambda _: False,
+        is_silent: Callable[[Key], bool] = lambda _: False,
         workers: int = WORKERS,
         rest: float = REST_SECONDS,
         backoff: Backoff | None = None,
@@ -87,15 +86,11 @@ class KeyedQueue:
     ) -> None:
         self._handler = handler
         self._is_urgent = is_urgent
-        self._is_new = is_new
         self._workers = workers
         self._rest = rest
         self._backoff = backoff or Backoff()
         self._uniform = uniform
-        self._urgent: Line = OrderedDict()
-        self._new: Line = OrderedDict()
-        self._others: Line = OrderedDict()
-        self._turns = deque((self._urgent, self._new, self._others))
+        self._lines = Lines(workers, is_new, is_silent, _now)
         self._resting: dict[Key, bool] = {}  # whether it was added meanwhile
         self._running: set[Key] = set()
         self._again: dict[Key, bool] = {}  # added while a worker has it: whether it is urgent
@@ -116,16 +111,10 @@ class KeyedQueue:
         if key in self._running:
             self._again[key] = urgent or self._again.get(key, False)
             return
-        if urgent or key in self._urgent:
-            self._new.pop(key, None)
-            self._others.pop(key, None)
-            self._urgent[key] = None
-        elif key in self._resting:
+        if key in self._resting and not urgent and key not in self._lines:
             self._resting[key] = True
             return
-        elif key not in self._new and key not in self._others:
-            line = self._new if self._is_new(key) else self._others
-            line[key] = None
+        self._lines.add(key, urgent=urgent)
         self._wake.set()
 
     def add_after(self, key: Key, seconds: float) -> None:
@@ -159,12 +148,12 @@ class KeyedQueue:
     @property
     def depth(self) -> int:
         """Keys that wait for a worker."""
-        return sum(map(len, self._turns)) + sum(self._resting.values())
+        return len(self._lines) + sum(self._resting.values())
 
     @property
     def new(self) -> int:
         """New keys that wait for a worker."""
-        return len(self._new)
+        return self._lines.new
 
     def start(self) -> None:
         """Start the workers on the running loop."""
@@ -176,8 +165,7 @@ class KeyedQueue:
     async def stop(self, *, grace: float = 5.0) -> None:
         """Take no more keys, and cancel handlers that still run after ``grace`` seconds."""
         self._stopping = True
-        for line in self._turns:
-            line.clear()
+        self._lines.clear()
         self._resting.clear()
         self._again.clear()
         for timer in self._timers.values():
@@ -196,23 +184,16 @@ class KeyedQueue:
 
     async def _next(self) -> Key | None:
         while not self._stopping:
-            if any(self._turns):
-                key = self._take()
+            if (key := self._lines.take()) is not None:
                 self._running.add(key)
                 if (timer := self._timers.pop(key, None)) is not None:
                     timer.cancel()  # this run says when the next one has to be
+                if self._lines:
+                    self._wake.set()  # what could not be taken before may be taken now
                 return key
             self._wake.clear()
             await self._wake.wait()
         return None
-
-    def _take(self) -> Key:
-        """Return the oldest key of the line whose turn it is. A line that is empty has no turn."""
-        while not self._turns[0]:
-            self._turns.rotate(-1)
-        line = self._turns[0]
-        self._turns.rotate(-1)
-        return line.popitem(last=False)[0]
 
     def _let_rest(self, key: Key, *, again: bool) -> None:
         self._resting[key] = again
@@ -225,6 +206,7 @@ class KeyedQueue:
 
     async def _work(self) -> None:
         while (key := await self._next()) is not None:
+            failed = True
             try:
                 again_after = await self._handler(key)
             except Exception as error:  # noqa: BLE001 - any failure of one key is retried alone
@@ -233,8 +215,10 @@ class KeyedQueue:
                 log.warning("%s: %s; trying again in %.1f s", key, error, again_after)
             else:
                 self._failures.pop(key, None)
+                failed = False
             finally:
                 self._running.discard(key)
+                self._lines.done(key, failed=failed)
             again = self._again.pop(key, None)
             if again:
                 self.add(key, urgent=True)
@@ -242,3 +226,7 @@ class KeyedQueue:
             self._let_rest(key, again=again is not None)
             if again is None and again_after is not None:
                 self.add_after(key, again_after)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
