@@ -66,8 +66,10 @@ repeat: COPIES ?= 4
 repeat: ## the tests of `make fast` RUNS times, COPIES at a time, to find tests that fail now and then; JITTER=1: stall them
 	$(PY) dev/repeat.py --runs $(RUNS) --copies $(COPIES) $(if $(JITTER),--jitter $(JITTER)) -- -m "$(PURE)" $(TESTS)
 
-cluster-programs: ## build what a cluster needs with Go, and the images, once into the cache
+cluster-programs: cluster-images ## build what a cluster needs with Go, and the images, once into the cache
 	$(PY) -m cluster build
+
+cluster-images: ## build the images that a cluster needs, once into the cache
 	$(PY) -m images build
 
 cluster-demo: ## from helm install to tokens on a real Kubernetes on this machine (as root)
@@ -109,5 +111,6 @@ generate: ## write the CRD, docs/{api,layouts,reasons,rules}.md and pod_fields.p
 lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
-.PHONY: help env model demo check test e2e local-e2e cluster-e2e soak fast repeat charts cluster-programs \
-	bench-operator image router-image cluster-demo cluster-up cluster-down newest-vllm format generate lock
+.PHONY: help env model demo check test e2e local-e2e cluster-e2e soak fast repeat \
+	charts cluster-programs cluster-images bench-operator image router-image cluster-demo cluster-up \
+	cluster-down newest-vllm format generate lock
