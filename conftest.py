@@ -29,6 +29,17 @@ settings.load_profile(os.environ.get("PDCLUSTER_EXAMPLES", "pdcluster"))
 if sys.version_info < (3, 12):
     vars(traceback)["_extract_caret_anchors_from_line_segment"] = lambda _: None
 
+# Most of what these tests take is a wait: for processes that they start, or for deadlines.
+WAITING = (
+    "connector/tests/launcher/",
+    "connector/tests/sidechannel/",
+    "connector/tests/testing/",
+    "connector/tests/transfer/",
+    "e2e/cluster/tests/",
+    "operator/tests/cli/",
+    "operator/tests/local/",
+)
+
 FILES_MARKS = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
 
 
@@ -54,6 +65,23 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)  # after tests were deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let all workers begin with tests that wait: at the end, no core would be used beside them.
+
+    With `--dist worksteal`, each worker begins with one of as many equal parts of the list.
+    """
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    waiting = [item for item in items if item.nodeid.startswith(WAITING)]
+    computing = [item for item in items if not item.nodeid.startswith(WAITING)]
+    items[:] = [
+        item
+        for worker in range(workers)
+        for kind in (waiting, computing)
+        for item in kind[len(kind) * worker // workers : len(kind) * (worker + 1) // workers]
+    ]
 
 
 def _may_be_selected(expression: str, marks: set[str], ours: list[str]) -> bool:
