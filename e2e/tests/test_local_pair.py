@@ -357,7 +357,7 @@ def test_a_killed_prefill_comes_back_and_its_canaries_go_on(run: LocalRun) -> No
 def test_a_killed_engine_core_is_named_in_the_conditions(run: LocalRun) -> None:
     """The whole of a decode engine is killed on the cluster: test_cluster_policies.py."""
     words = "vLLM's process EngineCore was killed by SIGKILL"
-    again = f"the last end was: {words}"
+    again = f"its last process ended: {words}"
 
     def told() -> str:
         return str(run.condition("DecodeReady")["message"])

@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio import client as kubernetes
 
 from pdcluster_operator.adapters.api_server.client import APPLY, TRIES, KubeClient
-from pdcluster_operator.adapters.api_server.patience import LONGEST, SHORTEST, SPREAD, Patience
+from pdcluster_operator.adapters.api_server.overload import LONGEST, SHORTEST, SPREAD, Overload
 from pdcluster_operator.runtime.errors import ApiError
 
 
@@ -33,20 +33,20 @@ async def test_a_client_waits_as_long_as_it_is_asked_to_within_bounds(
     asked: str, seconds: float
 ) -> None:
     time = Time()
-    patience = Patience(time.clock, time.sleep)
-    await patience.wait()
+    overload = Overload(time.clock, time.sleep)
+    await overload.wait()
     assert time.now == 100.0
-    patience.told(asked)
-    await patience.wait()
+    overload.told(asked)
+    await overload.wait()
     assert seconds <= time.now - 100.0 <= seconds * (1 + SPREAD)
 
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     simulated = Time()
-    patience = Patience(simulated.clock, simulated.sleep)
-    module = "pdcluster_operator.adapters.api_server.client.Patience"
-    monkeypatch.setattr(module, lambda: patience)
+    overload = Overload(simulated.clock, simulated.sleep)
+    module = "pdcluster_operator.adapters.api_server.client.Overload"
+    monkeypatch.setattr(module, lambda: overload)
     return simulated
 
 

@@ -233,18 +233,22 @@ def test_last_words_are_still_there_while_it_starts_again(world):
     container(world, "prefill", {"running": {}}, end)
     del world.engines[world.leaders("prefill")[0].logical]
     world.step()
-    again = "the launcher does not answer yet; started again; the last end was: no such model"
+    again = "the launcher does not answer yet; started again; its last process ended: no such model"
     is_(world, "PrefillReady", "False", "Starting", f"{again} (exit code 1)")
 
 
 @pytest.mark.parametrize(
     ("state", "message", "words"),
     [
-        ("Starting", "starting vLLM", "starting again; the last end was: no such model (exit code"),
+        (
+            "Starting",
+            "starting vLLM",
+            "starting again; its last process ended: no such model (exit code",
+        ),
         (
             "LoadingWeights",
             "shard 1 of 2",
-            "shard 1 of 2; started again; the last end was: no such",
+            "shard 1 of 2; started again; its last process ended: no such",
         ),
         ("Draining", "waiting for 1 request", "Draining: waiting for 1 request"),
     ],

@@ -88,7 +88,7 @@ def started_again(pod: Manifest, message: str) -> str:
     if not end:
         return message
     again = "starting again" if message in FIRST_MESSAGES else f"{message}; started again"
-    return f"{again}; the last end was: {end}"
+    return f"{again}; its last process ended: {end}"
 
 
 def _our_container(pod: Manifest) -> Mapping[str, Any] | None:

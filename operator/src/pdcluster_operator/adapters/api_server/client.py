@@ -21,7 +21,7 @@ from kubernetes.aio import client
 from yarl import URL
 
 from pdcluster_operator.adapters.api_server.documents import document_of, lines_of
-from pdcluster_operator.adapters.api_server.patience import Patience
+from pdcluster_operator.adapters.api_server.overload import Overload
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class KubeClient:
         self._connections = connections
         self._client = client.ApiClient(configuration)
         self._http: aiohttp.ClientSession | None = None
-        self._patience = Patience()
+        self._overload = Overload()
 
     async def __aenter__(self) -> Self:
         return self
@@ -96,11 +96,11 @@ class KubeClient:
             NotFound, Conflict, Invalid, ApiError: the server refused or did not answer.
         """
         for _ in range(TRIES):
-            await self._patience.wait()
+            await self._overload.wait()
             status, text, retry_after = await self._once(method, path, query, body, content)
             if status != TOO_MANY:
                 break
-            self._patience.told(retry_after)
+            self._overload.told(retry_after)
         document = _document(text)
         if not 200 <= status < 300:
             raise classified(status, document)
@@ -112,13 +112,13 @@ class KubeClient:
         Raises:
             NotFound, ApiError: the server refused, or the connection broke.
         """
-        await self._patience.wait()
+        await self._overload.wait()
         limits = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=SILENCE)
         try:
             answer = await self._send("GET", path, query, None, JSON, limits)
             async with answer as response:
                 if response.status == TOO_MANY:
-                    self._patience.told(response.headers.get("Retry-After", ""))
+                    self._overload.told(response.headers.get("Retry-After", ""))
                 if response.status != OK:
                     raise classified(response.status, _document(await response.read()))
                 async for line in lines_of(response.content.iter_any()):

@@ -21,7 +21,7 @@ from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed, TryOut
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, why_replaced
 from pdcluster_operator.plan.rollout.fleet import engine_keys, observe_fleet
-from pdcluster_operator.plan.rollout.gangs import Muster, find_gangs, without
+from pdcluster_operator.plan.rollout.gangs import GangEngines, find_gangs, without
 from pdcluster_operator.plan.rollout.history import keep_history
 from pdcluster_operator.plan.rollout.moves import frozen, next_moves
 from pdcluster_operator.plan.rollout.routing import Routing, route
@@ -118,8 +118,8 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
             routing = Routing(key, {key: names}, stop=True)
     names = {role: (*names[role], *_of(kept, role)) for role in Role}
     joint = cluster.spec.scheduling.gang is Switch.ENABLED
-    muster = Muster(cluster.name, without(names, blocked), live, keys, serving, observed.pods)
-    gangs = find_gangs(muster, enabled=joint and observed.pod_groups and not observed.one_node)
+    known = GangEngines(cluster.name, without(names, blocked), live, keys, serving, observed.pods)
+    gangs = find_gangs(known, enabled=joint and observed.pod_groups and not observed.one_node)
     blocked |= gangs.held
     routing = routing.without(gangs.held)
     waiting = any(serving[role] is not targets.wanted[role] for role in Role)

@@ -57,8 +57,8 @@ class Gangs:
 
 
 @dataclass(frozen=True, slots=True)
-class Muster:
-    """What groups are made from.
+class GangEngines:
+    """The engines that groups are made of, and what is known of them.
 
     Attributes:
         cluster: its name.
@@ -100,37 +100,37 @@ class Muster:
         return str((template.get("spec") or {}).get("priorityClassName") or "")
 
 
-def find_gangs(muster: Muster, *, enabled: bool) -> Gangs:
+def find_gangs(known: GangEngines, *, enabled: bool) -> Gangs:
     """Return the groups.
 
     Args:
         enabled: whether new engines get groups. Those that exist keep theirs in any case.
     """
-    of = {name: group_of(name, muster) for name in muster.every()}
+    of = {name: group_of(name, known) for name in known.every()}
     held: set[EngineName] = set()
     if enabled:
-        for key in sorted({muster.keys[name] for name in of}):
-            of |= _start(muster, key, of)
-        held = _held(muster, of)
+        for key in sorted({known.keys[name] for name in of}):
+            of |= _start(known, key, of)
+        held = _held(known, of)
         of |= {
             name: name.stateful_set
             for name, group in of.items()
-            if not group and muster.is_new(name) and muster.size(name) > 1
+            if not group and known.is_new(name) and known.size(name) > 1
         }
     of = {name: group for name, group in of.items() if group and name not in held}
     members: dict[str, list[EngineName]] = {}
     for name, group in of.items():
         members.setdefault(group, []).append(name)
     groups = tuple(
-        Gang(group, _count(muster, found), muster.priority(found[0]))
+        Gang(group, _count(known, found), known.priority(found[0]))
         for group, found in sorted(members.items())
     )
     return Gangs(groups, of, frozenset(held))
 
 
-def group_of(name: EngineName, muster: Muster) -> str:
+def group_of(name: EngineName, known: GangEngines) -> str:
     """Return the group that an existing engine has of us; a user may name others by hand."""
-    engine = muster.live[name.role].get(name)
+    engine = known.live[name.role].get(name)
     if engine is None:
         return ""
     given = (engine["spec"]["template"].get("spec") or {}).get("schedulingGroup") or {}
@@ -138,61 +138,61 @@ def group_of(name: EngineName, muster: Muster) -> str:
     return group if is_group_of(name, group) else ""
 
 
-def _start(muster: Muster, key: str, of: Mapping[EngineName, str]) -> dict[EngineName, str]:
+def _start(known: GangEngines, key: str, of: Mapping[EngineName, str]) -> dict[EngineName, str]:
     """Return the engines that join the group of a start: the first of a role, and its partner."""
     joining: list[EngineName] = []
     waiting: set[Role] = set()
     for role in Role:
-        mine = [name for name in muster.names[role] if muster.keys[name] == key]
-        if any(muster.keys.get(name) == key for name in muster.live[role]):
+        mine = [name for name in known.names[role] if known.keys[name] == key]
+        if any(known.keys.get(name) == key for name in known.live[role]):
             # An engine of this role exists. It is a partner if it is in the group itself.
-            if any(of[name] == _start_of(muster, name) for name in mine):
+            if any(of[name] == _start_of(known, name) for name in mine):
                 waiting.add(role)
         elif mine:
             joining.append(mine[0])
             waiting.add(role)
-    names = {_start_of(muster, name) for name in joining}
+    names = {_start_of(known, name) for name in joining}
     if len(waiting) < len(Role) or len(names) > 1:
         return {}
-    return {name: _start_of(muster, name) for name in joining}
+    return {name: _start_of(known, name) for name in joining}
 
 
-def _start_of(muster: Muster, name: EngineName) -> str:
+def _start_of(known: GangEngines, name: EngineName) -> str:
     """Return the group of a start: one for each pairing key and priority, which never change."""
-    key, priority = muster.keys[name], muster.priority(name)
-    return start_group_name(muster.cluster, short_hash([key, priority]) if priority else key)
+    key, priority = known.keys[name], known.priority(name)
+    return start_group_name(known.cluster, short_hash([key, priority]) if priority else key)
 
 
-def _held(muster: Muster, of: Mapping[EngineName, str]) -> set[EngineName]:
+def _held(known: GangEngines, of: Mapping[EngineName, str]) -> set[EngineName]:
     """Return the new engines that wait for the first pair of their key to get its nodes."""
     found: set[EngineName] = set()
-    placed = _placed(muster.pods)
-    for key in {muster.keys[name] for name in of}:
+    placed = _placed(known.pods)
+    for key in {known.keys[name] for name in of}:
         first = [
             name
             for name, group in of.items()
-            if muster.keys[name] == key and group == _start_of(muster, name)
+            if known.keys[name] == key and group == _start_of(known, name)
         ]
-        rest = {name for name in of if muster.keys[name] == key} - set(first)
-        others = {name for side in muster.live.values() for name in side} - set(first)
-        if not first or any(muster.keys.get(name) == key for name in others):
+        rest = {name for name in of if known.keys[name] == key} - set(first)
+        others = {name for side in known.live.values() for name in side} - set(first)
+        if not first or any(known.keys.get(name) == key for name in others):
             continue
-        if any(placed.get(name, 0) < muster.size(name) for name in first):
+        if any(placed.get(name, 0) < known.size(name) for name in first):
             found |= rest
     return found
 
 
-def _count(muster: Muster, members: list[EngineName]) -> int:
+def _count(known: GangEngines, members: list[EngineName]) -> int:
     """Return how many pods of a group have to fit at once: all of them.
 
     Later, none of the first pair may have a node while other engines of their key serve. Then each
     of the two is of use alone, and they do not wait for each other.
     """
-    sizes = [muster.size(name) for name in members]
-    placed = _placed(muster.pods)
-    keys = {muster.keys[name] for name in members}
-    others = any(muster.keys.get(name) in keys for name in placed if name not in members)
-    if others and not any(placed.get(name, 0) >= muster.size(name) for name in members):
+    sizes = [known.size(name) for name in members]
+    placed = _placed(known.pods)
+    keys = {known.keys[name] for name in members}
+    others = any(known.keys.get(name) in keys for name in placed if name not in members)
+    if others and not any(placed.get(name, 0) >= known.size(name) for name in members):
         return min(sizes)
     return sum(sizes)
 

@@ -13,8 +13,8 @@ SPREAD = 0.5
 """Calls that waited together come back within this share of the time that was asked for."""
 
 
-class Patience:
-    """The patience of one client: what one call is told holds for all."""
+class Overload:
+    """What the API server asks of one client. What one call is told holds for all of them."""
 
     def __init__(
         self,
