@@ -54,6 +54,14 @@ def test_any_bytes(raw: bytes) -> None:
     assert isinstance(links.decode_report(raw), Malformed)
 
 
+def test_a_document_may_have_a_mebibyte() -> None:
+    for document, decode in ((DOCUMENT, links.decode_peers), (REPORT, links.decode_report)):
+        raw = links.encode_json(document)
+        padding = b" " * (1024 * 1024 - len(raw))
+        assert decode(raw + padding) == document
+        assert isinstance(decode(raw + padding + b" "), Malformed)
+
+
 def test_mutations_never_raise() -> None:
     rng = random.Random(3)
     for raw in (links.encode_json(DOCUMENT), links.encode_json(REPORT)):

@@ -193,6 +193,8 @@ def test_a_finding_shows_the_value_only_if_there_is_one():
     assert str(missing).startswith("spec.engine.env[0].name: is missing")
     nobody = errors([MINIMAL])["."]
     assert (nobody.rule, nobody.remedy) == ("WrongType", "Write a mapping.")
+    no_object = errors(with_spec(engine=[]))["spec.engine"]
+    assert (no_object.message, no_object.remedy) == ("must be an object", "Write a mapping.")
     nothing = errors({**MINIMAL, "spec": None})["spec"]
     assert (nothing.rule, nothing.value) == ("WrongType", "")
     empty = errors(with_spec(model={"name": "", "source": MINIMAL["spec"]["model"]["source"]}))

@@ -573,3 +573,10 @@ def test_resources_reach_their_own_place(part, amounts):
         # Routers have amounts of their own; engines have none.
         changed = {amounts: {"cpu": "4", "memory": "1Gi"}} if one == part else {}
         assert container(one, **given)["resources"] == before[one] | changed
+
+
+def test_a_container_beside_the_router_stays_as_it_was_written():
+    agents = [{"name": "a", "image": "a:1"}, {"name": "b", "image": "b:1", "args": ["--prefill"]}]
+    made = pod("router", router={"podTemplate": {"spec": {"containers": agents}}})["containers"]
+    assert made[1:] == agents
+    assert made[0]["name"] == "router"

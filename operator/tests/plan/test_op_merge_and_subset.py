@@ -221,3 +221,12 @@ def test_quantities(text, value):
 @pytest.mark.parametrize("text", ["", "4 cores", "1gb", "1KiB", "0x1", "1e", "--1", "Gi", "9" * 99])
 def test_what_is_no_quantity(text):
     assert parse_quantity(text) is None
+
+
+def test_suffixes_of_quantities_are_those_of_kubernetes():
+    decimal = {suffix: 1000**power for power, suffix in enumerate("kMGTPE", 1)}
+    binary = {f"{suffix}i": 1024**power for power, suffix in enumerate("KMGTPE", 1)}
+    for suffix, factor in (decimal | binary).items():
+        assert parse_quantity(f"3{suffix}") == 3 * factor
+    for power, suffix in enumerate("mun", 1):
+        assert parse_quantity(f"3{suffix}") * 1000**power == 3

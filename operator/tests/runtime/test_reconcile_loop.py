@@ -282,6 +282,31 @@ async def test_the_crowd_is_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert crowds == [5, 6, 5]
 
 
+async def test_a_status_that_is_right_again_is_no_part_of_the_crowd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crowds: list[int] = []
+    pause = 0.0
+
+    def waits(*arguments: Any) -> float:
+        crowds.append(arguments[3])
+        return pause
+
+    monkeypatch.setattr(reconcile, "wait_before_writing", waits)
+    world = World()
+    world.start(world.events, new=5)
+    for _ in range(3):
+        await world.reconcile()
+    cluster = world.api.get("PDCluster", *KEY)
+    assert cluster is not None
+    right, pause = cluster["status"], 4.0
+    crowds.clear()
+    for status in ({**right, "links": "7/7"}, right, {**right, "links": "8/8"}):
+        world.store.put({**cluster, "status": status})
+        await world.reconcile()
+    assert crowds == [5, 5], "two statuses are wrong, one after the other"
+
+
 def keys(world: World) -> list[str]:
     secret = world.api.get("Secret", "ns", "tiny-ticket-key")
     assert secret is not None

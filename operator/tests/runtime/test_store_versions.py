@@ -118,3 +118,13 @@ def test_a_value_of_a_user_keeps_its_type() -> None:
     store.put({**cluster(5), "spec": {"free": 1}})
     store.put({**cluster(6), "spec": {"free": True}})
     assert store.cluster(KEY)["spec"]["free"] is True
+
+
+def test_a_label_or_an_annotation_that_changes_is_news() -> None:
+    store = Store()
+    store.put(cluster(1))
+    assert store.put(cluster(2)) is None, "only the version is another"
+    for number, field in enumerate(("labels", "annotations"), 3):
+        changed = cluster(number)
+        changed["metadata"][field] = {"a.example": "x"}
+        assert store.put(changed) == KEY
