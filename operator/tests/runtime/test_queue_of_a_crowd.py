@@ -177,18 +177,40 @@ def test_a_key_waits_in_one_line() -> None:
     assert len(lines) == 0
 
 
-def test_a_cluster_is_silent_until_it_has_a_status() -> None:
+def test_a_key_that_need_not_be_held_any_more_does_not_wait_behind_one_that_must() -> None:
+    made: set[str] = set()
+    silent = set("abcdefgh")
+    lines: Lines[str] = Lines(2, lambda key: key not in made, silent.__contains__, lambda: 0.0)
+    for key in "abc":
+        lines.add(key, urgent=False)
+    assert [lines.take(), lines.take()] == ["a", "b"]
+    made.update("ab")
+    for key in "ab":
+        lines.done(key, failed=False)
+        lines.add(key, urgent=False)
+    assert [lines.take(), lines.take()] == ["c", None]
+    silent.discard("b")
+    lines.add("b", urgent=False)
+    assert [lines.take(), lines.take()] == ["b", None]
+
+
+def test_a_cluster_is_silent_until_it_has_a_status_or_changes() -> None:
     parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
 
     async def story() -> None:
         loop = ControlLoop(**parts)
+        is_silent = loop.queue._lines._is_silent
         metadata = {"namespace": "ns", "name": "c", "uid": "c"}
         key = Key("ns", "c")
-        assert not loop._is_silent(key), "it is gone"
+        assert not is_silent(key), "it is gone"
         loop.see("ADDED", {"kind": "PDCluster", "metadata": metadata})
-        assert loop._is_silent(key)
+        assert is_silent(key)
+        loop.see("MODIFIED", {"kind": "PDCluster", "metadata": {**metadata, "generation": 1}})
+        assert is_silent(key)
+        loop.see("MODIFIED", {"kind": "PDCluster", "metadata": {**metadata, "generation": 2}})
+        assert not is_silent(key), "somebody waits for what comes of the change"
         status = {"observedGeneration": 1}
         loop.see("MODIFIED", {"kind": "PDCluster", "metadata": metadata, "status": status})
-        assert not loop._is_silent(key)
+        assert not is_silent(key)
 
     virtual_time.run(story())

@@ -24,6 +24,8 @@ from pdcluster_operator.runtime.reconcile import Place, Reconciler
 from pdcluster_operator.runtime.store import Manifest, Store
 
 RESYNC_SECONDS = 300.0
+FIRST = 1
+"""The generation of a spec that nobody has changed."""
 
 
 Worked = Callable[[float, bool], None]
@@ -109,7 +111,9 @@ class ControlLoop:
 
     def _is_silent(self, key: Key) -> bool:
         cluster = self.store.cluster(key)
-        return cluster is not None and not cluster.get("status")
+        if cluster is None or cluster.get("status"):
+            return False
+        return bool(cluster["metadata"].get("generation", FIRST) == FIRST)
 
     def sweep(self, kind: str, manifests: Iterable[Manifest]) -> None:
         """One LIST of all objects of a kind that concern us."""

@@ -7,7 +7,8 @@ PDClusters: each of these keeps a worker for a dozen requests, and a look at ano
 
 What becomes of a PDCluster whose children were just made waits while others are new: until they
 have their children, too, or for ``HOLD_SECONDS``. One look then serves for many. Only PDClusters
-without a status wait so, and only in a crowd is there no status yet (``plan/status/pace.py``).
+without a status whose spec is the first one wait so, and only in a crowd is there no status yet
+(``plan/status/pace.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Lines(Generic[K]):
     Args:
         workers: how many take keys.
         is_new: whether nothing was made for a key yet.
-        is_silent: whether nothing was said of a key yet.
+        is_silent: whether nothing was said of a key yet, and nobody has changed it.
         clock: seconds that only grow.
     """
 
@@ -75,6 +76,9 @@ class Lines(Generic[K]):
             for line in (self._new, self._others, self._held):
                 line.pop(key, None)
             self._urgent[key] = None
+        elif key in self._held and not self._is_held(key):
+            del self._held[key]
+            self._others[key] = None
         elif key not in self:
             self._line_of(key)[key] = None
 
