@@ -47,11 +47,13 @@ test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's sche
 
 e2e: local-e2e cluster-e2e ## what a user does, end to end: on this machine, then on a real Kubernetes (as root)
 
+# A pair of engines keeps two cores busy only while it loads.
 local-e2e: ## without Kubernetes: tokens, layouts, kills, restarts
-	$(PY) -m pytest e2e -m "local and not soak" --durations=10
+	$(PY) -m pytest e2e -n 2 --dist loadfile -m "local and not soak" --durations=10
 
+# The tests without pods mostly wait: for the operator's periods, and for the end of a Lease.
 cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with real pods, and the chart with helm 3 and 4 (as root)
-	$(PY) -m pytest operator charts -n 3 --dist worksteal -m "(cluster or helm) and not soak" --durations=10
+	$(PY) -m pytest operator charts -n 5 --dist worksteal -m "(cluster or helm) and not soak" --durations=10
 	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests -m "cluster and not soak" --durations=20
 
 soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of the others (as root)

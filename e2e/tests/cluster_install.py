@@ -30,6 +30,7 @@ RELEASE = "pdcluster"
 AUTHORITY = f"{RELEASE}-engine-ca"
 OWN_CERTIFICATE = "operator-certificate"
 OPERATOR, WEBHOOK = f"{RELEASE}-operator", f"{RELEASE}-webhook"
+OPERATOR_PODS = "--selector=app.kubernetes.io/component=operator"
 OPERATOR_USER = f"system:serviceaccount:{NAMESPACE}:{OPERATOR}"
 
 
@@ -142,8 +143,12 @@ class Installation:
             for pid in self.processes("run"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        label = "--selector=app.kubernetes.io/component=operator"
-        self.kubectl("delete", "pod", label, "--force", "--grace-period=0", "--wait=false")
+        force = ("--force", "--grace-period=0")
+        self.kubectl("delete", "pod", OPERATOR_PODS, *force, "--wait=false")
+
+    def restart(self) -> None:
+        """Get a new pod. The old one gives its Leases back, so nobody waits until they end."""
+        self.kubectl("delete", "pod", OPERATOR_PODS, "--wait=false")
 
     @staticmethod
     def processes(command: str) -> list[int]:

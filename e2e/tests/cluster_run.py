@@ -299,8 +299,8 @@ class ClusterRun:
     def make_namespace(self) -> None:
         self.cluster.make_namespace(self.namespace)
 
-    def delete_namespace(self) -> None:
-        self.cluster.kubectl("delete", "namespace", self.namespace, "--ignore-not-found")
+    def delete_namespace(self, *words: str) -> None:
+        self.cluster.kubectl("delete", "namespace", self.namespace, "--ignore-not-found", *words)
 
 
 @contextmanager
@@ -317,6 +317,7 @@ def running(
         yield run
     finally:
         run.kubectl("delete", "pdc", "--all")
+        # From now on no pod can be made here. The next test does not wait for the namespace's end.
+        run.delete_namespace("--wait=false")
         # The grace period is for requests that are under way. Here nobody waits for an answer.
         run.kubectl("delete", "pod", "--all", "--force", "--grace-period=0", "--wait=false")
-        run.delete_namespace()

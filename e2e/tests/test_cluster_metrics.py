@@ -90,7 +90,7 @@ def clients(tiny: ClusterRun, operator: Installation) -> Iterator[Clients]:
         made.start(image, name)
     yield made
     scrape_from(tiny, [])
-    tiny.cluster.kubectl(*delete)
+    tiny.cluster.kubectl(*delete, "--wait=false")
 
 
 def scrape_from(run: ClusterRun, peers: list[dict[str, object]]) -> None:

@@ -25,7 +25,7 @@ def idler() -> dict:
     return manifest("idler", prefill=over, decode=over, router={"podTemplate": idle("router")})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def idling(cluster: Cluster, proxy: Proxy, operator: Installation) -> ClusterRun:
     with running(cluster, proxy, None, "idler") as run:
         yield run

@@ -91,7 +91,7 @@ def test_new_certificates_restart_nothing_and_fail_no_request(
         name = certificates_name(tiny.name)
         note = f"{CERTIFICATES_ANNOTATION}=somebody"
         tiny.kubectl("annotate", "secret", name, note, "--overwrite")
-        operator.kill()  # a new one reads the Secret at once
+        operator.restart()  # a new one reads the Secret at once
         took = tiny.wait(
             "use of the operator's", lambda: seen(tiny) == of_the_operator, KUBELET_SECONDS
         )
