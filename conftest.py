@@ -35,7 +35,6 @@ WAITING = (
     "connector/tests/sidechannel/",
     "connector/tests/testing/",
     "connector/tests/transfer/",
-    "e2e/cluster/tests/",
     "operator/tests/cli/",
     "operator/tests/local/",
 )

@@ -6,6 +6,7 @@ them, and takes no part in any decision.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -53,10 +54,10 @@ def manifest(name: str = "llama", **spec: Any) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Copy what an API server would send anew; copy.deepcopy takes three times as long."""
-    if isinstance(value, dict):
-        return {key: copied(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
+    """Copy what an API server would send anew; copy.deepcopy takes five times as long."""
+    if type(value) is dict:
+        return {key: part if type(part) is str else copied(part) for key, part in value.items()}
+    if type(value) is list or type(value) is tuple:
         return type(value)([copied(part) for part in value])
     return value
 
@@ -64,6 +65,21 @@ def copied(value: Any) -> Any:
 def kept(child: dict[str, Any]) -> dict[str, Any]:
     kind = child["kind"]
     return child if kind == "ConfigMap" else slim(child, BY_NAME[kind])
+
+
+class CheckedMemo(Memo):
+    """A memo that computes again what it remembers, to see that a memo changes no plan."""
+
+    def get(self, name: Hashable, inputs: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
+        computed = []
+
+        def compute_new(*inputs: Any) -> Any:
+            computed.append(compute(*inputs))
+            return computed[0]
+
+        result = super().get(name, inputs, compute_new)
+        assert computed or result == compute(*inputs), f"{name} depends on more than its inputs"
+        return result
 
 
 class SimulatedCluster:
@@ -80,8 +96,7 @@ class SimulatedCluster:
         self.ticket_key: TicketKey | None = None
         self.certificates = HeldCertificates("authority")
         self.scaler: dict[str, Any] | None = None
-        self.memo = Memo()
-        self.planned = False
+        self.memo = CheckedMemo()
         self.refused = ""
 
     def observed(self) -> Observed:
@@ -100,12 +115,7 @@ class SimulatedCluster:
         )
 
     def plan(self) -> Plan:
-        observed = self.observed()
-        plan = make_plan(observed, self.now, self.memo)
-        if self.planned:  # the first plan finds nothing in its memo
-            assert plan == make_plan(observed, self.now), "a memo changes no plan"
-        self.planned = True
-        return plan
+        return make_plan(self.observed(), self.now, self.memo)
 
     def step(self) -> Plan:
         """Plan, carry out, write the status."""

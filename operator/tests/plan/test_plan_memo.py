@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from simulated_cluster import SimulatedCluster, manifest
+from simulated_cluster import CheckedMemo, SimulatedCluster, manifest
 
 from pdcluster_operator.plan import drift, links, planner, rewrites
 from pdcluster_operator.plan.builders import connector_configmap
@@ -115,13 +115,14 @@ def test_another_revision_is_rendered_once(work: Counter[str]) -> None:
 
 def test_a_new_cluster_is_hashed_once(work: Counter[str]) -> None:
     world = SimulatedCluster(manifest())
-    steps = make_plan(world.observed(), world.now, world.memo).steps
+    memo = Memo()
+    steps = make_plan(world.observed(), world.now, memo).steps
     children = [step for step in steps if isinstance(step, Apply)]
     assert work["stamped"] == len(children) - 1, "all but the connector, which is shared"
     for step in steps:
         world.perform(step)
     work.clear()
-    assert make_plan(world.observed(), world.now, world.memo).steps == ()
+    assert make_plan(world.observed(), world.now, memo).steps == ()
     assert work["build_engine_statefulset"] == 2, "now the revisions are stored"
     assert work["stamped"] == 0
 
@@ -158,6 +159,15 @@ def test_a_memo_forgets_what_is_gone() -> None:
     memo.forget_unused()
     memo.get("a", (1,), computed.append)
     assert computed == [1, 1]
+
+
+def test_what_depends_on_more_than_its_inputs_is_found() -> None:
+    memo, state = CheckedMemo(), [1]
+    for _ in range(2):
+        assert memo.get("a", (), lambda: state[0]) == 1
+    state[0] = 2
+    with pytest.raises(AssertionError, match="a depends on more than its inputs"):
+        memo.get("a", (), lambda: state[0])
 
 
 def test_the_stamp_of_a_child_is_the_hash_of_what_is_wanted() -> None:
