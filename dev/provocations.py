@@ -96,11 +96,12 @@ def _tables(test: ast.AST, module: ast.Module) -> dict[str, list[ast.expr]]:
     """Return what constants, parameters and loops of a test stand for, as far as it is written."""
     constants: dict[str, ast.expr] = {}
     columns: dict[str, list[ast.expr]] = {}
-    for node in (*module.body, *ast.walk(test)):
+    parts = list(ast.walk(test))
+    for node in (*module.body, *parts):
         match node:
             case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=value):
                 constants |= {name: value} if value else {}
-    for node in ast.walk(test):
+    for node in parts:
         match node:
             case ast.Call(func=ast.Attribute(attr="parametrize"), args=[header, table, *_]):
                 names = re.findall(r"\w+", ast.unparse(header))
