@@ -13,7 +13,7 @@ CACHE = $(or $(PDCLUSTER_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pdcluster
 export HYPOTHESIS_STORAGE_DIRECTORY ?= $(CACHE)/hypothesis
 PURE = not nixl and not engine and not vllm and not local and not helm and not cluster and not soak
 # More workers than cores: a third of these tests wait for processes that they started.
-PURELY = $(PY) -m pytest -n 6 --dist worksteal -m "$(PURE)"
+PURELY = $(PY) -m pytest -n 8 --dist worksteal -m "$(PURE)"
 # Tests whose number of drawn examples the profile `soak` of conftest.py multiplies.
 DRAWN = operator/tests/plan/test_op_properties.py connector/tests/protocol connector/tests/plan/test_slices.py
 # By file: a module's engines serve all of its tests. A tiny engine computes on one thread.
