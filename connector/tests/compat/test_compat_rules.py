@@ -476,6 +476,58 @@ def test_prefix_caching_on_one_side_with_equal_blocks_is_accepted() -> None:
     assert check(NO_PREFIXES, KNOWN) == ()
 
 
+@pytest.mark.parametrize("other", [None, False])
+def test_one_engine_that_packs_its_blocks_is_enough_to_refuse_other_sizes(other) -> None:
+    """Of the other one it may not be known yet."""
+    packed = replace(blocks(NO_PREFIXES, 128), token_sliceable=False)
+    unknown = replace(NO_PREFIXES, token_sliceable=other)
+    for pair in ((packed, unknown), (unknown, packed)):
+        first = refused(check(*pair))
+        assert first is not None
+        assert first.rule == "BlockInteriorOpaque/size"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_blocks_that_can_be_cut_on_one_side_alone_may_not_differ(known: bool) -> None:
+    """Nothing is known of the other side's, or they are packed."""
+    other = replace(blocks(SLICEABLE, 128), token_sliceable=None if known else False)
+    for pair in ((SLICEABLE, other), (other, SLICEABLE)):
+        assert refused(check(*pair)) is not None
+
+
+def test_one_engine_that_names_mamba_layers_says_it_of_both() -> None:
+    """The spec of the other one may not say what layers its model has."""
+    ours, theirs = (EngineShape(block_size=size, token_sliceable=True) for size in (544, 1008))
+    for pair in (
+        (replace(ours, hybrid=True), theirs),
+        (ours, replace(theirs, hybrid=True)),
+        (replace(ours, hybrid=True), replace(theirs, hybrid=False)),
+    ):
+        first = refused(check(*pair))
+        assert first is not None
+        assert first.message.endswith("and the model has Mamba layers")
+    half = refused(check(replace(ours, hybrid=False), theirs))
+    assert half is not None
+    assert half.message.endswith("whether the model has Mamba layers is not known")
+
+
+@pytest.mark.parametrize("field", ["block_size", "kernel_blocks_per_block"])
+def test_the_blocks_of_one_engine_that_are_not_known_leave_the_rule_open(field: str) -> None:
+    silent = replace(KNOWN, groups=None, **{field: None})
+    for pair in ((KNOWN, silent), (silent, KNOWN)):
+        (found,) = check(*pair)
+        assert (found.verdict, found.field) == (Verdict.UNKNOWN, field)
+
+
+def test_layers_are_shown_as_their_number_and_their_kinds() -> None:
+    hybrid = replace(HYBRID, layers=(replace(layers()[0], scales=None, dtype="fp8_e4m3"), STATE))
+    [found] = check_engine(hybrid)
+    assert found.rule == "LayoutUnsupported/scales"
+    assert found.prefill_value == "2 layers of 2 groups (full_attention, mamba)"
+    [found] = check_engine(replace(FP8, layers=layers(1, scales=None)))
+    assert found.prefill_value == "1 layer of 1 group (full_attention)"
+
+
 # Layers.
 
 
