@@ -51,3 +51,6 @@ def test_a_rank_does_not_succeed_another_rank_of_the_same_start() -> None:
     assert later.succeeds(second)
     assert not later.succeeds(parse_engine_id("ns.c.prefill.r.1/aa_dp0"))
     assert not parse_engine_id("by-hand_dp1").succeeds(parse_engine_id("by-hand_dp0"))
+    without = parse_engine_id(LOGICAL)
+    assert not without.succeeds(later), "an id without an incarnation says nothing of a restart"
+    assert not later.succeeds(without)

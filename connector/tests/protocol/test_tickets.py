@@ -185,7 +185,13 @@ def test_a_ticket_for_other_engines_is_refused() -> None:
     ticket = msgspec.structs.replace(TICKET, audience="ns/one/k1")
     assert decode(encode(ticket, KEYS), KEYS, "ns/one/k1") == ticket
     for audience in ("", "ns/two/k1", "ns/one/k2", "ns/one/k"):
-        assert reason(decode(encode(ticket, KEYS), KEYS, audience)) is Reason.AUDIENCE_MISMATCH
+        found = decode(encode(ticket, KEYS), KEYS, audience)
+        assert reason(found) is Reason.AUDIENCE_MISMATCH
+        assert isinstance(found, Rejected)
+        assert found.message == (
+            "the ticket is meant for engines with ticket_audience 'ns/one/k1'; this one has "
+            f"{audience!r}"
+        )
 
 
 def test_both_keys_are_accepted_while_one_replaces_the_other() -> None:
@@ -387,7 +393,10 @@ def test_only_base64_in_its_one_form_is_read(spoil: str) -> None:
 def test_too_long_is_refused_before_decoding() -> None:
     found = decode("A" * (MAX_TICKET_BYTES + 4), KEYS)
     assert isinstance(found, Rejected)
-    assert str(MAX_TICKET_BYTES) in found.message
+    assert f"more than {4 * 1024 * 1024}" in found.message
+    most = decode("A" * 4 * 1024 * 1024, KEYS)
+    assert isinstance(most, Rejected)
+    assert "more than" not in most.message, "it is read, and is no ticket"
 
 
 @pytest.mark.parametrize("ids", [(-2,), (2**31,), ("x",)], ids=str)
