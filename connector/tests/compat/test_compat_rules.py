@@ -524,8 +524,9 @@ def test_layers_are_shown_as_their_number_and_their_kinds() -> None:
     [found] = check_engine(hybrid)
     assert found.rule == "LayoutUnsupported/scales"
     assert found.prefill_value == "2 layers of 2 groups (full_attention, mamba)"
-    [found] = check_engine(replace(FP8, layers=layers(1, scales=None)))
-    assert found.prefill_value == "1 layer of 1 group (full_attention)"
+    for number, shown in ((1, "1 layer of 1 group"), (3, "3 layers of 1 group")):
+        [found] = check_engine(replace(FP8, layers=layers(number, scales=None)))
+        assert found.prefill_value == f"{shown} (full_attention)"
 
 
 # Layers.
