@@ -175,3 +175,16 @@ def test_a_list_without_end_is_no_list_of_ids() -> None:
     with pytest.raises(CoverageError, match="not a list of ids") as caught:
         pair_blocks(BlockList(range(2**70), 16), BlockList([1], 16), 0, 1)
     assert caught.value.reason is Reason.COVERAGE_INCOMPLETE
+
+
+def test_the_longest_interval_that_can_be_is_paired() -> None:
+    most = 2**31 - 1
+    pairs = pair_blocks(BlockList([3], most), BlockList([5], most), 0, most)
+    assert (pairs.prefill_block.tolist(), pairs.decode_block.tolist()) == ([3], [5])
+    assert pairs.tokens.tolist() == [most]
+
+
+def test_the_largest_ids_whose_kernel_blocks_have_32_bits_are_expanded() -> None:
+    assert expand_blocks([2**30 - 2], 2).tolist() == [2**31 - 4, 2**31 - 3]
+    with pytest.raises(CoverageError, match=f"logical block {2**30} is out of range"):
+        expand_blocks([1, 2**30], 2)

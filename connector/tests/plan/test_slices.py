@@ -206,6 +206,10 @@ def test_a_peer_cannot_make_rows_without_end() -> None:
     rows = np.array([(0, 1, 0, 1, 2**31 - 1)] * 1000, np.uint64)
     with pytest.raises(PlanError, match="too many slices"):
         split_rows(rows, range(1, 65_536), "prefill")
+    uncut = np.array([(2**40, 1, 0, 1, 1)], np.uint64)
+    many = np.concatenate([rows[:16], uncut])  # 2**20 + 1 pieces
+    with pytest.raises(PlanError, match="prefill's memory is registered in too many slices"):
+        split_rows(many, range(1, 65_536), "prefill")
 
 
 @pytest.mark.parametrize("number", chunks(30, 60))
