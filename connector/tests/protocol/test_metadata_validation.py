@@ -290,11 +290,20 @@ def test_a_contradiction_names_the_field_and_both_values(
     refusal = refusal_of(findings)
     assert refusal is not None
     assert refusal.message.startswith(findings[0].message.rstrip("."))
+    assert refusal.prefill_value
+    assert refusal.decode_value == "", "it is a fault of one engine, whatever the other one has"
     assert reasons(metadata)
     if field == "token_bytes":
         assert found[0].message.startswith(
             ("token_bytes of l", "token_bytes of conv", "token_bytes of ssm")
         ), found
+
+
+def test_the_group_that_contradicts_itself_is_named() -> None:
+    [found] = [
+        one for one in validate_metadata(with_shape(groups=UNEVEN[::-1])) if one.field == "groups"
+    ]
+    assert found.message.startswith("groups of group 1: the engine states block size 33")
 
 
 def test_a_million_regions_are_refused_before_anything_is_made_of_them() -> None:
