@@ -343,6 +343,17 @@ def test_an_engine_without_data_parallelism_may_span_any_number_of_nodes() -> No
         assert check(KNOWN, several) == check(several, KNOWN) == ()
 
 
+def test_ranks_that_span_nodes_are_told_with_both_numbers() -> None:
+    [found] = check(KNOWN, replace(KNOWN, data=3, nodes=4))
+    assert found.message.startswith("decode has data parallel size 3 over 4 nodes; ")
+
+
+def test_the_first_layer_whose_scales_are_not_known_is_named() -> None:
+    known, unknown = layers(3, scales="k=1.0,v=1.0"), layers(3, scales=None)
+    [found] = check_engine(replace(FP8, layers=(known[0], *unknown[1:])))
+    assert "fp8_e4m3 KV without one known scale for a layer (model.layers.1.attn)" in found.message
+
+
 def test_refusals_come_before_what_is_unknown() -> None:
     verdicts = [f.verdict for f in check(EngineShape(), EngineShape(data=2, nodes=4, context=2))]
     assert verdicts[:2] == [Verdict.REFUSED] * 2
@@ -468,7 +479,10 @@ def test_a_ratio_is_compared_where_only_one_group_differs() -> None:
     assert (first.field, first.prefill_value, first.decode_value) == (
         "kernel_blocks_per_block", "4", "2",
     )  # fmt: skip
-    assert two.layers[1].name in first.message
+    assert first.message.startswith(
+        f"number of kernel blocks in a logical block of {two.layers[1].name} differs "
+        "(prefill 4, decode 2)"
+    )
 
 
 def test_prefix_caching_on_one_side_with_equal_blocks_is_accepted() -> None:
@@ -527,6 +541,37 @@ def test_layers_are_shown_as_their_number_and_their_kinds() -> None:
     for number, shown in ((1, "1 layer of 1 group"), (3, "3 layers of 1 group")):
         [found] = check_engine(replace(FP8, layers=layers(number, scales=None)))
         assert found.prefill_value == f"{shown} (full_attention)"
+
+
+def test_what_each_engine_s_prefix_caching_is_is_said_in_words() -> None:
+    shapes = [
+        EngineShape(block_size=size, prefix_caching=caching, hybrid=True)
+        for size, caching in ((32, True), (128, False), (128, None))
+    ]
+    for decode, word in zip(shapes[1:], ("off", "unknown"), strict=True):
+        first = refused(check(shapes[0], decode))
+        assert first is not None
+        assert f"(prefill on, decode {word})" in first.message
+
+
+def test_scales_that_an_engine_has_not_or_does_not_know_are_said_so() -> None:
+    for scales, word in (("", "none"), (None, "unknown")):
+        first = refused(check(FP8, replace(FP8, layers=layers(scales=scales))))
+        assert first is not None
+        assert (first.rule, first.decode_value) == ("KVScalesMismatch", word)
+        assert first.message == (
+            "the KV scales of layer model.layers.0.attn differ: prefill k=0.5,v=0.25, "
+            f"decode {word}"
+        )
+
+
+def test_the_state_whose_type_differs_is_named() -> None:
+    other = state(parts=(*PARTS[:2], replace(PARTS[2], dtype="bfloat16")))
+    first = refused(check(HYBRID, other))
+    assert first is not None
+    assert first.message == (
+        "the dtype of layer model.layers.1.mixer ssm differs: prefill float32, decode bfloat16"
+    )
 
 
 # Layers.
@@ -689,6 +734,9 @@ def test_a_layer_of_another_kind_is_refused_by_its_name() -> None:
     assert first is not None
     assert first.reason is Reason.LAYOUT_UNSUPPORTED
     assert "1 of 2, first model.layers.1.attn" in first.message
+    unknown = (layers()[0], *layers(3, kind=LayerKind.OTHER)[1:])
+    [found] = check_engine(replace(KNOWN, layers=unknown))
+    assert "2 of 3, first model.layers.1.attn" in found.message
 
 
 @pytest.mark.parametrize("engine", [WINDOW, MLA, HYBRID])

@@ -132,6 +132,17 @@ def test_dense_blocks_of_another_size_are_one_row_of_units() -> None:
     assert part.decode_indices.tolist() == [8, 9, 10], "neighbours, so that NIXL merges them"
 
 
+def test_the_bytes_of_a_request_are_those_of_all_its_layers() -> None:
+    """Also of layers with other sizes, which are indexed apart."""
+
+    def mixed(base: int) -> Shard:
+        small, large = packed(layers=1, base=base), packed(layers=2, content=24, base=base * 2)
+        return replace(small, regions=(small.regions[0], large.regions[1]))
+
+    (part,) = plan_peer(mixed(BASE), [mixed(BASE * 4)]).indices(pairs_of([1, 2], [3, 4]))
+    assert part.nbytes == 2 * 16 * 4 * (8 + 24)
+
+
 def test_groups_are_indexed_apart() -> None:
     """Whatever numbers the two engines give them."""
     decode, prefill = in_groups(packed(base=BASE * 2), 2, 0), in_groups(packed(), 0, 1)

@@ -296,7 +296,7 @@ def test_a_ticket_of_another_format_says_so(number: int) -> None:
     assert f"format {number}; this version reads 3: give" in found.message
 
 
-@pytest.mark.parametrize("ids", [[1], [True], [], "1", 1, None, {}, b"", b"\3\0", b"\1\1\1"])
+@pytest.mark.parametrize("ids", [[1], [True], [], "1", 1, None, {}, b"", b"\1", b"\3\0", b"\1\1\1"])
 def test_what_lists_no_block_ids_is_rejected(ids: object) -> None:
     assert reason(decode(signed(body_of(TICKET, blocks=[ids])), KEYS)) is Reason.TICKET_INVALID
 
@@ -442,6 +442,19 @@ def test_router_keys() -> None:
 )
 def test_ticket_of_takes_any_params(params: object, kind: type) -> None:
     assert isinstance(ticket_of(params, KEYS), kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"ticket": 7}, "a ticket of type int, not a string"),
+        ({"ticket": ["x"]}, "a ticket of type list, not a string"),
+        ({}, "do_remote_prefill without a ticket"),
+    ],
+)
+def test_a_client_is_told_what_is_no_ticket(params: dict[str, object], message: str) -> None:
+    found = ticket_of({"do_remote_prefill": True, **params}, KEYS)
+    assert found == Rejected(Reason.TICKET_INVALID, message)
 
 
 @pytest.mark.parametrize(
