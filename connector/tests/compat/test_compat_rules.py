@@ -182,6 +182,30 @@ def test_a_refusal_names_both_values_and_a_remedy(rule: str) -> None:
     assert "\n" not in first.message
 
 
+SAID_OTHERWISE = {"BlockInteriorOpaque/interior", "LayerMismatch"}
+TWO_SIDED = [r.id for r in RULES if not r.alone and r.id not in SAID_OTHERWISE]
+
+
+@pytest.mark.parametrize("rule", TWO_SIDED)
+def test_a_message_gives_each_value_to_the_engine_that_has_it(rule: str) -> None:
+    prefill, clashing, _ = PAIRS[rule]
+    for pair in ((prefill, clashing), (clashing, prefill)):
+        first = refused(check(*pair))
+        assert first is not None
+        values = f"prefill {first.prefill_value}, decode {first.decode_value}"
+        assert values in first.message
+
+
+def test_a_layer_that_differs_is_described_as_each_engine_has_it() -> None:
+    first = refused(check(KNOWN, replace(KNOWN, layers=layers(kv_heads=8))))
+    assert first is not None
+    own = "model.layers.0.attn: full_attention, {} KV heads, 512 bytes a token and head"
+    assert (first.prefill_value, first.decode_value) == (own.format(4), own.format(8))
+    assert first.message == (
+        f"layer model.layers.0.attn differs: prefill {own.format(4)}, decode {own.format(8)}"
+    )
+
+
 SIDES = {"prefill": "decode", "decode": "prefill"}
 NULLABLE = [name for name in EngineShape.__struct_fields__ if getattr(EngineShape(), name) is None]
 

@@ -355,8 +355,12 @@ def test_each_side_has_its_own_bound() -> None:
 @pytest.mark.parametrize("tokens", [8, 32])
 def test_pairs_of_another_block_size_are_refused(tokens: int) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
-    with pytest.raises(PlanError, match="paired as"):
+    said = f"prefill blocks were paired as {tokens} tokens and have 16"
+    with pytest.raises(PlanError, match=said):
         plan.indices(pairs_of([1, 2, 3], [1, 2, 3], tokens=tokens))
+    pairs = dataclasses.replace(pairs_of([1, 2, 3], [1, 2, 3]), decode_block_tokens=tokens)
+    with pytest.raises(PlanError, match=f"decode blocks were paired as {tokens} tokens and have"):
+        plan.indices(pairs)
 
 
 @pytest.mark.parametrize(
@@ -376,6 +380,20 @@ def test_pairs_made_by_hand_are_not_trusted_either(fields: dict) -> None:
     arrays = {name: np.array(value, np.int32) for name, value in fields.items()}
     with pytest.raises(PlanError):
         plan.indices(dataclasses.replace(pairs_of([1], [1], stop=16), **arrays))
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_the_side_whose_tokens_leave_their_block_is_named(side: str) -> None:
+    plan = plan_peer(packed(base=BASE * 2), [packed()])
+    pairs = dataclasses.replace(
+        pairs_of([1], [1], stop=16), **{f"{side}_offset": np.array([8], np.int32)}
+    )
+    with pytest.raises(PlanError) as caught:
+        plan.indices(pairs)
+    assert caught.value.message == f"{side} tokens reach out of their block of 16"
+    pairs = dataclasses.replace(pairs, tokens=np.array([8], np.int32))
+    with pytest.raises(PlanError, match=f"inside of a {side} block's unit of 16 tokens"):
+        plan.indices(pairs)
 
 
 def test_a_start_inside_of_a_packed_block_is_refused() -> None:
