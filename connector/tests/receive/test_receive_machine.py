@@ -525,7 +525,7 @@ TO_THE_FENCE = (Started(), Connected(), Opened(0), Posted(), Landed(0))
         (
             TO_THE_FENCE[:2],
             Reason.TRANSFER_STALLED,
-            "0 transfers had not landed when the lease ended",
+            "not every transfer was posted when the lease ended",
         ),
         (
             TO_THE_FENCE[:3],
@@ -533,12 +533,17 @@ TO_THE_FENCE = (Started(), Connected(), Opened(0), Posted(), Landed(0))
             "1 transfer had not landed when the lease ended",
         ),
         (
+            TO_THE_FENCE,
+            Reason.TRANSFER_STALLED,
+            "not every transfer was posted when the lease ended",
+        ),
+        (
             (*TO_THE_FENCE, Opened(WORD), Posted()),
             Reason.TRANSFER_STALLED,
             "1 transfer had not landed when the lease ended",
         ),
     ],
-    ids=["new", "handshake", "nothing posted", "data under way", "word under way"],
+    ids=["new", "handshake", "nothing posted", "data under way", "no word yet", "word under way"],
 )
 def test_the_end_of_the_lease_says_how_far_the_receive_had_come(
     events: tuple[Event, ...], reason: Reason, message: str
