@@ -179,7 +179,9 @@ def test_memory_that_cannot_exist(change: dict[str, object]) -> None:
     regions = (good.regions[0], bad, good.regions[2])
     found = validate_metadata(engine(msgspec.structs.replace(good, regions=regions), shard(1)))
     assert {finding.reason for finding in found} == {Reason.LAYOUT_UNSUPPORTED}
-    assert "regions" in {finding.field for finding in found}
+    [wrong] = [finding for finding in found if finding.field == "regions"]
+    assert wrong.prefill_value == "l1"
+    assert re.match(r"layer l1 of rank \(0, 0\): \w", wrong.message), wrong.message
 
 
 def hybrid(*, tensor: int = 2, pipeline: int = 1) -> m.EngineMetadata:
@@ -299,6 +301,35 @@ def test_a_contradiction_names_the_field_and_both_values(
         ), found
 
 
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (
+            with_region(1, part="ssm"),
+            "regions of l1 of rank (0, 0): the engine states 2 regions, and also parts ['ssm']",
+        ),
+        (
+            with_region(1, part="conv.x"),
+            (
+                "parts of l1 of rank (0, 0): the engine states ['conv', 'ssm'], and also "
+                "['conv.x', 'ssm']"
+            ),
+        ),
+        (
+            with_region(1, head_start=0, head_stop=1),
+            (
+                "heads of l1 of rank (0, 0): the engine states 4 heads over 2 ranks, here [0, 2], "
+                "and also [0, 1]"
+            ),
+        ),
+    ],
+    ids=["twice", "other parts", "heads"],
+)
+def test_a_contradiction_is_told_once(metadata: m.EngineMetadata, message: str) -> None:
+    """Regions that do not belong to the stated parts are not compared with them."""
+    assert [one.message for one in validate_metadata(metadata)] == [message]
+
+
 def test_the_group_that_contradicts_itself_is_named() -> None:
     [found] = [
         one for one in validate_metadata(with_shape(groups=UNEVEN[::-1])) if one.field == "groups"
@@ -367,7 +398,7 @@ def test_at_a_handshake_not_knowing_is_a_refusal() -> None:
 def test_a_reason_of_a_newer_peer_stays_in_the_text() -> None:
     failure = failure_of(m.Refusal("QuantumMismatch", "no"))
     assert failure.reason is Reason.PROTOCOL_VERSION_MISMATCH
-    assert "QuantumMismatch" in failure.message
+    assert failure.message == "QuantumMismatch: no", "and no value, where none was sent"
 
 
 def test_a_refusal_of_many_words_fits_into_a_message() -> None:
