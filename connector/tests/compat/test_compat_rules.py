@@ -182,6 +182,30 @@ def test_a_refusal_names_both_values_and_a_remedy(rule: str) -> None:
     assert "\n" not in first.message
 
 
+SAID_OTHERWISE = {"BlockInteriorOpaque/interior", "LayerMismatch"}
+TWO_SIDED = [r.id for r in RULES if not r.alone and r.id not in SAID_OTHERWISE]
+
+
+@pytest.mark.parametrize("rule", TWO_SIDED)
+def test_a_message_gives_each_value_to_the_engine_that_has_it(rule: str) -> None:
+    prefill, clashing, _ = PAIRS[rule]
+    for pair in ((prefill, clashing), (clashing, prefill)):
+        first = refused(check(*pair))
+        assert first is not None
+        values = f"prefill {first.prefill_value}, decode {first.decode_value}"
+        assert values in first.message
+
+
+def test_a_layer_that_differs_is_described_as_each_engine_has_it() -> None:
+    first = refused(check(KNOWN, replace(KNOWN, layers=layers(kv_heads=8))))
+    assert first is not None
+    own = "model.layers.0.attn: full_attention, {} KV heads, 512 bytes a token and head"
+    assert (first.prefill_value, first.decode_value) == (own.format(4), own.format(8))
+    assert first.message == (
+        f"layer model.layers.0.attn differs: prefill {own.format(4)}, decode {own.format(8)}"
+    )
+
+
 SIDES = {"prefill": "decode", "decode": "prefill"}
 NULLABLE = [name for name in EngineShape.__struct_fields__ if getattr(EngineShape(), name) is None]
 
@@ -343,6 +367,17 @@ def test_an_engine_without_data_parallelism_may_span_any_number_of_nodes() -> No
         assert check(KNOWN, several) == check(several, KNOWN) == ()
 
 
+def test_ranks_that_span_nodes_are_told_with_both_numbers() -> None:
+    [found] = check(KNOWN, replace(KNOWN, data=3, nodes=4))
+    assert found.message.startswith("decode has data parallel size 3 over 4 nodes; ")
+
+
+def test_the_first_layer_whose_scales_are_not_known_is_named() -> None:
+    known, unknown = layers(3, scales="k=1.0,v=1.0"), layers(3, scales=None)
+    [found] = check_engine(replace(FP8, layers=(known[0], *unknown[1:])))
+    assert "fp8_e4m3 KV without one known scale for a layer (model.layers.1.attn)" in found.message
+
+
 def test_refusals_come_before_what_is_unknown() -> None:
     verdicts = [f.verdict for f in check(EngineShape(), EngineShape(data=2, nodes=4, context=2))]
     assert verdicts[:2] == [Verdict.REFUSED] * 2
@@ -468,12 +503,99 @@ def test_a_ratio_is_compared_where_only_one_group_differs() -> None:
     assert (first.field, first.prefill_value, first.decode_value) == (
         "kernel_blocks_per_block", "4", "2",
     )  # fmt: skip
-    assert two.layers[1].name in first.message
+    assert first.message.startswith(
+        f"number of kernel blocks in a logical block of {two.layers[1].name} differs "
+        "(prefill 4, decode 2)"
+    )
 
 
 def test_prefix_caching_on_one_side_with_equal_blocks_is_accepted() -> None:
     assert check(KNOWN, NO_PREFIXES) == ()
     assert check(NO_PREFIXES, KNOWN) == ()
+
+
+@pytest.mark.parametrize("other", [None, False])
+def test_one_engine_that_packs_its_blocks_is_enough_to_refuse_other_sizes(other) -> None:
+    """Of the other one it may not be known yet."""
+    packed = replace(blocks(NO_PREFIXES, 128), token_sliceable=False)
+    unknown = replace(NO_PREFIXES, token_sliceable=other)
+    for pair in ((packed, unknown), (unknown, packed)):
+        first = refused(check(*pair))
+        assert first is not None
+        assert first.rule == "BlockInteriorOpaque/size"
+
+
+@pytest.mark.parametrize("other", [None, False])
+def test_blocks_that_can_be_cut_on_one_side_alone_may_not_differ(other) -> None:
+    """Nothing is known of the other side's, or they are packed."""
+    theirs = replace(blocks(SLICEABLE, 128), token_sliceable=other)
+    for pair in ((SLICEABLE, theirs), (theirs, SLICEABLE)):
+        assert refused(check(*pair)) is not None
+
+
+def test_one_engine_that_names_mamba_layers_says_it_of_both() -> None:
+    """The spec of the other one may not say what layers its model has."""
+    ours, theirs = (EngineShape(block_size=size, token_sliceable=True) for size in (544, 1008))
+    for pair in (
+        (replace(ours, hybrid=True), theirs),
+        (ours, replace(theirs, hybrid=True)),
+        (replace(ours, hybrid=True), replace(theirs, hybrid=False)),
+    ):
+        first = refused(check(*pair))
+        assert first is not None
+        assert first.message.endswith("and the model has Mamba layers")
+    half = refused(check(replace(ours, hybrid=False), theirs))
+    assert half is not None
+    assert half.message.endswith("whether the model has Mamba layers is not known")
+
+
+@pytest.mark.parametrize("field", ["block_size", "kernel_blocks_per_block"])
+def test_the_blocks_of_one_engine_that_are_not_known_leave_the_rule_open(field: str) -> None:
+    silent = replace(KNOWN, groups=None, **{field: None})
+    for pair in ((KNOWN, silent), (silent, KNOWN)):
+        (found,) = check(*pair)
+        assert (found.verdict, found.field) == (Verdict.UNKNOWN, field)
+
+
+def test_layers_are_shown_as_their_number_and_their_kinds() -> None:
+    hybrid = replace(HYBRID, layers=(replace(layers()[0], scales=None, dtype="fp8_e4m3"), STATE))
+    [found] = check_engine(hybrid)
+    assert found.rule == "LayoutUnsupported/scales"
+    assert found.prefill_value == "2 layers of 2 groups (full_attention, mamba)"
+    for number, shown in ((1, "1 layer of 1 group"), (3, "3 layers of 1 group")):
+        [found] = check_engine(replace(FP8, layers=layers(number, scales=None)))
+        assert found.prefill_value == f"{shown} (full_attention)"
+
+
+def test_what_each_engine_s_prefix_caching_is_is_said_in_words() -> None:
+    shapes = [
+        EngineShape(block_size=size, prefix_caching=caching, hybrid=True)
+        for size, caching in ((32, True), (128, False), (128, None))
+    ]
+    for decode, word in zip(shapes[1:], ("off", "unknown"), strict=True):
+        first = refused(check(shapes[0], decode))
+        assert first is not None
+        assert f"(prefill on, decode {word})" in first.message
+
+
+def test_scales_that_an_engine_has_not_or_does_not_know_are_said_so() -> None:
+    for scales, word in (("", "none"), (None, "unknown")):
+        first = refused(check(FP8, replace(FP8, layers=layers(scales=scales))))
+        assert first is not None
+        assert (first.rule, first.decode_value) == ("KVScalesMismatch", word)
+        assert first.message == (
+            "the KV scales of layer model.layers.0.attn differ: prefill k=0.5,v=0.25, "
+            f"decode {word}"
+        )
+
+
+def test_the_state_whose_type_differs_is_named() -> None:
+    other = state(parts=(*PARTS[:2], replace(PARTS[2], dtype="bfloat16")))
+    first = refused(check(HYBRID, other))
+    assert first is not None
+    assert first.message == (
+        "the dtype of layer model.layers.1.mixer ssm differs: prefill float32, decode bfloat16"
+    )
 
 
 # Layers.
@@ -636,6 +758,9 @@ def test_a_layer_of_another_kind_is_refused_by_its_name() -> None:
     assert first is not None
     assert first.reason is Reason.LAYOUT_UNSUPPORTED
     assert "1 of 2, first model.layers.1.attn" in first.message
+    unknown = (layers()[0], *layers(3, kind=LayerKind.OTHER)[1:])
+    [found] = check_engine(replace(KNOWN, layers=unknown))
+    assert "2 of 3, first model.layers.1.attn" in found.message
 
 
 @pytest.mark.parametrize("engine", [WINDOW, MLA, HYBRID])

@@ -13,6 +13,7 @@ from modelled_engine import Array, Grid, Group, Layout, Model, Modelled
 from wrong_plans import SPOILERS
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import EngineShape, GroupShape
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request import groups_of, state_slot
@@ -153,6 +154,8 @@ def test_an_engine_that_names_no_groups_has_one() -> None:
     shape = Modelled(case.model, case.prefill, 0).shape()
     assert groups_of(shape) == shape.groups
     assert groups_of(msgspec.structs.replace(shape, groups=None)) == shape.groups
+    several = EngineShape(block_size=64, kernel_blocks_per_block=4)
+    assert groups_of(several) == (GroupShape(FULL, 64, 4),)
 
 
 # The oracle itself.

@@ -160,6 +160,15 @@ def test_a_state_after_other_tokens_is_refused() -> None:
         planned(case, stop=300)
 
 
+@pytest.mark.parametrize("mamba", [False, True])
+def test_decode_that_has_every_token_needs_nothing(mamba: bool) -> None:
+    """Not even a state, or lists for the groups: no block of them is looked at."""
+    case = named(window=None, mamba=mamba)
+    nothing = EngineBlocks((), [GroupBlocks((7,))])
+    for stop in (0, 300, case.tokens):
+        assert planned(case, start=stop, stop=stop, prefill=nothing) == []
+
+
 def test_a_ticket_that_covers_too_little_is_refused() -> None:
     with pytest.raises(PlanError, match=r"\[64, 333\) are wanted, the ticket covers 332"):
         planned(named(window=None, mamba=False), tokens=332)

@@ -92,7 +92,8 @@ def test_an_empty_interval_needs_no_block() -> None:
 @pytest.mark.parametrize(
     ("blocks", "part"),
     [
-        ([4, 4], "listed twice"),
+        ([4, 4], "block 4 is listed twice"),
+        ([9, 9], "block 9 is listed twice"),
         ([4, -1], "no block for token 16"),
         ([4], r"hold tokens \[0, 16\)"),
         ([4, 2**31], "out of range"),
@@ -123,7 +124,8 @@ def test_what_is_no_interval_fails_before_anything_is_allocated(start: int, stop
 
 @pytest.mark.parametrize(("size", "first"), [(0, 0), (-16, 0), (16, -16), (2**40, 0)])
 def test_a_grid_that_cannot_be_fails(size: int, first: int) -> None:
-    with pytest.raises(CoverageError):
+    said = f"prefill blocks of {size} tokens from token {first} on"
+    with pytest.raises(CoverageError, match=said):
         pair_blocks(BlockList([1], size, first), BlockList([1], 16), 0, 4)
 
 
@@ -175,3 +177,30 @@ def test_a_list_without_end_is_no_list_of_ids() -> None:
     with pytest.raises(CoverageError, match="not a list of ids") as caught:
         pair_blocks(BlockList(range(2**70), 16), BlockList([1], 16), 0, 1)
     assert caught.value.reason is Reason.COVERAGE_INCOMPLETE
+
+
+def test_the_longest_interval_that_can_be_is_paired() -> None:
+    most = 2**31 - 1
+    pairs = pair_blocks(BlockList([3], most), BlockList([5], most), 0, most)
+    assert (pairs.prefill_block.tolist(), pairs.decode_block.tolist()) == ([3], [5])
+    assert pairs.tokens.tolist() == [most]
+
+
+def test_the_largest_ids_whose_kernel_blocks_have_32_bits_are_expanded() -> None:
+    assert expand_blocks([2**30 - 2], 2).tolist() == [2**31 - 4, 2**31 - 3]
+    with pytest.raises(CoverageError, match=f"logical block {2**30} is out of range"):
+        expand_blocks([1, 2**30], 2)
+
+
+def test_what_is_wrong_in_a_list_is_named_wherever_it_stands() -> None:
+    """Also in a list that begins behind the first token of a prompt."""
+    held = BlockList(range(12), 4, 8)
+    with pytest.raises(CoverageError, match=r"prefill holds no block for token 16$"):
+        pair_blocks(BlockList([7, 8, -1, 9], 4, 8), held, 8, 24)
+    with pytest.raises(CoverageError, match="decode block 7 is listed twice"):
+        pair_blocks(held, BlockList([2, 7, 3, 7], 4, 8), 8, 24)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.uint32, np.uint64])
+def test_ids_may_be_whole_numbers_of_any_width(kind: type) -> None:
+    assert expand_blocks(np.array([3, 0], kind), 2).tolist() == [6, 7, -1, -1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_orders import laid_out
+from msgspec.structs import replace
 
 from pdcluster_connector.plan.cost import cost_notice, descriptors
 from pdcluster_connector.plan.geometry import Shard
@@ -72,3 +73,24 @@ def test_blocks_of_different_sizes_are_not_blamed_on_the_layout() -> None:
     made = plan(("LBHNC", "LBHNC"), (1, 1), blocks=32)
     assert descriptors(made, 960)[0] == posted(made, 960, 32) == 60 * LAYERS * HEADS
     assert cost_notice(made, "LBHNC") == ""
+
+
+def test_a_state_takes_its_descriptors_once_whatever_the_tokens() -> None:
+    """A state of two arrays in one layer, and a layer of attention beside it."""
+
+    def shard(base: int) -> Shard:
+        attention = laid_out("LBHNC", base, 1, BLOCKS, 1, TOKENS, 32)[0]
+        states = [
+            replace(
+                laid_out("LBHNC", base + (number << 30), 1, BLOCKS, 1, 1, 64, opaque=True)[0][0],
+                layer="m",
+                part=f"part{number}",
+                group=1,
+            )
+            for number in (1, 2)
+        ]
+        return Shard((0, 0), (*attention, *states))
+
+    made = plan_peer(shard(1 << 40), [shard(1 << 41)])
+    for tokens in (1, 16, 160):
+        assert descriptors(made, tokens) == (2 + -(-tokens // TOKENS),) * 2

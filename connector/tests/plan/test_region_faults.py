@@ -38,3 +38,12 @@ def test_a_region_may_end_at_the_last_address_and_not_behind_it() -> None:
     last = replace(SOUND, base=2**63 - extent)
     assert region_fault(last) is None
     assert region_fault(replace(last, base=last.base + 1)) is not None
+
+
+def test_a_region_takes_256_tib_and_no_more() -> None:
+    """Its blocks may lie far apart, and all offsets in it have 48 bits."""
+    most = replace(SOUND, num_blocks=2, block_stride=2**48 - 1024, base=0)
+    assert region_extent(most) == 2**48
+    assert region_fault(most) is None
+    fault = region_fault(replace(most, block_stride=2**48 - 1023))
+    assert fault == f"addresses [0, {2**48 + 1}) do not exist"

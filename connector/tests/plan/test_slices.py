@@ -114,6 +114,15 @@ def test_a_block_that_is_longer_than_a_slice_stays_whole() -> None:
         assert slices == [(base + n * 12_288, base + (n + 1) * 12_288) for n in range(20)]
 
 
+def test_blocks_of_two_sizes_that_are_longer_than_a_slice_stay_whole() -> None:
+    """The seam behind is the nearest one, whichever of the sizes it is of."""
+    base, count = 2**30, 20
+    first, size = laid_out("LBHNC", base, 1, count, 1, 16, 320)
+    second, more = laid_out("LBHNC", base + size, 1, count, 1, 16, 448)
+    slices = sliced((base, base + size + more), (*first, *second), 5000)
+    assert [stop - start for start, stop in slices] == [16 * 320] * count + [16 * 448] * count
+
+
 def test_small_memory_stays_whole() -> None:
     regions, size = laid_out("LBHNC", 2**30, 2, 100, 2, 16, 64)
     assert sliced((2**30, 2**30 + size), regions) == [(2**30, 2**30 + size)]
@@ -206,6 +215,36 @@ def test_a_peer_cannot_make_rows_without_end() -> None:
     rows = np.array([(0, 1, 0, 1, 2**31 - 1)] * 1000, np.uint64)
     with pytest.raises(PlanError, match="too many slices"):
         split_rows(rows, range(1, 65_536), "prefill")
+    uncut = np.array([(2**40, 1, 0, 1, 1)], np.uint64)
+    many = np.concatenate([rows[:16], uncut])  # 2**20 + 1 pieces
+    with pytest.raises(PlanError, match="prefill's memory is registered in too many slices"):
+        split_rows(many, range(1, 65_536), "prefill")
+
+
+def test_each_shard_s_rows_are_cut_where_its_own_memory_is() -> None:
+    """Prefill's two ranks and decode have slices of their own."""
+    heads = [
+        laid_out("LBHNC", base, 1, 10, number, 16, 8, first_head=first)[0]
+        for base, number, first in ((2**30, 1, 0), (2**31, 1, 1), (2**32, 2, 0))
+    ]
+    seam = (2**30 + 3 * 128, 2**31 + 7 * 128, 2**32 + 5 * 256)
+    first, second, decode = (
+        Shard((0, rank), regions, (cut,))
+        for rank, regions, cut in zip((0, 1, 0), heads, seam, strict=True)
+    )
+    plan = plan_peer(decode, [first, second])
+    assert [source.rank for source in plan.sources] == [(0, 0), (0, 1)]
+    rows = [(source.prefill_rows[:, 4], source.decode_rows[:, 4]) for source in plan.sources]
+    assert [(ours.tolist(), theirs.tolist()) for ours, theirs in rows] == [
+        ([3, 7], [5, 5]),
+        ([7, 3], [5, 5]),
+    ]
+    for side, shards in (
+        ("decode", (Shard((0, 0), heads[2], (2**32 + 1,)), first, second)),
+        ("prefill", (decode, first, Shard((0, 1), heads[1], (2**31 + 1,)))),
+    ):
+        with pytest.raises(PlanError, match=f"one piece of {side}'s KV lies in two slices"):
+            plan_peer(shards[0], shards[1:])
 
 
 @pytest.mark.parametrize("number", chunks(30, 60))

@@ -117,6 +117,7 @@ def test_a_rank_given_twice_is_refused() -> None:
     prefill = shards(2, 4)
     error = refused(shards(1, 4)[0], [*prefill, prefill[0]])
     assert error.reason is Reason.ENGINE_ID_INCONSISTENT
+    assert error.message == "two prefill shards have the same rank"
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -126,7 +127,7 @@ def test_a_layer_given_twice_is_refused(side: str) -> None:
     lists[side] = [replace(shard, regions=shard.regions * 2)]
     error = refused(lists["decode"][0], lists["prefill"])
     assert error.reason is Reason.LAYER_MISMATCH
-    assert side in error.message
+    assert error.message == f"{side} rank (0, 0) names a layer twice"
 
 
 def test_overlapping_holders_cut_an_interval_only_where_the_source_changes() -> None:

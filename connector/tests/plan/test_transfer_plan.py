@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from cache_orders import laid_out
 from flat_rows import descriptors
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +100,22 @@ def test_blocks_outermost_on_one_side_only_are_not_joined() -> None:
     assert plan.sources[0].prefill_rows[:, 1].tolist() == [256] * 4
 
 
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
+def test_a_block_of_one_head_is_one_descriptor_in_either_order(order: str) -> None:
+    """With one head, the strides of heads and of tokens may be the same."""
+    shards = [Shard((0, 0), laid_out(order, base, 1, 8, 1, 16, 32)[0]) for base in (BASE * 2, BASE)]
+    (source,) = plan_peer(shards[0], shards[1:]).sources
+    assert source.prefill_rows.tolist() == [[BASE, 512, 0, 512, 8]]
+    assert source.decode_rows.tolist() == [[BASE * 2, 512, 0, 512, 8]]
+
+
+def test_each_side_s_rows_are_on_its_own_device() -> None:
+    decode, prefill = changed(packed(base=BASE * 2), device=3), changed(packed(), device=5)
+    (source,) = plan_peer(decode, [prefill]).sources
+    assert set(source.decode_rows[:, 2].tolist()) == {3}
+    assert set(source.prefill_rows[:, 2].tolist()) == {5}
+
+
 def test_half_of_the_heads_come_from_the_right_place() -> None:
     plan = plan_peer(packed(heads=2, start=2, base=BASE * 2), [packed(heads=4)])
     assert plan.sources[0].prefill_rows[0].tolist() == [BASE + 2 * 128, 256, 0, 512, 32]
@@ -113,6 +130,17 @@ def test_dense_blocks_of_another_size_are_one_row_of_units() -> None:
     (part,) = plan.indices(pairs)
     assert part.prefill_indices.tolist() == [5, 6, 7]
     assert part.decode_indices.tolist() == [8, 9, 10], "neighbours, so that NIXL merges them"
+
+
+def test_the_bytes_of_a_request_are_those_of_all_its_layers() -> None:
+    """Also of layers with other sizes, which are indexed apart."""
+
+    def mixed(base: int) -> Shard:
+        small, large = packed(layers=1, base=base), packed(layers=2, content=24, base=base * 2)
+        return replace(small, regions=(small.regions[0], large.regions[1]))
+
+    (part,) = plan_peer(mixed(BASE), [mixed(BASE * 4)]).indices(pairs_of([1, 2], [3, 4]))
+    assert part.nbytes == 2 * 16 * 4 * (8 + 24)
 
 
 def test_groups_are_indexed_apart() -> None:
@@ -227,6 +255,30 @@ def test_shards_that_do_not_correspond_are_refused(prefill, decode, reason) -> N
     assert caught.value.reason is reason
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "message"),
+    [
+        (
+            {"content": 4},
+            {},
+            "layer layer0 has 4 bytes a token and head on prefill and 8 on decode",
+        ),
+        (
+            {"tokens": 32},
+            {"tokens": 128},
+            (
+                "layer layer0: a block cannot be cut by token, and block sizes differ "
+                "(prefill 32, decode 128 tokens)"
+            ),
+        ),
+    ],
+)
+def test_what_differs_is_told_of_the_right_side(prefill, decode, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_peer(packed(base=BASE * 2, **decode), [packed(**prefill)])
+    assert caught.value.message == message
+
+
 @pytest.mark.parametrize("ours", list(Memory))
 @pytest.mark.parametrize("theirs", list(Memory))
 def test_each_side_of_a_plan_says_its_own_memory(ours: Memory, theirs: Memory) -> None:
@@ -244,15 +296,21 @@ def test_mixed_memory_in_one_shard_is_refused_and_either_alone_is_not() -> None:
     with pytest.raises(PlanError) as caught:
         plan_peer(packed(base=BASE * 2), [mixed])
     assert caught.value.reason is Reason.MEMORY_TYPE_UNSUPPORTED
-    assert "KV in DRAM and VRAM" in caught.value.message
+    assert caught.value.message == "prefill keeps one shard's KV in DRAM and VRAM"
+    ours = changed(packed(base=BASE * 2), memory=Memory.VRAM)
+    mixed = replace(ours, regions=(ours.regions[0], packed(base=BASE * 2).regions[1]))
+    with pytest.raises(PlanError, match="decode keeps one shard's KV in DRAM and VRAM"):
+        plan_peer(mixed, [packed()])
 
 
 def test_more_descriptors_than_can_be_indexed_are_refused() -> None:
     huge = [packed(layers=5, heads=1, blocks=2**29, base=base) for base in (BASE, BASE * 8)]
     small = packed(layers=5, heads=1, blocks=8, base=BASE * 16)
     for decode, prefill in (huge, (huge[0], small), (small, huge[1])):
-        with pytest.raises(PlanError, match="more than NIXL can index"):
+        with pytest.raises(PlanError, match=f"{5 * 2**29} descriptors are more"):
             plan_peer(decode, [prefill])
+    most = [packed(layers=1, heads=1, blocks=LIMIT - 1, base=base) for base in (BASE, BASE * 8)]
+    assert plan_peer(most[0], most[1:]).sources, "as many as 32 bits can count"
 
 
 # What must be refused for one request.
@@ -275,6 +333,18 @@ def test_a_block_outside_of_the_cache_fails_that_request(block: int) -> None:
     assert caught.value.reason is Reason.COVERAGE_INCOMPLETE
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize(("blocks", "named"), [([3, -1], -1), ([3, 40], 40), ([-2, 40], -2)])
+def test_the_block_that_is_outside_is_named(side: str, blocks: list[int], named: int) -> None:
+    plan = plan_peer(packed(base=BASE * 2), [packed()])
+    pairs = dataclasses.replace(
+        pairs_of([1, 2], [1, 2]), **{f"{side}_block": np.array(blocks, np.int32)}
+    )
+    with pytest.raises(PlanError) as caught:
+        plan.indices(pairs)
+    assert caught.value.message == f"{side} block {named} is outside of the cache's 32 blocks"
+
+
 def test_each_side_has_its_own_bound() -> None:
     plan = plan_peer(packed(base=BASE * 2, blocks=8), [packed(blocks=32)])
     assert plan.indices(pairs_of([31, 30], [7, 6]))
@@ -285,8 +355,12 @@ def test_each_side_has_its_own_bound() -> None:
 @pytest.mark.parametrize("tokens", [8, 32])
 def test_pairs_of_another_block_size_are_refused(tokens: int) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
-    with pytest.raises(PlanError, match="paired as"):
+    said = f"prefill blocks were paired as {tokens} tokens and have 16"
+    with pytest.raises(PlanError, match=said):
         plan.indices(pairs_of([1, 2, 3], [1, 2, 3], tokens=tokens))
+    pairs = dataclasses.replace(pairs_of([1, 2, 3], [1, 2, 3]), decode_block_tokens=tokens)
+    with pytest.raises(PlanError, match=f"decode blocks were paired as {tokens} tokens and have"):
+        plan.indices(pairs)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +380,20 @@ def test_pairs_made_by_hand_are_not_trusted_either(fields: dict) -> None:
     arrays = {name: np.array(value, np.int32) for name, value in fields.items()}
     with pytest.raises(PlanError):
         plan.indices(dataclasses.replace(pairs_of([1], [1], stop=16), **arrays))
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_the_side_whose_tokens_leave_their_block_is_named(side: str) -> None:
+    plan = plan_peer(packed(base=BASE * 2), [packed()])
+    pairs = dataclasses.replace(
+        pairs_of([1], [1], stop=16), **{f"{side}_offset": np.array([8], np.int32)}
+    )
+    with pytest.raises(PlanError) as caught:
+        plan.indices(pairs)
+    assert caught.value.message == f"{side} tokens reach out of their block of 16"
+    pairs = dataclasses.replace(pairs, tokens=np.array([8], np.int32))
+    with pytest.raises(PlanError, match=f"inside of a {side} block's unit of 16 tokens"):
+        plan.indices(pairs)
 
 
 def test_a_start_inside_of_a_packed_block_is_refused() -> None:

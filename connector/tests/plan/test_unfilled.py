@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks, plan_request, unfilled
@@ -81,3 +82,5 @@ def test_the_side_whose_lists_are_not_those_of_its_groups_is_named(side: str) ->
         plan_request(PeerPlan(()), **sides, start=0, stop=5, tokens=5)
     said = f"{side} lists the blocks of 2 KV cache groups and has 1"
     assert caught.value.message == said
+    at_fault = {"prefill": Reason.TICKET_INVALID, "decode": Reason.COVERAGE_INCOMPLETE}
+    assert caught.value.reason is at_fault[side], "only prefill's lists come with a ticket"

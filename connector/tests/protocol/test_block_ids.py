@@ -85,6 +85,15 @@ def test_they_do_not_change() -> None:
     assert hash(ids) == hash((1, 2, 3))
     assert ids != 1, "what is no sequence is compared without an error"
     assert ids != {1, 2, 3}
+    own = np.array(ids)
+    own[0] = 9
+    assert ids[0] == 1, "a copy may be written to"
+
+
+@pytest.mark.parametrize("raw", [b"", b"\1", b"\2", b"\4", b"\0\0", b"\1\3", b"\2\0\1"])
+def test_a_form_that_is_cut_off_is_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError, match="block ids"):
+        BlockIds.unpacked(raw)
 
 
 def test_a_run_that_is_longer_than_is_left_is_refused() -> None:

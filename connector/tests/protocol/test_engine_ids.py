@@ -51,3 +51,11 @@ def test_a_rank_does_not_succeed_another_rank_of_the_same_start() -> None:
     assert later.succeeds(second)
     assert not later.succeeds(parse_engine_id("ns.c.prefill.r.1/aa_dp0"))
     assert not parse_engine_id("by-hand_dp1").succeeds(parse_engine_id("by-hand_dp0"))
+    without = parse_engine_id(LOGICAL)
+    assert not without.succeeds(later), "an id without an incarnation says nothing of a restart"
+    assert not later.succeeds(without)
+
+
+@pytest.mark.parametrize(("size", "names"), [(1, ["e/1"]), (2, ["e/1_dp0", "e/1_dp1"])])
+def test_only_an_engine_of_one_rank_has_its_name_alone(size: int, names: list[str]) -> None:
+    assert [id_of_rank("e/1", rank, size) for rank in range(size)] == names

@@ -241,6 +241,16 @@ def test_a_lease_that_was_renewed_keeps_no_other_from_its_end() -> None:
     assert table.expire(20.0) == ["renewed"]
 
 
+def test_16_384_leases_have_a_word_and_the_next_one_has_none() -> None:
+    """docs/metrics.md says so. Decode reads the word over the network, so it has its place."""
+    table = LeaseTable()
+    for number in range(16_385):
+        table.arm(str(number), 1)
+    slots = [(table.place(str(number)) or (0, None))[1] for number in range(16_385)]
+    assert set(slots[:-1]) == set(range(16_384))
+    assert slots[-1] is None
+
+
 def test_a_hundred_thousand_leases_expire_in_order() -> None:
     table = LeaseTable()
     for number in range(100_000):

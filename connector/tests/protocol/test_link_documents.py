@@ -121,4 +121,15 @@ def test_every_node_has_as_many_whole_ranks(size: int, hosts: int) -> None:
     names = tuple(f"h{n}" for n in range(hosts))
     entry = links.PeerEntry("e", "h:1", data_parallel_size=size, follower_hosts=names)
     raw = links.encode_json(links.PeersDocument(1, (entry,)))
-    assert isinstance(links.decode_peers(raw), Malformed)
+    outcome = links.decode_peers(raw)
+    assert isinstance(outcome, Malformed)
+    said = f"{size} data-parallel ranks are not spread evenly over {1 + hosts} nodes"
+    assert hosts > 255 or outcome.message == said
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity", "-Infinity", "null"])
+def test_a_bandwidth_is_a_finite_number(number: str) -> None:
+    raw = links.encode_json(REPORT)
+    assert raw.count(b"1500000000.0") == 1
+    told = links.decode_report(raw.replace(b"1500000000.0", number.encode()))
+    assert isinstance(told, Malformed)

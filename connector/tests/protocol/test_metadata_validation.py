@@ -109,6 +109,57 @@ def test_attention_whose_k_and_v_lie_apart_is_sound() -> None:
     assert reasons(engine(*shards, shape=replace(SHAPE, layers=(layer,)))) == []
 
 
+def test_a_layer_of_states_may_be_one_array() -> None:
+    """Then it names no parts, and its bytes are those of the array."""
+    layer = LayerShape("l0", LayerKind.MAMBA, 0, 1, 512)
+    shape = replace(SHAPE, layers=(layer,), groups=(GroupShape(LayerKind.MAMBA, 544),))
+    state = Region("l0", 1 << 30, 8, 512, 1, 0, 1, 512, None, 512)
+    assert reasons(engine(*(shard(tp, regions=(state,)) for tp in (0, 1)), shape=shape)) == []
+
+
+def contradictions_without_end() -> dict[str, m.EngineMetadata]:
+    many = range(1000)
+    named = tuple(LayerShape(f"n{i}", LayerKind.FULL_ATTENTION, 9, 2, 64) for i in many)
+    ranks = replace(shard(0), regions=())
+    return {
+        "layers of no shard": engine(shard(0), shard(1), shape=replace(SHAPE, layers=named)),
+        "ranks twice": engine(*(replace(ranks, rank=(0, i % 500)) for i in many)),
+        "ranks outside": engine(*(replace(ranks, rank=(7, i)) for i in many)),
+    }
+
+
+@pytest.mark.parametrize("what", contradictions_without_end())
+def test_of_each_kind_of_contradiction_a_few_are_told(what: str) -> None:
+    """A peer may send a hundred thousand of them."""
+    found = validate_metadata(contradictions_without_end()[what])
+    kinds = [(one.reason, one.field) for one in found]
+    assert max(map(kinds.count, kinds)) == 8
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (engine(shard(0)), "rank (0, 1) of p/1 has published no memory"),
+        (
+            engine(shard(0), shard(1), shard(2)),
+            "rank (0, 2) is published twice or lies outside of pipeline 1 x tensor 2",
+        ),
+        (
+            engine(shard(0), shard(1, engine_id="q/2")),
+            "rank (0, 1) says that it belongs to q/2, its engine says p/1",
+        ),
+        (
+            engine(shape=EngineShape(tensor=241, pipeline=17)),
+            "pipeline 17 x tensor 241 is more than 4096 ranks",
+        ),
+    ],
+)
+def test_what_the_ranks_contradict_is_said_with_the_values(
+    metadata: m.EngineMetadata, message: str
+) -> None:
+    assert validate_metadata(metadata)[0].message == message
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -128,7 +179,9 @@ def test_memory_that_cannot_exist(change: dict[str, object]) -> None:
     regions = (good.regions[0], bad, good.regions[2])
     found = validate_metadata(engine(msgspec.structs.replace(good, regions=regions), shard(1)))
     assert {finding.reason for finding in found} == {Reason.LAYOUT_UNSUPPORTED}
-    assert "regions" in {finding.field for finding in found}
+    [wrong] = [finding for finding in found if finding.field == "regions"]
+    assert wrong.prefill_value == "l1"
+    assert re.match(r"layer l1 of rank \(0, 0\): \w", wrong.message), wrong.message
 
 
 def hybrid(*, tensor: int = 2, pipeline: int = 1) -> m.EngineMetadata:
@@ -233,15 +286,55 @@ def test_a_contradiction_names_the_field_and_both_values(
         return
     found = [finding for finding in findings if finding.field == field]
     assert found, findings
-    assert all(value in found[0].message for value in values), found[0].message
+    stated, also = found[0].message.partition(": the engine states ")[2].split(", and also ")
+    assert values[0] in stated, found[0].message
+    assert values[1] in also, found[0].message
     refusal = refusal_of(findings)
     assert refusal is not None
     assert refusal.message.startswith(findings[0].message.rstrip("."))
+    assert refusal.prefill_value
+    assert refusal.decode_value == "", "it is a fault of one engine, whatever the other one has"
     assert reasons(metadata)
     if field == "token_bytes":
         assert found[0].message.startswith(
             ("token_bytes of l", "token_bytes of conv", "token_bytes of ssm")
         ), found
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (
+            with_region(1, part="ssm"),
+            "regions of l1 of rank (0, 0): the engine states 2 regions, and also parts ['ssm']",
+        ),
+        (
+            with_region(1, part="conv.x"),
+            (
+                "parts of l1 of rank (0, 0): the engine states ['conv', 'ssm'], and also "
+                "['conv.x', 'ssm']"
+            ),
+        ),
+        (
+            with_region(1, head_start=0, head_stop=1),
+            (
+                "heads of l1 of rank (0, 0): the engine states 4 heads over 2 ranks, here [0, 2], "
+                "and also [0, 1]"
+            ),
+        ),
+    ],
+    ids=["twice", "other parts", "heads"],
+)
+def test_a_contradiction_is_told_once(metadata: m.EngineMetadata, message: str) -> None:
+    """Regions that do not belong to the stated parts are not compared with them."""
+    assert [one.message for one in validate_metadata(metadata)] == [message]
+
+
+def test_the_group_that_contradicts_itself_is_named() -> None:
+    [found] = [
+        one for one in validate_metadata(with_shape(groups=UNEVEN[::-1])) if one.field == "groups"
+    ]
+    assert found.message.startswith("groups of group 1: the engine states block size 33")
 
 
 def test_a_million_regions_are_refused_before_anything_is_made_of_them() -> None:
@@ -305,4 +398,14 @@ def test_at_a_handshake_not_knowing_is_a_refusal() -> None:
 def test_a_reason_of_a_newer_peer_stays_in_the_text() -> None:
     failure = failure_of(m.Refusal("QuantumMismatch", "no"))
     assert failure.reason is Reason.PROTOCOL_VERSION_MISMATCH
-    assert "QuantumMismatch" in failure.message
+    assert failure.message == "QuantumMismatch: no", "and no value, where none was sent"
+
+
+def test_a_refusal_of_many_words_fits_into_a_message() -> None:
+    """Layers and values come from both engines, and the peer reads 4096 characters of each."""
+    words = "x" * 5000
+    long = Finding(Reason.LAYER_MISMATCH, Verdict.REFUSED, "layers", words, words, words, "Fix.")
+    refusal = refusal_of([long])
+    assert refusal is not None
+    assert m.decode_handshake_reply(m.encode(refusal)) == refusal
+    assert {len(refusal.message), len(refusal.prefill_value), len(refusal.decode_value)} == {4096}

@@ -108,3 +108,24 @@ def test_a_certificate_that_names_the_role_is_for_each_engine_of_it() -> None:
 def test_what_cannot_stand_in_a_dns_name_has_no_role_name(logical: str) -> None:
     with pytest.raises(ValueError, match="cannot stand in a certificate"):
         role_name(f"{logical}/bb")
+
+
+def test_a_peer_cannot_make_a_message_long() -> None:
+    """It chooses its names and what it says that it is, and the message is logged."""
+    long = "x" * 10_000
+    labels = ".".join(["ns.c.decode", *["r"] * 100])
+    for names, claimed in (
+        ((), f"{long}/bb"),
+        ((long,), DECODE),
+        ((engine_name(DECODE),) * 1000, f"ns.c.decode.r.1/{long}"),
+        ((role_name(PREFILL),), f"ns.c.prefill.r.0/{long}"),
+        ((role_name(f"a.b.{labels}"),), f"a.b.{labels}/{long}"),
+    ):
+        why = why_not_peer(PREFILL, names, claimed, "decode")
+        assert why is not None
+        assert len(why) < 700
+
+
+def test_a_certificate_without_a_name_is_said_to_name_no_engine() -> None:
+    why = why_not_peer(PREFILL, (), DECODE, "decode")
+    assert why == f"its certificate names no engine, but it says that it is {DECODE}"

@@ -185,7 +185,13 @@ def test_a_ticket_for_other_engines_is_refused() -> None:
     ticket = msgspec.structs.replace(TICKET, audience="ns/one/k1")
     assert decode(encode(ticket, KEYS), KEYS, "ns/one/k1") == ticket
     for audience in ("", "ns/two/k1", "ns/one/k2", "ns/one/k"):
-        assert reason(decode(encode(ticket, KEYS), KEYS, audience)) is Reason.AUDIENCE_MISMATCH
+        found = decode(encode(ticket, KEYS), KEYS, audience)
+        assert reason(found) is Reason.AUDIENCE_MISMATCH
+        assert isinstance(found, Rejected)
+        assert found.message == (
+            "the ticket is meant for engines with ticket_audience 'ns/one/k1'; this one has "
+            f"{audience!r}"
+        )
 
 
 def test_both_keys_are_accepted_while_one_replaces_the_other() -> None:
@@ -290,7 +296,7 @@ def test_a_ticket_of_another_format_says_so(number: int) -> None:
     assert f"format {number}; this version reads 3: give" in found.message
 
 
-@pytest.mark.parametrize("ids", [[1], [True], [], "1", 1, None, {}, b"", b"\3\0", b"\1\1\1"])
+@pytest.mark.parametrize("ids", [[1], [True], [], "1", 1, None, {}, b"", b"\1", b"\3\0", b"\1\1\1"])
 def test_what_lists_no_block_ids_is_rejected(ids: object) -> None:
     assert reason(decode(signed(body_of(TICKET, blocks=[ids])), KEYS)) is Reason.TICKET_INVALID
 
@@ -387,7 +393,10 @@ def test_only_base64_in_its_one_form_is_read(spoil: str) -> None:
 def test_too_long_is_refused_before_decoding() -> None:
     found = decode("A" * (MAX_TICKET_BYTES + 4), KEYS)
     assert isinstance(found, Rejected)
-    assert str(MAX_TICKET_BYTES) in found.message
+    assert f"more than {4 * 1024 * 1024}" in found.message
+    most = decode("A" * 4 * 1024 * 1024, KEYS)
+    assert isinstance(most, Rejected)
+    assert "more than" not in most.message, "it is read, and is no ticket"
 
 
 @pytest.mark.parametrize("ids", [(-2,), (2**31,), ("x",)], ids=str)
@@ -433,6 +442,19 @@ def test_router_keys() -> None:
 )
 def test_ticket_of_takes_any_params(params: object, kind: type) -> None:
     assert isinstance(ticket_of(params, KEYS), kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"ticket": 7}, "a ticket of type int, not a string"),
+        ({"ticket": ["x"]}, "a ticket of type list, not a string"),
+        ({}, "do_remote_prefill without a ticket"),
+    ],
+)
+def test_a_client_is_told_what_is_no_ticket(params: dict[str, object], message: str) -> None:
+    found = ticket_of({"do_remote_prefill": True, **params}, KEYS)
+    assert found == Rejected(Reason.TICKET_INVALID, message)
 
 
 @pytest.mark.parametrize(

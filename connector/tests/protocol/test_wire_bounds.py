@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.compat.shape import (
+    EngineShape,
+    GroupShape,
+    LayerKind,
+    LayerShape,
+    PartShape,
+)
+from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import link_documents as links
 from pdcluster_connector.protocol import messages as m
 
@@ -20,6 +28,11 @@ ENTRY = links.PeerEntry("e", "h:1")
 PEERS = links.PeersDocument(1, (ENTRY,))
 LINK = links.LinkReport("e", "e/1", links.LinkState.PENDING)
 REPORT = links.RankReport((0, 0), (1, 1), (LINK,))
+PART = PartShape("ssm", 1, 64, "float32")
+LAYER = LayerShape("l", LayerKind.FULL_ATTENTION, 0, 1, 64)
+GROUP = GroupShape(LayerKind.FULL_ATTENTION, 16)
+SHAPE = EngineShape()
+REGION = Region("l", 4096, 8, 1024, 16, 0, 2, 512, 32, 32)
 DAY = 86400
 KEY = ("r", 1)
 
@@ -56,6 +69,16 @@ def takes(message: Any, field: str, value: object) -> bool:
         (LINK, "reason", "x", 128),
         (LINK, "message", "x", 4096),
         (REPORT, "links", (LINK,), 4096),
+        (SHAPE, "model", "x", 512),
+        (SHAPE, "layers", (LAYER,), 8192),
+        (SHAPE, "groups", (GROUP,), 256),
+        (LAYER, "name", "x", 512),
+        (LAYER, "dtype", "x", 64),
+        (LAYER, "scales", "x", 512),
+        (LAYER, "parts", (PART,), 16),
+        (PART, "name", "x", 512),
+        (REGION, "layer", "x", 512),
+        (REGION, "part", "x", 64),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -82,6 +105,16 @@ def test_texts_and_lists_end_at_their_bound(message: Any, field: str, item: Any,
         (LINK, "probe_bytes", (0, 2**62), (-1, 2**62 + 1)),
         (LINK, "data_rank", (0, 4095), (-1, 4096)),
         (REPORT, "data_rank", (0, 4095), (-1, 4096)),
+        (SHAPE, "tensor", (1, 4096), (0, 4097)),
+        (LAYER, "group", (0, 255), (-1, 256)),
+        (LAYER, "kv_heads", (1, 2**31 - 1), (0, 2**31)),
+        (LAYER, "token_bytes", (0, 2**48), (-1, 2**48 + 1)),
+        (PART, "heads", (1, 2**31 - 1), (0, 2**31)),
+        (REGION, "base", (0, 2**63 - 1), (-1, 2**63)),
+        (REGION, "block_stride", (0, 2**48), (-1, 2**48 + 1)),
+        (REGION, "head_start", (0, 2**20), (-1, 2**20 + 1)),
+        (REGION, "device", (0, 4096), (-1, 4097)),
+        (REGION, "group", (0, 255), (-1, 256)),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -94,3 +127,25 @@ def test_an_engine_tells_of_64_versions_and_no_more() -> None:
     versions = {f"package-{number}": "1" for number in range(64)}
     assert takes(ENGINE, "versions", versions)
     assert not takes(ENGINE, "versions", {**versions, "one-more": "1"})
+
+
+@pytest.mark.parametrize(
+    ("decode", "most"),
+    [
+        (m.decode_handshake_request, 256 * 1024),
+        (m.decode_handshake_reply, 64 * 1024 * 1024),
+        (m.decode_lease_request, 256 * 1024),
+        (m.decode_lease_reply, 256 * 1024),
+        (m.decode_shard, 64 * 1024 * 1024),
+        (m.decode_health, 4096),
+        (links.decode_peers, 1024 * 1024),
+        (links.decode_report, 1024 * 1024),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_message_is_read_up_to_its_bound(decode: Callable[[bytes], Any], most: int) -> None:
+    """What is longer is refused by its length; what is not, by what stands in it."""
+    long, longer = decode(bytes(most)), decode(bytes(most + 1))
+    assert isinstance(long, m.Malformed)
+    assert "allowed" not in long.message
+    assert longer == m.Malformed(f"{most + 1} bytes, more than the {most} allowed")

@@ -503,6 +503,56 @@ def test_the_lease_end_names_what_it_interrupted(machine: Receive, reason: Reaso
     assert machine.failure.reason is reason
 
 
+def under_way(*events: Event) -> Receive:
+    machine = Receive("r", LEASE_END, DRAIN, STALL, claimed=True)
+    for event in events:
+        machine.on(event, 1)
+    return machine
+
+
+TO_THE_FENCE = (Started(), Connected(), Opened(0), Posted(), Landed(0))
+
+
+@pytest.mark.parametrize(
+    ("events", "reason", "message"),
+    [
+        ((), Reason.LEASE_EXPIRED, "the lease ended before the prefill engine could be read"),
+        (
+            (Started(),),
+            Reason.LEASE_EXPIRED,
+            "the lease ended before the prefill engine could be read",
+        ),
+        (
+            TO_THE_FENCE[:2],
+            Reason.TRANSFER_STALLED,
+            "not every transfer was posted when the lease ended",
+        ),
+        (
+            TO_THE_FENCE[:3],
+            Reason.TRANSFER_STALLED,
+            "1 transfer had not landed when the lease ended",
+        ),
+        (
+            TO_THE_FENCE,
+            Reason.TRANSFER_STALLED,
+            "not every transfer was posted when the lease ended",
+        ),
+        (
+            (*TO_THE_FENCE, Opened(WORD), Posted()),
+            Reason.TRANSFER_STALLED,
+            "1 transfer had not landed when the lease ended",
+        ),
+    ],
+    ids=["new", "handshake", "nothing posted", "data under way", "no word yet", "word under way"],
+)
+def test_the_end_of_the_lease_says_how_far_the_receive_had_come(
+    events: tuple[Event, ...], reason: Reason, message: str
+) -> None:
+    machine = under_way(*events)
+    machine.on(Tick(), LEASE_END)
+    assert machine.failure == Failure(reason, message)
+
+
 @pytest.mark.parametrize("transfers", [(), (0,)])
 def test_a_known_cause_is_not_hidden_by_the_lease_end(transfers: tuple[int, ...]) -> None:
     machine = ready(*transfers) if transfers else Receive("r", LEASE_END, DRAIN, STALL)
@@ -595,6 +645,21 @@ def test_a_healthy_receive_begins_again_when_its_agent_is_destroyed() -> None:
     assert machine.failure == DESTROYED, "whoever makes the thread fail must not go on for ever"
 
 
+def test_an_agent_that_went_for_another_request_is_no_crash_of_this_one() -> None:
+    """Of its own crashes, the third ends the receive."""
+    machine = ready(0)
+    for _ in range(5):
+        assert machine.on(AgentDestroyed(DESTROYED), 4) == (Action.CONNECT,)
+        machine.on(Connected(), 4)
+        machine.on(Opened(0), 4)
+    outcomes = []
+    for _ in range(3):
+        outcomes.append(machine.on(AgentDestroyed(DESTROYED, crashed=True), 4))
+        machine.on(Connected(), 4)
+        machine.on(Opened(0), 4)
+    assert outcomes == [(Action.CONNECT,), (Action.CONNECT,), (Action.REPORT,)]
+
+
 def test_a_receive_that_gets_no_connection_ends_although_its_lease_is_renewed() -> None:
     machine = Receive("r", LEASE_END, DRAIN, STALL)
     assert machine.on(Started(), 3) == (Action.CONNECT,)
@@ -602,7 +667,7 @@ def test_a_receive_that_gets_no_connection_ends_although_its_lease_is_renewed() 
     assert machine.next_tick == 3 + STALL
     assert machine.on(Tick(), 3 + STALL) == (Action.REPORT,)
     assert machine.failure is not None
-    assert "no connection to the prefill engine for" in machine.failure.message
+    assert machine.failure.message == f"no connection to the prefill engine for {STALL:.0f} s"
 
 
 def test_transfers_that_wait_in_a_queue_that_moves_do_not_hang() -> None:
@@ -618,6 +683,17 @@ def test_transfers_that_wait_in_a_queue_that_moves_do_not_hang() -> None:
     assert machine.on(Tick(), opened + STALL + 1 + DRAIN) == (Action.DESTROY_AGENT,)
     machine.queue_moved(opened + 2 * STALL)
     assert machine.drain_at == opened + STALL + 1 + DRAIN, "it is asked for already"
+
+
+def test_old_news_of_a_queue_shortens_nothing() -> None:
+    """A transfer before it may have landed before this one was opened."""
+    machine = ready(0)
+    machine.on(Acknowledged(10 * STALL), 3)
+    machine.queue_moved(machine.moved_at - 1)
+    assert machine.next_tick == 2 + STALL
+    machine.on(Abandoned(), 4)
+    machine.queue_moved(3)
+    assert machine.next_tick == 4 + DRAIN
 
 
 def test_what_is_read_again_has_no_more_time_than_before() -> None:
@@ -652,6 +728,7 @@ def test_what_is_read_again_counts_as_posted_when_it_was_posted_again() -> None:
     machine.on(Opened(1), 5)
     machine.on(Posted(), 6)
     assert machine.posted_at == 6
+    assert machine.entered == {State.HANDSHAKE: 0, State.POSTED: 1}, "when it was there first"
 
 
 def test_a_lease_that_has_ended_is_not_begun_again() -> None:

@@ -223,8 +223,10 @@ def test_a_launcher_that_waits_is_asked_rarely_and_one_that_does_not_ten_times_a
     launcher: Launcher, play: Play
 ) -> None:
     async def story() -> None:
-        await asyncio.sleep(60.0)
-        assert len(launcher.polls) < 6
+        await asyncio.sleep(70.0)
+        asked = pauses(launcher.polls[1:])
+        assert len(asked) == 3
+        assert all(20.0 <= pause < 20.5 for pause in asked), "and it answers every time"
         launcher.waits = False
         await asyncio.sleep(30.0)
         before = len(launcher.polls)
@@ -276,6 +278,24 @@ def test_another_complaint_is_told_too(
     assert [one.message[:26] for one in caplog.records] == [
         "the launcher answered 503 ",
         "the launcher answered 500 ",
+    ]
+
+
+def test_what_is_wrong_with_a_document_is_complained_of(
+    launcher: Launcher, play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        await asyncio.sleep(1.0)
+        launcher.put(entry(0), entry(0))
+        await asyncio.sleep(1.0)
+        assert launcher.told()[-1] == 0
+        launcher.put(entry(0))
+        await asyncio.sleep(1.0)
+        assert launcher.told()[-1] == 1
+
+    play(launcher, story)
+    assert [one.message for one in caplog.records] == [
+        "the launcher answered 200 when asked for peers: an engine is named twice"
     ]
 
 

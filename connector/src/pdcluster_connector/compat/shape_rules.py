@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.dtypes import CARRIED_DTYPES, PLAIN
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict
 from pdcluster_connector.compat.reasons import Reason
@@ -55,7 +56,8 @@ def _value(shape: EngineShape, field: str) -> object:
         return value
     kinds = sorted({layer.kind.value for layer in shape.layers or ()})
     groups = len({layer.group for layer in shape.layers or ()})
-    return f"{len(value)} layers of {groups} groups ({', '.join(kinds)})"
+    number = counted(len(value), "layer")
+    return f"{number} of {counted(groups, 'group')} ({', '.join(kinds)})"
 
 
 def _context(shape: EngineShape) -> str | None:

@@ -37,9 +37,7 @@ def region_fault(region: Region) -> str | None:
             return f"{field} is {value}"
     if region.head_start < 0:
         return f"head_start is {region.head_start}"
-    found = {
-        name: getattr(region, name) for name in ("block_stride", "head_stride", "token_stride")
-    }
+    found = {name: getattr(region, name) for name in STRIDES}
     strides = {name: stride for name, stride in found.items() if stride is not None}
     shown = ", ".join(f"{name} {stride}" for name, stride in strides.items())
     extent = region_extent(region)

@@ -47,7 +47,7 @@ class Side:
     @property
     def dense(self) -> bool:
         """Tell whether blocks continue the units' stride, so that one row holds all of them."""
-        return self.units > 1 and self.block_stride == self.units * self.unit_stride
+        return self.block_stride == self.units * self.unit_stride
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def stride_classes(assignments: Sequence[Assignment]) -> dict[ClassKey, Runs]:
         decode = np.add.outer(decode_bases, decode_offsets).ravel()
         runs = Runs(prefill, decode, np.full(prefill.size, length, np.int64))
         sides = (_side(first.prefill, tokens), _side(first.decode, tokens))
-        by_token = tokens > 1 and length < tokens * first.prefill.token_bytes
+        by_token = length < tokens * first.prefill.token_bytes
         key = ClassKey((first.prefill.group, first.decode.group), tokens, *sides, by_token)
         found.setdefault(key, []).append(runs)
     return {key: _concatenated(runs).merged() for key, runs in found.items()}

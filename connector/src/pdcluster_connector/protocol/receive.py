@@ -245,14 +245,15 @@ class Receive:
         self._settle(now, actions)
 
     def _expired(self) -> Failure:
-        if self.state is State.FENCE and not self.open:
+        if self.open:
+            message = f"{counted(len(self.open), 'transfer')} had not landed when the lease ended"
+            return Failure(Reason.TRANSFER_STALLED, message)
+        if self.posting:
+            message = "not every transfer was posted when the lease ended"
+            return Failure(Reason.TRANSFER_STALLED, message)
+        if self.state is State.FENCE:
             message = "prefill did not acknowledge the lease for this engine before it ended"
             return Failure(Reason.LEASE_EXPIRED, message)
-        if self.state in (State.POSTED, State.FENCE):
-            return Failure(
-                Reason.TRANSFER_STALLED,
-                f"{counted(len(self.open), 'transfer')} had not landed when the lease ended",
-            )
         return Failure(
             Reason.LEASE_EXPIRED, "the lease ended before the prefill engine could be read"
         )

@@ -121,5 +121,4 @@ def contradiction(reason: Reason, field: str, value: str, message: str, remedy: 
         decode_value="",
         message=message,
         remedy=remedy,
-        rule=f"{reason.value}/metadata",
     )
