@@ -159,6 +159,22 @@ def test_another_authority_and_a_deleted_secret_make_them_again() -> None:
         assert [type(step) for step in world.plan().steps] == [WriteCertificates]
 
 
+def test_each_reason_to_write_the_secret_is_told() -> None:
+    world = secured()
+    [first] = steps(world)
+    world.bring_up()
+    world.edit(decode={"replicas": 2})
+    [more] = steps(world)
+    world.settle()
+    world.now += PERIOD_SECONDS
+    [again] = steps(world)
+    assert [step.why for step in (first, more, again)] == [
+        "the engines' certificates",
+        "the certificates of the engines that there are now",
+        "the engines' certificates, made again before they expire",
+    ]
+
+
 def test_engines_that_come_and_go_change_the_secret() -> None:
     world = secured()
     world.bring_up()

@@ -494,6 +494,26 @@ def test_a_paused_rollout_takes_no_router_and_no_engine_away(how: str) -> None:
     assert world.condition("Available")["status"] == "True"
 
 
+def test_a_surge_that_is_paused_half_way_keeps_its_routers_also_as_recreate() -> None:
+    """Recreate ends all routers before it removes engines. It may not while it is paused."""
+    world = up("Surge", decode={"replicas": 2})
+    old = engines(world)
+    world.edit(decode={**ENV["decode"], "replicas": 2})
+    while not engines(world) - old:
+        world.step()
+        world.others_act()
+    world.edit(rollout={"type": "Recreate", "paused": True})
+    there = engines(world)
+    assert old < there
+    for _ in range(3):
+        world.step()
+        assert_served(world)
+        [router] = [child for (kind, _), child in world.children.items() if kind == "Deployment"]
+        assert router["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+        world.others_act()
+    assert engines(world) == there
+
+
 def test_recreate_ends_old_routers_so_that_old_engines_get_no_more_requests() -> None:
     """An engine that is told to end serves on as long as requests come."""
     world = up("Recreate")
