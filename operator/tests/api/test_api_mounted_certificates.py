@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from said_findings import check_manifest
 
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, role_name
 from pdcluster_operator.api.findings import FieldError
-from pdcluster_operator.api.rules.validate import check_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 VOLUME = {"name": "own", "secret": {"secretName": "engine-certificate"}}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from said_findings import check_manifest
 
-from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.fields import as_manifest
 
 PATH = "spec.monitoring.scrapeFrom[0]"

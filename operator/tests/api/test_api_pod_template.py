@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from said_findings import check_manifest
 
 from pdcluster_operator.api.rules import pod_fields
-from pdcluster_operator.api.rules.validate import check_manifest
 
 ROOT = Path(__file__).parents[3]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from said_findings import check_manifest
 
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.resources import is_accelerator

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from said_findings import check_manifest
 
 from pdcluster_operator.api.rules.extra_args import TYPED_FLAGS
-from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.arguments import parse_flags
 
 

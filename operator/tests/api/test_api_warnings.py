@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from said_findings import check_manifest
 
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.versions import SUPPORTED, text_of
 from pdcluster_operator.api.rules.images import Image, parse_image
-from pdcluster_operator.api.rules.validate import check_manifest
 
 CLAIM = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
 
