@@ -571,6 +571,33 @@ def test_replace_holds_with_one_engine_of_a_role_and_says_why() -> None:
     assert not engines(world) & old
 
 
+def test_replace_goes_on_where_no_pair_ever_served() -> None:
+    world = up("Replace")
+    world.link(state=LinkState.FAILED)
+    old = engines(world)
+    world.edit(**KEY)
+    for _ in range(4):
+        world.step()
+        world.route()
+        world.reap()
+    assert not engines(world) & old, "nothing is lost without them"
+
+
+def test_the_service_moves_at_once_when_nothing_is_left_behind_it() -> None:
+    world = up("Surge")
+    old, key = engines(world), selector(world)
+    world.edit(**KEY)
+    while engines(world) == old:
+        world.step()
+    assert selector(world) == key, "the new engines are not verified"
+    for name in old:
+        del world.children["StatefulSet", name]
+    world.pods.clear()
+    world.step()
+    assert selector(world) != key
+    assert list(routers(world)) == [selector(world)]
+
+
 NO_GPU = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 NO_SUCH_NODE = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
 
