@@ -107,7 +107,7 @@ def test_a_peer_comes_through_as_it_was_written(peer):
             "PeerUnusable",
         ),
         (
-            {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0"]}},
+            {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.1/16"]}},
             ".ipBlock.except[0]",
             "BadFormat",
         ),

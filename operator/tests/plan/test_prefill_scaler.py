@@ -120,6 +120,7 @@ def test_zero_is_a_state() -> None:
     ("asked", "least", "most", "decode", "engines"),
     [
         (9, None, 200, 2, 4),
+        (4, None, 200, 2, 4),
         (9, None, 50, 1, 1),
         (0, 50, None, 3, 2),
         (2, 50, 100, 3, 2),
