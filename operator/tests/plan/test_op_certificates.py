@@ -399,6 +399,20 @@ def test_the_status_says_whose_certificates_are_used_and_when_the_first_expires(
     assert transfer(world) == {"certificates": "None"}
 
 
+def test_the_first_moment_stays_while_its_engine_is_silent_and_goes_when_it_is_renewed() -> None:
+    """An engine whose certificate has expired no longer answers."""
+    world = secured()
+    world.bring_up()
+    expires(world, START + 90 * A_DAY, START + 60 * A_DAY)
+    assert transfer(world)["notAfter"] == timestamp(START + 60 * A_DAY)
+    first = min(world.engines, key=lambda name: world.engines[name].certificate_expires or 0.0)
+    del world.engines[first]
+    assert transfer(world)["notAfter"] == timestamp(START + 60 * A_DAY)
+    world.speak()
+    expires(world, START + 150 * A_DAY, START + 120 * A_DAY)
+    assert transfer(world)["notAfter"] == timestamp(START + 120 * A_DAY)
+
+
 def test_engines_from_before_there_was_tls_are_not_said_to_have_it() -> None:
     world = of_an_older_operator(tls="Enabled")
     plan = world.step()
