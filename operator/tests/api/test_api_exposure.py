@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from said_findings import check_manifest
 
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.api.rules.validate import check_manifest
 
 
 def findings(**spec: Any) -> Findings:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from said_findings import check_manifest
 
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, role_name
 from pdcluster_operator.api.findings import FieldError
-from pdcluster_operator.api.rules.validate import check_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 VOLUME = {"name": "own", "secret": {"secretName": "engine-certificate"}}
@@ -72,6 +72,7 @@ def test_a_mount_that_hides_the_operators_certificate_is_refused(path: str) -> N
     assert error.path == "spec.decode.podTemplate.spec.containers[0].volumeMounts[0].mountPath"
     assert "Mounted" in error.remedy
     assert errors("Enabled", decode=role(MOUNT, container="sidecar")) == ()
+    assert errors("Enabled", decode=role({**MOUNT, "mountPath": "/elsewhere"})) == ()
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,26 @@ def test_a_file_mounted_over_the_folder_is_refused() -> None:
     file = {**MOUNT, "mountPath": "/pdcluster-tls/tls.crt", "subPath": "tls.crt"}
     [error] = errors(prefill=role(MOUNT), decode=role(MOUNT, file))
     assert error.path.endswith("volumeMounts[1].subPath")
+
+
+def test_a_volume_below_the_folder_need_not_hold_the_certificate() -> None:
+    decode = role(MOUNT, {"name": "more", "mountPath": "/pdcluster-tls/more"})
+    more = {"name": "more", "secret": {"secretName": "s", "items": [{"key": "a", "path": "a"}]}}
+    decode["podTemplate"]["spec"]["volumes"] = [VOLUME, more]
+    assert errors(prefill=role(MOUNT), decode=decode) == ()
+
+
+@pytest.mark.parametrize("tls", ["Mounted", "Enabled"])
+def test_a_mount_or_a_volume_that_is_no_object_is_one_error(tls: str) -> None:
+    mounts = [MOUNT] if tls == "Mounted" else []
+    for mounted, volumes, path in (
+        (["own", *mounts], [VOLUME], "containers[0].volumeMounts[0]"),
+        (mounts, ["own", VOLUME], "volumes[0]"),
+    ):
+        decode = role(*mounted)
+        decode["podTemplate"]["spec"]["volumes"] = volumes
+        [error] = errors(tls, prefill=role(*mounts), decode=decode)
+        assert (error.path, error.rule) == (f"spec.decode.podTemplate.spec.{path}", "WrongType")
 
 
 def test_names_that_are_no_text_are_refused_with_their_paths() -> None:
@@ -211,6 +232,11 @@ def test_a_volume_that_may_hold_the_files_is_accepted(source: dict[str, Any]) ->
             ".projected.sources[0].podCertificate",
             "out ca.crt,",
         ),
+        (
+            projected({"podCertificate": {"credentialBundlePath": "tls.crt"}}),
+            ".projected.sources[0].podCertificate",
+            "out ca.crt, tls.key,",
+        ),
     ],
 )
 def test_items_that_leave_a_file_out_are_refused(
@@ -221,6 +247,7 @@ def test_items_that_leave_a_file_out_are_refused(
     assert error.path == f"{OWN_PATH}{path}"
     assert missing in error.message
     assert "items" in error.remedy
+    assert "None" not in error.value
     assert errors("Disabled", prefill=role(MOUNT), decode=decode_with(source)) == ()
 
 
@@ -249,6 +276,7 @@ def test_an_empty_folder_that_a_sidecar_fills_is_accepted() -> None:
     for template in (
         {"containers": [helper()]},
         {"initContainers": [helper(restartPolicy="Always")]},
+        {"containers": [helper(volumeMounts=[{"name": "more", "mountPath": "/more"}, MOUNT])]},
         {"initContainers": [helper()], "containers": [{**helper(), "name": "renews"}]},
     ):
         decode = decode_with({"emptyDir": {"medium": "Memory"}}, **template)
@@ -267,6 +295,9 @@ def test_a_certificate_that_only_an_init_container_writes_is_warned_of() -> None
     [warning] = [one for one in found.warnings if one.rule == "CertificateNotRenewed"]
     assert warning.path == f"{OWN_PATH}.emptyDir"
     assert "restartPolicy: Always" in warning.remedy
+    secret = decode_with(VOLUME, initContainers=[helper()])
+    found = check_manifest(manifest(prefill=role(MOUNT), decode=secret))[1]
+    assert "CertificateNotRenewed" not in [one.rule for one in found.warnings]
 
 
 @pytest.mark.parametrize(
@@ -295,6 +326,13 @@ def test_a_certificate_that_may_be_missing_is_warned_of(source: dict[str, Any], 
 @pytest.mark.parametrize("kind", ["emptyDir", "secret", "configMap", "projected", "downwardAPI"])
 def test_volumes_of_any_shape_are_read(kind: str, value: object) -> None:
     check_manifest(manifest(prefill=role(MOUNT), decode=decode_with({kind: value})))
+
+
+def test_a_source_that_this_operator_does_not_know_may_hold_the_files() -> None:
+    """A later Kubernetes may have it. The operator's table of fields does not know it yet."""
+    decode = decode_with(projected({"vault": {"path": "anything"}}))
+    [error] = errors(prefill=role(MOUNT), decode=decode)
+    assert error.rule == "UnknownField"
 
 
 def test_without_a_certificate_of_its_own_an_operator_and_local_mode_refuse() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from said_findings import check_manifest
 
-from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.fields import as_manifest
 
 PATH = "spec.monitoring.scrapeFrom[0]"
@@ -106,6 +106,11 @@ def test_a_peer_comes_through_as_it_was_written(peer):
             ".ipBlock.except[0]",
             "PeerUnusable",
         ),
+        (
+            {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.1/16"]}},
+            ".ipBlock.except[0]",
+            "BadFormat",
+        ),
         ({"ipBlock": {}}, ".ipBlock.cidr", "Required"),
     ],
 )
@@ -114,6 +119,18 @@ def test_what_is_wrong_with_a_peer_is_named(peer, path, rule):
     assert list(found) == [f"{PATH}{path}"]
     assert found[f"{PATH}{path}"].rule == rule
     assert found[f"{PATH}{path}"].remedy
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        (label(operator="NotIn"), "operator NotIn needs values"),
+        (label(operator="DoesNotExist", values=["x"]), "operator DoesNotExist takes no values"),
+    ],
+)
+def test_it_is_said_whether_values_are_missing_or_too_many(expression, said):
+    [found] = checked({"podSelector": {"matchExpressions": [expression]}})[1].errors
+    assert found.message == said
 
 
 def test_nobody_scrapes_by_default():

@@ -7,8 +7,8 @@ import copy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from said_findings import check_manifest
 
-from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.parse import MAX_ERRORS, parse_cluster
 from pdcluster_operator.api.spec.types import Device, Role, RouterPolicy, Switch
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from said_findings import check_manifest
 
 from pdcluster_operator.api.rules import pod_fields
-from pdcluster_operator.api.rules.validate import check_manifest
 
 ROOT = Path(__file__).parents[3]
 
@@ -130,6 +130,8 @@ def test_what_kubernetes_takes_passes(role):
          "spec.ephemeralContainers", "NotAllowed", "Remove"),
         ({"spec": {"terminationGracePeriodSeconds": 0}}, "spec.terminationGracePeriodSeconds",
          "GraceTooShort", "Leave it out"),
+        ({"spec": {"terminationGracePeriodSeconds": "60"}}, "spec.terminationGracePeriodSeconds",
+         "WrongType", "Write a number"),
         ({"spec": {"terminationGracePeriodSeconds": -5}}, "spec.terminationGracePeriodSeconds",
          "GraceTooShort", "Leave it out"),
     ],
@@ -162,6 +164,7 @@ def test_a_grace_period_shorter_than_a_drain_is_warned_of():
     assert warned(189, 60) == ["the engine may need 190 seconds to finish its requests and stop"]
     assert warned(190, 60) == []
     assert warned(190, 61)
+    assert warned(1, 60), "the shortest that Kubernetes does not take for a kill"
     assert warned(159, 5), "receives may be in quarantine for 30 seconds, however short the lease"
     assert warned(160, 5) == []
     assert warned(160, 5, timeout=101)

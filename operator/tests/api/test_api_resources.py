@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from said_findings import check_manifest
 
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.resources import is_accelerator
@@ -180,6 +180,37 @@ def test_a_resource_that_kubernetes_does_not_know(name):
     assert "domain/name" in found[f"resources.limits.{name}"].message
 
 
+def test_each_resource_of_a_list_is_judged():
+    container = "podTemplate.spec.containers[0].resources"
+    overlay = {"requests": {"a/b": "some", "memory": 1, "cpu": 4, "c/d": 1, "e/f": 1},
+               "limits": {"cpu": "some", "a/b": 1, "c/d": 2}}  # fmt: skip
+    assert {path: found.rule for path, found in errors(overlay=overlay).items()} == {
+        f"{container}.requests.a/b": "BadFormat",
+        f"{container}.limits.cpu": "BadFormat",
+        f"{container}.requests.c/d": "RequestLimitMismatch",
+        f"{container}.requests.e/f": "RequestLimitMismatch",
+    }
+
+
+def test_each_container_is_judged_and_said_once():
+    made = manifest(overlay={"requests": {"cpu": 2}, "limits": {"cpu": 1}})
+    sidecar = {"name": "x", "image": "x",
+               "resources": {"requests": {"cpu": 2}, "limits": {"cpu": 1}}}  # fmt: skip
+    made["spec"]["prefill"]["podTemplate"]["spec"]["containers"].append(sidecar)
+    assert [found.path for found in check_manifest(made)[1].errors] == [
+        f"spec.prefill.podTemplate.spec.containers[{number}].resources.requests.cpu"
+        for number in (0, 1)
+    ]
+
+
+def test_the_count_of_gpus_is_no_second_error_where_another_number_is_wrong():
+    made = manifest({"limits": {"nvidia.com/gpu": 4}}, tensor=4)
+    made["spec"]["prefill"]["parallelism"]["nodes"] = 3
+    assert [found.rule for found in check_manifest(made)[1].errors] == ["NodesDivideWorkers"]
+    broken = {"limits": {"nvidia.com/gpu": 2, "amd.com/gpu": "some"}}
+    assert [found.rule for found in errors(overlay=broken, tensor=2).values()] == ["BadFormat"]
+
+
 def test_a_broken_rdma_resource_is_one_error():
     found = check_manifest(manifest(rdma={"resource": "ib"}))[1].errors
     assert [error.path for error in found] == ["spec.transfer.rdma.resource"]
@@ -189,6 +220,11 @@ def test_a_broken_amount_is_one_error():
     assert set(errors({"requests": {"cpu": "-1"}, "limits": {"cpu": -2}})) == {
         "resources.requests.cpu", "resources.limits.cpu",
     }  # fmt: skip
+    container = "podTemplate.spec.containers[0].resources"
+    for amounts in ({"cpu": "some"}, {"cpu": 1}), ({"cpu": 1}, {"cpu": "some"}):
+        overlay = dict(zip(("requests", "limits"), amounts, strict=True))
+        broken = next(kind for kind, amount in overlay.items() if amount == {"cpu": "some"})
+        assert set(errors(overlay=overlay)) == {f"{container}.{broken}.cpu"}
 
 
 @pytest.mark.parametrize(

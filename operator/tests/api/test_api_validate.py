@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from said_findings import check_manifest
 
 from pdcluster_operator.api.rules.extra_args import TYPED_FLAGS
-from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.arguments import parse_flags
 
 
@@ -213,6 +213,17 @@ def test_owned_flags_are_refused_however_they_are_written(words):
     assert found.value == " ".join(words)
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--port=1", "--port belongs to the operator"),
+        ("--grp", "--grp belongs to the operator (it abbreviates --grpc)"),
+    ],
+)
+def test_an_abbreviated_owned_flag_is_told_which_one_it_is(word, said):
+    assert error("spec.engine.extraArgs[0]", engine={"extraArgs": [word]}).message == said
+
+
 def test_decode_alone_may_speculate():
     words = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
     assert findings(decode={"engine": {"extraArgs": words}}).ok
@@ -249,6 +260,7 @@ def test_a_lone_hyphen_is_a_value():
         (("--x", "1"), "--x", ("1",)),
         (("-n2",), "--nnodes", ("2",)),
         (("-n=2",), "--nnodes", ("2",)),
+        (("-n2", "3"), "--nnodes", ("2", "3")),
         (("-n", "2"), "--nnodes", ("2",)),
         (("--no-x",), "--x", ()),
         (("--x=a", "b"), "--x", ("a", "b")),
@@ -294,7 +306,13 @@ def test_a_key_that_only_the_engines_know_is_refused_in_a_pod_template_too():
     container = {"name": "engine", "env": [{"name": "VLLM_API_KEY", "value": "x"}]}
     template = {"spec": {"containers": [container]}}
     path = "spec.decode.podTemplate.spec.containers[0].env[0].name"
-    assert error(path, decode={"podTemplate": template}).rule == "OwnedVariable"
+    found = error(path, decode={"podTemplate": template})
+    assert found.rule == "OwnedVariable"
+    assert "apiKeySecretRef" in found.remedy
+    container["env"] = [{"name": "OTHER", "value": "x"}]
+    sidecar = {"name": "proxy", "image": "x", "env": [{"name": "VLLM_API_KEY", "value": "x"}]}
+    template = {"spec": {"containers": [sidecar, container]}}
+    assert findings(decode={"podTemplate": template}).ok, "a sidecar may have a key of its own"
 
 
 def test_a_word_that_belongs_to_no_flag():
@@ -311,6 +329,7 @@ def test_owned_variables_are_refused(name):
     found = error("spec.decode.engine.env[0].name",
                   decode={"engine": {"env": [{"name": name, "value": "x"}]}})  # fmt: skip
     assert found.rule == "OwnedVariable"
+    assert found.remedy == "Remove it."
 
 
 def test_the_cache_variable_belongs_to_the_operator_only_for_downloads():
@@ -320,6 +339,8 @@ def test_the_cache_variable_belongs_to_the_operator_only_for_downloads():
     error("spec.engine.env[0].name", model=hub, engine=env)
     token = {"env": [{"name": "HF_TOKEN", "value": "t"}]}
     error("spec.engine.env[0].name", model=hub, engine=token)
+    public = {"source": {"huggingFace": {"repo": "a/b"}}}
+    assert findings(model=public, engine=token).ok, "the operator sets no token"
 
 
 @pytest.mark.parametrize("var", [{"name": "A"}, {"name": "A", "value": "", "valueFrom": {}}])
@@ -417,6 +438,7 @@ def test_traps_are_warned_of():
         engine=env("UCX_TLS", "tcp"), transfer={"device": "CPU"}
     )
     assert "ConflictingSettings" in warnings(engine=env("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"))
+    assert "ConflictingSettings" not in warnings(engine=env("VLLM_LOGGING_LEVEL", "DEBUG"))
     assert "NodeLocalModel" in warnings()
     assert "NothingToPair" in warnings(decode={"replicas": 0})
 

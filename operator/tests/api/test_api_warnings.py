@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from said_findings import check_manifest
 
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.versions import SUPPORTED, text_of
 from pdcluster_operator.api.rules.images import Image, parse_image
-from pdcluster_operator.api.rules.validate import check_manifest
 
 CLAIM = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
 
@@ -121,10 +121,15 @@ def test_an_image_of_a_pod_template_is_judged_instead():
     template["spec"]["containers"][0]["image"] = "vllm/vllm-openai:v0.33.0"
     (warned,) = warnings(decode={"podTemplate": template}).values()
     assert (warned.path, warned.rule) == (found.path, "ImagesDiffer")
+    template["spec"]["containers"][0]["image"] = 7
+    assert [one.rule for one in errors(decode={"podTemplate": template}).values()] == ["WrongType"]
 
 
 def test_a_routers_moving_image():
-    assert warnings(router={"image": "a/b:latest"})["spec.router.image"].rule == "ImageNotPinned"
+    found = warnings(router={"image": "a/b:latest"}, engine={"image": "a/vllm:latest"})
+    assert found["spec.router.image"].rule == "ImageNotPinned"
+    assert found["spec.router.image"].remedy == "Name a release or a digest."
+    assert "such as v0." in found["spec.engine.image"].remedy, "of vLLM, not of the router"
     assert not warnings(router={"image": "a/b:latest", "replicas": 0})
 
 
@@ -203,7 +208,7 @@ def test_engines_over_several_machines_without_rdma():
     assert not warnings(decode=role, transfer={"rdma": {"resource": "rdma/ib"}})
     assert not warnings(decode=role, transfer={"device": "CPU"})
     assert not warnings(decode={"parallelism": {"tensor": 8}})
-    own = {"requests": {"memory": "1Gi"}, "limits": {"nvidia.com/gpu": 8}}
+    own = {"requests": {"memory": "1Gi"}, "limits": {"nvidia.com/gpu": 8, "cpu": 8}}
     assert "spec.transfer.rdma" in warnings(decode=role | {"resources": own})
     own["limits"]["vpc.amazonaws.com/efa"] = 4
     assert not warnings(decode=role | {"resources": own})

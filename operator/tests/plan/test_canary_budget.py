@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.plan.peers import CANARIES_PER_SECOND
+from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.plan.peers import CANARIES_PER_SECOND, assign_peers
 
 
 def interval(replicas: int, ranks: int = 1, role: str = "", **canary: int) -> int:
@@ -43,3 +44,8 @@ def test_very_many_links_share_their_canaries(replicas: int, ranks: int) -> None
 def test_each_rank_of_either_role_gets_its_canary() -> None:
     both = interval(8, 4, intervalSeconds=5)
     assert [interval(8, 4, role, intervalSeconds=5) for role in ("prefill", "decode")] == [both] * 2
+
+
+def test_without_engines_nobody_is_told_anything() -> None:
+    cluster, _ = check_manifest(manifest())
+    assert assign_peers(cluster, (), (), {}) == ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcluster_operator.plan.drift import repair, without_manager
+from pdcluster_operator.plan.drift import repair, stamped, without_manager
 
 LIVE = {
     "metadata": {"name": "tiny", "resourceVersion": "7"},
@@ -30,3 +30,11 @@ def test_a_field_manager_is_taken_off_an_object() -> None:
     }
     assert without_manager(live, "another") is None
     assert without_manager({"metadata": {"resourceVersion": "7"}}, "ours") is None
+
+
+def test_the_order_of_fields_is_no_change() -> None:
+    """A user's pod template may have them in another order, and is applied as it is written."""
+    one = {"metadata": {"name": "tiny"}, "spec": {"a": 1, "b": {"c": 2, "d": 3}}}
+    other = {"spec": {"b": {"d": 3, "c": 2}, "a": 1}, "metadata": {"name": "tiny"}}
+    assert stamped(one) == stamped(other)
+    assert stamped(one) != stamped({**one, "spec": {"a": 1}})

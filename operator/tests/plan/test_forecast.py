@@ -276,7 +276,7 @@ def test_apply_removes_what_the_last_manifest_had_and_keeps_what_others_set() ->
     live = {
         "metadata": {
             "annotations": {
-                LAST_APPLIED: '{"metadata":{"labels":{"a":"1"}},'
+                LAST_APPLIED: '{"metadata":{"name":"x","namespace":"y","labels":{"a":"1"}},'
                 '"spec":{"decode":{"engine":{"env":[]}},"engine":{"blockSize":32}}}'
             }
         },

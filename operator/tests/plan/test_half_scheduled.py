@@ -7,6 +7,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import RELEASED_ANNOTATION
+from pdcluster_operator.plan import half_scheduled
 
 TIMEOUT = 100
 WORDS = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
@@ -79,6 +80,29 @@ def test_a_half_scheduled_engine_is_released_with_the_reason_and_tried_again() -
     world.speak()
     world.step()
     assert world.condition("PrefillReady")["status"] == "True"
+
+
+def test_an_engine_whose_pods_take_long_to_end_is_released_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(half_scheduled, "_pause", lambda name, timeout: 1.9 * timeout)
+    world = world_of(1)
+    world.now += TIMEOUT + 5
+    world.step()
+    assert sizes(world) == [0]
+
+    def moment() -> str | None:
+        [engine] = [c for (kind, name), c in world.children.items()
+                    if kind == "StatefulSet" and "-prefill-" in name]  # fmt: skip
+        return engine["metadata"]["annotations"].get(RELEASED_ANNOTATION)
+
+    first = moment()
+    # The API server promises no order of what it lists.
+    world.children = dict(reversed(world.children.items()))
+    for _ in range(9):
+        world.now += TIMEOUT / 5
+        world.step()
+        assert (sizes(world), moment()) == ([0], first)
 
 
 def test_of_two_that_hold_each_others_nodes_one_gives_way() -> None:

@@ -86,6 +86,15 @@ def test_a_hundred_percent_turns_it_off():
     assert judged(world) == "True"
 
 
+def test_a_launcher_that_is_silent_from_the_beginning_says_nothing_of_prompts():
+    world = SimulatedCluster(manifest(transfer={"device": "CPU", "minBandwidthMBps": 1000}))
+    world.settle()
+    world.run_pods()
+    for _ in range(2):
+        world.step()
+        assert world.condition("TransportHealthy")["reason"] == "BandwidthUnmeasured"
+
+
 def test_zero_allows_none():
     world = running(0)
     assert seen(world, 1000, 0) == "True"

@@ -129,3 +129,8 @@ def test_the_indexes_are_enough_stable_and_never_lost(replicas, live, lost) -> N
     kept = live - lost
     assert kept & set(chosen) == set(sorted(kept)[:replicas]), "no engine goes without need"
     assert list(choose_indexes(replicas, chosen, lost)) == list(chosen), "and none comes and goes"
+
+
+def test_of_too_many_engines_those_with_the_highest_indexes_go() -> None:
+    assert choose_indexes(1, (9, 1)) == [1]
+    assert choose_indexes(2, (17, 9, 1)) == [1, 9]

@@ -30,9 +30,10 @@ def test_an_error_is_not_drowned_in_warnings():
 
 @pytest.mark.parametrize(("count", "tail"), [(5, "4: bad"), (6, "and 1 more"), (9, "and 4 more")])
 def test_five_errors_are_shown_and_the_others_counted(count, tail):
-    errors = tuple(FieldError(f"spec.{n}", "", "BadFormat", "bad", "") for n in range(count))
-    message = accepted(Findings(errors=errors)).message
-    shown = message.split("; ")
+    errors = tuple(FieldError(f"spec.{n}", "", f"Rule{n}", "bad", "") for n in range(count))
+    found = accepted(Findings(errors=errors))
+    assert found.reason == "Rule0"
+    shown = found.message.split("; ")
     assert len([part for part in shown if part.startswith("spec.")]) == 5
     assert tail in shown[-1]
 

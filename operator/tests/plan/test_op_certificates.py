@@ -159,6 +159,22 @@ def test_another_authority_and_a_deleted_secret_make_them_again() -> None:
         assert [type(step) for step in world.plan().steps] == [WriteCertificates]
 
 
+def test_each_reason_to_write_the_secret_is_told() -> None:
+    world = secured()
+    [first] = steps(world)
+    world.bring_up()
+    world.edit(decode={"replicas": 2})
+    [more] = steps(world)
+    world.settle()
+    world.now += PERIOD_SECONDS
+    [again] = steps(world)
+    assert [step.why for step in (first, more, again)] == [
+        "the engines' certificates",
+        "the certificates of the engines that there are now",
+        "the engines' certificates, made again before they expire",
+    ]
+
+
 def test_engines_that_come_and_go_change_the_secret() -> None:
     world = secured()
     world.bring_up()
@@ -381,6 +397,20 @@ def test_the_status_says_whose_certificates_are_used_and_when_the_first_expires(
     world.edit(transfer={"device": "CPU", "tls": "Disabled"})
     replaced(world)
     assert transfer(world) == {"certificates": "None"}
+
+
+def test_the_first_moment_stays_while_its_engine_is_silent_and_goes_when_it_is_renewed() -> None:
+    """An engine whose certificate has expired no longer answers."""
+    world = secured()
+    world.bring_up()
+    expires(world, START + 90 * A_DAY, START + 60 * A_DAY)
+    assert transfer(world)["notAfter"] == timestamp(START + 60 * A_DAY)
+    first = min(world.engines, key=lambda name: world.engines[name].certificate_expires or 0.0)
+    del world.engines[first]
+    assert transfer(world)["notAfter"] == timestamp(START + 60 * A_DAY)
+    world.speak()
+    expires(world, START + 150 * A_DAY, START + 120 * A_DAY)
+    assert transfer(world)["notAfter"] == timestamp(START + 120 * A_DAY)
 
 
 def test_engines_from_before_there_was_tls_are_not_said_to_have_it() -> None:

@@ -841,6 +841,11 @@ def test_replacing_engines(world):
     world.edit(engine={"maxModelLen": 256})
     world.step()
     is_(world, "Progressing", "True", "Replacing")
+    world.bring_up()  # all engines are healthy, and the old ones go
+    is_(world, "Ready", "False", "Replacing", "still exist", "engine.maxModelLen")
+    is_(world, "Progressing", "True", "Replacing")
+    said = world.condition("Progressing")["message"]
+    assert said.count("engine.maxModelLen") == 1, "Ready says the same"
 
 
 def test_scaling_down_is_not_ready_until_the_last_pod_is_gone():

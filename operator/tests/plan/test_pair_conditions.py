@@ -49,6 +49,7 @@ def test_failed_links_are_counted_and_the_first_of_them_is_named() -> None:
     found = links_established([good(0), *broken, good(3)], {})
     assert (found.status, found.reason) == (Status.FALSE, "PeerRestarted")
     assert found.message == f"2 of 4 links failed; {label(1)}: it is gone"
+    assert links_established([good(0), broken[0]], {}).message.startswith("1 of 2 links failed; ")
     alone = links_established(broken[1:], {})
     assert alone.message == f"{label(2)}: no route", "of one link, nothing is counted"
 
@@ -70,6 +71,14 @@ def test_the_worst_link_says_why_no_kv_was_seen_to_move(
     assert found.status != Status.TRUE
     assert found.reason == reason
     assert found.message.startswith(label(named))
+
+
+def test_the_first_canary_that_failed_is_told_with_its_own_words() -> None:
+    other = CanaryReport(LinkState.FAILED, message="the request timed out")
+    wordless = CanaryReport(LinkState.FAILED)
+    links = [good(0), *(link(n, canary=one) for n, one in ((1, FAILED), (2, other), (3, wordless)))]
+    found = path_verified(links, {})
+    assert found.message == f"{label(1)}: no KV moved"
 
 
 def healthy(*links: PairView, least: int | None = 1000) -> Verdict:

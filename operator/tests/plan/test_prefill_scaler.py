@@ -53,6 +53,20 @@ def test_it_decides_while_it_exists_and_says_what_exists() -> None:
     assert counts(world) == (2, 1)
 
 
+def test_all_else_of_the_prefill_engines_stays() -> None:
+    spec = {"prefill": {"replicas": 1, "podTemplate": {"metadata": {}}},
+            "decode": {"replicas": 4, "parallelism": {"tensor": 2}}}  # fmt: skip
+    found = as_scaled(manifest(**spec), scaler(3))["spec"]
+    assert found["prefill"] == {"replicas": 3, "podTemplate": {"metadata": {}}}
+    assert found["decode"] == spec["decode"]
+
+
+@pytest.mark.parametrize("spec", [None, [], "text", 7, {"prefill": [1]}, {"decode": "text"}])
+def test_a_spec_of_another_shape_is_left_to_the_rules(spec: Any) -> None:
+    cluster = {**manifest(), "spec": spec}
+    assert as_scaled(cluster, scaler(3)) is cluster
+
+
 def test_scaling_prefill_replaces_no_engine() -> None:
     world = SimulatedCluster(manifest())
     world.bring_up()
@@ -106,6 +120,7 @@ def test_zero_is_a_state() -> None:
     ("asked", "least", "most", "decode", "engines"),
     [
         (9, None, 200, 2, 4),
+        (4, None, 200, 2, 4),
         (9, None, 50, 1, 1),
         (0, 50, None, 3, 2),
         (2, 50, 100, 3, 2),

@@ -494,6 +494,26 @@ def test_a_paused_rollout_takes_no_router_and_no_engine_away(how: str) -> None:
     assert world.condition("Available")["status"] == "True"
 
 
+def test_a_surge_that_is_paused_half_way_keeps_its_routers_also_as_recreate() -> None:
+    """Recreate ends all routers before it removes engines. It may not while it is paused."""
+    world = up("Surge", decode={"replicas": 2})
+    old = engines(world)
+    world.edit(decode={**ENV["decode"], "replicas": 2})
+    while not engines(world) - old:
+        world.step()
+        world.others_act()
+    world.edit(rollout={"type": "Recreate", "paused": True})
+    there = engines(world)
+    assert old < there
+    for _ in range(3):
+        world.step()
+        assert_served(world)
+        [router] = [child for (kind, _), child in world.children.items() if kind == "Deployment"]
+        assert router["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+        world.others_act()
+    assert engines(world) == there
+
+
 def test_recreate_ends_old_routers_so_that_old_engines_get_no_more_requests() -> None:
     """An engine that is told to end serves on as long as requests come."""
     world = up("Recreate")
@@ -549,6 +569,33 @@ def test_replace_holds_with_one_engine_of_a_role_and_says_why() -> None:
     world.edit(rollout={"type": "Surge"})
     go_on(world)
     assert not engines(world) & old
+
+
+def test_replace_goes_on_where_no_pair_ever_served() -> None:
+    world = up("Replace")
+    world.link(state=LinkState.FAILED)
+    old = engines(world)
+    world.edit(**KEY)
+    for _ in range(4):
+        world.step()
+        world.route()
+        world.reap()
+    assert not engines(world) & old, "nothing is lost without them"
+
+
+def test_the_service_moves_at_once_when_nothing_is_left_behind_it() -> None:
+    world = up("Surge")
+    old, key = engines(world), selector(world)
+    world.edit(**KEY)
+    while engines(world) == old:
+        world.step()
+    assert selector(world) == key, "the new engines are not verified"
+    for name in old:
+        del world.children["StatefulSet", name]
+    world.pods.clear()
+    world.step()
+    assert selector(world) != key
+    assert list(routers(world)) == [selector(world)]
 
 
 NO_GPU = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."

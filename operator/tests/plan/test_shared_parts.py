@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.plan import shared_parts
-from pdcluster_operator.plan.shared_parts import FEW, SHORT, with_shared_parts
+from pdcluster_operator.plan.shared_parts import FEW, LEVELS, SHORT, with_shared_parts
 
 LEAVES = st.sampled_from(
     [True, False, 1, 0, 1.0, 0.0, -0.0, None, "", "a", "b", "x" * (SHORT + 1), 10**30, {}, []]
@@ -118,11 +118,28 @@ def test_no_more_parts_are_held_than_two_generations() -> None:
         assert len(known._now) + len(known._before) <= 20
 
 
-def test_a_document_may_be_deep() -> None:
+@pytest.mark.parametrize(
+    "around",
+    [lambda one: {"a": {"b": one}}, lambda one: [[one]], lambda one: {"a": [one]}],
+    ids=["dicts", "lists", "both"],
+)
+def test_a_document_may_be_deep(around: Callable[[Any], Any]) -> None:
     deep: Any = "x" * 2
     for _ in range(300):
-        deep = {"a": [deep]}
+        deep = around(deep)
     assert json.dumps(with_shared_parts(deep)) == json.dumps(deep)
+
+
+def test_what_lies_deep_in_a_pod_template_is_held_once() -> None:
+    def deep() -> Any:
+        part: Any = {"deepest": "part"}
+        for number in range(LEVELS // 2 - 1):
+            part = {"dict": [part, str(number)]}
+        return part
+
+    found = parts(with_shared_parts(deep())), parts(with_shared_parts(deep()))
+    pairs = list(zip(*found, strict=True))
+    assert all(one is other for one, other in pairs)
 
 
 def test_a_part_of_the_generation_before_is_found_again() -> None:

@@ -107,6 +107,26 @@ def test_that_a_spec_is_accepted_is_an_event_only_if_it_was_not() -> None:
         assert [event.type for event in transitions(before, after, secured=True)] == [kind]
 
 
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "told"),
+    [
+        (ConditionType.READY, Status.FALSE, Status.UNKNOWN, False),
+        (ConditionType.AVAILABLE, Status.UNKNOWN, Status.FALSE, False),
+        (ConditionType.AVAILABLE, Status.TRUE, Status.UNKNOWN, True),
+        (ConditionType.DECODE_READY, Status.UNKNOWN, Status.FALSE, True),
+        (ConditionType.DECODE_READY, Status.TRUE, Status.UNKNOWN, False),
+        (ConditionType.DECODE_READY, Status.FALSE, Status.TRUE, False),
+        (ConditionType.PROGRESSING, Status.FALSE, Status.UNKNOWN, True),
+    ],
+)
+def test_only_a_flip_that_says_something_new_is_an_event(
+    kind: ConditionType, before: Status, after: Status, told: bool
+) -> None:
+    """An engine that starts takes its conditions through Unknown and False to True."""
+    found = transitions(status(kind, before, "A"), status(kind, after, "B"), secured=True)
+    assert [event.reason for event in found] == ["B"] * told
+
+
 @pytest.mark.parametrize("length", [0, 900, 1100, 5000])
 def test_an_event_is_as_long_as_the_api_server_takes(length: int) -> None:
     """Kubernetes refuses an event whose message is longer than 1024 characters."""

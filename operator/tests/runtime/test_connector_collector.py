@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import UNUSED_ANNOTATION
 from pdcluster_operator.plan.model import Delete
@@ -74,8 +76,9 @@ def collect(server: Server, *known: dict[str, Any]) -> list[tuple[str, ...]]:
 OLD = timestamp(NOW - 60)
 
 
-def test_what_is_mounted_is_asked_of_nobody() -> None:
+def test_what_is_mounted_is_asked_of_nobody(caplog: pytest.LogCaptureFixture) -> None:
     assert collect(Server(), connector("ns"), pod("ns")) == []
+    assert caplog.messages == []
 
 
 def test_what_is_not_mounted_is_marked_then_looked_at_then_deleted() -> None:
@@ -126,3 +129,15 @@ def test_a_stored_revision_of_a_stranger_that_is_not_ours_does_not_end_a_round()
     strange = {"kind": "ControllerRevision", "metadata": metadata, "data": {"template": "text"}}
     told = collect(Server(strange), connector("ns", OLD))
     assert told == [("look", "ns"), ("delete", "ns", "uid-ns", "7")]
+
+
+async def test_each_period_it_looks_again() -> None:
+    server, store = Server(pod("ns")), Store()
+    store.put(connector("ns", OLD))
+    task = asyncio.create_task(
+        ConnectorCollector(store, server, Clock(), period=0.01, keep=60.0).run()
+    )
+    async with asyncio.timeout(60):
+        while server.told.count(("look", "ns")) < 3:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.005)
+    task.cancel()

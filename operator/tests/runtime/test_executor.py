@@ -301,3 +301,63 @@ async def test_a_lease_that_is_lost_between_two_steps_stops_the_rest() -> None:
     assert not await executor_of(api).perform(KEY, CLUSTER, steps, [])
     assert len(api.begun) < 20
     assert "engine" not in api.begun
+
+
+async def test_a_cluster_is_looked_for_before_it_gets_more_unless_it_was_just_reported() -> None:
+    api, reported = Api(), 299.0
+    executor = Executor(api, RewriteNotes(), lambda _: True, reported_seconds=lambda _: reported)
+    for seconds, uid, reads in (
+        (299.0, "c", 0),  # its first children: if it is gone, they are deleted with it
+        (299.0, "c", 1),
+        (5.0, "c", 1),
+        (4.9, "c", 0),
+        (299.0, "c", 1),
+        (300.0, "another", 1),
+    ):
+        reported = seconds
+        api.reads.clear()
+        await executor.perform(KEY, {"metadata": {"uid": uid}}, [apply("a")], [])
+        assert len(api.reads) == reads, (seconds, uid)
+
+
+async def test_after_another_operator_may_have_written_everything_is_read_again() -> None:
+    api = Api()
+    api.held, api.certificates = TicketKey("1"), HeldCertificates("authority", "1")
+    executor = Executor(api, RewriteNotes(), lambda _: True, reported_seconds=lambda _: 60.0)
+    await executor.perform(KEY, CLUSTER, [apply("a")], [])
+    assert not executor.knows(KEY, "c")
+    await executor.ticket_key(KEY, "c")
+    assert not executor.knows(KEY, "c"), "nobody has read the certificates"
+    await executor.certificates(KEY, "c")
+    assert executor.knows(KEY, "c")
+    assert not executor.knows(KEY, "another")
+    api.reads.clear()
+    executor.forget(KEY)
+    assert not executor.knows(KEY, "c")
+    await executor.ticket_key(KEY, "c")
+    await executor.certificates(KEY, "c")
+    await executor.perform(KEY, CLUSTER, [apply("a")], [])
+    assert api.reads == ["secret", "certificates"], "the cluster was reported a minute ago"
+
+
+async def test_nothing_is_read_for_a_new_cluster_once_it_is_known_what_no_secret_means() -> None:
+    api = Api()
+    executor = executor_of(api)
+    api.certificates = HeldCertificates("authority", "1", frozenset({"prefill-a-0"}))
+    await executor.certificates(Key("ns", "secured"), "s")
+    api.certificates = HeldCertificates("authority")
+    assert await executor.certificates(KEY, "c", new=True) == api.certificates
+    assert await executor.ticket_key(KEY, "c", new=True) is None
+    assert api.reads == ["certificates"] * 2, "those of another cluster say nothing of this one"
+    assert await executor.certificates(Key("ns", "next"), "n", new=True) == api.certificates
+    assert len(api.reads) == 2
+
+
+async def test_certificates_that_were_just_written_are_not_read() -> None:
+    api = Api()
+    executor = executor_of(api)
+    await executor.certificates(KEY, "c")
+    await executor.perform(KEY, CLUSTER, [certificates()], [])
+    api.reads.clear()
+    assert (await executor.certificates(KEY, "c")).issue == "1"
+    assert api.reads == []

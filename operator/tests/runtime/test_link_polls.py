@@ -477,6 +477,23 @@ async def test_news_that_come_with_all_that_is_told_need_no_other_question() -> 
     await monitor.stop()
 
 
+async def test_an_engine_that_refused_peers_while_it_was_asked_for_news_is_followed_on() -> None:
+    launchers = Launchers()
+    launchers.revision = "1"
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await until(lambda: launchers.waits)
+    launchers.refuse_peers = True
+    monitor.assign(KEY, [peers(1)])
+    await until(lambda: len(launchers.told) >= 2)
+    launchers.refuse_peers = False
+    waits = launchers.waits
+    await until(lambda: launchers.waits > waits)
+    launchers.ids[D.url], launchers.revision = "d/2", "2"
+    await until(lambda: monitor.engines(KEY)[D.engine].engine_id == "d/2")
+    await monitor.stop()
+
+
 async def test_a_launcher_without_news_is_asked_for_all_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -106,6 +106,28 @@ async def test_one_of_two_works_and_the_other_takes_over_when_it_leaves() -> Non
     await two.leases.stop()
 
 
+async def test_a_lease_that_another_has_taken_meanwhile_is_not_given_back() -> None:
+    server = Server()
+    one = Process(server, "one")
+    await until(one.holds)
+    held = server.held["ns", "pdcluster-operator"]
+    taken = lease_manifest(held, "ns", "pdcluster-operator", "two", 0.0)
+    server.held["ns", "pdcluster-operator"] = taken
+    await one.leases.stop()
+    assert server.holder() == "two"
+
+
+async def test_where_no_lease_could_be_made_none_is_given_back() -> None:
+    server = Server()
+    server.down = True
+    one = Process(server, "one")
+    assert not one.holds()
+    await asyncio.sleep(0)
+    server.down = False
+    await one.leases.stop()
+    assert server.held == {}
+
+
 async def test_two_that_ask_at_once_do_not_both_get_it() -> None:
     for _ in range(20):
         server = Server()

@@ -29,6 +29,15 @@ def test_a_watch_that_lags_behind_our_own_write_changes_nothing() -> None:
     assert version(store) == "100", "versions are numbers, not words"
 
 
+def test_an_object_that_is_held_is_found_by_its_version_and_uid() -> None:
+    store = Store()
+    assert store.same("PDCluster", cluster(12)) is None
+    store.put(cluster(12))
+    assert store.same("PDCluster", cluster(12)) is store.cluster(KEY)
+    for other in (cluster(13), cluster(12, "uid-1"), {**cluster(12), "metadata": {"name": "x"}}):
+        assert store.same("PDCluster", other) is None
+
+
 def test_an_object_made_anew_counts_whatever_its_version() -> None:
     store = Store()
     store.put(cluster(12))

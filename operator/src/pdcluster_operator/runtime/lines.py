@@ -47,7 +47,7 @@ class Lines(Generic[K]):
         is_silent: Callable[[K], bool],
         clock: Callable[[], float],
     ) -> None:
-        self._most_new = max(1, workers - workers // NOT_NEW)
+        self._most_new = workers - workers // NOT_NEW
         self._is_new = is_new
         self._is_silent = is_silent
         self._clock = clock

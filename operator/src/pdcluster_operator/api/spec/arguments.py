@@ -127,7 +127,7 @@ def merge_flags(shared: Sequence[str], role: Sequence[str]) -> tuple[str, ...]:
 
 OWNED_FLAGS = {
     "--kv-transfer-config": "The operator writes it; use spec.transfer.",
-    "--kv-offloading-size": "vLLM would put its offloading connector in the place of this one.",
+    "--kv-offloading-size": "Remove it: vLLM would use its offloading connector, not this one.",
     "--host": "The operator sets it.",
     "--port": "The operator sets it.",
     "--api-key": "Use spec.router.apiKeySecretRef: arguments can be read by every process.",

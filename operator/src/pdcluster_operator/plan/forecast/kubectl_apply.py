@@ -42,7 +42,7 @@ def merge_patch(live: Manifest, document: Manifest) -> dict[str, Any]:
 def _with_removals(last: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``wanted`` with a null for each field that only ``last`` has."""
     last = last if isinstance(last, Mapping) else {}
-    patch: dict[str, Any] = {name: None for name in last if name not in wanted}
+    patch: dict[str, Any] = dict.fromkeys(last)
     for name, value in wanted.items():
         whole = not isinstance(value, Mapping)
         patch[name] = value if whole else _with_removals(last.get(name), value)
