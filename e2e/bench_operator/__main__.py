@@ -51,6 +51,7 @@ async def run(
     if checkout is not None:
         for part in ("operator", "connector"):
             operator.bring(checkout / part / "src")
+    engines = measure.DecodeEngines()
     compared = min(count, MOST_CLUSTERS)
     configuration = await find_configuration(str(real.folder / "admin.kubeconfig"))
     async with KubeClient(configuration) as client:
@@ -60,31 +61,34 @@ async def run(
             anchor = Anchor(real, SAMPLE_NAME)
             say(f"a cluster has {anchor.children} children; the anchor, first half")
             raw = [await anchor.objects_per_second(client, compared // 2)]
+            await anchor.until_settled(client)
             say(f"raw: {raw[0]:.0f} objects/s; {count} PDClusters")
             assert operator.process is not None
             with recorded(operator.process.pid, flame_graph):
                 found = await _create(client, real, operator, anchor.children, count)
             say(f"created: {found}; the anchor, second half")
             raw.append(await anchor.objects_per_second(client, compared - compared // 2))
+            await anchor.until_settled(client)
             found["raw_objects_per_second"] = [round(one, 1) for one in raw]
             mean = 2 / (1 / raw[0] + 1 / raw[1])
             found["share_of_raw_objects"] = round(found["objects_per_second"] / mean, 2)
             share = found["clusters_per_second"] * anchor.children / mean
             found["share_of_raw_clusters"] = round(share, 2)
-            await asyncio.sleep(10.0)  # the controllers' pods for the second half
             say(f"at rest for {REST_SECONDS:.0f} s: {found}")
             found["rest"] = await measure.rest(real, operator, REST_SECONDS)
             found["rss_megabytes"], found["rss_peak_megabytes"] = map(
                 round, measure.memory(operator)
             )
             say("changes")
-            found["reaction_seconds"] = await measure.reactions(real.folder, client, BENCH, count)
+            found["reaction_seconds"] = await measure.reactions(
+                real.folder, client, BENCH, count, engines
+            )
             await measure.until_quiet(real, LONGEST)
             say("starting again")
             found["restart"] = await _restart(real, operator)
             if bad_days:
                 say("bad days")
-                found["bad_days"] = await BadDays(real, operator, client, count).run(say)
+                found["bad_days"] = await BadDays(real, operator, client, count, engines).run(say)
         except Exception:
             say(f"the end of the operator's log:\n{operator.said()}")
             raise
@@ -134,7 +138,7 @@ async def _create(
 async def _restart(real: RealApi, operator: Operator) -> dict[str, Any]:
     operator.kill()
     seen, began = len(real.writes()), time.monotonic()
-    operator.start()
+    operator.start(seconds=LONGEST)
     listed = time.monotonic() - began
     await asyncio.sleep(SETTLE_SECONDS)
     await measure.until_quiet(real, LONGEST)

@@ -19,8 +19,11 @@ from bench_operator.plane import RAW, SAMPLE
 from pdcluster_operator.adapters.api_server.client import APPLY, KubeClient
 
 SIDE_BY_SIDE = 32
-MOST_CLUSTERS = 200
-"""More would say the same. Their objects would be half of what the API server has to hold."""
+MOST_CLUSTERS = 1000
+"""A short anchor is too fast: it ends before its pods are made, and these need processors, too."""
+SETTLE_SECONDS = 900.0
+"""So long may the pods of one half take to become ready."""
+RUN_PODS = ("StatefulSet", "Deployment")
 PATHS = {**CHILDREN, "Secret": "/api/v1/namespaces/{}/secrets"}
 
 
@@ -64,8 +67,34 @@ class Anchor:
         await asyncio.gather(*map(apply, bodies))
         return len(bodies) / (time.monotonic() - began)
 
+    async def until_settled(self, client: KubeClient) -> None:
+        """Wait until all pods of the anchor are ready: what follows does not share with them.
+
+        Raises:
+            TimeoutError: they are not.
+        """
+        expected = self._made * sum(map(_pods, map(json.loads, self._texts)))
+        ends = time.monotonic() + SETTLE_SECONDS
+        while (ready := await _ready_pods(client)) < expected:
+            if time.monotonic() > ends:
+                raise TimeoutError(f"{ready} of {expected} pods of the anchor are ready")
+            await asyncio.sleep(5.0)
+
     def _bodies(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(text.replace(self._name, name)) for text in self._texts]
+
+
+def _pods(body: dict[str, Any]) -> int:
+    return int(body["spec"].get("replicas", 1)) if body["kind"] in RUN_PODS else 0
+
+
+async def _ready_pods(client: KubeClient) -> int:
+    """Count the anchor's pods that are ready, as the objects say that make them."""
+    found = 0
+    for kind in RUN_PODS:
+        for item in (await answered(client, "GET", PATHS[kind].format(RAW)))["items"]:
+            found += item["status"].get("readyReplicas", 0)
+    return found
 
 
 def _is_owned(body: dict[str, Any]) -> bool:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import count as numbers_from
 from typing import Any
 
 from operator_runs import CHILDREN, GROUP, Operator, until
@@ -46,12 +45,19 @@ Day = dict[str, Any]
 class BadDays:
     """The days of one run, one after another, on one set of PDClusters that are Ready."""
 
-    def __init__(self, real: RealApi, operator: Operator, client: KubeClient, count: int) -> None:
+    def __init__(
+        self,
+        real: RealApi,
+        operator: Operator,
+        client: KubeClient,
+        count: int,
+        engines: measure.DecodeEngines,
+    ) -> None:
         self._real = real
         self._operator = operator
         self._client = client
         self._count = count
-        self._replicas = numbers_from(3)
+        self._engines = engines
         self._changed = [f"c-{number}" for number in range(min(CHANGED, count))]
 
     async def run(self, say: Callable[[str], None]) -> dict[str, Day]:
@@ -73,7 +79,7 @@ class BadDays:
     async def _day(self, trouble: Callable[[], Any]) -> Day:
         seen, began = self._seen(), time.monotonic()
         async with trouble() as more:
-            await self._change(self._changed, next(self._replicas))
+            await self._change(self._changed)
         return await self._end(seen, began, more or {})
 
     async def _end(self, seen: int, began: float, more: Day) -> Day:
@@ -92,9 +98,9 @@ class BadDays:
         found = {"changed": len(self._changed), "seconds": round(took, 1), "writes": wrote}
         return {**found, "refused": refused, **more}
 
-    async def _change(self, names: list[str], replicas: int) -> None:
-        body = {"spec": {"decode": {"replicas": replicas}}}
+    async def _change(self, names: list[str]) -> None:
         for name in names:
+            body = self._engines.one_more(name)
             path = f"{GROUP}/namespaces/{BENCH}/pdclusters/{name}"
             await answered(self._client, "PATCH", path, body=body, content=MERGE)
 
@@ -185,11 +191,10 @@ class BadDays:
         """The operator's process ends while all PDClusters are being changed."""
         seen, began = self._seen(), time.monotonic()
         names = [f"c-{number}" for number in range(self._count)]
-        replicas = next(self._replicas)
-        await self._change(names[: self._count // 2], replicas)
+        await self._change(names[: self._count // 2])
         self._operator.kill()
-        await self._change(names[self._count // 2 :], replicas)
-        await asyncio.to_thread(self._operator.start)
+        await self._change(names[self._count // 2 :])
+        await asyncio.to_thread(partial(self._operator.start, seconds=LONGEST))
         return await self._end(seen, began, {"changed": self._count})
 
     async def _namespace_deleted(self) -> Day:
@@ -201,7 +206,7 @@ class BadDays:
         seen, began = self._seen(), time.monotonic()
         await answered(self._client, "DELETE", f"/api/v1/namespaces/{DOOMED}")
         more: Day = {**self._with_reactions, "reaction_seconds": await self._reactions()}
-        await self._change(self._changed, next(self._replicas))
+        await self._change(self._changed)
         await asyncio.to_thread(until, self._is_gone, LONGEST, self._operator.said)
         written = account.of_operator(self._real.writes(seen), DOOMED)
         there = [line for line in written if line["objectRef"]["resource"] != "leases"]
@@ -213,7 +218,7 @@ class BadDays:
 
     async def _reactions(self) -> dict[str, float]:
         return await measure.reactions(
-            self._real.folder, self._client, BENCH, self._count, REACTIONS, next(self._replicas)
+            self._real.folder, self._client, BENCH, self._count, self._engines, REACTIONS
         )
 
     @property

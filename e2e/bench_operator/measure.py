@@ -8,6 +8,7 @@ import random
 import re
 import statistics
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,18 @@ QUIET_SECONDS = 10.0
 CHANGES = 100
 LONGEST_REACTION = 600.0
 MEGABYTE = 1e6
+
+
+class DecodeEngines:
+    """How many decode engines each PDCluster has. A change adds one."""
+
+    def __init__(self) -> None:
+        self._added: Counter[str] = Counter()
+
+    def one_more(self, name: str) -> dict[str, Any]:
+        """Return the patch that adds an engine to the PDCluster ``name``."""
+        self._added[name] += 1
+        return {"spec": {"decode": {"replicas": 1 + self._added[name]}}}
 
 
 def pdcluster(name: str) -> dict[str, Any]:
@@ -134,8 +147,8 @@ async def reactions(
     client: KubeClient,
     namespace: str,
     count: int,
+    engines: DecodeEngines,
     changes: int = CHANGES,
-    replicas: int = 2,
 ) -> dict[str, float]:
     """Return how many seconds a change of a PDCluster needs to become a StatefulSet.
 
@@ -163,7 +176,7 @@ async def reactions(
         for number in random.Random(0).sample(range(count), min(changes, count)):
             path = f"{GROUP}/namespaces/{namespace}/pdclusters/c-{number}"
             done = made[f"c-{number}"] = asyncio.Event()
-            body = {"spec": {"decode": {"replicas": replicas}}}
+            body = engines.one_more(f"c-{number}")
             began = time.monotonic()
             await answered(client, "PATCH", path, body=body, content=MERGE)
             await asyncio.wait_for(done.wait(), LONGEST_REACTION)

@@ -11,6 +11,7 @@ from labelled_engine import GUARD, Engine, execute
 
 from pdcluster_connector.plan.pairing import BlockList, pair_blocks
 from pdcluster_connector.plan.peer_plan import plan_peer
+from pdcluster_connector.plan.request import descriptor_indices
 
 SLICEABLE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 PACKED = ("LBHNC", "BLHNC", "BHLNC")
@@ -88,7 +89,7 @@ def run_case(case: Case, spoil=None) -> int:
     moved = 0
     for shard in decode.shards:
         plan = plan_peer(shard, prefill.shards)
-        slices = plan.indices(pair_blocks(ours, theirs, case.start, case.stop))
+        slices = descriptor_indices(plan, pair_blocks(ours, theirs, case.start, case.stop))
         if spoil is not None:
             slices = [spoil(part) for part in slices]
         moved += execute(plan, slices, prefill, decode, writes=writes, readable=readable)
@@ -181,7 +182,14 @@ def test_a_window_whose_head_blocks_are_null() -> None:
         plan = plan_peer(shard, prefill.shards)
         pairs = pair_blocks(BlockList(held, 16), BlockList(theirs, 64), start, 333)
         everything = np.ones(prefill.memory.size, bool)
-        execute(plan, plan.indices(pairs), prefill, decode, writes=writes, readable=everything)
+        execute(
+            plan,
+            descriptor_indices(plan, pairs),
+            prefill,
+            decode,
+            writes=writes,
+            readable=everything,
+        )
     decode.check_received(theirs, start, 333, before, writes)
 
 
@@ -195,7 +203,9 @@ def test_an_interval_at_any_token_in_units_of_one_token() -> None:
     plan = plan_peer(decode.shards[0], prefill.shards)
     pairs = pair_blocks(BlockList(blocks, 17), BlockList(blocks, 16), 37, 91)
     everything = np.ones(prefill.memory.size, bool)
-    moved = execute(plan, plan.indices(pairs), prefill, decode, writes=writes, readable=everything)
+    moved = execute(
+        plan, descriptor_indices(plan, pairs), prefill, decode, writes=writes, readable=everything
+    )
     decode.check_received(blocks, 37, 91, before, writes)
     assert moved == 54 * 2 * 2 * 4 == writes.sum()
 

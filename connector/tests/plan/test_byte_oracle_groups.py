@@ -11,6 +11,7 @@ from test_byte_oracle import Case, random_case
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.pairing import BlockList, pair_blocks
 from pdcluster_connector.plan.peer_plan import plan_peer
+from pdcluster_connector.plan.request import descriptor_indices
 
 
 def joined(*engines: Engine) -> list[Shard]:
@@ -58,7 +59,7 @@ def run_groups(cases: list[Case]) -> int:
             )
             moved += execute(
                 plan,
-                plan.indices(pairs, (group, group)),
+                descriptor_indices(plan, pairs, (group, group)),
                 prefill[group],
                 decode[group],
                 writes=writes[group],

@@ -11,6 +11,7 @@ from pdcluster_connector.plan.cost import cost_notice, descriptors
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.pairing import BlockList, pair_blocks
 from pdcluster_connector.plan.peer_plan import plan_peer
+from pdcluster_connector.plan.request import descriptor_indices
 from pdcluster_connector.plan.transfer import PeerPlan
 
 LAYERS, BLOCKS, TOKENS, HEADS = 3, 80, 16, 8
@@ -36,7 +37,7 @@ def posted(of: PeerPlan, tokens: int, block: int = TOKENS) -> int:
     pairs = pair_blocks(
         BlockList(blocks[: -(-tokens // block)], block), BlockList(blocks, TOKENS), 0, tokens
     )
-    return sum(len(part.decode_indices) for part in of.indices(pairs))
+    return sum(len(part.decode_indices) for part in descriptor_indices(of, pairs))
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 100, 1000])

@@ -19,6 +19,7 @@ from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.pairing import BlockList, Pairs, pair_blocks
 from pdcluster_connector.plan.peer_plan import plan_peer
+from pdcluster_connector.plan.request import descriptor_indices, units
 from pdcluster_connector.plan.transfer import PeerPlan
 
 BASE = 1 << 40
@@ -83,7 +84,9 @@ def test_equal_shards_need_one_row_a_layer_and_one_descriptor_a_block() -> None:
         [BASE + 32 * 512, 512, 0, 512, 32],
     ]
     assert (source.decode_rows[:, 0] - source.prefill_rows[:, 0] == BASE).all()
-    (part,) = plan.indices(pair_blocks(BlockList([9, 4], 16), BlockList([1, 2], 16), 0, 30))
+    (part,) = descriptor_indices(
+        plan, pair_blocks(BlockList([9, 4], 16), BlockList([1, 2], 16), 0, 30)
+    )
     assert part.prefill_indices.tolist() == [4, 9, 36, 41], "sorted by prefill block"
     assert part.decode_indices.tolist() == [2, 1, 34, 33]
     assert part.nbytes == 4 * 512
@@ -127,7 +130,7 @@ def test_dense_blocks_of_another_size_are_one_row_of_units() -> None:
     plan = plan_peer(packed(tokens=64, base=BASE * 2, **one_head), [packed(**one_head)])
     assert plan.sources[0].decode_rows.tolist() == [[BASE * 2, 128, 0, 128, 128]]
     pairs = pair_blocks(BlockList([5, 6, 7], 16), BlockList([2], 64), 0, 48)
-    (part,) = plan.indices(pairs)
+    (part,) = descriptor_indices(plan, pairs)
     assert part.prefill_indices.tolist() == [5, 6, 7]
     assert part.decode_indices.tolist() == [8, 9, 10], "neighbours, so that NIXL merges them"
 
@@ -139,7 +142,9 @@ def test_the_bytes_of_a_request_are_those_of_all_its_layers() -> None:
         small, large = packed(layers=1, base=base), packed(layers=2, content=24, base=base * 2)
         return replace(small, regions=(small.regions[0], large.regions[1]))
 
-    (part,) = plan_peer(mixed(BASE), [mixed(BASE * 4)]).indices(pairs_of([1, 2], [3, 4]))
+    (part,) = descriptor_indices(
+        plan_peer(mixed(BASE), [mixed(BASE * 4)]), pairs_of([1, 2], [3, 4])
+    )
     assert part.nbytes == 2 * 16 * 4 * (8 + 24)
 
 
@@ -147,11 +152,13 @@ def test_groups_are_indexed_apart() -> None:
     """Whatever numbers the two engines give them."""
     decode, prefill = in_groups(packed(base=BASE * 2), 2, 0), in_groups(packed(), 0, 1)
     plan = plan_peer(decode, [prefill])
-    assert plan.units == {(0, 2): 16, (1, 0): 16}
+    assert units(plan) == {(0, 2): 16, (1, 0): 16}
     pairs = pair_blocks(BlockList([3], 16), BlockList([4], 16), 0, 16)
-    indices = [plan.indices(pairs, key)[0].prefill_indices.tolist() for key in ((0, 2), (1, 0))]
+    indices = [
+        descriptor_indices(plan, pairs, key)[0].prefill_indices.tolist() for key in ((0, 2), (1, 0))
+    ]
     assert indices == [[3], [35]]
-    assert plan.indices(pairs, (0, 0)) == []
+    assert descriptor_indices(plan, pairs, (0, 0)) == []
 
 
 def in_groups(shard: Shard, *groups: int) -> Shard:
@@ -164,12 +171,12 @@ def test_an_interval_begins_where_every_class_of_the_groups_has_a_unit() -> None
     [known] = source.classes
     classes = tuple(dataclasses.replace(known, unit=unit) for unit in (2, 3, 1))
     plan = PeerPlan((dataclasses.replace(source, classes=classes),))
-    assert plan.units == {known.groups: 6}
+    assert units(plan) == {known.groups: 6}
 
 
 def test_an_empty_request_moves_nothing() -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
-    (part,) = plan.indices(pair_blocks(BlockList([], 16), BlockList([], 16), 0, 0))
+    (part,) = descriptor_indices(plan, pair_blocks(BlockList([], 16), BlockList([], 16), 0, 0))
     assert (part.nbytes, part.prefill_indices.size, part.decode_indices.size) == (0, 0, 0)
 
 
@@ -323,13 +330,13 @@ def pairs_of(prefill_blocks, decode_blocks, stop=20, tokens=16) -> Pairs:
 @pytest.mark.parametrize("block", [32, 33, 2**31 - 1])
 def test_a_block_outside_of_the_cache_fails_that_request(block: int) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
-    assert plan.indices(pairs_of([31, 30], [31, 30]))
+    assert descriptor_indices(plan, pairs_of([31, 30], [31, 30]))
     with pytest.raises(PlanError) as caught:
-        plan.indices(pairs_of([1, block], [1, 2]))
+        descriptor_indices(plan, pairs_of([1, block], [1, 2]))
     assert caught.value.reason is Reason.TICKET_INVALID
     assert str(block) in caught.value.message
     with pytest.raises(PlanError) as caught:
-        plan.indices(pairs_of([1, 2], [1, block]))
+        descriptor_indices(plan, pairs_of([1, 2], [1, block]))
     assert caught.value.reason is Reason.COVERAGE_INCOMPLETE
 
 
@@ -341,15 +348,15 @@ def test_the_block_that_is_outside_is_named(side: str, blocks: list[int], named:
         pairs_of([1, 2], [1, 2]), **{f"{side}_block": np.array(blocks, np.int32)}
     )
     with pytest.raises(PlanError) as caught:
-        plan.indices(pairs)
+        descriptor_indices(plan, pairs)
     assert caught.value.message == f"{side} block {named} is outside of the cache's 32 blocks"
 
 
 def test_each_side_has_its_own_bound() -> None:
     plan = plan_peer(packed(base=BASE * 2, blocks=8), [packed(blocks=32)])
-    assert plan.indices(pairs_of([31, 30], [7, 6]))
+    assert descriptor_indices(plan, pairs_of([31, 30], [7, 6]))
     with pytest.raises(PlanError, match="decode block 8"):
-        plan.indices(pairs_of([31, 30], [7, 8]))
+        descriptor_indices(plan, pairs_of([31, 30], [7, 8]))
 
 
 @pytest.mark.parametrize("tokens", [8, 32])
@@ -357,10 +364,10 @@ def test_pairs_of_another_block_size_are_refused(tokens: int) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
     said = f"prefill blocks were paired as {tokens} tokens and have 16"
     with pytest.raises(PlanError, match=said):
-        plan.indices(pairs_of([1, 2, 3], [1, 2, 3], tokens=tokens))
+        descriptor_indices(plan, pairs_of([1, 2, 3], [1, 2, 3], tokens=tokens))
     pairs = dataclasses.replace(pairs_of([1, 2, 3], [1, 2, 3]), decode_block_tokens=tokens)
     with pytest.raises(PlanError, match=f"decode blocks were paired as {tokens} tokens and have"):
-        plan.indices(pairs)
+        descriptor_indices(plan, pairs)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +386,7 @@ def test_pairs_made_by_hand_are_not_trusted_either(fields: dict) -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
     arrays = {name: np.array(value, np.int32) for name, value in fields.items()}
     with pytest.raises(PlanError):
-        plan.indices(dataclasses.replace(pairs_of([1], [1], stop=16), **arrays))
+        descriptor_indices(plan, dataclasses.replace(pairs_of([1], [1], stop=16), **arrays))
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -389,17 +396,17 @@ def test_the_side_whose_tokens_leave_their_block_is_named(side: str) -> None:
         pairs_of([1], [1], stop=16), **{f"{side}_offset": np.array([8], np.int32)}
     )
     with pytest.raises(PlanError) as caught:
-        plan.indices(pairs)
+        descriptor_indices(plan, pairs)
     assert caught.value.message == f"{side} tokens reach out of their block of 16"
     pairs = dataclasses.replace(pairs, tokens=np.array([8], np.int32))
     with pytest.raises(PlanError, match=f"inside of a {side} block's unit of 16 tokens"):
-        plan.indices(pairs)
+        descriptor_indices(plan, pairs)
 
 
 def test_a_start_inside_of_a_packed_block_is_refused() -> None:
     plan = plan_peer(packed(base=BASE * 2), [packed()])
     with pytest.raises(PlanError, match="only be moved whole"):
-        plan.indices(pair_blocks(BlockList([1], 16), BlockList([1], 16), 4, 16))
+        descriptor_indices(plan, pair_blocks(BlockList([1], 16), BlockList([1], 16), 4, 16))
 
 
 @given(
@@ -413,7 +420,7 @@ def test_whatever_the_blocks_no_descriptor_leaves_its_region(ours, theirs, start
     plan = plan_peer(decode, [prefill])
     try:
         pairs = pair_blocks(BlockList(ours, 16), BlockList(theirs, 16), start, stop)
-        slices = plan.indices(pairs)
+        slices = descriptor_indices(plan, pairs)
     except PlanError:
         return
     for part in slices:
@@ -441,7 +448,9 @@ def test_planning_takes_milliseconds_and_not_seconds() -> None:
     built = time.process_time() - began
     blocks = np.random.default_rng(0).permutation(20_000)[:512].astype(np.int32)
     began = time.process_time()
-    slices = plan.indices(pair_blocks(BlockList(blocks, 16), BlockList(blocks, 16), 0, 8190))
+    slices = descriptor_indices(
+        plan, pair_blocks(BlockList(blocks, 16), BlockList(blocks, 16), 0, 8190)
+    )
     planned = time.process_time() - began
     assert [part.prefill_indices.size for part in slices] == [32 * 512] * 2
     assert built < 5

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +12,14 @@ from hypothesis import strategies as st
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.plan.errors import PlanError
-from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks, plan_request, unfilled
+from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, unfilled
+from pdcluster_connector.plan.request import plan_request, units
 from pdcluster_connector.plan.transfer import PeerPlan
 
+# A plan in which the first groups of both sides hold the same layers.
+PAIRED: Any = SimpleNamespace(
+    sources=[SimpleNamespace(classes=[SimpleNamespace(groups=(0, 0), unit=1)])]
+)
 KINDS = (LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.MLA)
 
 
@@ -58,18 +66,12 @@ def test_the_side_that_lists_too_many_states_is_named(side: str) -> None:
     one, two = (EngineBlocks(group, [GroupBlocks(ids)]) for ids in ((4,), (4, 5)))
     sides = {"prefill": one, "decode": one, side: two}
     plan = PeerPlan(())
-    assert plan.units == {}
+    assert units(plan) == {}
     # A plan without layers needs nothing; the units say which groups are paired.
     assert plan_request(plan, **sides, start=0, stop=5, tokens=5) == []
     with pytest.raises(PlanError) as caught:
-        plan_request(_Paired(), **sides, start=0, stop=5, tokens=5)  # type: ignore[arg-type]
+        plan_request(PAIRED, **sides, start=0, stop=5, tokens=5)
     assert caught.value.message == f"{side} lists 2 states, not the running one alone"
-
-
-class _Paired:
-    """A plan in which the first groups of both sides hold the same layers."""
-
-    units = {(0, 0): 1}  # noqa: RUF012
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

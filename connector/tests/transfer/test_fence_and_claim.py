@@ -9,11 +9,11 @@ import pytest
 from transfer_rig import Decode, FakePeers, Prefill, eventually
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.probe import WORD_BYTES, WORD_SLOTS
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED, SLOTS
 from pdcluster_connector.protocol.receive_events import State
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer.job import FENCE_WORDS
 from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
@@ -55,7 +55,7 @@ class Rig:
         self.prefill.give_up(SEED, BLOCKS, TOKENS, word)
 
     def free_words(self) -> int:
-        return len(self.decode.receiver._connections.scratch._free[WORD_BYTES])
+        return self.decode.receiver._connections.fence_words.free
 
     def right(self) -> bool:
         return self.decode.cache.wrong_tokens(SEED, OWN, 0, TOKENS) == []
@@ -79,7 +79,7 @@ def test_the_words_are_read_once_a_rank_after_all_data(rig: Rig) -> None:
     assert "r" in rig.decode.wait("r").received
     assert rig.right()
     assert [kind for kind in rig.posted if kind != "probe"] == ["data"] * ranks + ["word"] * ranks
-    assert rig.free_words() == WORD_SLOTS
+    assert rig.free_words() == FENCE_WORDS
 
 
 def test_blocks_that_were_given_away_are_found_out_fifty_times(rig: Rig) -> None:
@@ -98,7 +98,7 @@ def test_blocks_that_were_given_away_are_found_out_fifty_times(rig: Rig) -> None
             rig.send(f"next {run}")
             assert f"next {run}" in rig.decode.wait(f"next {run}").received
             assert rig.right()
-    assert rig.free_words() == WORD_SLOTS
+    assert rig.free_words() == FENCE_WORDS
     assert rig.fabric.open_handles() == 0
 
 
@@ -168,4 +168,4 @@ def test_a_lease_word_that_never_comes_costs_the_agent_and_no_slot(rig: Rig) -> 
     rig.held, rig.fabric.behave = False, rig.behave
     rig.send("next")
     assert "next" in rig.decode.wait("next").received
-    assert rig.free_words() == WORD_SLOTS
+    assert rig.free_words() == FENCE_WORDS

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pdcluster_connector.nixl_io.probe import WORD_BYTES, WORD_SLOTS, Scratch
 from pdcluster_connector.protocol.receive import Receive
 from pdcluster_connector.protocol.receive_events import Connected, Posted, Started, State
-from pdcluster_connector.transfer.job import Job, Read
+from pdcluster_connector.transfer.job import FENCE_WORDS, FenceWords, Job, Read
 from pdcluster_connector.transfer.transfers import Transfers
 
 
@@ -19,13 +18,13 @@ def test_the_slot_and_the_connection_are_given_back() -> None:
     for event in (Started(), Connected(), Posted()):
         machine.on(event, 1.0)
     assert machine.state is State.FENCE
-    scratch, one = Scratch(), np.zeros(1, np.int32)
+    words, one = FenceWords(), np.zeros(1, np.int32)
     connection: Any = SimpleNamespace(broken=None, transfers=1, sources=[])  # counted when planned
     job = Job(0, request=SimpleNamespace(request_id="r"), machine=machine)  # type: ignore[arg-type]
     job.connection = connection
-    job.reads.append(Read(0, one, one, scratch.take(WORD_BYTES)))
+    job.reads.append(Read(0, one, one, words.take()))
     transfers = Transfers(
-        scratch,
+        words,
         tell=lambda job, event: job.machine.on(event, 10.0) and None,
         broken=lambda *_: None,
         settle=lambda _: None,
@@ -35,4 +34,4 @@ def test_the_slot_and_the_connection_are_given_back() -> None:
     transfers.post_some()
     assert machine.state is State.FAILED
     assert connection.transfers == 0
-    assert len(scratch._free[WORD_BYTES]) == WORD_SLOTS
+    assert words.free == FENCE_WORDS

@@ -17,10 +17,10 @@ from transfer_rig import Decode, FakePeers, Prefill
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
-from pdcluster_connector.nixl_io.probe import WORD_BYTES, WORD_SLOTS
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer.job import FENCE_WORDS
 from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 UNDER_WAY = 96
@@ -159,8 +159,8 @@ def test_requests_through_every_fault(requests: int) -> None:
     assert len(executor._timers._heap) < 100
     assert engine.fabric.open_handles() == 0
     assert engine.fabric.open_dlists() <= 4  # the live incarnation's link, and the agent's own
-    scratch = engine.decode.receiver._connections.scratch
-    assert len(scratch._free[WORD_BYTES]) == WORD_SLOTS, "places of lease words were lost"
+    words = engine.decode.receiver._connections.fence_words
+    assert words.free == FENCE_WORDS, "places of lease words were lost"
     assert [t for t in engine.fabric.flying if t.agent.startswith("decode")] == []
     assert threading.active_count() == threads
     assert engine.decode.receiver.close()

@@ -10,7 +10,7 @@ from transfer_rig import FakePeers, Prefill
 
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.nixl_io.probe import ProbeResult
-from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed

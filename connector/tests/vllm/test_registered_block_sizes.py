@@ -25,8 +25,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pdcluster_connector.compat.rules import check
+from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, groups_of
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks, groups_of, plan_request
+from pdcluster_connector.plan.request import plan_request
 from pdcluster_connector.vllm.registration import register
 
 pytestmark = pytest.mark.vllm

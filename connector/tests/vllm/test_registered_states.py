@@ -16,8 +16,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 
 from pdcluster_connector.compat.rules import check, refused
 from pdcluster_connector.compat.shape import PartShape
+from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, groups_of
 from pdcluster_connector.plan.peer_plan import plan_peer
-from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks, groups_of, plan_request
+from pdcluster_connector.plan.request import plan_request
 from pdcluster_connector.vllm import mamba_states as states
 from pdcluster_connector.vllm.registration import Registration, register
 

@@ -63,7 +63,7 @@ class Operator:
         """Let the next start find its modules in this folder first, as after an upgrade."""
         self._environment["PYTHONPATH"] = f"{sources}{os.pathsep}{self._environment['PYTHONPATH']}"
 
-    def start(self, *, ready: bool = True) -> Operator:
+    def start(self, *, ready: bool = True, seconds: float = 120.0) -> Operator:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command,
@@ -73,7 +73,7 @@ class Operator:
                 preexec_fn=die_with_us,  # noqa: PLW1509
             )
         if ready:
-            until(self.is_ready, 120, self.said)
+            until(self.is_ready, seconds, self.said)
         return self
 
     def start_if_ended(self) -> None:

@@ -108,6 +108,7 @@ class RealApi:
             f"--initial-advertise-peer-urls=http://127.0.0.1:{self._peer}",
             f"--initial-cluster=default=http://127.0.0.1:{self._peer}",
             "--unsafe-no-fsync",
+            "--quota-backend-bytes=8589934592",  # 2 GB by default: 5,000 PDClusters need more
             "--log-level=error",
         )
 

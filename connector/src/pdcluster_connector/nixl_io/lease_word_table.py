@@ -23,8 +23,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from pdcluster_connector.nixl_io.interface import MemoryRange
+from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.protocol.lease import CLEARED, SLOTS
 from pdcluster_connector.protocol.messages import LeaseWords
+
+WORD_BYTES = 8
+
+
+def word_rows(address: int, slots: int) -> Rows:
+    """Return a strided descriptor list of ``slots`` lease words."""
+    return np.array([[address, WORD_BYTES, 0, WORD_BYTES, slots]], np.uint64)
 
 
 class LeaseWordTable:

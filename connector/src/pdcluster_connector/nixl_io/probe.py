@@ -23,8 +23,6 @@ WARM_UP_BYTES = 4096
 PROBE_BYTES = 8 * 1024 * 1024
 WARM_UP_SLOTS = 1024
 PROBE_SLOTS = 2
-WORD_BYTES = 8
-WORD_SLOTS = 16_384
 
 _WORDS = WARM_UP_BYTES // 8
 
@@ -84,15 +82,14 @@ class ProbeResult:
 
 
 class Scratch:
-    """Registered host memory that warm-ups, probes and lease words are read into, in slots.
+    """Registered host memory that warm-ups and probes are read into, in slots.
 
     A slot is given back only when no transfer can write into it any more.
     """
 
     def __init__(self) -> None:
-        self._words = WARM_UP_SLOTS * WARM_UP_BYTES + PROBE_SLOTS * PROBE_BYTES
         # Zeros of the kernel's, which cost no time before they are used.
-        size = self._words + WORD_SLOTS * WORD_BYTES
+        size = WARM_UP_SLOTS * WARM_UP_BYTES + PROBE_SLOTS * PROBE_BYTES
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._bytes = np.frombuffer(mmap.mmap(-1, size, flags=private), np.uint8)
         self.reset()
@@ -107,8 +104,7 @@ class Scratch:
         probes = WARM_UP_SLOTS * WARM_UP_BYTES
         self._free = {
             WARM_UP_BYTES: list(range(0, probes, WARM_UP_BYTES)),
-            PROBE_BYTES: list(range(probes, self._words, PROBE_BYTES)),
-            WORD_BYTES: list(range(self._words, self._bytes.nbytes, WORD_BYTES)),
+            PROBE_BYTES: list(range(probes, self._bytes.nbytes, PROBE_BYTES)),
         }
 
     def take(self, size: int) -> int | None:
@@ -127,28 +123,6 @@ class Scratch:
     def row(self, offset: int, length: int) -> Rows:
         """Return the descriptor list of a slot."""
         return one_row(self._bytes.ctypes.data + offset, length, 0)
-
-    @property
-    def word_rows(self) -> Rows:
-        """Return the descriptor list of all slots for lease words."""
-        return word_rows(self._bytes.ctypes.data + self._words, WORD_SLOTS)
-
-    def word_index(self, offset: int) -> int:
-        """Return the index in :attr:`word_rows` of a slot of WORD_BYTES."""
-        return (offset - self._words) // WORD_BYTES
-
-    def clear_word(self, offset: int) -> None:
-        """Make sure that a slot holds no lease word: no token is 0."""
-        self.view(offset, WORD_BYTES)[:] = 0
-
-    def word(self, offset: int) -> int:
-        """Return the lease word that was read into a slot."""
-        return int(self.view(offset, WORD_BYTES).view(np.uint64)[0])
-
-
-def word_rows(address: int, count: int) -> Rows:
-    """Return a strided descriptor list of ``count`` lease words."""
-    return np.array([[address, WORD_BYTES, 0, WORD_BYTES, count]], np.uint64)
 
 
 def one_row(address: int, length: int, device: int) -> Rows:

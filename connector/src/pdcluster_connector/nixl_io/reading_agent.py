@@ -21,8 +21,10 @@ from pdcluster_connector.nixl_io.interface import (
     NixlError,
     NixlErrorKind,
 )
-from pdcluster_connector.nixl_io.probe import FIRST, Scratch, one_row, word_rows
-from pdcluster_connector.plan.request import groups_of
+from pdcluster_connector.nixl_io.lease_word_table import word_rows
+from pdcluster_connector.nixl_io.probe import FIRST, Scratch, one_row
+from pdcluster_connector.plan.descriptors import Rows
+from pdcluster_connector.plan.held_blocks import groups_of
 from pdcluster_connector.plan.transfer import PeerPlan, SourcePlan
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import (
@@ -42,8 +44,8 @@ class Source:
         peer: the shard's own agent, by name.
         probe: its probe region.
         local, remote: descriptor lists of both sides, of that agent.
-        local_words, remote_words: descriptor lists of the lease words, in the scratch memory and
-            in the shard's table.
+        local_words, remote_words: descriptor lists of the lease words, in the memory that they
+            are read into and in the shard's table.
         word_slots: how many the shard's table has.
         moved_at: when KV of it last landed, in seconds of the receiver's clock.
         newest_landed: the highest number of a transfer of KV that has landed.
@@ -101,20 +103,27 @@ class Connection:
 
 
 class ReadingAgent:
-    """Owns one NIXL agent. Every method may raise NixlError; one thread calls them."""
+    """Owns one NIXL agent. Every method may raise NixlError; one thread calls them.
+
+    Args:
+        memory: what to register for reading into, beside ``scratch``.
+        scratch: where probes are read into.
+        fence_words: the descriptor list of the memory that lease words are read into.
+    """
 
     def __init__(
         self,
         make_agent: Callable[[], AgentInterface],
         memory: Sequence[MemoryRange],
         scratch: Scratch,
+        fence_words: Rows,
     ) -> None:
         self._nixl = make_agent()
         self._scratch = scratch
         self._peers: dict[str, int] = {}  # agent name -> connections that use it
         try:
             self._nixl.register([*memory, scratch.memory])
-            self._words = self._nixl.prepare(None, scratch.word_rows, Memory.DRAM)
+            self._words = self._nixl.prepare(None, fence_words, Memory.DRAM)
         except NixlError:
             self._nixl.close()
             raise

@@ -1,4 +1,4 @@
-"""One request's part of a plan, over all KV cache groups.
+"""One request's part of a plan, over all KV cache groups: indices into the plan's descriptors.
 
 Each side's logical block ids become kernel block ids, with the side's own ratio. Then the two lists
 of a group are paired by token position. What decode needs depends on the kind of the group:
@@ -7,72 +7,50 @@ of a group are paired by token position. What decode needs depends on the kind o
 * sliding window: of those, the window before ``stop``;
 * Mamba: the state after ``stop`` tokens, which is one slot.
 
-Prefill's block ids come from the ticket and decode's from its scheduler. Each has one list for each
-group, in the order of the shape's ``groups``.
+At last the pairs become indices, without a loop over descriptors. This is where block ids from a
+peer become addresses. Every id and offset is checked against the cache's bounds before that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind
+from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.plan.errors import CoverageError, PlanError
+from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.pairing import (
-    NULL_BLOCK,
     BlockList,
     Int32,
+    Int64,
     Pairs,
     expand_blocks,
     pair_blocks,
 )
-from pdcluster_connector.plan.transfer import PeerPlan, SourceIndices
+from pdcluster_connector.plan.transfer import IndexedSide, PeerPlan, StrideClass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupBlocks:
-    """One request's logical blocks in one KV cache group of one engine.
+class SourceIndices:
+    """One request's descriptors with one prefill shard.
 
     Attributes:
-        blocks: block i holds the tokens from ``first_token + i * block_size`` on; 0 (vLLM's
-            null block) or negative where nothing is held, as before a window. Of a Mamba group
-            exactly one id: the slot of the running state (:func:`state_slot`).
-        first_token: the first token of ``blocks[0]``; not used in a Mamba group.
+        source: index in ``PeerPlan.sources``.
+        rank: the prefill shard's (pipeline, tensor) rank.
+        prefill_indices, decode_indices: flattened indices into the source's rows; index i
+            of one side pairs with index i of the other.
+        nbytes: bytes that they move.
     """
 
-    blocks: Sequence[int] | Int32
-    first_token: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EngineBlocks:
-    """What one engine holds of a request: its KV cache groups, and the blocks in each."""
-
-    groups: Sequence[GroupShape]
-    blocks: Sequence[GroupBlocks]
-
-
-@dataclass(frozen=True, slots=True)
-class Unfilled:
-    """Tokens of KV cache group ``group`` that get no KV: those of kernel block ``block`` from
-    offset ``first`` on, and all tokens of the kernel blocks after it, up to ``end`` (exclusive).
-    """
-
-    group: int
-    block: int
-    first: int
-    end: int
-
-
-def groups_of(shape: EngineShape) -> tuple[GroupShape, ...]:
-    """Return an engine's groups. An engine that states none has one group of its own sizes."""
-    if shape.groups is not None:
-        return shape.groups
-    ratio = shape.kernel_blocks_per_block or 1
-    return (GroupShape(LayerKind.FULL_ATTENTION, shape.block_size or 1, ratio),)
+    source: int
+    rank: tuple[int, int]
+    prefill_indices: Int32
+    decode_indices: Int32
+    nbytes: int
 
 
 def plan_request(
@@ -103,7 +81,7 @@ def plan_request(
     _check_count("prefill", prefill, Reason.TICKET_INVALID)
     _check_count("decode", decode, Reason.COVERAGE_INCOMPLETE)
     found: list[SourceIndices] = []
-    for groups, unit in plan.units.items():
+    for groups, unit in units(plan).items():
         ours, theirs = _group(prefill, groups[0]), _group(decode, groups[1])
         if LayerKind.MAMBA in (ours[0].kind, theirs[0].kind):
             if stop != tokens:
@@ -114,36 +92,8 @@ def plan_request(
             lists = _kernel_blocks(*ours, stop), _kernel_blocks(*theirs, stop)
             first = _first_needed(theirs[0].window, lists, start, stop, unit)
             pairs = pair_blocks(*lists, first, stop)
-        found += plan.indices(pairs, groups)
+        found += descriptor_indices(plan, pairs, groups)
     return found
-
-
-def unfilled(held: EngineBlocks, stop: int) -> Iterator[Unfilled]:
-    """Find the parts of a request's attention blocks that tokens before ``stop`` do not fill."""
-    for number, (group, blocks) in enumerate(zip(held.groups, held.blocks, strict=True)):
-        ratio, size = group.kernel_blocks_per_block, group.block_size
-        for index, block in enumerate(blocks.blocks if group.kind is not LayerKind.MAMBA else ()):
-            filled = max(0, stop - blocks.first_token - index * size)
-            if block > NULL_BLOCK and filled < size:
-                whole, first = divmod(filled, group.kernel_tokens)
-                yield Unfilled(number, block * ratio + whole, first, (block + 1) * ratio)
-
-
-def state_slot(blocks: Sequence[int], scratch: int = 0) -> int:
-    """Return the slot of a Mamba group's running state.
-
-    Args:
-        blocks: the group's block list as vLLM's scheduler holds it, in any cache mode: earlier
-            states (or null blocks in their places), the running one, then scratch slots.
-        scratch: ``num_speculative_blocks`` of the group's spec.
-
-    Raises:
-        CoverageError: the list holds no state.
-    """
-    kept = blocks[: max(1, len(blocks) - scratch)]
-    if not kept or kept[-1] <= NULL_BLOCK:
-        raise CoverageError("a Mamba group's blocks hold no state")
-    return kept[-1]
 
 
 def _check_count(side: str, held: EngineBlocks, reason: Reason) -> None:
@@ -201,3 +151,93 @@ def _pair_slots(prefill: GroupBlocks, decode: GroupBlocks) -> Pairs:
             raise CoverageError(f"{side} lists {len(ids)} states, not the running one alone")
         slots.append(BlockList(np.asarray(ids), 1))
     return pair_blocks(slots[0], slots[1], 0, 1)
+
+
+def units(plan: PeerPlan) -> dict[tuple[int, int], int]:
+    """Return the unit of each (prefill, decode) pair of KV cache groups that share layers.
+
+    An interval of tokens may start at multiples of the unit only.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for source in plan.sources:
+        for item in source.classes:
+            found[item.groups] = math.lcm(found.get(item.groups, 1), item.unit)
+    return found
+
+
+def descriptor_indices(
+    plan: PeerPlan, pairs: Pairs, groups: tuple[int, int] = (0, 0)
+) -> list[SourceIndices]:
+    """Return one request's descriptors in one (prefill, decode) KV cache group, by source.
+
+    Pairs are sorted by prefill block, so that neighbours in memory become neighbours in
+    the list and NIXL merges them. The last unit is always moved whole: what it holds behind
+    the interval lies in the request's own last block.
+
+    Raises:
+        PlanError: TicketInvalid for a prefill block outside its region; otherwise
+            CoverageIncomplete, for a decode block outside its region or an interval
+            that starts inside of a unit.
+    """
+    found = []
+    for number, source in enumerate(plan.sources):
+        chosen = [item for item in source.classes if item.groups == groups]
+        if not chosen:
+            continue
+        columns = [_class_indices(item, pairs) for item in chosen]
+        found.append(
+            SourceIndices(
+                source=number,
+                rank=source.rank,
+                prefill_indices=np.concatenate([column[0] for column in columns]),
+                decode_indices=np.concatenate([column[1] for column in columns]),
+                nbytes=sum(column[2] for column in columns),
+            )
+        )
+    return found
+
+
+def _class_indices(item: StrideClass, pairs: Pairs) -> tuple[Int32, Int32, int]:
+    """Return prefill indices, decode indices and the bytes that they move."""
+    prefill, decode = item.prefill, item.decode
+    first = {
+        "prefill": _first_unit(
+            prefill, item.unit, pairs, pairs.prefill_block, pairs.prefill_offset
+        ),
+        "decode": _first_unit(decode, item.unit, pairs, pairs.decode_block, pairs.decode_offset),
+    }
+    order = np.argsort(pairs.prefill_block, kind="stable")
+    counts = -(-pairs.tokens[order].astype(np.int64) // item.unit)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    inner = np.arange(before.size) - before
+    indices = []
+    for side in (prefill, decode):
+        elements = np.repeat(first[side.name][order], counts) + inner * side.per_unit
+        indices.append(np.add.outer(side.first, elements).ravel().astype(np.int32))
+    return indices[0], indices[1], item.unit_bytes * int(before.size)
+
+
+def _first_unit(side: IndexedSide, unit: int, pairs: Pairs, blocks: Int32, offsets: Int32) -> Int64:
+    """Return each pair's first element within a run, after the checks that bound it."""
+    prefill = side.name == "prefill"
+    size = pairs.prefill_block_tokens if prefill else pairs.decode_block_tokens
+    if size != side.block_tokens:
+        message = f"{side.name} blocks were paired as {size} tokens and have {side.block_tokens}"
+        raise CoverageError(message)
+    if not len(blocks):
+        return np.empty(0, np.int64)
+    low, high = int(blocks.min()), int(blocks.max())
+    if low < 0 or high >= side.num_blocks:
+        reason = Reason.TICKET_INVALID if prefill else Reason.COVERAGE_INCOMPLETE
+        block = low if low < 0 else high
+        message = f"{side.name} block {block} is outside of the cache's {side.num_blocks} blocks"
+        raise PlanError(reason, message)
+    end = offsets.astype(np.int64) + pairs.tokens
+    if int(offsets.min()) < 0 or int(pairs.tokens.min()) < 1 or int(end.max()) > size:
+        raise CoverageError(f"{side.name} tokens reach out of their block of {size}")
+    units, rest = np.divmod(offsets.astype(np.int64), unit)
+    if rest.any():
+        message = f"tokens start inside of a {side.name} block's unit of {unit} tokens, "
+        raise CoverageError(message + "which can only be moved whole")
+    first: Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
+    return first

@@ -1,9 +1,7 @@
-"""What one decode shard exchanges with one prefill engine, and each request's part of it.
+"""What one decode shard exchanges with one prefill engine.
 
 The plan is compiled once per peer (:mod:`peer_plan`): descriptor rows for both sides. A request
-then needs only indices into them. They are computed here without a loop over descriptors, and this
-is where block ids from a peer become addresses. Every id and offset is checked against the cache's
-bounds before that.
+then needs only indices into them (:mod:`request`).
 
 A plan says which bytes correspond. It does not say who moves them: a read and a write would use the
 same plan.
@@ -11,35 +9,11 @@ same plan.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
-
-from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
 from pdcluster_connector.plan.descriptors import Rows
-from pdcluster_connector.plan.errors import CoverageError, PlanError
-from pdcluster_connector.plan.pairing import Int32, Int64, Pairs
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SourceIndices:
-    """One request's descriptors with one prefill shard.
-
-    Attributes:
-        source: index in ``PeerPlan.sources``.
-        rank: the prefill shard's (pipeline, tensor) rank.
-        prefill_indices, decode_indices: flattened indices into the source's rows; index i
-            of one side pairs with index i of the other.
-        nbytes: bytes that they move.
-    """
-
-    source: int
-    rank: tuple[int, int]
-    prefill_indices: Int32
-    decode_indices: Int32
-    nbytes: int
+from pdcluster_connector.plan.pairing import Int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,90 +81,3 @@ class PeerPlan:
     """Everything that one decode shard exchanges with one prefill engine."""
 
     sources: tuple[SourcePlan, ...]
-
-    @property
-    def units(self) -> dict[tuple[int, int], int]:
-        """Return the unit of each (prefill, decode) pair of KV cache groups that share layers.
-
-        An interval of tokens may start at multiples of the unit only.
-        """
-        found: dict[tuple[int, int], int] = {}
-        for source in self.sources:
-            for item in source.classes:
-                found[item.groups] = math.lcm(found.get(item.groups, 1), item.unit)
-        return found
-
-    def indices(self, pairs: Pairs, groups: tuple[int, int] = (0, 0)) -> list[SourceIndices]:
-        """Return one request's descriptors in one (prefill, decode) KV cache group, by source.
-
-        Pairs are sorted by prefill block, so that neighbours in memory become neighbours in
-        the list and NIXL merges them. The last unit is always moved whole: what it holds behind
-        the interval lies in the request's own last block.
-
-        Raises:
-            PlanError: TicketInvalid for a prefill block outside its region; otherwise
-                CoverageIncomplete, for a decode block outside its region or an interval
-                that starts inside of a unit.
-        """
-        found = []
-        for number, source in enumerate(self.sources):
-            chosen = [item for item in source.classes if item.groups == groups]
-            if not chosen:
-                continue
-            columns = [_class_indices(item, pairs) for item in chosen]
-            found.append(
-                SourceIndices(
-                    source=number,
-                    rank=source.rank,
-                    prefill_indices=np.concatenate([column[0] for column in columns]),
-                    decode_indices=np.concatenate([column[1] for column in columns]),
-                    nbytes=sum(column[2] for column in columns),
-                )
-            )
-        return found
-
-
-def _class_indices(item: StrideClass, pairs: Pairs) -> tuple[Int32, Int32, int]:
-    """Return prefill indices, decode indices and the bytes that they move."""
-    prefill, decode = item.prefill, item.decode
-    first = {
-        "prefill": _first_unit(
-            prefill, item.unit, pairs, pairs.prefill_block, pairs.prefill_offset
-        ),
-        "decode": _first_unit(decode, item.unit, pairs, pairs.decode_block, pairs.decode_offset),
-    }
-    order = np.argsort(pairs.prefill_block, kind="stable")
-    counts = -(-pairs.tokens[order].astype(np.int64) // item.unit)
-    before = np.repeat(np.cumsum(counts) - counts, counts)
-    inner = np.arange(before.size) - before
-    indices = []
-    for side in (prefill, decode):
-        elements = np.repeat(first[side.name][order], counts) + inner * side.per_unit
-        indices.append(np.add.outer(side.first, elements).ravel().astype(np.int32))
-    return indices[0], indices[1], item.unit_bytes * int(before.size)
-
-
-def _first_unit(side: IndexedSide, unit: int, pairs: Pairs, blocks: Int32, offsets: Int32) -> Int64:
-    """Return each pair's first element within a run, after the checks that bound it."""
-    prefill = side.name == "prefill"
-    size = pairs.prefill_block_tokens if prefill else pairs.decode_block_tokens
-    if size != side.block_tokens:
-        message = f"{side.name} blocks were paired as {size} tokens and have {side.block_tokens}"
-        raise CoverageError(message)
-    if not len(blocks):
-        return np.empty(0, np.int64)
-    low, high = int(blocks.min()), int(blocks.max())
-    if low < 0 or high >= side.num_blocks:
-        reason = Reason.TICKET_INVALID if prefill else Reason.COVERAGE_INCOMPLETE
-        block = low if low < 0 else high
-        message = f"{side.name} block {block} is outside of the cache's {side.num_blocks} blocks"
-        raise PlanError(reason, message)
-    end = offsets.astype(np.int64) + pairs.tokens
-    if int(offsets.min()) < 0 or int(pairs.tokens.min()) < 1 or int(end.max()) > size:
-        raise CoverageError(f"{side.name} tokens reach out of their block of {size}")
-    units, rest = np.divmod(offsets.astype(np.int64), unit)
-    if rest.any():
-        message = f"tokens start inside of a {side.name} block's unit of {unit} tokens, "
-        raise CoverageError(message + "which can only be moved whole")
-    first: Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
-    return first

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Rejected, Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys

@@ -25,6 +25,7 @@ from pdcluster_connector.plan.transfer import PeerPlan
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.transfer.job import FenceWords
 from pdcluster_connector.transfer.probing import Probing, answer
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,9 @@ class Connections:
 
     Attributes:
         by_engine: every connection, whatever its state, by the peer's engine id.
-        runs, scratch: those of :class:`Probing`.
+        runs: those of :class:`Probing`.
         probes: probes that wait for their turn.
+        fence_words: the memory that lease words are read into.
     """
 
     def __init__(
@@ -82,13 +84,18 @@ class Connections:
             check_seconds=check_seconds,
         )
         self.runs, self.probes = probing.runs, probing.waiting
-        self.scratch = probing.scratch
+        self.fence_words = FenceWords()
 
     @property
     def agent(self) -> ReadingAgent:
         """Return the reading agent; made when there is none. Raises NixlError."""
         if self._agent is None:
-            self._agent = ReadingAgent(self._make_agent, self._memory, self.scratch)
+            self._agent = ReadingAgent(
+                self._make_agent,
+                [*self._memory, self.fence_words.memory],
+                self._probing.scratch,
+                self.fence_words.rows,
+            )
         return self._agent
 
     @property
@@ -216,6 +223,7 @@ class Connections:
             connection.broken = connection.broken or failure
             connection.sources.clear()
         self._probing.cut(failure, final=final)
+        self.fence_words.reset()
         return cut
 
     def _destroy(self, writing: bool) -> None:

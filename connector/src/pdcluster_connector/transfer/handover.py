@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.plan.request import EngineBlocks
+from pdcluster_connector.plan.held_blocks import EngineBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive import Receive
 from pdcluster_connector.protocol.receive_events import State

@@ -15,16 +15,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.interface import Indices
-from pdcluster_connector.nixl_io.probe import WORD_BYTES, Scratch
+from pdcluster_connector.nixl_io.interface import Indices, MemoryRange
+from pdcluster_connector.nixl_io.lease_word_table import word_rows
 from pdcluster_connector.nixl_io.reading_agent import Connection
+from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.errors import PlanError
-from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks, plan_request
+from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
+from pdcluster_connector.plan.request import plan_request
 from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.lease import CLEARED
 from pdcluster_connector.protocol.receive import Receive
 from pdcluster_connector.protocol.receive_events import Event, Failed, State
 from pdcluster_connector.transfer.handover import ReceiveRequest
 
+FENCE_WORDS = 16_384
 HANDSHAKE_GRACE_SECONDS = 0.25  # the peer source knows better than the clock why it failed
 
 
@@ -32,7 +36,7 @@ HANDSHAKE_GRACE_SECONDS = 0.25  # the peer source knows better than the clock wh
 class Read:
     """One NIXL READ to post: descriptor indices of both sides, into source ``source``.
 
-    ``word``: the scratch slot that a lease word is read into; None for a read of KV.
+    ``word``: the slot of :class:`FenceWords` that a lease word is read into; None for KV.
     """
 
     source: int
@@ -133,20 +137,64 @@ def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:
     return None
 
 
-def plan_fence(job: Job, connection: Connection, scratch: Scratch) -> Failure | None:
+class FenceWords:
+    """Registered host memory that lease words are read into, in slots.
+
+    A slot is given back only when no transfer can write into it any more.
+    """
+
+    def __init__(self) -> None:
+        self._words = np.zeros(FENCE_WORDS, np.uint64)
+        self.reset()
+
+    @property
+    def memory(self) -> MemoryRange:
+        """Return the range to register."""
+        return MemoryRange(self._words.ctypes.data, self._words.nbytes)
+
+    @property
+    def rows(self) -> Rows:
+        """Return the descriptor list; a slot is the index of its word."""
+        return word_rows(self._words.ctypes.data, len(self._words))
+
+    @property
+    def free(self) -> int:
+        """Return how many slots are free."""
+        return len(self._free)
+
+    def reset(self) -> None:
+        """Take all slots back: the agent that could write into them is destroyed."""
+        self._free = list(range(len(self._words)))
+
+    def take(self) -> int | None:
+        """Return a free slot, which holds no lease word now; None when all are taken."""
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self._words[slot] = CLEARED  # it may hold this ticket's word, of an earlier beginning
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Return a slot."""
+        self._free.append(slot)
+
+    def read(self, slot: int) -> int:
+        """Return the lease word that was read into a slot."""
+        return int(self._words[slot])
+
+
+def plan_fence(job: Job, connection: Connection, words: FenceWords) -> Failure | None:
     """Fill ``job.reads`` with the fence: one lease word of each rank that was read.
 
     The reads count as transfers of the connection from now on: it must not close before them.
-    Returns a failure when the scratch memory has no room for all of them.
+    Returns a failure when there is no room for all of them.
     """
     prefill = np.array([job.request.ticket.fence_slot], np.int32)
     for source in sorted(job.sources):
-        slot = scratch.take(WORD_BYTES)
+        slot = words.take()
         if slot is None:
             message = "too many lease words are being read at the same time"
             return Failure(Reason.BACKEND_ERROR, message)
-        scratch.clear_word(slot)  # which may hold this ticket's word, of an earlier beginning
-        decode = np.array([scratch.word_index(slot)], np.int32)
-        job.reads.append(Read(source, decode, prefill, slot))
+        job.reads.append(Read(source, np.array([slot], np.int32), prefill, slot))
         connection.transfers += 1
     return None

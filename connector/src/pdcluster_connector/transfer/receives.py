@@ -78,7 +78,7 @@ class Receives:
         )
         self._connections = connecting.connections
         self._transfers = Transfers(
-            self._connections.scratch,
+            self._connections.fence_words,
             tell=self._tell,
             broken=connecting.broken,
             settle=self._connections.settle,
@@ -231,7 +231,7 @@ class Receives:
         self._read(job, partial(plan_reads, job, limit=self._options.descriptors_per_transfer))
 
     def _fence(self, job: Job) -> None:
-        self._read(job, partial(plan_fence, job, scratch=self._connections.scratch))
+        self._read(job, partial(plan_fence, job, words=self._connections.fence_words))
 
     def _read(self, job: Job, plan: Callable[[Connection], Failure | None]) -> None:
         """Plan reads and post them. Without a connection there is nothing to read."""

@@ -16,7 +16,6 @@ from math import inf
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, Handle, NixlError
-from pdcluster_connector.nixl_io.probe import WORD_BYTES, Scratch
 from pdcluster_connector.nixl_io.reading_agent import Connection, Source
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.receive_events import (
@@ -28,7 +27,7 @@ from pdcluster_connector.protocol.receive_events import (
     Posted,
     State,
 )
-from pdcluster_connector.transfer.job import Job
+from pdcluster_connector.transfer.job import FenceWords, Job
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Transfers:
     """Posts and polls for all jobs.
 
     Args:
-        scratch: where lease words are read into.
+        words: where lease words are read into.
         tell: takes what happened to a job's machine.
         broken: told that a connection cannot be used any more.
         settle: told that a broken connection has one transfer less under way.
@@ -59,7 +58,7 @@ class Transfers:
 
     def __init__(
         self,
-        scratch: Scratch,
+        words: FenceWords,
         *,
         tell: Callable[[Job, Event], None],
         broken: Callable[[Connection, Failure], None],
@@ -67,7 +66,7 @@ class Transfers:
         clock: Callable[[], float],
     ) -> None:
         self.unseen = 0
-        self._scratch = scratch
+        self._words = words
         self._tell = tell
         self._broken = broken
         self._settle = settle
@@ -105,7 +104,7 @@ class Transfers:
         self._posting.append(job)
 
     def clear(self) -> None:
-        """Forget everything: the agent is destroyed, and all scratch memory is free."""
+        """Forget everything: the agent is destroyed, so nothing can write any more."""
         for job in self._posting:
             job.reads.clear()
         self._posting.clear()
@@ -203,7 +202,7 @@ class Transfers:
         """Judge a transfer that has landed: any data is well, only one lease word is."""
         if transfer.word is None:
             return Landed(number)
-        word = self._scratch.word(transfer.word)
+        word = self._words.read(transfer.word)
         self._give_back(transfer.word)
         ticket = transfer.job.request.ticket
         if word == ticket.token:
@@ -224,7 +223,7 @@ class Transfers:
 
     def _give_back(self, word: int | None) -> None:
         if word is not None:
-            self._scratch.give_back(WORD_BYTES, word)
+            self._words.give_back(word)
 
     def _failed(self, number: int, job: Job, connection: Connection, error: NixlError) -> None:
         if error.flying:

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from pdcluster_connector.plan.request import GroupBlocks, state_slot
+from pdcluster_connector.plan.held_blocks import GroupBlocks, state_slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from pdcluster_connector.plan.request import GroupBlocks
+from pdcluster_connector.plan.held_blocks import GroupBlocks
 from pdcluster_connector.protocol.prompt_digest import PromptDigest
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.groups import CacheGroup

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.plan.request import EngineBlocks, unfilled
+from pdcluster_connector.plan.held_blocks import EngineBlocks, unfilled
 
 
 class Tails:

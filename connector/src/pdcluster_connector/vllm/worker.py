@@ -21,7 +21,7 @@ from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.link_health.launcher_client import LauncherClient
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.nixl_io.serving_agent import ServingAgent
-from pdcluster_connector.plan.request import EngineBlocks, groups_of
+from pdcluster_connector.plan.held_blocks import EngineBlocks, groups_of
 from pdcluster_connector.protocol.messages import encode
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.tls import tls_of
