@@ -175,6 +175,23 @@ async def test_objects_of_others_are_not_taken(real, api, live, namespace):
     assert "ownerReferences" not in read(real, wanted)[1]["metadata"]
 
 
+async def test_an_object_that_comes_after_the_look_is_not_taken(
+    real, api, client, live, namespace, monkeypatch
+):
+    wanted = child(live, "ServiceAccount")
+    look = client.read
+
+    async def before_they_come(path):
+        assert await look(path) is None
+        theirs = {"metadata": {"name": wanted["metadata"]["name"]}}
+        assert real.call("POST", CHILDREN["ServiceAccount"].format(namespace), theirs)[0] == 201
+
+    monkeypatch.setattr(client, "read", before_they_come)
+    with pytest.raises(Conflict):
+        await api.apply(wanted, "the-uid-of-one-that-is-gone")
+    assert "ownerReferences" not in read(real, wanted)[1]["metadata"]
+
+
 async def test_a_child_that_something_keeps_from_going_is_not_written_to(real, api, live):
     wanted = child(live, "Service")
     await api.apply(wanted)
@@ -241,6 +258,19 @@ async def test_the_ticket_key_is_minted_once_and_rotated(real, api, live, namesp
     with pytest.raises(ApiError, match="Secret tiny-ticket-key exists and does not") as caught:
         await api.read_ticket_key(key, "another")
     assert caught.value.reason == NAME_CONFLICT
+
+
+async def test_no_key_is_written_into_a_secret_that_has_come_instead(real, api, live, namespace):
+    live["metadata"]["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: "1"}
+    with pytest.raises(Conflict, match="was deleted"):
+        await api.write_ticket_key(key_step(live, rotate=True))
+    theirs = {"metadata": {"name": "tiny-ticket-key"}, "data": {"password": "c2VjcmV0"}}
+    path = f"/api/v1/namespaces/{namespace}/secrets"
+    assert real.call("POST", path, theirs)[0] == 201
+    with pytest.raises(ApiError, match="Secret tiny-ticket-key exists and does not") as caught:
+        await api.write_ticket_key(key_step(live, rotate=True))
+    assert caught.value.reason == NAME_CONFLICT
+    assert real.call("GET", f"{path}/tiny-ticket-key")[1]["data"] == theirs["data"]
 
 
 async def test_certificates_come_and_go_with_their_engines(real, api, live, namespace):

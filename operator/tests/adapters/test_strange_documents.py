@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
+from kubernetes.aio import client as kubernetes
 
+from pdcluster_operator.adapters.api_server.children import KubeApi
+from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.documents import (
     LEVELS,
     document_of,
     lines_of,
     without_depths,
 )
+from pdcluster_operator.adapters.api_server.kinds import POD
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.runtime.errors import ApiError
 
 DEEPEST = 9_990  # the API server refuses what has more than 10,000 levels
 
@@ -78,3 +87,21 @@ async def test_lines_do_not_depend_on_the_pieces_in_which_they_come(
 
     found = [line async for line in lines_of(come())]
     assert found == sent.removesuffix(b"\n").split(b"\n") if sent else not found
+
+
+@pytest.mark.parametrize("text", [b"<html>Sign in</html>", b"", b"[]", b'{"items": ['])
+async def test_an_answer_that_is_no_object_is_no_empty_list(text: bytes) -> None:
+    """Else a sweep that meets the page of a proxy would forget every object."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=text)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as server:
+        configuration = kubernetes.Configuration()
+        configuration.host = str(server.make_url("")).rstrip("/")
+        async with KubeClient(configuration) as client:
+            api = KubeApi(client, EngineAuthority.new(time.time())[0])
+            with pytest.raises(ApiError, match="the answer is no JSON object"):
+                await api.list(POD, [None])

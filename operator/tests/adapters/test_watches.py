@@ -18,6 +18,7 @@ from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import POD, PREFILL_SCALER, Kind
 from pdcluster_operator.adapters.api_server.watch_health import LATE_SECONDS
 from pdcluster_operator.adapters.api_server.watches import Watch
+from pdcluster_operator.runtime.store import Store
 
 LONGEST = watches.LONGEST
 Seen = list[tuple[str, str, str]]
@@ -40,6 +41,7 @@ class Server:
         self.asked: list[dict[str, str]] = []
         self.seen: Seen = []
         self.kept: dict[str, dict[str, Any]] = {}  # by version
+        self.store = Store()
         self.ended = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -70,6 +72,9 @@ class Server:
     def same(self, _kind: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
         return self.kept.get(found["metadata"]["resourceVersion"])
 
+    def missing(self, *arguments: Any) -> list[dict[str, Any]]:
+        return self.store.missing(*arguments)
+
     def watched_from(self) -> list[str]:
         return [one["resourceVersion"] for one in self.asked if "watch" in one]
 
@@ -95,7 +100,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server,
 
             async def run(kind: Any = POD, serves: Any = lambda _: True) -> None:
                 """Watch until the server has nothing left to answer."""
-                watch = Watch(client, kind, "ns", known.see, known.same, serves)
+                watch = Watch(client, kind, "ns", known.see, known.same, serves, known.missing)
                 running = asyncio.create_task(watch.run())
                 ended = asyncio.create_task(known.ended.wait())
                 async with asyncio.timeout(60):
@@ -235,19 +240,51 @@ async def test_a_kind_that_is_absent_is_asked_for_when_a_sweep_has_found_it(
     assert known.seen == [("MODIFIED", "a", "3")]
 
 
-async def test_a_watch_that_fails_again_and_again_waits_longer(
-    server: tuple[Server, Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known, run = server
-    bounds: list[float] = []
+@pytest.fixture
+def bounds(server: object, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The most seconds that each pause may take."""
+    found: list[float] = []
 
     def uniform(least: float, most: float) -> float:
         assert least == most / 2
-        bounds.append(round(most, 3))
+        found.append(round(most, 3))
         return 0.0
 
     monkeypatch.setattr(watches, "LONGEST", 0.005)
     monkeypatch.setattr(watches.random, "uniform", uniform)
+    return found
+
+
+async def test_a_version_that_is_forgotten_again_and_again_is_listed_more_and_more_rarely(
+    server: tuple[Server, Run], bounds: list[float]
+) -> None:
+    known, run = server
+    known.pages = [page("9"), page("10"), page("11"), page("12")]
+    known.streams = [410, [line("ERROR", {"code": 410})], 410]
+    await run()
+    assert bounds == [0.001, 0.003, 0.005]
+
+
+async def test_what_was_deleted_while_nothing_was_watched_is_told(
+    server: tuple[Server, Run],
+) -> None:
+    known, run = server
+    for name, version in (("gone", 3), ("kept", 4), ("made-later", 30)):
+        known.store.put({**pod(name, version), "kind": "Pod"})
+    known.store.put({**pod("gone", 5), "kind": "Service"})
+    known.pages = [page("20", pod("new", 12), rest="more"), page("20", pod("kept", 4))]
+    await run()
+    assert known.seen == [
+        ("MODIFIED", "new", "12"),
+        ("MODIFIED", "kept", "4"),
+        ("DELETED", "gone", "3"),
+    ]
+
+
+async def test_a_watch_that_fails_again_and_again_waits_longer(
+    server: tuple[Server, Run], bounds: list[float]
+) -> None:
+    known, run = server
     known.pages = [page("9")]
     known.streams = [500, [], 500, 500, [line("MODIFIED", pod("a", 10))], 500]
     await run()

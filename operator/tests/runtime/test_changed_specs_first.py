@@ -102,3 +102,27 @@ async def test_what_becomes_of_the_pods_of_a_start_is_gathered(available: str) -
     loop.see("DELETED", child("Pod", 10))
     assert loop.queue.depth == 1
     await loop.queue.stop()
+
+
+async def test_a_spec_that_the_answer_to_a_write_shows_first_is_looked_at() -> None:
+    """A watch that has to list again tells nothing of it, because this version is known."""
+    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    loop = ControlLoop(**parts)
+
+    def told(version: int, generation: int) -> dict[str, Any]:
+        found = cluster("c", generation, 1)
+        return {**found, "metadata": {**found["metadata"], "resourceVersion": str(version)}}
+
+    loop.see("ADDED", told(5, 1))
+    assert await loop.queue._next() == Key("ns", "c")
+    loop.queue._running.clear()
+    loop.remember({**told(6, 1), "status": {"observedGeneration": 1, "model": "m"}})
+    assert not loop.queue.depth, "our own write"
+    loop.remember(told(8, 2))
+    loop.see("MODIFIED", told(8, 2))
+    assert list(loop.queue._lines._urgent) == [Key("ns", "c")]
+    await loop.queue._next()
+    loop.queue._running.clear()
+    loop.remember({**told(9, 2), "status": {"observedGeneration": 1, "model": "m"}})
+    assert not loop.queue.depth, "nobody has changed the spec since"
+    await loop.queue.stop()

@@ -305,7 +305,7 @@ async def test_a_lease_that_is_lost_between_two_steps_stops_the_rest() -> None:
 
 async def test_a_cluster_is_looked_for_before_it_gets_more_unless_it_was_just_reported() -> None:
     api, reported = Api(), 299.0
-    executor = Executor(api, RewriteNotes(), lambda _: True, reported_seconds=lambda _: reported)
+    executor = Executor(api, RewriteNotes(), lambda _: True, reported_seconds=lambda *_: reported)
     for seconds, uid, reads in (
         (299.0, "c", 0),  # its first children: if it is gone, they are deleted with it
         (299.0, "c", 1),
@@ -323,7 +323,7 @@ async def test_a_cluster_is_looked_for_before_it_gets_more_unless_it_was_just_re
 async def test_after_another_operator_may_have_written_everything_is_read_again() -> None:
     api = Api()
     api.held, api.certificates = TicketKey("1"), HeldCertificates("authority", "1")
-    executor = Executor(api, RewriteNotes(), lambda _: True, reported_seconds=lambda _: 60.0)
+    executor = Executor(api, RewriteNotes(), lambda _: True, reported_seconds=lambda *_: 60.0)
     await executor.perform(KEY, CLUSTER, [apply("a")], [])
     assert not executor.knows(KEY, "c")
     await executor.ticket_key(KEY, "c")

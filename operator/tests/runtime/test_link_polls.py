@@ -547,3 +547,22 @@ async def test_the_log_says_once_why_a_launcher_does_not_answer(
         launchers.ids[P.url] = None
         await until(lambda: len(caplog.messages) == 2)
     await monitor.stop()
+
+
+@pytest.mark.parametrize("revision", [None, "a"])
+async def test_peers_that_change_while_others_are_sent_are_sent_next(revision: str | None) -> None:
+    class Slow(Launchers):
+        async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
+            await super().put_peers(target, body)
+            monitor.assign(KEY, [peers(2)])
+
+    launchers = Slow()
+    launchers.revision, launchers.tells_all = revision, True
+    monitor, _ = monitor_of(launchers)
+    monitor.follow(KEY, [D])
+    await until(lambda: monitor.engines(KEY))
+    monitor.assign(KEY, [peers(1)])
+    await until(lambda: launchers.told)
+    await asyncio.sleep(0.1)
+    assert [body["generation"] for _, body in launchers.told] == [1, 2]
+    await monitor.stop()

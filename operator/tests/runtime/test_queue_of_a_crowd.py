@@ -160,6 +160,44 @@ def test_workers_that_found_nothing_are_woken_when_nobody_is_new_any_more() -> N
     virtual_time.run(story())
 
 
+def test_a_key_is_not_held_longer_although_others_hang() -> None:
+    async def story() -> None:
+        crowd = Crowd(takes=300.0)
+        crowd.add(WORKERS * 3 // 4 - 1)
+        await asyncio.sleep(0.1)
+        quick, crowd.takes = Key("ns", "quick"), 1.0
+        crowd.queue.add(quick)
+        await asyncio.sleep(2.0)
+        crowd.queue.add(quick)
+        await asyncio.sleep(HOLD_SECONDS - 2.0)
+        assert quick not in crowd.looks
+        await asyncio.sleep(2.0)
+        assert crowd.looks[quick], "workers are free"
+        await crowd.queue.stop()
+
+    virtual_time.run(story())
+
+
+def test_a_key_is_not_held_longer_behind_one_that_was_made_later() -> None:
+    made: set[str] = set()
+    now = [0.0]
+    lines: Lines[str] = Lines(4, lambda key: key not in made, lambda _: True, lambda: now[0])
+    for key in "abc":
+        lines.add(key, urgent=False)
+        assert lines.take() == key
+    for key, moment in (("a", 0.0), ("b", 20.0)):
+        now[0] = moment
+        made.add(key)
+        assert lines.done(key, failed=False)
+    for key in "ba":
+        lines.add(key, urgent=False)
+    assert lines.take() is None
+    now[0] = HOLD_SECONDS
+    assert [lines.take(), lines.take()] == ["a", None]
+    now[0] = 20.0 + HOLD_SECONDS
+    assert lines.take() == "b"
+
+
 def test_a_key_waits_in_one_line() -> None:
     made: set[str] = set()
     lines: Lines[str] = Lines(8, lambda key: key not in made, lambda _: True, lambda: 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, as_kept
 from pdcluster_operator.api.labels import CLUSTER_LABEL
+from pdcluster_operator.runtime.object_versions import GONE_SECONDS
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store
 
@@ -72,22 +73,59 @@ def test_a_list_removes_what_no_watch_told_of() -> None:
     assert store.cluster(KEY) is None
 
 
+def test_an_answer_that_comes_after_the_deletion_brings_nothing_back() -> None:
+    now = [0.0]
+    store = Store(lambda: now[0])
+    store.put(cluster(5))
+    store.drop(cluster(8))
+    assert store.put(cluster(7)) == KEY, "it tells of a change all the same"
+    assert store.cluster(KEY) is None
+    store.put(cluster(9))
+    assert version(store) == "9", "such as one whose label, which is watched, is there again"
+    store.drop(cluster(10))
+    store.put(cluster(6, "uid-1"))
+    assert version(store) == "6", "it was created again"
+
+
+def test_a_deletion_is_remembered_for_a_while() -> None:
+    now = [0.0]
+    store = Store(lambda: now[0])
+    for moment in range(1000):
+        now[0] = float(moment)
+        store.drop(cluster(moment, f"uid-{moment}") | {"kind": f"Kind{moment}"})
+    assert len(store._gone) == GONE_SECONDS + 1
+
+
+def test_what_a_list_lacks_is_missing_unless_it_was_made_later() -> None:
+    store = Store()
+    store.put(cluster(5))
+    assert store.missing("PDCluster", None, {("default", "llama")}, "9") == []
+    assert store.missing("PDCluster", "another", set(), "9") == []
+    assert store.missing("Pod", None, set(), "9") == []
+    assert store.missing("PDCluster", None, set(), "4") == []
+    for namespace in (None, "default"):
+        assert store.missing("PDCluster", namespace, set(), "5") == [store.cluster(KEY)]
+
+
 def test_a_cluster_is_as_fresh_as_the_last_word_of_the_api_server() -> None:
     now = [0.0]
     store = Store(lambda: now[0])
-    assert store.reported_seconds(KEY) == float("inf")
+    assert store.reported_seconds(KEY, "uid-0") == float("inf")
     store.put(cluster(5))
     now[0] = 7.0
-    assert store.reported_seconds(KEY) == 7.0
+    assert store.reported_seconds(KEY, "uid-0") == 7.0
     store.put(cluster(4))
-    assert store.reported_seconds(KEY) == 7.0, "what a watch reports late is no news"
+    assert store.reported_seconds(KEY, "uid-0") == 7.0, "what a watch reports late is no news"
     store.put(cluster(5))
-    assert store.reported_seconds(KEY) == 0.0
+    assert store.reported_seconds(KEY, "uid-0") == 0.0
     now[0] = 9.0
     store.replace("PDCluster", [cluster(5)])
-    assert store.reported_seconds(KEY) == 0.0
+    assert store.reported_seconds(KEY, "uid-0") == 0.0
     store.drop(cluster(5))
-    assert store.reported_seconds(KEY) == float("inf")
+    assert store.reported_seconds(KEY, "uid-0") == float("inf")
+    store.put(cluster(6, "uid-1"))
+    assert store.reported_seconds(KEY, "uid-1") == 0.0
+    assert store.reported_seconds(KEY, "uid-0") == float("inf"), "another one has its name"
 
 
 def service(version: int, **parts: object) -> dict:

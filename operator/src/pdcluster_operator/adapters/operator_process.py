@@ -142,7 +142,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             leases=leases,
             worked=lambda seconds, failed: metrics.reconciled(seconds, failed=failed),
         )
-        api.remember, api.same = loop.store.put, loop.store.same
+        api.remember, api.same = loop.remember, loop.store.same
         leases.needed, leases.acquired = loop.works_in, loop.wake
         metrics.measure(
             lambda: loop.queue.depth, lambda: len(loop.store.keys()), loop.local_prefill_shares
@@ -177,6 +177,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
                 stop=stop,
                 same=loop.store.same,
                 serves=loop.store.serves,
+                missing=loop.store.missing,
             ),
             sweeper.run(),
             collector.run(),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
+from pdcluster_operator.api.labels import SCALER_KIND
 from pdcluster_operator.plan.changed_specs import is_changed_spec
 from pdcluster_operator.plan.connector_mounts import is_shared_connector
 from pdcluster_operator.plan.gathered_news import GATHER_SECONDS, may_be_gathered, starts
@@ -21,7 +22,7 @@ from pdcluster_operator.runtime.interfaces import Api, Clock, ConnectorSource, E
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
 from pdcluster_operator.runtime.reconcile import Place, Reconciler
-from pdcluster_operator.runtime.store import Manifest, Store
+from pdcluster_operator.runtime.store import CLUSTER_KIND, Manifest, Store
 
 RESYNC_SECONDS = 300.0
 FIRST = 1
@@ -93,6 +94,21 @@ class ControlLoop:
             self.queue.add(key, urgent=is_changed_spec(manifest))
         elif event == "DELETED" and is_shared_connector(manifest):
             self.wake(str(manifest["metadata"]["namespace"]))
+
+    def remember(self, manifest: Manifest) -> None:
+        """Take in what the API server answered to a write of ours.
+
+        That is no news, unless somebody has changed the spec since it was read. A watch that has to
+        list again does not tell of it, because this version is known then.
+        """
+        before = self.store.held(manifest)
+        self.store.put(manifest)
+        if manifest["kind"] not in (CLUSTER_KIND, SCALER_KIND) or before is None:
+            return
+        metadata, known = manifest["metadata"], before["metadata"]
+        if metadata.get("generation") != known.get("generation"):
+            key = Key(metadata["namespace"], metadata["name"])
+            self.queue.add(key, urgent=is_changed_spec(manifest))
 
     def _gather(self, key: Key) -> None:
         """Queue a cluster: in a moment if it starts."""

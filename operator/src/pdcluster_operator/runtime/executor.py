@@ -73,7 +73,7 @@ class Executor:
         may_write: Callable[[Key], bool],
         clock: Callable[[], float] = time.monotonic,
         held: Callable[[Manifest], Manifest | None] = lambda _: None,
-        reported_seconds: Callable[[Key], float] = lambda _: math.inf,
+        reported_seconds: Callable[[Key, str], float] = lambda _, __: math.inf,
     ) -> None:
         self._api = api
         self._rewrites = rewrites
@@ -174,7 +174,7 @@ class Executor:
         """
         limit = JUST_SECONDS if self._created.get(key) == uid else FIRST_SECONDS
         self._created[key] = uid
-        return self._reported_seconds(key) < limit or await self._api.read_uid(key) == uid
+        return self._reported_seconds(key, uid) < limit or await self._api.read_uid(key) == uid
 
     async def _one(
         self,

@@ -204,8 +204,9 @@ class LauncherWatch:
         if self._knows_other_routes(self.report):
             await self._tell_routed(self.report, routed=self.routed is True)
         if self.peers is not None and self._knows_other_peers():
-            await self._launchers.put_peers(self.target, self.peers.body)
-            self._told = (self.report.engine_id, self.peers.body)
+            sent = self.peers.body  # others may be assigned before the launcher answers
+            await self._launchers.put_peers(self.target, sent)
+            self._told = (self.report.engine_id, sent)
             if not self._revision:  # it does not say by itself what becomes of them
                 await self._take_links(None)
 

@@ -98,12 +98,18 @@ class Lines(Generic[K]):
                 return key
         return None
 
-    def done(self, key: K, *, failed: bool) -> None:
-        """Say that a worker is done with a key that it took. A key that failed is not held."""
-        if key in self._new_at_work:
-            self._new_at_work.discard(key)
-            if not failed:
-                self._held_until[key] = self._clock() + HOLD_SECONDS
+    def done(self, key: K, *, failed: bool) -> bool:
+        """Say that a worker is done with a key that it took; return whether it may be held.
+
+        A key that failed is not held.
+        """
+        if key not in self._new_at_work:
+            return False
+        self._new_at_work.discard(key)
+        self._held_until.pop(key, None)  # they stand in the order in which they end
+        if not failed:
+            self._held_until[key] = self._clock() + HOLD_SECONDS
+        return not failed
 
     def clear(self) -> None:
         """Forget what waits."""
@@ -129,9 +135,15 @@ class Lines(Generic[K]):
 
     def _release(self) -> None:
         """Move the keys on that need not be held any longer."""
-        while self._held:
-            key = next(iter(self._held))
-            if self._is_held(key):
+        if not (self._new or self._new_at_work):
+            self._others.update(self._held)
+            self._held.clear()
+        now = self._clock()
+        while self._held_until:
+            key = next(iter(self._held_until))
+            if now < self._held_until[key]:
                 return
-            del self._held[key]
-            self._others[key] = None
+            del self._held_until[key]
+            if key in self._held:
+                del self._held[key]
+                self._others[key] = None

@@ -15,24 +15,31 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, SCALER_KIND
 from pdcluster_operator.plan.connector_mounts import is_shared_connector, shared_connectors_of
 from pdcluster_operator.plan.ownership import controller_uid, own_pods
 from pdcluster_operator.plan.shared_parts import with_shared_parts
+from pdcluster_operator.runtime.object_versions import (
+    Deletions,
+    Identity,
+    is_from_before,
+    is_older,
+    says_the_same,
+    uid_of,
+    version_of,
+)
 from pdcluster_operator.runtime.queue import Key
 
 log = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
-Identity = tuple[str, str, str]
-"""Kind, namespace, name."""
 Place = tuple[str, ...]
 """An index, and under what an object stands in it."""
 
 CLUSTER_KIND = "PDCluster"
-VERSION = "resourceVersion"
 # The indexes. An owner is always in the namespace of what it owns.
 OWNER, POD_LABEL, CONNECTOR, MOUNTED = "owner", "pod-label", "connector", "mounted"
 
@@ -47,26 +54,28 @@ class Store:
         self._index: dict[Place, dict[Identity, Manifest]] = {}
         self._touched: dict[str, set[Identity]] = {}
         self._absent: set[str] = set()
+        self._gone = Deletions(clock)
 
     def put(self, manifest: Manifest) -> Key | None:
         """Remember an object; return the key of the cluster for which it is news.
 
         A version that is older than the known one is ignored: a watch reports an object later
         than the answer to our own write does. It tells of a change by somebody else, so it counts
-        as news. The version that is known is none, and neither is one in which nothing changed
-        that anybody here reads.
+        as news. So does the answer to a write that comes later than the deletion of the object.
+        The version that is known is none, and neither is one in which nothing changed that anybody
+        here reads.
         """
         identity = _identity(manifest)
         self._touch(identity)
         held = self._held(identity)
-        if _older(manifest, held):
+        if is_older(manifest, held) or self._gone.tell_of(identity, manifest):
             return key_of(manifest)
         self._report(identity)
         if manifest is held:
             return None
         kept = with_shared_parts(manifest, _to_take_from(held, manifest))
         self._set(identity, kept)
-        return None if _says_the_same(kept, held) else key_of(manifest)
+        return None if says_the_same(kept, held) else key_of(manifest)
 
     def held(self, manifest: Mapping[str, Any]) -> Manifest | None:
         """Return the object of this kind and name; None if none is known."""
@@ -83,18 +92,41 @@ class Store:
         """
         metadata = manifest["metadata"]
         held = self._held((kind, metadata.get("namespace", ""), metadata["name"]))
-        if held is None or not _version(held) or _version(held) != _version(manifest):
+        if held is None or not version_of(held) or version_of(held) != version_of(manifest):
             return None
-        return held if _uid(held) == _uid(manifest) else None
+        return held if uid_of(held) == uid_of(manifest) else None
 
     def drop(self, manifest: Manifest) -> Key | None:
         """Forget an object; return the key of the cluster that it concerned."""
         identity = _identity(manifest)
         self._touch(identity)
         held = self._held(identity)
-        if held is not None and _uid(held) in (_uid(manifest), ""):
+        if held is not None and uid_of(held) in (uid_of(manifest), ""):
             self._remove(identity)
+        self._gone.add(identity, manifest)
         return key_of(manifest)
+
+    def missing(
+        self,
+        kind: str,
+        namespace: str | None,
+        listed: AbstractSet[tuple[str, str]],
+        version: str,
+    ) -> list[Manifest]:
+        """Return what is held, but was not there when the API server answered a LIST.
+
+        Args:
+            namespace: whose objects were listed; None for all.
+            listed: namespace and name of each object of the LIST.
+            version: of the LIST. What is held in a later version was made after it.
+        """
+        return [
+            manifest
+            for (_, place, name), manifest in self._objects.get(kind, {}).items()
+            if namespace in (None, place)
+            and (place, name) not in listed
+            and is_from_before(manifest, version)
+        ]
 
     def begin(self, kind: str) -> None:
         """Say that a LIST of ``kind`` begins: what a watch reports from now on is newer."""
@@ -109,7 +141,7 @@ class Store:
         changed = [
             identity
             for identity in listed.keys() - newer
-            if identity not in held or _version(held[identity]) != _version(listed[identity])
+            if identity not in held or version_of(held[identity]) != version_of(listed[identity])
         ]
         touched = [held[identity] for identity in gone]
         lost = [manifest for manifest in touched if is_shared_connector(manifest)]
@@ -143,10 +175,13 @@ class Store:
         """Return the PDCluster itself."""
         return self._held((CLUSTER_KIND, key.namespace, key.name))
 
-    def reported_seconds(self, key: Key) -> float:
-        """Return how long ago the API server had the PDCluster, as far as is known."""
-        moment = self._reported.get((CLUSTER_KIND, key.namespace, key.name))
-        return math.inf if moment is None else self._clock() - moment
+    def reported_seconds(self, key: Key, uid: str) -> float:
+        """Return how long ago the API server had this very PDCluster, as far as is known."""
+        cluster = self.cluster(key)
+        if cluster is None or uid_of(cluster) != uid:
+            return math.inf
+        moment = self._reported.get(_identity(cluster), -math.inf)
+        return self._clock() - moment
 
     def scaler(self, key: Key) -> Manifest | None:
         """Return the PrefillScaler of the cluster's name."""
@@ -157,7 +192,7 @@ class Store:
         cluster = self.cluster(key)
         if cluster is None:
             return ()
-        return tuple(self._at(OWNER, key.namespace, _uid(cluster)))
+        return tuple(self._at(OWNER, key.namespace, uid_of(cluster)))
 
     def pods(self, key: Key) -> tuple[Manifest, ...]:
         """Return the pods that the cluster's workloads made."""
@@ -257,36 +292,8 @@ def _identity(manifest: Mapping[str, Any]) -> Identity:
     return manifest["kind"], metadata.get("namespace", ""), metadata["name"]
 
 
-def _uid(manifest: Mapping[str, Any]) -> str:
-    return str(manifest["metadata"].get("uid", ""))
-
-
-def _version(manifest: Mapping[str, Any]) -> str | None:
-    version: str | None = manifest["metadata"].get(VERSION)
-    return version
-
-
 def _to_take_from(held: Manifest | None, manifest: Manifest) -> Manifest | None:
     """Return the version before, if it is the same object. Users' free fields have no types."""
-    if held is None or held["kind"] == CLUSTER_KIND or _uid(held) != _uid(manifest):
+    if held is None or held["kind"] == CLUSTER_KIND or uid_of(held) != uid_of(manifest):
         return None
     return held
-
-
-def _says_the_same(manifest: Manifest, held: Manifest | None) -> bool:
-    if held is None or not _version(manifest):
-        return False
-    return _without_version(manifest) == _without_version(held)
-
-
-def _without_version(manifest: Manifest) -> Manifest:
-    metadata = {key: value for key, value in manifest["metadata"].items() if key != VERSION}
-    return {**manifest, "metadata": metadata}
-
-
-def _older(manifest: Manifest, held: Manifest | None) -> bool:
-    """Whether a later version of the same object is known. Versions are numbers that grow."""
-    if held is None or _uid(held) != _uid(manifest):
-        return False
-    new, old = _version(manifest) or "", _version(held) or ""
-    return new.isdecimal() and old.isdecimal() and int(new) < int(old)

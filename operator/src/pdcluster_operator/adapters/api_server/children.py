@@ -115,7 +115,10 @@ class KubeApi:
             await self._client.call("POST", path, query=query, body=with_a_new_key(step, None))
             return
         path = SECRET.path(metadata["namespace"], metadata["name"])
-        live = await self._client.call("GET", path)
+        uid = controller_uid(step.manifest)
+        live = await self._own_secret(metadata["namespace"], metadata["name"], uid)
+        if live is None:
+            raise Conflict(f"Secret {metadata['name']} was deleted before its key was rotated")
         version = {"resourceVersion": live["metadata"]["resourceVersion"]}
         body = with_a_new_key(step, live)
         body["metadata"] = {"annotations": metadata["annotations"], **version}

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -101,10 +102,9 @@ class KubeClient:
             if status != TOO_MANY:
                 break
             self._overload.told(retry_after)
-        document = _document(text)
         if not 200 <= status < 300:
-            raise classified(status, document)
-        return document
+            raise classified(status, _document(text))
+        return _answer(f"{method} {path}", text)
 
     async def lines(self, path: str, query: Mapping[str, str]) -> AsyncIterator[bytes]:
         """Yield each line of an answer that goes on for minutes, as a watch does.
@@ -211,6 +211,15 @@ def classified(status: int, document: Mapping[str, Any]) -> ApiError:
         return Invalid(message)
     reason = str(document.get("reason") or f"Http{status}")
     return ApiError(reason, message, terminal=status in TERMINAL)
+
+
+def _answer(request: str, text: bytes) -> dict[str, Any]:
+    """Return what a server says that agrees. A page of a proxy is no empty list."""
+    with suppress(ValueError):
+        if isinstance(document := document_of(text), dict):
+            return document
+    said = text[:200].decode(errors="replace").strip()
+    raise ApiError("ApiServerUnreachable", f"{request}: the answer is no JSON object: {said}")
 
 
 def _document(text: bytes) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 Manifest = Mapping[str, Any]
 NO_OBJECT = "1"
 """A resourceVersion that no object has: the one of an empty etcd. An apply with it only creates."""
+ABSENT = {"resourceVersion": NO_OBJECT}
 REPAIR_MANAGER = f"{FIELD_MANAGER}-repair"
 
 
@@ -35,7 +36,7 @@ class ServerSideApply:
         API server has it otherwise, it answers with a conflict, and only then we look.
         """
         metadata = manifest["metadata"]
-        seen = {"uid": uid} if uid else {"resourceVersion": NO_OBJECT}
+        seen = {"uid": uid} if uid else ABSENT
         path = BY_NAME[manifest["kind"]].path(metadata["namespace"], metadata["name"])
         try:
             answer = await self.patch(path, {**manifest, "metadata": {**metadata, **seen}})
@@ -51,7 +52,7 @@ class ServerSideApply:
         if (refusal := why_not_applied(manifest, live)) is not None:
             raise ApiError(refusal.reason, refusal.message)
         if live is None:
-            return await self.patch(path, manifest)
+            return await self.patch(path, {**manifest, "metadata": {**metadata, **ABSENT}})
         body = {**manifest, "metadata": {**metadata, "uid": live["metadata"]["uid"]}}
         live = await self._disown(path, live)
         try:

@@ -1,8 +1,8 @@
 """Watches every kind, and hands on what the API server reports.
 
 Each watch begins with a LIST, goes on from its version, and is opened again from the last version
-that it reported. A server that has forgotten this version is listed again. That does not show what
-was deleted meanwhile: :mod:`.sweep` finds it.
+that it reported. A server that has forgotten this version is listed again. What is kept and is not
+in the LIST was deleted meanwhile.
 
 kopf could watch, too. It keeps a record, a queue and a task for each object, and prepares the calls
 of handlers that we do not have. That was two thirds of what an event cost.
@@ -14,7 +14,8 @@ import asyncio
 import logging
 import random
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 See = Callable[[str, dict[str, Any]], None]
 """Called with ADDED, MODIFIED or DELETED and the object. It must not raise."""
+Missing = Callable[[str, str | None, AbstractSet[tuple[str, str]], str], Iterable[dict[str, Any]]]
+"""See ``runtime.store.Store.missing``."""
 Serves = Callable[[str], bool]
 """Whether the API server has a kind, as far as is known. A sweep finds out when that changes."""
 
@@ -91,13 +94,16 @@ class Watch:
         see: See,
         same: Same,
         serves: Serves,
+        missing: Missing,
     ) -> None:
         self._client = client
         self._kind = kind
+        self._namespace = namespace
         self._path = kind.path(namespace)
         self._see = see
         self._same = same
         self._serves = serves
+        self._missing = missing
         self._version = ""
         self._failures = 0
         self._said = ""
@@ -113,7 +119,7 @@ class Watch:
                 self._failures += 1  # the server ends what it has just begun
             except _Forgotten:
                 self._version = ""
-                continue
+                self._failures += 1  # a list may take so long that its version is forgotten again
             except NotFound as error:
                 self._version = ""
                 self._say(error)
@@ -128,15 +134,20 @@ class Watch:
 
     async def _list(self) -> None:
         query = {**self._selector(), "limit": str(self._kind.page)}
+        listed: set[tuple[str, str]] = set()
         while True:
             page = await self._client.call("GET", self._path, query=query)
             for item in page.get("items") or ():
+                listed.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
                 self._see("MODIFIED", as_kept(item, self._kind, self._same))
             metadata = page["metadata"]
             if not metadata.get("continue"):
-                self._version = str(metadata["resourceVersion"])
-                return
+                break
             query["continue"] = metadata["continue"]
+        version = str(metadata["resourceVersion"])
+        for gone in self._missing(self._kind.name, self._namespace, listed, version):
+            self._see("DELETED", gone)
+        self._version = version
 
     async def _follow(self) -> bool:
         """Return when the server ends the watch: whether it had anything to say."""
@@ -194,6 +205,7 @@ async def watch(
     stop: asyncio.Event,
     same: Same,
     serves: Serves,
+    missing: Missing,
 ) -> None:
     """Watch every kind until ``stop`` or a signal, in all namespaces if none is given.
 
@@ -207,7 +219,8 @@ async def watch(
     places: Collection[str | None] = namespaces or (None,)
     watches = [
         asyncio.create_task(
-            Watch(client, kind, place, see, same, serves).run(), name=f"watch-{kind.name}"
+            Watch(client, kind, place, see, same, serves, missing).run(),
+            name=f"watch-{kind.name}",
         )
         for kind in WATCHED
         for place in places
