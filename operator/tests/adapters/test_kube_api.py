@@ -33,7 +33,7 @@ from pdcluster_operator.plan.model import (
 )
 from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
+from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid, NamespaceTerminating
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store
 
@@ -474,6 +474,21 @@ async def test_an_event_that_the_server_forgot_is_posted_again(real, client, liv
     real.call("DELETE", f"{path}/{events(real, namespace)[0]['metadata']['name']}")
     await sink.publish(live, [flip])
     assert len(events(real, namespace)) == 1
+
+
+async def test_a_namespace_that_is_being_deleted_is_told_apart(real, client, live, namespace):
+    path = f"/api/v1/namespaces/{namespace}"
+    kept = {"metadata": {"name": "kept", "finalizers": ["example.com/kept"]}}
+    real.call("POST", f"{path}/configmaps", kept)
+    real.call("DELETE", path)
+    try:
+        with pytest.raises(NamespaceTerminating):
+            await KubeEvents(client).publish(live, [Event("Normal", "Accepted", "too late")])
+        with pytest.raises(NamespaceTerminating):
+            await KubeApi(client, AUTHORITY).apply(child(live, "Service"))
+    finally:
+        merge = "application/merge-patch+json"
+        real.call("PATCH", f"{path}/configmaps/kept", {"metadata": {"finalizers": None}}, merge)
 
 
 async def test_losing_an_event_is_no_failure(client, live):

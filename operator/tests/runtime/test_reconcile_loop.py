@@ -47,7 +47,7 @@ from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.errors import ApiError, Conflict
+from pdcluster_operator.runtime.errors import ApiError, Conflict, NamespaceTerminating
 from pdcluster_operator.runtime.executor import FIRST_SECONDS, JUST_SECONDS
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
@@ -152,9 +152,12 @@ class Nobody:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.refusal: ApiError | None = None
 
     async def publish(self, cluster: Mapping[str, Any], events: Iterable[Event]) -> None:
         assert cluster["metadata"]["name"] == "tiny"
+        if self.refusal is not None:
+            raise self.refusal
         self.events += events
 
 
@@ -305,6 +308,36 @@ async def test_a_status_that_is_right_again_is_no_part_of_the_crowd(
         world.store.put({**cluster, "status": status})
         await world.reconcile()
     assert crowds == [5, 5], "two statuses are wrong, one after the other"
+
+
+@pytest.mark.parametrize("refused", ["apply Service", "event"])
+async def test_nothing_more_is_written_into_a_namespace_that_is_being_deleted(refused: str) -> None:
+    world = World()
+    await world.reconcile()
+    other = copy.deepcopy(MANIFEST)
+    other["metadata"]["name"] = "other"
+    world.api.apply(other)
+    error = NamespaceTerminating("unable to create: it is being terminated")
+    if refused == "event":
+        world.events.refusal = error
+    else:
+        world.port.fail[refused] = error
+    router = next(c for c in world.store.children(KEY) if c["kind"] == "Service")
+    world.api.delete("Service", "ns", router["metadata"]["name"])
+    assert await world.reconcile() is None
+    assert world.port.writes == ["apply Service"]
+    world.port.fail.clear()
+    world.events.refusal = None
+    assert await world.reconcile() is None
+    assert world.port.writes == []
+    assert await world.reconciler.reconcile(Key("ns", "other")) is None
+    assert world.port.writes == [], "it goes with the namespace, too"
+    assert not world.monitor.engines(KEY)
+
+    world.api.delete("PDCluster", *KEY)
+    world.api.apply(copy.deepcopy(MANIFEST))
+    await world.reconcile()
+    assert "status" in world.port.writes, "a namespace of that name was created again"
 
 
 def keys(world: World) -> list[str]:

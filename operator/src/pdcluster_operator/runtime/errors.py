@@ -35,5 +35,12 @@ class Invalid(ApiError):  # noqa: N818 - the API server's own name for it
         super().__init__("Invalid", message, terminal=True)
 
 
+class NamespaceTerminating(ApiError):  # noqa: N818 - the API server's own name for it
+    """Nothing can be created in the namespace any more, because it is being deleted."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("NamespaceTerminating", message)
+
+
 class LauncherError(Exception):
     """A launcher did not answer, or not with what was asked for."""

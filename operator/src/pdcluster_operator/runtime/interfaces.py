@@ -129,7 +129,11 @@ class EventSink(Protocol):
     """Kubernetes events, or lines in a terminal."""
 
     async def publish(self, cluster: Manifest, events: Iterable[Event]) -> None:
-        """Publish. An event that is lost is not an error."""
+        """Publish. An event that is lost is no error.
+
+        Raises:
+            NamespaceTerminating: no event can be published there any more.
+        """
         ...
 
 

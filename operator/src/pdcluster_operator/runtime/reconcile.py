@@ -24,7 +24,8 @@ from pdcluster_operator.plan.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.failed_step import with_failure
 from pdcluster_operator.plan.status.pace import wait_before_writing
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.ended_namespaces import EndedNamespaces
+from pdcluster_operator.runtime.errors import ApiError, NamespaceTerminating
 from pdcluster_operator.runtime.executor import Executor
 from pdcluster_operator.runtime.interfaces import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
@@ -99,6 +100,7 @@ class Reconciler:
             held=store.held,
             reported_seconds=store.reported_seconds,
         )
+        self._ended = EndedNamespaces(store.uids)
         self._memos: OrderedDict[Key, Memo] = OrderedDict()
         self._wrote: dict[Key, float] = {}  # when each status was written, or was first missing
         self._held_back: set[Key] = set()  # clusters with a status that waits
@@ -110,10 +112,25 @@ class Reconciler:
             ApiError: a step failed, or the status could not be written. The queue calls again.
         """
         cluster = self._store.cluster(key)
-        if cluster is None or is_being_deleted(cluster):
-            self._monitor.dismiss(key)  # Kubernetes deletes the children: the cluster owns them
-            self.leave(key)
-            return None
+        if cluster is None or is_being_deleted(cluster) or self._goes_with_namespace(cluster):
+            return self._dismiss(key)
+        try:
+            return await self._look(key, cluster)
+        except NamespaceTerminating as error:
+            log.info("%s: nothing more is done in the namespace: %s", key, error)
+            self._ended.add(key.namespace)
+            return self._dismiss(key)
+
+    def _goes_with_namespace(self, cluster: Manifest) -> bool:
+        metadata = cluster["metadata"]
+        return self._ended.had(metadata["namespace"], metadata["uid"])
+
+    def _dismiss(self, key: Key) -> None:
+        """Do nothing more for a cluster: Kubernetes deletes the children, which it owns."""
+        self._monitor.dismiss(key)
+        self.leave(key)
+
+    async def _look(self, key: Key, cluster: Manifest) -> float | None:
         children, pods = self._store.children(key), self._store.pods(key)
         self._monitor.follow(key, launchers_to_poll(pods, children))
         wait = wait_before_judging(
@@ -164,6 +181,8 @@ class Reconciler:
         try:
             if not await self._executor.perform(key, cluster, plan.steps, events):
                 return STALE_SECONDS
+        except NamespaceTerminating:
+            raise
         except ApiError as error:
             failure = error
         status = plan.status

@@ -171,6 +171,11 @@ class Store:
         known = self._objects.get(CLUSTER_KIND, {})
         return [Key(namespace, name) for _, namespace, name in known]
 
+    def uids(self, namespace: str) -> list[str]:
+        """Return the UID of each PDCluster of a namespace."""
+        clusters = self._objects.get(CLUSTER_KIND, {})
+        return [uid_of(one) for (_, place, _), one in clusters.items() if place == namespace]
+
     def cluster(self, key: Key) -> Manifest | None:
         """Return the PDCluster itself."""
         return self._held((CLUSTER_KIND, key.namespace, key.name))

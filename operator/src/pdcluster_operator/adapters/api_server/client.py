@@ -23,7 +23,12 @@ from yarl import URL
 
 from pdcluster_operator.adapters.api_server.documents import document_of, lines_of
 from pdcluster_operator.adapters.api_server.overload import Overload
-from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
+from pdcluster_operator.runtime.errors import (
+    ApiError,
+    Conflict,
+    Invalid,
+    NamespaceTerminating,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +50,7 @@ NO_ANSWER = 0
 OK = 200
 NOT_FOUND, CONFLICT, INVALID, TOO_MANY = 404, 409, 422, 429
 TERMINAL = frozenset({400, 405, 406, 413, 415})
+TERMINATING = "NamespaceTerminating"
 
 
 class KubeClient:
@@ -209,8 +215,18 @@ def classified(status: int, document: Mapping[str, Any]) -> ApiError:
         return Conflict(message)
     if status == INVALID:
         return Invalid(message)
+    if TERMINATING in _causes(document):
+        return NamespaceTerminating(message)
     reason = str(document.get("reason") or f"Http{status}")
     return ApiError(reason, message, terminal=status in TERMINAL)
+
+
+def _causes(document: Mapping[str, Any]) -> list[object]:
+    """Return the reasons of an error's causes (`StatusDetails` in the API's `meta/v1`)."""
+    details = document.get("details")
+    causes = details.get("causes") if isinstance(details, dict) else None
+    listed = causes if isinstance(causes, list) else ()
+    return [one.get("reason") for one in listed if isinstance(one, dict)]
 
 
 def _answer(request: str, text: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pdcluster_operator.adapters.api_server.kinds import EVENT
 from pdcluster_operator.api.labels import API_VERSION, GROUP, KIND
 from pdcluster_operator.plan.model import Event
 from pdcluster_operator.plan.rollout.revision import short_hash
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.errors import ApiError, NamespaceTerminating
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,16 @@ class KubeEvents:
         self._posted: OrderedDict[tuple[str, ...], _Posted] = OrderedDict()
 
     async def publish(self, cluster: Mapping[str, Any], events: Iterable[Event]) -> None:
-        """Publish; an event that cannot be posted is logged and lost."""
+        """Publish; an event that cannot be posted is logged and lost.
+
+        Raises:
+            NamespaceTerminating: no event can be posted there any more.
+        """
         for event in events:
             try:
                 await self._post(cluster["metadata"], event)
+            except NamespaceTerminating:
+                raise
             except ApiError as error:
                 log.warning("event %s was not posted: %s", event.reason, error)
 
