@@ -483,13 +483,17 @@ def test_a_stored_revision_of_the_same_content_is_used_whatever_spec_it_came_fro
     assert decode.rpartition("-")[0] == name
 
 
-def test_taking_renew_away_with_another_change_brings_no_older_revision_back() -> None:
-    world = up()
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_taking_renew_away_with_another_change_brings_no_older_revision_back(
+    replicas: int,
+) -> None:
+    """Where the other role has no engines, nothing is tried out and nothing holds a change."""
+    world = up(decode={"replicas": replicas})
     world.connector = NEWER
     world.edit(rollout={"renew": "1"})
     roll(world)
     renewed = of_role(world, "StatefulSet", "prefill")
-    world.edit(rollout={}, decode=ONE_VARIABLE)
+    world.edit(rollout={}, decode={"replicas": replicas, **ONE_VARIABLE})
     roll(world)
     assert of_role(world, "StatefulSet", "prefill") == renewed
 
