@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from pdcluster_operator.api.conditions import ConditionType
 from pdcluster_operator.plan.status.failed_step import with_failure
 
@@ -43,3 +45,26 @@ def test_the_time_moves_only_when_the_status_flips() -> None:
     for planned in ({}, {"conditions": [condition(ConditionType.PROGRESSING, "True", "later")]}):
         [failed] = with_failure(planned, cluster, "Forbidden", "no quota", NOW)["conditions"]
         assert failed["lastTransitionTime"] == old["lastTransitionTime"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_conditions_of_others_stay_with_who_wrote_them(first: bool) -> None:
+    """Without a plan, the status that the cluster has is written. Others may have theirs in it."""
+    theirs = condition("example.com/Checked", "False")
+    ours = [condition(kind, "True") for kind in ("Accepted", "Progressing", "Ready")]
+    live = {"conditions": [theirs, *ours] if first else [*ours, theirs]}
+    cluster = {"metadata": {"generation": 3}, "status": live}
+    found = with_failure(live, cluster, "Forbidden", "no", NOW)["conditions"]
+    assert [one["type"] for one in found] == ["Accepted", "Progressing", "Ready"]
+    assert (found[0], found[2]) == (ours[0], ours[2])
+    assert found[1]["reason"] == "Forbidden"
+
+
+@pytest.mark.parametrize("conditions", [None, "text", [None, 7, {}]])
+def test_a_status_in_which_somebody_wrote_says_that_a_step_failed(conditions: Any) -> None:
+    status = {"conditions": conditions, "model": "m"}
+    cluster = {"metadata": {"generation": 3}, "status": status}
+    written = with_failure(status, cluster, "Forbidden", "no", NOW)
+    [failed] = written["conditions"]
+    assert (failed["type"], failed["reason"]) == ("Progressing", "Forbidden")
+    assert written["model"] == "m"

@@ -23,6 +23,7 @@ from pdcluster_operator.plan.forecast.world import GONE, ROUTED, VERIFIED, World
 from pdcluster_operator.plan.model import Apply, Delete, Observed
 from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.reports import LinkState
 from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
 
 GPUS = {"transfer": {"device": "CUDA"}, "engine": {"blockSize": 16}}
@@ -396,3 +397,114 @@ def test_pods_that_end_hold_their_gpus_until_they_are_gone() -> None:
     assert world.engines() == (2, 5)
     assert world.others_act() == GONE
     assert world.engines() == (1, 1)
+
+
+def said(world: SimulatedCluster, **statuses: str) -> None:
+    for kind, status in statuses.items():
+        world.condition(kind)["status"] = status
+
+
+@pytest.mark.parametrize(
+    ("verified", "available", "moved"),
+    [("True", "True", True), ("False", "True", True), ("True", "False", True),
+     ("Unknown", "Unknown", False), ("False", "False", False)],
+)  # fmt: skip
+def test_a_link_counts_as_verified_if_the_status_tells_that_kv_moved(
+    verified: str, available: str, moved: bool
+) -> None:
+    """The router may be down while links work. Some links may work while others fail."""
+    world = running()
+    said(world, KVPathVerified=verified, Available=available)
+    _, links = reports_in(world.cluster, world.children.values())
+    [link] = [link for report in links.values() for link in report.links]
+    assert (link.canary.state is LinkState.PASSED) is moved
+    assert link.state is LinkState.ESTABLISHED
+
+
+def test_an_engine_that_the_status_does_not_call_ready_has_reported_nothing() -> None:
+    world = running(decode={"replicas": 2})
+    silent, ready = world.leaders("decode")
+    for entry in world.cluster["status"]["engines"]:
+        if entry["name"] == silent.stateful_set:
+            entry["state"] = "Unknown"
+    engines, links = reports_in(world.cluster, world.children.values())
+    assert silent.logical not in {*engines, *links}
+    assert ready.logical in engines
+    assert ready.logical in links
+
+
+@pytest.mark.parametrize("status", [None, {}, {"engines": None, "failedLinks": None}])
+def test_a_cluster_without_a_status_has_reported_nothing(status: Any) -> None:
+    world = running()
+    cluster = {**world.cluster, "status": status}
+    assert reports_in(cluster, world.children.values()) == ({}, {})
+
+
+@pytest.mark.parametrize("spec", [{"decode": {"replicas": -1}}, {"decode": "two"}])
+def test_a_spec_that_is_refused_changes_nothing_and_the_forecast_says_so(
+    spec: dict[str, Any],
+) -> None:
+    course = after(running(), **spec)
+    assert course.rounds == ()
+    assert course.replaced == ()
+    assert not course.complete
+    assert course.end.startswith("NotAccepted: ")
+
+
+def test_what_does_not_serve_yet_is_not_interrupted() -> None:
+    new = SimulatedCluster(manifest())
+    course = forecast(new.observed(), new.now)
+    assert course.complete
+    assert (course.served, course.interrupted) == (False, False)
+    assert course.engines == (0, 2)
+    assert course.end.startswith("Ready: ")
+    assert after(running(), decode={"replicas": 2}).served
+
+
+def test_each_plan_of_a_forecast_sees_the_status_that_the_one_before_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the operator's do. Deadlines and what was known of engines stand in it."""
+    world, seen_statuses, written = running(rollout={"type": "Surge"}), [], []
+
+    def counted(observed: Observed, *rest: Any) -> Any:
+        plan = make_plan(observed, *rest)
+        seen_statuses.append(observed.cluster["status"])
+        written.append(plan.status)
+        return plan
+
+    monkeypatch.setattr("pdcluster_operator.plan.forecast.course.make_plan", counted)
+    assert after(world, decode=env("1")).complete
+    assert seen_statuses == [world.cluster["status"], *written[:-1]]
+    assert len(written) > 5
+
+
+WIDE = {"replicas": 2, "parallelism": {"tensor": 8, "nodes": 2}}
+NARROW = {"replicas": 2, "parallelism": {"tensor": 4}}
+
+
+def made_at_once(course: Course) -> list[int]:
+    """How many engines each round makes, but for rounds that make none."""
+    kind = "StatefulSet"
+    counts = [
+        sum(isinstance(step, Apply) and step.manifest["kind"] == kind for step in one.steps)
+        for one in course.rounds
+    ]
+    return [count for count in counts if count]
+
+
+def test_engines_of_several_pods_hold_the_gpus_of_all_of_them() -> None:
+    """Where a wide engine has left, there is room for two narrow ones, once its pods are gone."""
+    world = running(rollout={"type": "Replace"}, prefill=WIDE, **copy.deepcopy(GPUS))
+    course = after(world, prefill=NARROW)
+    assert course.complete, course.end
+    assert course.gpus == (17, 17)
+    assert made_at_once(course) == [2]
+
+
+def test_room_for_a_wide_engine_is_room_for_all_that_the_budget_of_wide_ones_has() -> None:
+    world = running(rollout={"type": "Surge"}, prefill=NARROW, **copy.deepcopy(GPUS))
+    course = after(world, prefill=WIDE)
+    assert course.complete, course.end
+    assert course.gpus == (9, 25)
+    assert made_at_once(course) == [2]

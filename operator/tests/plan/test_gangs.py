@@ -102,13 +102,16 @@ def test_the_first_pair_starts_together_and_the_others_wait_for_it() -> None:
     assert list(groups(world).values()) == [2]
 
 
-def test_all_pods_of_both_engines_count_and_further_engines_have_a_group_of_their_own() -> None:
-    world = world_of(2, 1, nodes=3)
-    assert list(groups(world).values()) == [6]
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_all_pods_of_both_engines_count_and_further_engines_have_a_group_of_their_own(
+    nodes: int,
+) -> None:
+    world = world_of(2, 1, nodes=nodes)
+    assert list(groups(world).values()) == [2 * nodes]
     place(world, "prefill", "decode")
     world.settle()
     assert shown(world) == ["decode-0 start", "prefill-0 start", "prefill-1 own"]
-    assert sorted(groups(world).values()) == [3, 6]
+    assert sorted(groups(world).values()) == [nodes, 2 * nodes]
 
 
 def test_without_the_field_there_are_no_groups() -> None:
@@ -415,3 +418,98 @@ def test_a_group_is_not_written_where_pod_groups_are_not_served_any_more() -> No
         plan = make_plan(replace(world.observed(), pod_groups=served), world.now)
         written = [step.manifest["kind"] for step in plan.steps if isinstance(step, Apply)]
         assert ("PodGroup" in written) is served
+
+
+def high_priority() -> dict[str, Any]:
+    return {"podTemplate": {"spec": {"priorityClassName": "high"}}}
+
+
+def test_a_group_keeps_its_priority_when_that_of_new_engines_is_another() -> None:
+    world = SimulatedCluster(
+        manifest(prefill=high_priority(), decode=high_priority(), scheduling=GANG)
+    )
+    world.settle()
+    everybody_runs(world)
+    world.edit(prefill={}, decode={})
+    world.settle()
+    assert shown(world) == [
+        "decode-0 alone", "decode-0 start", "prefill-0 alone", "prefill-0 start",
+    ]  # fmt: skip
+    [group] = [child for child in world.children.values() if child["kind"] == "PodGroup"]
+    assert group["spec"]["priorityClassName"] == "high", "its pods have it still"
+
+
+def test_an_engine_that_somebody_deleted_joins_its_partner_again_whoever_else_serves() -> None:
+    world = world_of(2, 1)
+    everybody_runs(world)
+    [decode] = world.leaders("decode")
+    del world.children["StatefulSet", decode.stateful_set]
+    del world.pods[decode.pod()]
+    world.settle()
+    assert shown(world) == ["decode-0 start", "prefill-0 start", "prefill-1 alone"]
+    assert list(groups(world).values()) == [2]
+
+
+def test_beside_old_engines_the_first_new_pair_starts_before_other_new_engines() -> None:
+    """The old ones serve under another key. They keep no new engine from waiting for its pair."""
+    world = world_of(2, 2, rollout={"type": "Surge", "maxSurge": 2})
+    everybody_runs(world)
+    old = set(engines(world))
+    world.edit(engine={"blockSize": 32})
+    world.settle()
+    new = set(engines(world)) - old
+    assert sorted((one.role.value, one.index) for one in new) == [("decode", 0), ("prefill", 0)]
+    held = {one["name"] for one in world.cluster["status"]["engines"] if HELD in one["message"]}
+    assert len(held) == 2
+    assert not held & {one.stateful_set for one in old}, "those serve"
+    place(world, "prefill", "decode")
+    world.settle()
+    assert len(set(engines(world)) - old) == 4
+
+
+def test_of_a_first_pair_that_restarts_each_engine_waits_for_its_own_pods_alone() -> None:
+    """Others serve, so each of the two is of use without the other."""
+    world = SimulatedCluster(
+        manifest(
+            prefill={"replicas": 2, "parallelism": {"tensor": 3, "nodes": 3}},
+            decode={"replicas": 2},
+            scheduling=GANG,
+        )
+    )
+    world.settle()
+    everybody_runs(world)
+    first = [name for name, group in engines(world).items() if "-start-" in group]
+    [start] = {engines(world)[name] for name in first}
+    assert sorted(groups(world).values()) == [3, 4]
+    for pod in world.pods.values():
+        if engine_of(pod) in first:
+            del pod["spec"]["nodeName"]
+    world.settle()
+    assert groups(world)[start] == 1, "the smaller of the two may start"
+    [prefill] = [name for name in first if name.role is Role.PREFILL]
+    world.pods[prefill.pod(1)]["spec"]["nodeName"] = "node"
+    world.settle()
+    assert groups(world)[start] == 1, "one pod of three is no engine"
+    world.pods[prefill.pod(0)]["spec"]["nodeName"] = "node"
+    world.pods[prefill.pod(2)]["spec"]["nodeName"] = "node"
+    world.settle()
+    assert groups(world)[start] == 4, "the one that has its nodes does not keep the other"
+
+
+def test_a_group_that_a_user_names_is_the_users() -> None:
+    mine = {"spec": {"schedulingGroup": {"podGroupName": "mine"}}}
+    world = SimulatedCluster(manifest(prefill={"podTemplate": mine}))
+    world.settle()
+    assert "mine" in engines(world).values()
+    assert not groups(world)
+
+
+def test_on_one_machine_there_are_no_groups_and_nobody_waits() -> None:
+    """Local mode has no scheduler."""
+    role = {"replicas": 2}
+    world = SimulatedCluster(manifest(prefill=role, decode=role, scheduling=GANG))
+    for one_node, sets in ((False, 2), (True, 4)):
+        plan = make_plan(replace(world.observed(), one_node=one_node), world.now)
+        written = Counter(step.manifest["kind"] for step in plan.steps if isinstance(step, Apply))
+        assert written["StatefulSet"] == sets
+        assert written["PodGroup"] == (not one_node)

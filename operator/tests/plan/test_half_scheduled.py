@@ -196,3 +196,23 @@ def test_the_time_in_a_queue_is_none_in_which_an_engine_holds_nodes() -> None:
     assert sizes(world) == [2]
     step(world, 10)
     assert sizes(world) == [0]
+
+
+def test_an_engine_holds_nodes_since_its_first_pod_has_one() -> None:
+    world = world_of(1, nodes=3)
+    [engine] = world.leaders("prefill")
+    began = world.now
+    for node, moment in ((1, TIMEOUT - 10), (0, 0)):
+        pod = world.pods[engine.pod(node)]
+        pod["spec"]["nodeName"] = "node"
+        pod["status"]["conditions"] = [
+            {
+                "type": "PodScheduled",
+                "status": "True",
+                "lastTransitionTime": timestamp(began + moment),
+            }
+        ]
+    step(world, TIMEOUT - 5)
+    assert sizes(world) == [3]
+    step(world, 10)
+    assert sizes(world) == [0]

@@ -122,5 +122,25 @@ def test_engines_that_have_to_wait_are_in_no_sample() -> None:
     assert to_sample((prefill, decode), waiting) == (prefill[:1], decode[:2])
     few = (prefill[:8], decode[:8])
     assert to_sample(few, waiting) == few, "all links of a few engines are kept"
+    prefill, decode = views(Role.PREFILL, 13), views(Role.DECODE, 5)
+    assert to_sample((prefill, decode), waiting) == (
+        (prefill[0], *prefill[9:]),
+        decode[:2],
+    ), "docs/design.md says 64"
     nobody = frozenset(one.name for one in prefill)
     assert to_sample((prefill, decode), nobody) == (prefill, decode)
+
+
+def test_the_status_counts_no_links_of_engines_that_still_have_to_wait() -> None:
+    """Of twelve new engines of each role, one is made at first. Its link is the only new one."""
+    roles = {role: {"replicas": 12} for role in ("prefill", "decode")}
+    world = Told(manifest(rollout={"type": "Surge"}, **roles))
+    for _ in range(4):
+        world.step()
+        world.others_act()
+    before = int(world.step().status["links"].partition("/")[2])
+    world.edit(engine={"blockSize": 32})
+    world.step()  # the new revisions are tried out
+    plan = world.step()
+    assert len(world.leaders("decode")) == 13
+    assert plan.status["links"] == f"{before}/{before + 1}"

@@ -202,6 +202,8 @@ def test_a_cause_that_is_no_name_is_not_shown():
         ({"prompts": 40, "local": 0, "cause": "X"}, (0, "", 40, 0)),
         ({"prompts": 3, "local": 0}, (0, "", 3, 0)),
         ({"prompts": 3, "local": 1}, (None, "", 3, 1)),
+        ({"prompts": 19, "local": 1}, (None, "", 19, 1)),  # docs/operations.md says 20
+        ({"prompts": 20, "local": 1}, (5, "", 20, 1)),
         ({"prompts": 40, "local": 80, "cause": 7}, (100, "", 40, 40)),
         ({"prompts": -4, "local": True}, (0, "", 0, 0)),
         ({"prompts": float("nan"), "local": 1e30}, (0, "", 0, 0)),

@@ -134,3 +134,21 @@ def test_the_indexes_are_enough_stable_and_never_lost(replicas, live, lost) -> N
 def test_of_too_many_engines_those_with_the_highest_indexes_go() -> None:
     assert choose_indexes(1, (9, 1)) == [1]
     assert choose_indexes(2, (17, 9, 1)) == [1, 9]
+
+
+def test_a_lost_engine_of_another_revision_goes_although_no_new_one_runs_yet() -> None:
+    """One that only stopped may be back in a moment. This one comes back nowhere."""
+    world = SimulatedCluster(manifest(rollout={"type": "Surge"}))
+    world.bring_up()
+    [old] = world.leaders("decode")
+    world.edit(engine={"blockSize": 32})
+    for _ in range(3):
+        world.step()
+        world.make_pods()  # the new engines never start
+    lose(world, old.pod())
+    world.step()
+    assert old in world.leaders("decode")
+    later(world)
+    world.step()
+    assert old not in world.leaders("decode")
+    assert len(world.leaders("decode")) == 1

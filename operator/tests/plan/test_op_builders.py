@@ -185,6 +185,8 @@ def test_decode_alone_is_told_how_many_prompt_tokens_it_computes_in_a_step(token
 def test_evictions_take_one_engine_at_a_time_and_a_broken_one_always(role):
     spec = one("PodDisruptionBudget", role)["spec"]
     assert spec["minAvailable"] == 0  # the example has one engine of each role
+    none = one("PodDisruptionBudget", role, **{role: {"replicas": 0}})["spec"]
+    assert none["minAvailable"] == 0
     large = {"replicas": 3, "parallelism": {"tensor": 2, "nodes": 2}}
     assert one("PodDisruptionBudget", role, **{role: large})["spec"]["minAvailable"] == 5
     # A node must be drainable although the engine on it never becomes ready.

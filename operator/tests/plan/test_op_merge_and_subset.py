@@ -230,3 +230,47 @@ def test_suffixes_of_quantities_are_those_of_kubernetes():
         assert parse_quantity(f"3{suffix}") == 3 * factor
     for power, suffix in enumerate("mun", 1):
         assert parse_quantity(f"3{suffix}") * 1000**power == 3
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
+@pytest.mark.parametrize("handler", ["exec", "grpc", "tcpSocket"])
+def test_every_probe_and_every_handler_replaces_ours(probe, handler):
+    """Kubernetes refuses a probe with two handlers."""
+    theirs = {handler: {"port": 1}, "httpGet": None}
+    for overlay in (theirs, {handler: {"port": 1}}):
+        merged = merge({probe: {"httpGet": {"path": "/"}, "timeoutSeconds": 2}}, {probe: overlay})
+        assert merged == {probe: {handler: {"port": 1}, "timeoutSeconds": 2}}
+    unset = merge({probe: {"httpGet": {"path": "/"}}}, {probe: {handler: None}})
+    assert unset == {probe: {"httpGet": {"path": "/"}}}, "a null sets no handler"
+
+
+@pytest.mark.parametrize(
+    ("security", "escalates"),
+    [
+        ({"capabilities": {"add": ["CAP_SYS_ADMIN"]}}, True),
+        ({"capabilities": {"add": ["NET_ADMIN", "SYS_ADMIN"]}}, True),
+        ({"capabilities": {"add": ["NET_ADMIN"]}}, False),
+        ({"capabilities": {"drop": ["SYS_ADMIN"]}}, False),
+        ({"capabilities": {"add": "SYS_ADMIN"}}, False),
+        ({"capabilities": {"add": None}}, False),
+        ({"capabilities": ["SYS_ADMIN"]}, False),
+        ({"capabilities": None}, False),
+        ({"privileged": "true"}, False),
+    ],
+)
+def test_only_what_kubernetes_calls_privileged_may_escalate(security, escalates):
+    ours = {"securityContext": {"allowPrivilegeEscalation": False}}
+    merged = merge(ours, {"securityContext": security})["securityContext"]
+    assert ("allowPrivilegeEscalation" not in merged) is escalates
+
+
+def test_no_null_of_a_user_reaches_the_api_server():
+    overlay = {"a": {"b": None, "c": {"d": None, "e": 1}}, "f": None}
+    assert merge({}, overlay) == {"a": {"c": {"e": 1}}}
+    assert merge({"a": {"b": 1, "c": {}}, "f": 2}, overlay) == {"a": {"c": {"e": 1}}}
+
+
+def test_items_that_nothing_names_are_added():
+    added = [{"value": "1"}, {"name": None, "value": "2"}, {"name": "C"}]
+    env = merge(BASE, engine(env=added))["spec"]["containers"][0]["env"]
+    assert env == [*BASE["spec"]["containers"][0]["env"], *added]

@@ -16,6 +16,7 @@ from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.api.schema.status_schema import status_schema
 from pdcluster_operator.plan.certificates import DAY
+from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.reports import (
     CanaryReport,
     EngineReport,
@@ -855,6 +856,7 @@ def test_scaling_down_is_not_ready_until_the_last_pod_is_gone():
     world.step()  # the routers forget it first
     world.step()
     is_(world, "Ready", "False", "Replacing")
+    is_(world, "Progressing", "True", "Replacing", "does not ask for still exist")
     world.reap()
     world.settle()
     is_(world, "Ready", "True", "Ready")
@@ -1032,3 +1034,48 @@ def test_one_link_that_is_not_measured_leaves_the_bandwidth_open(measured):
             is_(world, "TransportHealthy", "True", "BandwidthSufficient")
         else:
             is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured", "not every link")
+
+
+def test_a_new_cluster_that_is_refused_is_not_scaled_to_zero():
+    world = SimulatedCluster(manifest(decode={"replicas": -1}))
+    world.step()
+    is_(world, "Available", "False", "RouterUnavailable")
+    assert "progressingSince" not in world.cluster["status"]
+
+
+def test_an_address_that_is_made_again_gives_an_engine_no_more_time():
+    """The deadline counts from the newest engine. Its Service has the same name."""
+    world = SimulatedCluster(manifest(rollout={"progressDeadlineSeconds": 60}))
+    world.step()
+    for child in world.children.values():
+        late = 0 if child["kind"] == "StatefulSet" else 50
+        child["metadata"]["creationTimestamp"] = timestamp(START + late)
+    world.now = START + 70
+    world.step()
+    is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
+
+
+def test_an_engine_that_leaves_says_nothing_of_when_the_wanted_ones_were_made():
+    """Its pods may take long to end. Somebody may have made its StatefulSet again meanwhile."""
+    world = SimulatedCluster(manifest(rollout={"type": "Recreate", "progressDeadlineSeconds": 60}))
+    world.bring_up()
+    (old,) = world.leaders("decode")
+    kept = copy.deepcopy(world.children["StatefulSet", old.stateful_set])
+    world.edit(decode={"engine": {"maxModelLen": 128}})
+    began = world.now
+    world.step()
+    world.step()
+    kept["metadata"] |= {"creationTimestamp": timestamp(began + 50), "uid": "again"}
+    kept["metadata"]["deletionTimestamp"] = timestamp(began + 50)
+    world.children["StatefulSet", old.stateful_set] = kept
+    world.now = began + 70
+    world.step()
+    is_(world, "Progressing", "False", "ProgressDeadlineExceeded")
+
+
+def test_what_whoever_installs_the_operator_forbids_is_refused_in_the_plan_too(world):
+    """Admission may be off. The rules are the same."""
+    plan = make_plan(replace(world.observed(), host_path_models=False), world.now)
+    assert plan.steps == ()
+    assert plan.status["conditions"][0]["reason"] == "HostPathNotAdmitted"
+    assert world.plan().steps

@@ -360,3 +360,16 @@ def test_an_engine_that_somebody_scaled_to_nothing_is_missing_its_pods():
     condition = world.condition("DecodeReady")
     assert (condition["status"], condition["reason"]) == ("False", "PodsMissing")
     assert "0 of 1 pod so far" in condition["message"]
+
+
+def test_no_pod_is_restarted_before_its_statefulset_is_as_wanted():
+    """It would start from a template that changes in the same moment, and start once more."""
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    [name] = world.leaders("decode")
+    engine = world.children["StatefulSet", name.stateful_set]
+    engine["status"] = {"updateRevision": "new"}
+    world.pods[name.pod()]["metadata"]["labels"]["controller-revision-hash"] = "old"
+    assert [type(step) for step in world.plan().steps] == [RestartPod]
+    engine["spec"]["template"]["spec"]["containers"][0]["image"] = "somebody/elses"
+    assert [type(step) for step in world.plan().steps] == [Apply]

@@ -100,3 +100,41 @@ def test_a_link_that_is_not_measured_keeps_the_speed_unknown() -> None:
     assert healthy(link(1, bytes_per_second=1)).reason == StatusReason.PROBABLE_TCP_FALLBACK
     assert healthy(good(0), link(1, PairState.PENDING), least=None).status == Status.UNKNOWN
     assert healthy(good(0), link(1), least=None).reason == StatusReason.NO_THRESHOLD
+
+
+def test_a_link_that_failed_without_a_word_is_a_fault_of_its_backend() -> None:
+    """A launcher of another version may name no reason. A condition without one is refused."""
+    found = links_established([link(1, PairState.FAILED)], {})
+    assert (found.status, found.reason, found.message) == (
+        Status.FALSE,
+        "BackendError",
+        label(1),
+    )
+
+
+def test_a_launcher_that_does_not_answer_is_told_before_engines_that_start() -> None:
+    waits = link(0, PairState.WAITING, reason="WaitingForEngines", message="it starts")
+    silent = link(1, PairState.UNKNOWN, reason="LauncherUnreachable", message="it is silent")
+    for judge in (links_established, path_verified):
+        for links in ([waits, silent], [silent, waits]):
+            found = judge(links, {"status": "True"})
+            assert (found.status, found.reason) == (Status.UNKNOWN, "LauncherUnreachable")
+            assert found.message == "it is silent"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [({}, "Unknown"), ({"status": "Unknown"}, "Unknown"), ({"status": "True"}, "False"),
+     ({"status": "False"}, "False")],
+)  # fmt: skip
+def test_what_was_known_once_is_not_unknown_while_a_link_is_made_again(
+    before: dict[str, str], now: str
+) -> None:
+    again = link(1, PairState.PENDING, reason="LinksPending", message="1 of 2 ranks")
+    for judge in (links_established, path_verified):
+        found = judge([good(0), again], before)
+        assert (found.status, found.reason) == (now, "LinksPending")
+        assert found.message == f"{label(1)}: 1 of 2 ranks"
+    waits = link(1, canary=CanaryReport())
+    assert path_verified([good(0), waits], before).status == now
+    assert path_verified([good(0), link(1, PairState.FAILED)], before).status == now

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
@@ -45,3 +47,29 @@ def test_a_pair_that_waits_names_the_engine_that_is_not_ready() -> None:
         assert found.state is PairState.WAITING
         assert found.reason is StatusReason.WAITING_FOR_ENGINES
         assert found.message == f"c-{role}-aaaaa-0 is not ready: LoadingWeights"
+
+
+def test_a_decode_engine_whose_launcher_is_silent_has_links_that_nobody_knows() -> None:
+    prefill, decode = engine(Role.PREFILL, True, "p/1"), engine(Role.DECODE, None, "d/1")
+    [found] = observe_pairs((prefill,), (decode,), {}, Memo())
+    assert found.state is PairState.UNKNOWN
+    assert found.reason is StatusReason.LAUNCHER_UNREACHABLE
+    assert found.message == "the launcher of c-decode-aaaaa-0 does not answer the operator"
+    late = engine(Role.DECODE, False, "")
+    [found] = observe_pairs((prefill,), (late,), {}, Memo())
+    assert found.state is PairState.WAITING, "it is known why it says nothing"
+
+
+def test_a_launcher_that_names_no_incarnation_is_not_contradicted() -> None:
+    prefill, decode = engine(Role.PREFILL, True, "p/1"), engine(Role.DECODE, True, "d/1")
+    assert pair(prefill, decode, told="").state is PairState.ESTABLISHED
+
+
+def test_a_link_on_its_way_says_what_its_launcher_says() -> None:
+    prefill, decode = engine(Role.PREFILL, True, "p/1"), engine(Role.DECODE, True, "d/1")
+    link = LinkReport("c", "p/1", LinkState.PENDING, "Ignored", "1 of 2 ranks")
+    for told, words in ((replace(link, prefill=prefill.name.logical), "1 of 2 ranks"), (link, "")):
+        links = {decode.name.logical: LinksReport(decode.name.logical, "d/1", (told,))}
+        [found] = observe_pairs((prefill,), (decode,), links, Memo())
+        assert found.state is PairState.PENDING
+        assert (found.reason, found.message) == (StatusReason.LINKS_PENDING, words)

@@ -223,3 +223,32 @@ def test_its_only_version_is_served_stored_and_can_be_scaled() -> None:
     for field, value in (("specReplicasPath", 2), ("statusReplicasPath", 2)):
         _, part, name = paths[field].split(".")
         assert world.scaler[part][name] == value
+
+
+@pytest.mark.parametrize("spec", [None, {}, {"maxPercentOfDecode": 50}, {"replicas": None}])
+def test_a_scaler_that_asks_for_no_number_decides_nothing(spec: Any) -> None:
+    world = SimulatedCluster(manifest(prefill={"replicas": 2}))
+    world.scaler = {**scaler(1), "spec": spec}
+    world.step()
+    assert counts(world) == (2, 1)
+    assert "PrefillScaler" not in world.condition("PrefillReady")["message"]
+
+
+def test_a_number_of_decode_engines_that_cannot_be_is_the_only_thing_that_is_wrong() -> None:
+    """Its share would be below zero, too, and a second error would name another field."""
+    world = SimulatedCluster(manifest(decode={"replicas": -2}))
+    world.scaler = scaler(3)
+    world.scaler["spec"]["maxPercentOfDecode"] = 100
+    world.step()
+    said = world.condition("Accepted")["message"]
+    assert "spec.decode.replicas" in said
+    assert "spec.prefill.replicas" not in said
+
+
+def test_its_status_is_for_the_scaler_that_was_seen() -> None:
+    """One that is made again meanwhile has another UID, and gets its own status."""
+    world = SimulatedCluster(manifest())
+    world.scaler = scaler(2)
+    written = world.plan().scaler
+    assert written is not None
+    assert written.uid == "scaler"

@@ -325,6 +325,55 @@ def test_replace_uses_a_place_that_is_free_before_it_makes_one() -> None:
     assert not moves.leaving
 
 
+def test_engines_that_are_going_are_no_others_in_place_of_one_that_stopped() -> None:
+    world = fresh(SURGE, Spec((1, 3)))
+    world.ready = {n for n in world.ready if n.role is Role.PREFILL}
+    world.change(replace(ENV, replicas=(1, 2)))
+    assert world.moves().leaving == {name(Role.DECODE, "d1", 2)}
+    world.write("remove", name(Role.DECODE, "d1", 2))
+    assert not world.moves().leaving, "two are left, as many as are asked for"
+
+
+def test_a_pair_with_an_engine_that_is_going_is_none_that_remains() -> None:
+    """It may answer for a moment after its StatefulSet is gone."""
+    world = fresh(SURGE, Spec((1, 3)))
+    [first, second, third] = (name(Role.DECODE, "d1", index) for index in range(3))
+    world.linked = {pair for pair in world.linked if first not in pair}
+    world.change(Spec((1, 1)))
+    world.going.add(third)
+    fleet = replace(world.fleet(), verified=frozenset(world.linked))
+    assert {pair[1] for pair in fleet.verified} == {second, third}
+    assert not next_moves(fleet, SURGE).leaving
+
+
+def test_replace_takes_the_engines_of_a_role_away_one_after_another() -> None:
+    """The next one leaves when the new one in the place of the last is verified."""
+    world = fresh(REPLACE, Spec((1, 3)))
+    world.change(replace(ENV, replicas=(1, 3)))
+    second, third = (name(Role.DECODE, "d1", index) for index in (1, 2))
+    new = name(Role.DECODE, "d2", 0)
+    assert world.moves().leaving == {third}
+    world.routed.discard(third)
+    world.write("remove", third)
+    assert not world.moves().leaving, "its pods still hold the place"
+    world.let("go", third)
+    assert new in world.moves().made
+    world.write("create", new)
+    assert not world.moves().leaving, "the new one does not serve yet"
+    world.let("ready", new)
+    world.let("link", (name(Role.PREFILL, "p1", 0), new))
+    assert world.moves().leaving == {second}
+
+
+def test_replace_takes_no_engine_that_serves_while_one_that_stopped_makes_room() -> None:
+    world = fresh(REPLACE, Spec((1, 3)))
+    third = name(Role.DECODE, "d1", 2)
+    world.ready.discard(third)
+    world.change(replace(ENV, replicas=(1, 3)))
+    assert world.moves().leaving == {third}
+    assert world.moves().stuck == ""
+
+
 def test_recreate_makes_new_engines_when_the_old_pods_are_gone() -> None:
     world = fresh(RECREATE, Spec())
     world.change(ENV)

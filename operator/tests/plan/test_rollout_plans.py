@@ -10,6 +10,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import StatusReason, timestamp
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
+from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.reports import LinkState
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 
@@ -795,3 +796,89 @@ def test_replace_spares_no_engine_whose_links_have_all_failed() -> None:
         for _ in range(4):
             world.step()
         assert (engines(world) == before) is not failed
+
+
+def test_the_plan_that_moves_the_service_ends_the_routers_behind_it() -> None:
+    """They serve nobody then, and hold their pods' memory."""
+    world = up("Surge")
+    before = selector(world)
+    world.edit(**KEY)
+    for _ in range(20):
+        world.step()
+        if selector(world) != before:
+            break
+        world.others_act()
+    assert list(routers(world)) == [selector(world)] != [before]
+
+
+def test_the_budget_counts_all_pods_of_engines_that_are_still_to_be_made() -> None:
+    """Of those that exist, at most one engine may be evicted."""
+    wide = {"replicas": 2, "parallelism": {"tensor": 3, "nodes": 3}}
+    world = up("Recreate", prefill=wide)
+    budget = world.children["PodDisruptionBudget", "llama-prefill"]["spec"]
+    assert budget["minAvailable"] == 5
+    world.edit(**KEY)
+    for _ in range(3):
+        world.step()
+    assert not world.leaders("prefill")
+    budget = world.children["PodDisruptionBudget", "llama-prefill"]["spec"]
+    assert budget["minAvailable"] == 5
+
+
+def test_the_budget_counts_the_pods_that_old_engines_have() -> None:
+    wide = {"replicas": 2, "parallelism": {"tensor": 3, "nodes": 3}}
+    world = up("Surge", prefill=wide)
+    world.edit(prefill={"replicas": 2})
+    for _ in range(3):
+        world.step()
+    sizes = [
+        child["spec"]["replicas"]
+        for (kind, name), child in world.children.items()
+        if kind == "StatefulSet" and "-prefill-" in name
+    ]
+    assert {1, 3} == set(sizes)
+    budget = world.children["PodDisruptionBudget", "llama-prefill"]["spec"]
+    assert budget["minAvailable"] == sum(sizes) - 1
+
+
+def test_with_pdcluster_up_no_engine_waits_for_routers() -> None:
+    """Routers and engines are processes of one machine, and end together."""
+    world = up("Recreate", decode={"replicas": 2})
+    for one_node in (True, False):
+        plan = make_plan(replace(world.observed(), one_node=one_node), world.now)
+        assert bool(plan.routed) is not one_node
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {},
+        {"updatedReplicas": 1, "availableReplicas": 0},
+        {"updatedReplicas": 0, "availableReplicas": 1},
+        {"updatedReplicas": 1, "availableReplicas": 1, "replicas": 2},
+        {"updatedReplicas": 1, "availableReplicas": 1, "observedGeneration": 1},
+    ],
+    ids=str,
+)
+def test_the_service_moves_when_all_new_routers_are_ready(status: dict[str, int]) -> None:
+    world = up("Surge")
+    key = selector(world)
+    world.edit(**KEY)
+    while len(routers(world)) == 1:
+        world.step()
+        world.run_pods()
+        world.speak()
+        world.link()
+    [new] = [
+        child
+        for (kind, _), child in world.children.items()
+        if kind == "Deployment" and child["metadata"]["labels"][PAIRING_LABEL] != key
+    ]
+    new["metadata"]["generation"] = 2
+    new["status"] = {"observedGeneration": 2, **status}
+    for _ in range(2):
+        world.step()
+        assert selector(world) == key
+    new["status"] = {"observedGeneration": 2, "updatedReplicas": 1, "availableReplicas": 1}
+    world.step()
+    assert selector(world) != key

@@ -397,8 +397,8 @@ def test_it_is_marked_first_and_deleted_when_the_mark_is_old() -> None:
     assert isinstance(step, MarkConnector)
     assert (step.since, step.uid, step.resource_version) == (timestamp(START), "u", "7")
     marked = live(**{UNUSED_ANNOTATION: step.since})
-    assert step_for_connector(marked, mounted=False, now=START + KEEP_SECONDS - 1) is None
-    gone = step_for_connector(marked, mounted=False, now=START + KEEP_SECONDS)
+    assert step_for_connector(marked, mounted=False, now=START + 599) is None
+    gone = step_for_connector(marked, mounted=False, now=START + 600)  # as in docs/operations.md
     assert isinstance(gone, Delete)
     assert (gone.uid, gone.resource_version, gone.name) == ("u", "7", OLD)
 

@@ -7,6 +7,8 @@ import random
 import pytest
 from simulated_cluster import START, SimulatedCluster, manifest
 
+from pdcluster_operator.api.conditions import timestamp
+from pdcluster_operator.plan.certificates import DAY
 from pdcluster_operator.plan.model import (
     Apply,
     Delete,
@@ -153,3 +155,31 @@ def test_a_cluster_on_its_way_is_looked_at_when_its_deadline_comes() -> None:
     assert 3.0 <= after <= 5.0
     world.now = START + 100
     assert world.plan().requeue_after == BUSY_SECONDS
+
+
+@pytest.mark.parametrize("after", [51, 57, 60])
+@pytest.mark.parametrize("created", [0, 30])
+def test_the_look_at_a_deadline_is_within_a_second_of_it(after: int, created: int) -> None:
+    """Nothing else would tell that it is over. It counts from the newest engine."""
+    world = SimulatedCluster(manifest(rollout={"progressDeadlineSeconds": 60}))
+    world.step()
+    for (kind, _), child in world.children.items():
+        if kind == "StatefulSet":
+            child["metadata"]["creationTimestamp"] = timestamp(START + created)
+    world.now = START + created + after
+    wait = world.plan().requeue_after
+    assert wait is not None
+    world.now += wait
+    world.step()
+    assert world.now - 1 <= START + created + 61
+    assert world.condition("Progressing")["reason"] == "ProgressDeadlineExceeded"
+
+
+def test_a_spec_that_is_refused_is_not_looked_at_again_and_again() -> None:
+    """It changes only when somebody changes it. Certificates are due one day."""
+    world = SimulatedCluster(manifest(decode={"replicas": -1}))
+    wait = world.plan().requeue_after
+    assert wait is None or wait > DAY
+    accepted = SimulatedCluster(manifest()).plan().requeue_after
+    assert accepted is not None
+    assert accepted < DAY

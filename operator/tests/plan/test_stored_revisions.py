@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,17 +12,25 @@ from simulated_cluster import SimulatedCluster, manifest
 from valid_specs import manifests
 
 from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders import engine_pod
 from pdcluster_operator.plan.connector_mounts import shared_connectors_of
-from pdcluster_operator.plan.model import ConnectorBundle, Delete
+from pdcluster_operator.plan.model import ConnectorBundle, Delete, TryOut
 from pdcluster_operator.plan.rollout import targets
 from pdcluster_operator.plan.rollout.changes import (
+    changed_fields,
     in_words,
     spec_of_engines,
     what_changed,
     why_replaced,
+    with_spec_of_engines,
 )
-from pdcluster_operator.plan.rollout.stored import Revision
+from pdcluster_operator.plan.rollout.stored import (
+    Revision,
+    build_revision,
+    revisions_in,
+    stored_revisions,
+)
 
 NEWER = ConnectorBundle("d" * 64, b"newer")
 OLD_CONNECTOR = "pdcluster-connector-c0ffee0000000000"
@@ -406,3 +415,201 @@ def test_revisions_that_would_not_pair_are_passed_over_for_older_ones_that_do(
     world.edit(rollout={})
     roll(world)
     assert {name.rpartition("-")[0] for name in named(world, "StatefulSet")} == first
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        None,
+        {},
+        {"pdcluster.dev/revision": "abcde"},
+        {"pdcluster.dev/role": "router", "pdcluster.dev/revision": "abcde"},
+        {"pdcluster.dev/role": "decode"},
+        {"pdcluster.dev/role": "decode", "pdcluster.dev/revision": ""},
+    ],
+    ids=str,
+)
+def test_a_controller_revision_without_our_labels_is_none_of_ours(
+    running: SimulatedCluster, labels: dict[str, str] | None
+) -> None:
+    world = copy.deepcopy(running)
+    strange = copy.deepcopy(next(c for (kind, _), c in world.children.items()
+                                 if kind == "ControllerRevision"))  # fmt: skip
+    strange["metadata"] |= {"name": "of-somebody", "uid": "uid-of-somebody", "labels": labels}
+    strange["revision"] = 9
+    world.children["ControllerRevision", "of-somebody"] = strange
+    assert world.plan().steps == ()
+    assert {one.number for one in stored_revisions(world.observed())} == {1}
+
+
+def tried(world: SimulatedCluster) -> dict[str, Any]:
+    """Return the revision that the plan tries out, as it would be stored."""
+    [step] = [step for step in world.plan().steps if isinstance(step, TryOut)]
+    return copy.deepcopy(dict(step.stored))
+
+
+@pytest.mark.parametrize("other", ["template", "renew"])
+def test_no_two_revisions_have_one_name(running: SimulatedCluster, other: str) -> None:
+    """A name is a short hash. What has the same one and is something else is not used instead."""
+    world = copy.deepcopy(running)
+    world.edit(decode=ONE_VARIABLE)
+    names = []
+    for number in range(3):
+        wanted = tried(world)
+        names.append(wanted["metadata"]["name"])
+        wanted["metadata"] |= {"uid": f"taken-{number}", "resourceVersion": "1"}
+        wanted["data"]["spec"] = {**wanted["data"]["spec"], "engine": {"maxModelLen": 99}}
+        if other == "template":
+            wanted["data"]["template"]["spec"]["containers"][0]["args"].append("--of-somebody")
+        else:
+            wanted["data"]["renew"] = "earlier"
+        world.children["ControllerRevision", names[-1]] = wanted
+    assert len(set(names)) == 3
+
+
+def test_a_stored_revision_of_the_same_content_is_used_whatever_spec_it_came_from(
+    running: SimulatedCluster,
+) -> None:
+    """This version cannot read that spec, but what it would render is stored already."""
+    world = copy.deepcopy(running)
+    world.edit(decode=ONE_VARIABLE)
+    stored = tried(world)
+    name = stored["metadata"]["name"]
+    stored["metadata"] |= {"uid": "stored", "resourceVersion": "1"}
+    stored["data"]["spec"] = {"engine": {"pageSize": 16}}
+    world.children["ControllerRevision", name] = stored
+    roll(world)
+    [decode] = of_role(world, "StatefulSet", "decode")
+    assert decode.rpartition("-")[0] == name
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_taking_renew_away_with_another_change_brings_no_older_revision_back(
+    replicas: int,
+) -> None:
+    """Where the other role has no engines, nothing is tried out and nothing holds a change."""
+    world = up(decode={"replicas": replicas})
+    world.connector = NEWER
+    world.edit(rollout={"renew": "1"})
+    roll(world)
+    renewed = of_role(world, "StatefulSet", "prefill")
+    world.edit(rollout={}, decode={"replicas": replicas, **ONE_VARIABLE})
+    roll(world)
+    assert of_role(world, "StatefulSet", "prefill") == renewed
+
+
+def test_without_a_history_what_is_wanted_stays_although_no_engine_has_it() -> None:
+    world = up(decode={"replicas": 0}, rollout={"revisionHistoryLimit": 0})
+    stored = named(world, "ControllerRevision")
+    assert len(stored) == 2
+    world.edit(prefill=ONE_VARIABLE)
+    roll(world)
+    now = named(world, "ControllerRevision")
+    assert len(now) == 2, "that of prefill is another one, and the old one is gone"
+    assert len(now & stored) == 1
+    assert world.plan().steps == ()
+
+
+@pytest.mark.parametrize(
+    ("reason", "adopted"),
+    [("Ready", True), ("EngineFailed", True), ("Paused", False), ("Replacing", False)],
+)
+def test_an_older_operator_that_had_engines_to_replace_made_them_of_another_spec(
+    reason: str, adopted: bool
+) -> None:
+    """It stored no revision. Nothing then says what the engines that run were made from."""
+    world = up()
+    for name in named(world, "ControllerRevision"):
+        del world.children["ControllerRevision", name]
+    world.connector = NEWER
+    world.condition("Ready")["reason"] = reason
+    tried_out = [step for step in world.plan().steps if isinstance(step, TryOut)]
+    assert bool(tried_out) is not adopted
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "paths"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, []),
+        ({"b": 1, "a": 1}, {"b": 2, "a": 2}, ["a", "b"]),
+        ({"a": {"b": 1}}, {}, ["a.b"]),
+        ({}, {"a": {"b": 1}}, ["a.b"]),
+        ({"a": {"b": 1}}, {"a": 3}, ["a"]),
+        ({"a": 0}, {"a": None}, ["a"]),
+        ({"a": 0}, {}, ["a"]),
+        ({"a": [1, 2, 3]}, {"a": [1, 5, 6]}, ["a[1]", "a[2]"]),
+        ({"a": [1]}, {"a": [1, 2]}, ["a"]),
+        ({"a": [1, 2]}, {"a": [1]}, ["a"]),
+        ({"a": [{"b": {"c": 1}}]}, {"a": [{"b": {"c": 2}}]}, ["a[0].b.c"]),
+        ({"a": [1]}, {"a": "1"}, ["a"]),
+        (None, {"a": 1}, ["a"]),
+        ({"a": 1}, None, ["a"]),
+        (None, None, []),
+    ],
+)
+def test_each_field_that_differs_is_named_as_deep_as_possible(
+    before: Any, after: Any, paths: list[str]
+) -> None:
+    assert list(changed_fields(before, after)) == paths
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"rollout": {"maxSurge": 2}},
+        {"monitoring": {"scrapeFrom": []}},
+        {"verification": {"maxLocalShare": 7}},
+        {"operatorClass": "blue"},
+        {"scheduling": {"queueName": "team-a"}},
+        {"router": {"policy": "Random"}},
+        {"prefill": {"replicas": 4}, "decode": {"replicas": 5}},
+    ],
+    ids=lambda spec: next(iter(spec)),
+)
+def test_what_is_no_part_of_an_engine_is_no_change_of_it(elsewhere: dict[str, Any]) -> None:
+    """It is not named as the cause of a rollout, and a step back leaves it as it is."""
+    before, after = manifest()["spec"], {**manifest(**elsewhere)["spec"], **ONE_VARIABLE}
+    old, new = spec_of_engines({"spec": before}), spec_of_engines({"spec": after})
+    assert list(changed_fields(old, new)) == ["engine.env"]
+    assert with_spec_of_engines(after, old) == {**before, **elsewhere}
+
+
+def stored_as(one: Revision) -> dict[str, Any]:
+    return build_revision(parse_cluster(manifest()).cluster, one)
+
+
+def test_a_revision_is_read_as_it_was_stored() -> None:
+    world = up()
+    whole, _ = stored_revisions(world.observed())
+    one = replace(
+        whole, pairing_key="key", connector="c0ffee", nodes=3, renew="today", number=7,
+        spec={"engine": {"blockSize": 8}},
+    )  # fmt: skip
+    assert list(revisions_in([stored_as(one)])) == [one]
+    old = stored_as(one)
+    old["data"] = {"template": old["data"]["template"]}
+    assert list(revisions_in([old])) == [
+        replace(one, connector="", nodes=1, renew="", spec={}),
+    ], "what an older operator did not store"
+
+
+def test_an_adopted_revision_says_what_its_engines_were_made_from() -> None:
+    """Further engines of it have as many pods, the same connector and the same partners."""
+    world = up(prefill={"parallelism": {"tensor": 2, "nodes": 2}})
+    engines = {
+        child["metadata"]["labels"]["pdcluster.dev/role"]: child
+        for (kind, _), child in world.children.items()
+        if kind == "StatefulSet"
+    }
+    for name in named(world, "ControllerRevision"):
+        del world.children["ControllerRevision", name]
+    world.connector = NEWER
+    steps = world.step().steps
+    assert {step.manifest["kind"] for step in steps} == {"ControllerRevision"}
+    found = {one.role: one for one in stored_revisions(world.observed())}
+    for role, nodes in ((Role.PREFILL, 2), (Role.DECODE, 1)):
+        labels = engines[role.value]["metadata"]["labels"]
+        assert (found[role].nodes, found[role].connector) == (nodes, "c0ffee" + "0" * 10)
+        assert found[role].pairing_key == labels["pdcluster.dev/pairing-key"]
+        assert found[role].name == labels["pdcluster.dev/revision"]
+        assert found[role].number == 1

@@ -218,3 +218,22 @@ def test_routers_are_made_from_nothing_but_the_parts_that_are_compared(
     assert router_deployment.build_router_template(
         whole, "key", "connector"
     ) == router_deployment.build_router_template(few, "key", "connector")
+
+
+def test_routers_stay_with_the_connector_of_prefill_when_decode_alone_gets_another() -> None:
+    """Two roles may mount two connectors. The gate needs one, and prefill's stays."""
+    world = up(router=KEY)
+    mounted = [one["configMap"]["name"] for one in template(world)["spec"]["volumes"]]
+    world.connector = NEWER
+    world.edit(decode={"engine": {"env": [{"name": "A", "value": "1"}]}})
+    roll(world)
+    assert [one["configMap"]["name"] for one in template(world)["spec"]["volumes"]] == mounted
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_without_engines_of_a_role_there_is_no_router_to_send_to_the_others(role: str) -> None:
+    world = SimulatedCluster(manifest(**{role: {"replicas": 0}}))
+    for _ in range(3):
+        world.step()
+        assert not [name for kind, name in world.children if kind == "Deployment"]
+        world.others_act()

@@ -104,3 +104,35 @@ def test_which_answers_refuse(beside: bool, reason: str, message: str, refused: 
     if found is not None:
         assert message in found
         assert ("rollout.type to Replace" in found) is beside, "a quota is met only beside others"
+
+
+@pytest.mark.parametrize(
+    ("reason", "refused"),
+    [("BadRequest", True), ("Conflict", False), ("TooManyRequests", False), ("", False)],
+)
+def test_an_answer_refuses_only_if_the_objects_themselves_are_at_fault(
+    reason: str, refused: bool
+) -> None:
+    """Another attempt may go well otherwise."""
+    found = refusal(TryOut((), {}, beside=True, why=""), "StatefulSet", reason, "x: unknown field")
+    if not refused:
+        assert found is None
+        return
+    assert found is not None
+    assert found.endswith("refuses the new StatefulSet, so the old engines serve on: "
+                          "x: unknown field")  # fmt: skip
+
+
+def test_the_pod_that_is_tried_out_is_as_its_statefulset_would_make_it() -> None:
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    world.edit(engine=LONGER)
+    for step, role in zip(trials(world), ("prefill", "decode"), strict=True):
+        engine, pod = step.manifests
+        template = engine["spec"]["template"]["metadata"]
+        labels = {**template["labels"], "apps.kubernetes.io/pod-index": "0"}
+        assert pod["metadata"]["labels"] == labels
+        assert pod["metadata"]["namespace"] == "default"
+        assert pod["metadata"]["generateName"] == f"{engine['metadata']['name']}-"
+        revision = step.stored["metadata"]["labels"]["pdcluster.dev/revision"]
+        assert f"{role} engines of revision {revision}?" in step.why

@@ -202,3 +202,32 @@ def test_engines_that_are_ready_are_no_success_while_a_step_fails() -> None:
     assert world.condition("Ready")["status"] == "True"
     assert found.complete is None
     assert "Forbidden: no" in found.line
+
+
+def test_the_line_counts_each_role_for_itself() -> None:
+    world = SimulatedCluster(manifest(prefill={"replicas": 2}, decode={"replicas": 3}))
+    world.bring_up()
+    line = "complete: prefill 2/2 ready, decode 3/3 ready, links 6/6"
+    assert announce(world.cluster).line == line
+
+
+@pytest.mark.parametrize(
+    ("reason", "complete"),
+    [("TemplateRefused", False), ("Forbidden", None), ("ApiServerUnreachable", None)],
+)
+def test_only_a_failure_that_needs_somebody_ends_the_wait(
+    reason: str, complete: bool | None
+) -> None:
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    status = world.cluster["status"]
+    world.cluster["status"] = with_failure(status, world.cluster, reason, "why", world.now)
+    found = announce(world.cluster)
+    assert found.complete is complete
+    assert found.line.endswith(f"; {reason}: why")
+
+
+def test_a_cluster_that_nobody_has_seen_waits_for_the_operator() -> None:
+    cluster = manifest()
+    for status in (None, {}, {"observedGeneration": 0}):
+        assert announce({**cluster, "status": status}).complete is None

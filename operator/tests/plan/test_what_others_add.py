@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from simulated_cluster import START, SimulatedCluster, copied, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.forecast.healthy import verified_link
-from pdcluster_operator.plan.model import Observed, Plan
+from pdcluster_operator.plan.model import Observed, Plan, Rewrite
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_operator.plan.rewrites import rewritten_event
 
 GONE = "default.llama.prefill.gone1.0"
 STUCK = {
@@ -161,3 +163,17 @@ def test_in_trouble() -> None:
     world.engines.clear()
     world.links.clear()
     world.step()
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [("ab", "a, b."), ("abcde", "a, b, c, d, e."), ("abcdef", "a, b, c, d, e and 1 more.")],
+)
+def test_the_event_of_a_rewrite_names_five_fields_and_counts_the_others(
+    fields: str, shown: str
+) -> None:
+    wanted = {"kind": "StatefulSet", "metadata": {"name": "tiny-decode-abcde-0"}}
+    event = rewritten_event(wanted, Rewrite("hash", tuple((path, "1") for path in fields)))
+    assert (event.type, event.action) == ("Warning", "Reconcile")
+    assert event.message.startswith("StatefulSet tiny-decode-abcde-0: something else, ")
+    assert f"what the operator applies: {shown}" in event.message

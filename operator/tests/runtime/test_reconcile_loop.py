@@ -878,3 +878,38 @@ def test_a_late_deletion_does_not_remove_the_object_made_anew() -> None:
     store.put(fresh)
     store.drop({"kind": "PDCluster", "metadata": {"name": "tiny", "namespace": "ns", "uid": "1"}})
     assert store.cluster(KEY) == fresh
+
+
+THEIRS = {
+    "type": "example.com/Checked",
+    "status": "True",
+    "reason": "Checked",
+    "message": "somebody else's condition",
+    "lastTransitionTime": "2026-01-01T00:00:00Z",
+}
+
+
+async def test_a_condition_of_somebody_else_is_no_reason_to_write_a_status() -> None:
+    world = World()
+    for _ in range(3):
+        await world.reconcile()
+    assert world.port.writes == []
+    status = world.api.get("PDCluster", *KEY)["status"]
+    for conditions in ([THEIRS, *status["conditions"]], [*status["conditions"], THEIRS]):
+        world.api.set_status("PDCluster", *KEY, {**status, "conditions": conditions})
+        await world.reconcile()
+        assert world.port.writes == []
+
+
+async def test_beside_a_condition_of_somebody_else_a_failure_is_told() -> None:
+    world = World()
+    await world.reconcile()
+    status = world.api.get("PDCluster", *KEY)["status"]
+    conditions = [THEIRS, *status["conditions"]]
+    world.api.set_status("PDCluster", *KEY, {**status, "conditions": conditions})
+    world.port.fail["read Secret"] = ApiError("Forbidden", "secrets is forbidden")
+    world.start(world.events)
+    with pytest.raises(ApiError, match="forbidden"):
+        await world.reconcile()
+    assert world.port.writes == ["status"]
+    assert world.condition("Progressing")["reason"] == "Forbidden"

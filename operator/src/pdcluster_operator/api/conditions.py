@@ -131,6 +131,17 @@ def find_condition(status: object, kind: str) -> Mapping[str, Any]:
     return {}
 
 
+def own_status(status: Any) -> Any:
+    """Return a status without the conditions that others wrote into it: each manager has its own.
+
+    One without conditions stays as it is.
+    """
+    if not isinstance(status, Mapping) or "conditions" not in status:
+        return status
+    found = (find_condition(status, kind) for kind in ConditionType)
+    return {**status, "conditions": [condition for condition in found if condition]}
+
+
 def set_conditions(
     before: object, verdicts: Iterable[tuple[ConditionType, Verdict]], generation: int, now: float
 ) -> list[dict[str, Any]]:

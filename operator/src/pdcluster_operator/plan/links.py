@@ -133,7 +133,7 @@ def _row(
     prefill: tuple[EngineView, ...], decode: EngineView, report: LinksReport | None
 ) -> tuple[PairView, ...]:
     """Return the pairs of one decode engine."""
-    told = {link.prefill: link for link in reversed(report.links)} if report else {}
+    told = {link.prefill: link for link in report.links} if report else {}
     return tuple(_pair(one, decode, report, told.get(one.name.logical)) for one in prefill)
 
 

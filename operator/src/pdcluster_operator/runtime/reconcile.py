@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pdcluster_operator.api.conditions import own_status
 from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.launchers import launchers_to_poll
@@ -203,7 +204,7 @@ class Reconciler:
 
     async def _write_status(self, key: Key, cluster: Manifest, status: Manifest) -> float:
         """Write a status that changed; return how many seconds it has to wait instead."""
-        before, moment = cluster.get("status"), time.monotonic()
+        before, moment = own_status(cluster.get("status")), time.monotonic()
         if status == before or not self._may_write(key):
             self._held_back.discard(key)
             return 0.0

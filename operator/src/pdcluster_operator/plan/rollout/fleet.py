@@ -154,8 +154,7 @@ def observe_fleet(
         verified=frozenset(_names(one) for one in pairs if one.verified),
         idle=frozenset(
             view.name for found in views.values() for view in found if view.ready is False
-        )
-        | lost,
+        ),
         routed=routed_engines(observed, live_names, now),
         listed=listed,
         ending=_ending(observed) - lost,

@@ -89,8 +89,8 @@ class GangEngines:
         revision = self.revisions[name.role]
         if revision is not None and revision.name == name.revision:
             return revision.nodes
-        engine = self.live[name.role].get(name)
-        return max(1, int((engine or {"spec": {}})["spec"].get("replicas") or 1))
+        engine = self.live[name.role][name]
+        return int(engine["spec"].get("replicas") or 1)
 
     def priority(self, name: EngineName) -> str:
         """Return the ``priorityClassName`` of an engine's pods."""
@@ -151,8 +151,7 @@ def _start(known: GangEngines, key: str, of: Mapping[EngineName, str]) -> dict[E
         elif mine:
             joining.append(mine[0])
             waiting.add(role)
-    names = {_start_of(known, name) for name in joining}
-    if len(waiting) < len(Role) or len(names) > 1:
+    if len(waiting) < len(Role):
         return {}
     return {name: _start_of(known, name) for name in joining}
 
