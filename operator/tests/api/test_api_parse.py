@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 
 import pytest
 from hypothesis import given, settings
@@ -84,6 +85,101 @@ def test_a_manifest_without_a_spec_is_told_what_to_write_first():
     found = errors({key: value for key, value in MINIMAL.items() if key != "spec"})
     assert found["spec"].rule == "Required"
     assert "spec.model.source" in found["spec"].remedy
+
+
+FEW_SECONDS = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 100}}}
+OVER_THE_FOLDER = {"podTemplate": {"spec": {
+    "containers": [{"name": "engine",
+                    "volumeMounts": [{"name": "own", "mountPath": "/pdcluster-tls"}]}],
+    "volumes": [{"name": "own", "secret": {"secretName": "own"}}],
+}}}  # fmt: skip
+TWO_NODES = {"parallelism": {"tensor": 16, "nodes": 2}}
+HUB = {"source": {"huggingFace": {"repo": "a/b"}}}
+CACHED = {"source": MINIMAL["spec"]["model"]["source"],
+          "cache": {"persistentVolumeClaim": {"claimName": "cache"}}}  # fmt: skip
+
+
+def variable(name, value):
+    return {"env": [{"name": name, "value": value}]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "wrong", "rule", "path"),
+    [
+        ({"prefill": FEW_SECONDS}, "requestTimeoutSeconds", "x", "GraceTooShort",
+         "prefill.podTemplate.spec.terminationGracePeriodSeconds"),
+        ({}, "prefill.resources", "x", "NoMemoryRequest", "prefill.resources.requests.memory"),
+        ({}, "prefill.podTemplate", "x", "NoMemoryRequest", "prefill.resources.requests.memory"),
+        ({"prefill": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
+         "prefill.parallelism.tensor", "two", "GpuCountMismatch",
+         "prefill.resources.limits.nvidia.com/gpu"),
+        ({"prefill": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}, "transfer.device", "cpu",
+         "GpuCountMismatch", "prefill.resources.limits.nvidia.com/gpu"),
+        ({"prefill": OVER_THE_FOLDER}, "transfer.tls", "mounted", "CertificateHidden",
+         "prefill.podTemplate.spec.containers[0].volumeMounts[0].mountPath"),
+        ({"engine": variable("PYTORCH_ALLOC_CONF", "expandable_segments:True")},
+         "transfer.device", "cpu", "ExpandableSegments", "engine.env[0].value"),
+        ({"engine": variable("UCX_TLS", "tcp")}, "transfer.device", "cpu", "TransportWithoutCuda",
+         "engine.env[0].value"),
+        ({"decode": TWO_NODES}, "decode.resources", "x", "NoRdma", "transfer.rdma"),
+        ({"decode": TWO_NODES}, "decode.parallelism.pipeline", "two", "NoRdma", "transfer.rdma"),
+        ({"engine": {"maxModelLen": 16},
+          "prefill": {"engine": {"extraArgs": ["--max-model-len", "32"]}}},
+         "prefill.engine.maxModelLen", "x", "ConflictingSettings", "prefill.engine.extraArgs"),
+        ({"decode": {"engine": {"image": "a/b:1"}}}, "engine.image", "two words", "ImagesDiffer",
+         "decode.engine.image"),
+        ({"prefill": {"engine": {"kvCacheDtype": "fp8"}}}, "decode.engine.kvCacheDtype", "FP8",
+         "SetOnOneRole", "prefill.engine.kvCacheDtype"),
+        ({"prefill": {"engine": {"kvCacheDtype": "fp8"}}}, "engine.kvCacheDtype", "FP8",
+         "SetOnOneRole", "prefill.engine.kvCacheDtype"),
+        ({"model": HUB}, "model.source.hostPath", {"path": "/x"}, "WeightsNotPinned",
+         "model.source.huggingFace.revision"),
+        ({"model": CACHED}, "model.source.persistentVolumeClaim", {"claimName": "x"},
+         "CacheUnused", "model.cache"),
+    ],
+)  # fmt: skip
+def test_what_follows_from_a_field_is_not_said_while_the_field_is_wrong(
+    spec, field, wrong, rule, path
+):
+    """Whoever corrects the field may find that the rest was right."""
+
+    def said(manifest):
+        found = check_manifest(manifest)[1]
+        return {(str(one.rule), one.path) for one in (*found.errors, *found.warnings)}
+
+    manifest = copy.deepcopy(with_spec(**spec))
+    assert (rule, f"spec.{path}") in said(manifest)
+    *parents, last = field.split(".")
+    target = manifest["spec"]
+    for parent in parents:
+        target = target.setdefault(parent, {})
+    target[last] = wrong
+    assert (rule, f"spec.{path}") not in said(manifest)
+    assert said(manifest) & {("WrongType", f"spec.{field}"), ("NotAllowed", f"spec.{field}"),
+                             ("BadFormat", f"spec.{field}"), ("ExactlyOne", "spec.model.source")}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "known"),
+    [
+        ({"name": "llama"}, ("llama", "default", "", 0)),
+        ({"name": "llama", "namespace": 7, "uid": None, "generation": "4"},
+         ("llama", "default", "", 0)),
+        ({"name": ["llama"], "namespace": "ns"}, ("unnamed", "ns", "", 0)),
+        ([], ("unnamed", "default", "", 0)),
+        (None, ("unnamed", "default", "", 0)),
+    ],
+)  # fmt: skip
+def test_metadata_of_any_shape_is_read(metadata, known):
+    cluster = parse_cluster({**MINIMAL, "metadata": metadata}).cluster
+    assert (cluster.name, cluster.namespace, cluster.uid, cluster.generation) == known
+
+
+def test_a_misspelt_part_of_a_manifest_is_told_its_name():
+    for wrong, right in (("sepc", "spec"), ("metdata", "metadata"), ("Kind", "kind")):
+        found = errors({**MINIMAL, wrong: {}})[wrong]
+        assert (found.rule, found.remedy) == ("UnknownField", f"Did you mean {right}?")
+    assert "status" not in errors({**MINIMAL, "status": {"anything": 1}})
 
 
 @pytest.mark.parametrize(
@@ -229,6 +325,7 @@ def test_a_folder_of_a_claim_may_have_dots(path):
         (True, "true", "Write a number."),
         ("x", '"x"', "Write a number."),
         ([16], "[16]", "Write a number."),
+        (datetime.date(2026, 11, 24), "datetime.date(2026, 11, 24)", "Write a number."),
     ],
 )
 def test_a_value_is_shown_as_it_was_given(given, said, remedy):

@@ -356,6 +356,26 @@ def test_a_flag_may_not_contradict_a_field():
     assert findings(engine={"maxModelLen": 1024}, decode=args("--max-model-len", "1024")).ok
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("blockSize", 16, "--block-size"),
+        ("kvCacheDtype", "fp8", "--kv-cache-dtype"),
+        ("maxModelLen", 16, "--max-model-len"),
+        ("attentionBackend", "FLASH_ATTN", "--attention-backend"),
+    ],
+)
+def test_each_field_that_has_a_flag_may_not_be_contradicted(role, field, value, flag):
+    def said(word):
+        own = {"extraArgs": ["--seed", "1", flag, word]}
+        found = findings(engine={field: value}, **{role: {"engine": own}}).errors
+        return {(str(one.rule), one.path) for one in found if flag in one.remedy}
+
+    assert said(str(value)) == set()
+    assert said("32") == {("ConflictingSettings", f"spec.{role}.engine.extraArgs")}
+
+
 def test_the_shared_flag_that_a_role_replaces_contradicts_nothing():
     shared = {"extraArgs": ["--max-model-len", "1", "--seed", "1"]}
     role = {"engine": {"extraArgs": ["--max_model_len=2048"], "maxModelLen": 2048}}
@@ -412,9 +432,11 @@ def test_exactly_as_many_side_channels_as_allowed_are_accepted(replicas, data, a
     assert found.ok is accepted
 
 
-@pytest.mark.parametrize(("tensor", "accepted"), [(64, True), (65, False)])
-def test_exactly_as_many_workers_of_an_engine_as_allowed_are_accepted(tensor, accepted):
-    found = findings(decode={"parallelism": {"tensor": tensor, "pipeline": 64}})
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "accepted"), [(64, 64, True), (65, 64, False), (241, 17, False)]
+)
+def test_exactly_as_many_workers_of_an_engine_as_allowed_are_accepted(tensor, pipeline, accepted):
+    found = findings(decode={"parallelism": {"tensor": tensor, "pipeline": pipeline}})
     out_of_range = {error.path for error in found.errors if error.rule == "OutOfRange"}
     assert out_of_range == (set() if accepted else {"spec.decode.parallelism"})
 
@@ -448,6 +470,14 @@ def test_expandable_segments_are_refused_where_vllm_refuses_them():
     assert error("spec.engine.env[0].value", engine=setting).rule == "ExpandableSegments"
     assert findings(engine=setting, transfer={"device": "CPU"}).ok
     assert findings(engine=env("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")).ok
+
+
+@pytest.mark.parametrize("name", ["UCX_TLS", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_of_a_value_that_is_elsewhere_nothing_is_said(name):
+    source = {"configMapKeyRef": {"name": "settings", "key": "it"}}
+    found = findings(engine={"env": [{"name": name, "valueFrom": source}]})
+    assert found.ok
+    assert "TransportWithoutCuda" not in {warning.rule for warning in found.warnings}
 
 
 def test_an_eager_pipeline_is_refused_where_it_would_end_the_engine():

@@ -83,11 +83,7 @@ def _network(text: str) -> _Network | None:
 
 
 def _within(part: _Network, whole: _Network) -> bool:
-    return (
-        part.version == whole.version
-        and part.prefixlen > whole.prefixlen
-        and part.network_address in whole
-    )
+    return part.prefixlen > whole.prefixlen and part.network_address in whole
 
 
 def _no_cidr(path: str, value: str) -> FieldError:
