@@ -143,3 +143,14 @@ def test_folders_of_nodes_need_the_operators_word():
         "spec.decode.podTemplate.spec.volumes[1].hostPath"
     ]
     assert not judge(sly, host_paths=True).errors
+
+
+def test_more_than_sixteen_warnings_are_not_shown():
+    names = [f"VLLM_NIXL_SIDE_CHANNEL_{number}" for number in range(20)]
+    many = manifest(engine={"env": [{"name": name, "value": "x"} for name in names]})
+    assert len(check_manifest(many)[1].warnings) > 20
+    assert len(judge(many).warnings) == 16
+
+
+def test_what_has_no_metadata_is_judged():
+    assert judge({**BAD, "metadata": None}).errors
