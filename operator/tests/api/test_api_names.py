@@ -73,7 +73,7 @@ def test_an_engine_is_known_by_its_labels() -> None:
     found = engine_of({"metadata": {"labels": LABELS}})
     assert found is not None
     assert found.namespace == "default"
-    del (bare := dict(LABELS))[REVISION]
+    bare = {key: value for key, value in LABELS.items() if key != REVISION}
     found = engine_of({"metadata": {"namespace": "ns", "labels": bare}})
     assert found is not None
     assert found.revision == ""
