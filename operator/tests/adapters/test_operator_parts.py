@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import json
 import logging
+import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 from operator_runs import cluster
 
-from pdcluster_operator.adapters import logs, operator_process
+from pdcluster_operator.adapters import connector_bundle, logs, operator_process, status_pages
 from pdcluster_operator.adapters.admission import webhook_process
 from pdcluster_operator.adapters.admission.webhook_process import (
     Judge,
@@ -175,6 +177,79 @@ def test_a_log_line_is_one_json_object():
     assert "\n" not in line
     assert json.loads(line)["message"] == "two\nlines x"
     assert json.loads(line)["level"] == "warning"
+
+
+async def test_when_one_part_of_the_operator_ends_all_do():
+    ended = []
+
+    async def lasting():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("lasting")
+
+    async def failing():
+        await asyncio.sleep(0)
+        raise RuntimeError("the watch is lost")
+
+    async def short():
+        ended.append("short")
+
+    with pytest.raises(RuntimeError, match="the watch is lost"):
+        await operator_process.until_one_ends([lasting(), failing()])
+    assert ended == ["lasting"]
+    await operator_process.until_one_ends([lasting(), short()])
+    assert ended == ["lasting", "short", "lasting"]
+
+
+async def test_what_the_operator_waits_for_at_its_start_ends_with_it():
+    stop, ended = asyncio.Event(), []
+
+    async def lasting():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("lasting")
+
+    async def short():
+        ended.append("short")
+
+    assert await operator_process._unless_stopped(short(), stop) is True
+    asyncio.get_running_loop().call_soon(stop.set)
+    assert await operator_process._unless_stopped(lasting(), stop) is False
+    assert ended == ["short", "lasting"]
+
+
+async def test_a_page_of_health_says_what_is_wrong():
+    for wrong, status, text in ((None, 200, "ok\n"), ("a watch is dead", 503, "a watch is dead\n")):
+
+        async def check(wrong=wrong):
+            return wrong
+
+        page = await status_pages._page(check)(None)
+        assert (page.status, page.text) == (status, text)
+
+
+def test_a_connector_that_cannot_be_packed_is_said_in_its_last_words(monkeypatch):
+    monkeypatch.setattr(connector_bundle, "MODULE", "no_such_module")
+    with pytest.raises(connector_bundle.BundleError, match=r"packed: .*No module named"):
+        connector_bundle.BuiltConnector()
+
+
+def test_a_log_line_of_an_error_has_its_traceback():
+    try:
+        raise ValueError("why")
+    except ValueError:
+        record = logging.LogRecord("a.b", logging.ERROR, "f", 1, "it ended", (), sys.exc_info())
+    record.created = 1_800_000_000.5
+    line = json.loads(JsonLines().format(record))
+    assert line.pop("error").endswith("ValueError: why")
+    assert line == {
+        "time": "2027-01-15T08:00:00.500+00:00",
+        "level": "error",
+        "logger": "a.b",
+        "message": "it ended",
+    }
 
 
 @pytest.mark.parametrize(
@@ -353,6 +428,11 @@ def test_the_metrics_count_each_reconcile_and_each_call():
         'pdcluster_api_seconds_bucket{le="0.5",method="PATCH"} 1.0',
     ):
         assert line in text
+    buckets = [line for line in text if line.startswith("pdcluster_reconcile_seconds_bucket")]
+    assert [line.split('"')[1] for line in buckets] == [
+        "0.002", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0",
+        "30.0", "+Inf",
+    ]  # fmt: skip
 
 
 async def test_a_server_that_does_not_answer_is_not_ready():

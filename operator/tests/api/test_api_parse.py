@@ -334,6 +334,43 @@ def test_a_value_is_shown_as_it_was_given(given, said, remedy):
     assert f"spec.engine.blockSize = {said}:" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message", "remedy"),
+    [
+        ("transfer.device", "zzz", "must be one of CUDA, CPU", "Write CUDA or CPU."),
+        ("transfer.device", "GPU", "must be one of CUDA, CPU", "Did you mean CPU?"),
+        ("model.name", "", "has 0 characters; 1 to 200 are allowed",
+         "Give a value, or leave the field out."),
+        ("model.name", "x" * 201, "has 201 characters; 1 to 200 are allowed", "Shorten it."),
+        ("model.name", "a b", "is not a word without spaces; it may not begin with a hyphen",
+         "Write a word without spaces; it may not begin with a hyphen."),
+        ("prefill.replicas", 1001, "must be between 0 and 1000", "Write a number from 0 to 1000."),
+        ("prefill.replicas", "-1", "must be a whole number", "Leave out the quotes."),
+        ("prefill.replicas", "1.5", "must be a whole number", "Write a number."),
+        ("rollout.paused", 1, "must be true or false", "Leave out any quotes."),
+        ("model.name", 7, "must be a string", "Put it in quotes."),
+        ("transfer.backends", ["UCX"] * 9, "has 9 items; 1 to 8 are allowed",
+         "Change the number of items."),
+        ("transfer.backends", "UCX", "must be a list", "Write a list."),
+        ("prefill.podTemplate", 7, "must be an object", "Write a mapping."),
+        ("prefill.resources.limits", 7, "must be an object", "Write a mapping."),
+        ("prefill.resources.limits.cpu", True, "is not a Kubernetes quantity",
+         "Write for example 4, 500m or 16Gi."),
+        ("prefill.resources.limits.cpu", "-1m", "is negative",
+         "Write for example 4, 500m or 16Gi."),
+    ],
+)  # fmt: skip
+def test_a_finding_says_what_is_allowed_and_what_to_write(field, value, message, remedy):
+    manifest = copy.deepcopy(MINIMAL)
+    *parents, last = field.split(".")
+    target = manifest["spec"]
+    for parent in parents:
+        target = target.setdefault(parent, {})
+    target[last] = value
+    found = errors(manifest)[f"spec.{field}"]
+    assert (found.message, found.remedy) == (message, remedy)
+
+
 def test_the_block_size_of_a_hybrid_is_taken():
     """66 kernel blocks of 16 tokens: vLLM chooses such sizes by itself."""
     assert parse_cluster(with_spec(engine={"blockSize": 66 * 16})).errors == ()
