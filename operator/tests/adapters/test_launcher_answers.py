@@ -201,7 +201,7 @@ def test_what_a_launcher_is_told_and_that_it_refused(call: Any, expected: str, s
             await call(engines, target_of(pod))
 
     if status == 409:
-        with pytest.raises(LauncherError, match="answers 409: the generation is too old$"):
+        with pytest.raises(LauncherError, match=r"answers 409: the generation is too old$"):
             asyncio.run(run())
     else:
         asyncio.run(run())
@@ -261,7 +261,7 @@ def test_the_operators_own_certificate_is_made_again_each_day_and_holds_for_slow
         contexts.append(engines._tls(target)["ssl"])
     assert [one is contexts[0] for one in contexts] == [True, True, False, False]
     assert contexts[2] is contexts[3]
-    assert made == pytest.approx([(-day, 2 * day)] * 2)
+    assert made == [pytest.approx((-day, 2 * day))] * 2
 
 
 def test_a_connection_whose_other_end_is_gone_is_noticed_within_seconds() -> None:

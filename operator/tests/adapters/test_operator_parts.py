@@ -398,7 +398,10 @@ def test_the_webhook_counts_what_it_judges_and_never_its_own_check(caplog):
 
 
 def test_the_webhook_admits_what_its_operator_does():
-    host, mounted = cluster("host"), cluster("mounted", transfer={"device": "CPU", "tls": "Mounted"})
+    host, mounted = (
+        cluster("host"),
+        cluster("mounted", transfer={"device": "CPU", "tls": "Mounted"}),
+    )
 
     def rules(manifest, **allowed):
         return {str(one.rule) for one in Judge(Metrics(), **allowed)(manifest, None, "X").errors}
@@ -430,8 +433,8 @@ def test_the_metrics_count_each_reconcile_and_each_call():
         assert line in text
     buckets = [line for line in text if line.startswith("pdcluster_reconcile_seconds_bucket")]
     assert [line.split('"')[1] for line in buckets] == [
-        "0.002", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0",
-        "30.0", "+Inf",
+        "0.002", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", "0.5", "1.0", "2.5", "5.0",
+        "10.0", "30.0", "+Inf",
     ]  # fmt: skip
 
 

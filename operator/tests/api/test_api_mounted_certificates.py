@@ -53,8 +53,14 @@ def test_a_mount_in_both_roles_is_accepted(path: str) -> None:
         role(),
         role({**MOUNT, "mountPath": "/elsewhere"}),
         role(MOUNT, container="sidecar"),
-        {"podTemplate": {"spec": {"volumes": [VOLUME], "initContainers": [{"name": "engine", "image": "x",
-                                                                           "volumeMounts": [MOUNT]}]}}},
+        {
+            "podTemplate": {
+                "spec": {
+                    "volumes": [VOLUME],
+                    "initContainers": [{"name": "engine", "image": "x", "volumeMounts": [MOUNT]}],
+                }
+            }
+        },
     ],
 )
 def test_a_role_whose_engines_have_no_certificate_is_refused(decode: dict[str, Any]) -> None:
@@ -216,7 +222,11 @@ def test_a_volume_that_may_hold_the_files_is_accepted(source: dict[str, Any]) ->
             "out ca.crt, tls.crt, tls.key,",
         ),
         ({"configMap": {"name": "c", "items": ALL[1:]}}, ".configMap.items", "out ca.crt,"),
-        ({"downwardAPI": {"items": [{"path": "ca.crt"}]}}, ".downwardAPI.items", "out tls.crt, tls.key,"),
+        (
+            {"downwardAPI": {"items": [{"path": "ca.crt"}]}},
+            ".downwardAPI.items",
+            "out tls.crt, tls.key,",
+        ),
         (
             projected({"secret": {"name": "s", "items": ALL[1:]}}),
             ".projected.sources[0].secret.items",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import datetime
+import datetime as dt
 
 import pytest
 from hypothesis import given, settings
@@ -155,8 +155,12 @@ def test_what_follows_from_a_field_is_not_said_while_the_field_is_wrong(
         target = target.setdefault(parent, {})
     target[last] = wrong
     assert (rule, f"spec.{path}") not in said(manifest)
-    assert said(manifest) & {("WrongType", f"spec.{field}"), ("NotAllowed", f"spec.{field}"),
-                             ("BadFormat", f"spec.{field}"), ("ExactlyOne", "spec.model.source")}
+    assert said(manifest) & {
+        ("WrongType", f"spec.{field}"),
+        ("NotAllowed", f"spec.{field}"),
+        ("BadFormat", f"spec.{field}"),
+        ("ExactlyOne", "spec.model.source"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -325,7 +329,7 @@ def test_a_folder_of_a_claim_may_have_dots(path):
         (True, "true", "Write a number."),
         ("x", '"x"', "Write a number."),
         ([16], "[16]", "Write a number."),
-        (datetime.date(2026, 11, 24), "datetime.date(2026, 11, 24)", "Write a number."),
+        (dt.date(2026, 11, 24), "datetime.date(2026, 11, 24)", "Write a number."),
     ],
 )
 def test_a_value_is_shown_as_it_was_given(given, said, remedy):

@@ -85,7 +85,12 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_each_change_is_a_line_until_the_end(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], complete: bool, code: Exit
 ) -> None:
-    cluster.says = [waits("1 of 2"), waits("1 of 2"), waits("2 of 2"), Announcement("end", complete)]
+    cluster.says = [
+        waits("1 of 2"),
+        waits("1 of 2"),
+        waits("2 of 2"),
+        Announcement("end", complete),
+    ]
     assert rollout.status("tiny", HERE, watch=True, timeout=0.0) == code
     assert lines(capsys) == [f'PDCluster "tiny": {line}' for line in ("1 of 2", "2 of 2", "end")]
     assert cluster.asked == [0.0, 1.0, 2.0, 3.0]

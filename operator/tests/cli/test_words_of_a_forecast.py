@@ -76,8 +76,10 @@ def test_steps_are_numbered_through_all_rounds() -> None:
         ),
     )
     assert printed(course)[:6] == [
-        "  replaces tiny-decode-aaaaa-0, tiny-decode-aaaaa-1: spec.decode.image, spec.engine.env "
-        "changed",
+        (
+            "  replaces tiny-decode-aaaaa-0, tiny-decode-aaaaa-1: "
+            "spec.decode.image, spec.engine.env changed"
+        ),
         "  replaces tiny-decode-aaaaa-0: the spec changed",
         "  1. apply Secret keys  why",
         "  2. delete Service old  why",

@@ -34,20 +34,20 @@ PATH = {
 @pytest.mark.parametrize(
     ("path", "received", "moved", "said"),
     [
-        (PATH, 0, True, "prefill/0 -> decode/1: 1 block (16 tokens), 2,000,000 bytes in 4.0 ms, "
-         "0.500 GB/s"),
-        ({**PATH, "seconds": 0}, 0, True, "prefill/0 -> decode/1: 1 block (16 tokens), 2,000,000 "
-         "bytes in 0.0 ms"),
+        (PATH, 0, True, ("prefill/0 -> decode/1: 1 block (16 tokens), 2,000,000 bytes in 4.0 ms, "
+         "0.500 GB/s")),
+        ({**PATH, "seconds": 0}, 0, True, ("prefill/0 -> decode/1: 1 block (16 tokens), 2,000,000 "
+         "bytes in 0.0 ms")),
         ({**PATH, "decode": None, "blocks": 2, "tokens": 1}, 0, True,
          "prefill/0 -> ?: 2 blocks (1 token), 2,000,000 bytes in 4.0 ms, 0.500 GB/s"),
-        ({**PATH, "bytes": 0}, 9, False, "prefill/0 -> decode/1: 1 block (16 tokens), 0 bytes in "
-         "4.0 ms, 0.000 GB/s"),
+        ({**PATH, "bytes": 0}, 9, False, ("prefill/0 -> decode/1: 1 block (16 tokens), 0 bytes in "
+         "4.0 ms, 0.000 GB/s")),
         ({"outcome": "transferred"}, 0, False,
          "prefill -> decode: 0 blocks (0 tokens), 0 bytes in 0.0 ms"),
-        ({"outcome": "local", "bytes": 7, "reason": "NoTicket"}, 9, False, "prefill -> decode: "
-         "nothing was pulled (NoTicket); decode computed the prompt itself"),
-        ({"outcome": "local"}, 0, False, "prefill -> decode: nothing was pulled (local); decode "
-         "computed the prompt itself"),
+        ({"outcome": "local", "bytes": 7, "reason": "NoTicket"}, 9, False, ("prefill -> decode: "
+         "nothing was pulled (NoTicket); decode computed the prompt itself")),
+        ({"outcome": "local"}, 0, False, ("prefill -> decode: nothing was pulled (local); decode "
+         "computed the prompt itself")),
         ({}, 4096, True, "4,096 bytes were pulled into decode (from its metrics)"),
         ({}, 0, False, "no bytes were pulled: decode computed the prompt itself"),
     ],

@@ -757,7 +757,7 @@ async def test_without_the_lease_no_status_is_written() -> None:
     world.api.apply(scaler)
     cluster = world.api.get("PDCluster", *KEY)
     assert cluster is not None
-    world.store.put({**cluster, "status": {**cluster["status"], "replicas": 7}})
+    world.store.put({**cluster, "status": {**cluster["status"], "observedGeneration": 99}})
     ours = False
     await world.reconcile()
     assert world.port.writes == []

@@ -107,9 +107,7 @@ def _tcp(cluster: Cluster) -> Iterator[FieldError]:
             return
 
 
-def _variable(
-    cluster: Cluster, path: str, name: str, value: str | None
-) -> Iterator[FieldError]:
+def _variable(cluster: Cluster, path: str, name: str, value: str | None) -> Iterator[FieldError]:
     on_gpus = cluster.spec.transfer.device is Device.CUDA
     if name == "UCX_TLS" and on_gpus and value is not None:  # else a Secret or the like has it
         transports = set(value.split(","))
