@@ -115,6 +115,8 @@ def variable(name, value):
          "prefill.resources.limits.nvidia.com/gpu"),
         ({"prefill": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}, "transfer.device", "cpu",
          "GpuCountMismatch", "prefill.resources.limits.nvidia.com/gpu"),
+        ({"prefill": {"resources": {"requests": {"a/b": 1}}}}, "prefill.resources.limits.a/b",
+         "some", "RequestLimitMismatch", "prefill.resources.requests.a/b"),
         ({"prefill": OVER_THE_FOLDER}, "transfer.tls", "mounted", "CertificateHidden",
          "prefill.podTemplate.spec.containers[0].volumeMounts[0].mountPath"),
         ({"engine": variable("PYTORCH_ALLOC_CONF", "expandable_segments:True")},

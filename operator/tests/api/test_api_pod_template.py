@@ -95,6 +95,7 @@ def test_what_kubernetes_takes_passes(role):
          "Write it as spec.prefill.podTemplate.spec.nodeSelector."),
         ({"spec": {"volumeMounts": []}}, "spec.volumeMounts", "UnknownField",
          "Write it in an entry of spec.prefill.podTemplate.spec.containers."),
+        ({"volumeMounts": []}, "volumeMounts", "UnknownField", "Known are: metadata, spec."),
         ({"spec": {"xyzzy": 1}}, "spec.xyzzy", "UnknownField", "Known are: "),
         (engine(ressources={}), "spec.containers[0].ressources", "UnknownField",
          "Did you mean resources?"),
@@ -160,6 +161,9 @@ def test_what_kubernetes_would_refuse_is_refused_with_its_path(template, path, r
     found = errors(template)
     assert set(found) == {path}
     assert found[path].rule == rule
+    if rule == "WrongType":
+        words = ("a string", "a whole number", "true or false", "an object", "a list", "given")
+        assert found[path].message in {f"must be {word}" for word in words}
     assert rule not in {warning.rule for warning in findings(template).warnings}, "said once"
     assert found[path].remedy.startswith(remedy)
     assert found[path].remedy.endswith((".", "?"))

@@ -459,7 +459,9 @@ def test_traps_are_warned_of():
     assert "TransportWithoutCuda" not in warnings(
         engine=env("UCX_TLS", "tcp"), transfer={"device": "CPU"}
     )
-    assert "ConflictingSettings" in warnings(engine=env("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"))
+    stock = warnings(engine=env("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"))["ConflictingSettings"]
+    assert (stock.path, stock.value) == ("spec.engine.env[0].name", "VLLM_NIXL_SIDE_CHANNEL_HOST")
+    assert "TransportWithoutCuda" not in warnings(engine=env("UCX_NET_DEVICES", "mlx5_0:1"))
     assert "ConflictingSettings" not in warnings(engine=env("VLLM_LOGGING_LEVEL", "DEBUG"))
     assert "NodeLocalModel" in warnings()
     assert "NothingToPair" in warnings(decode={"replicas": 0})
@@ -470,6 +472,7 @@ def test_expandable_segments_are_refused_where_vllm_refuses_them():
     assert error("spec.engine.env[0].value", engine=setting).rule == "ExpandableSegments"
     assert findings(engine=setting, transfer={"device": "CPU"}).ok
     assert findings(engine=env("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")).ok
+    assert findings(engine=env("NOTE", "expandable_segments:True")).ok, "nothing reads it"
 
 
 @pytest.mark.parametrize("name", ["UCX_TLS", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -507,7 +510,12 @@ def test_a_backend_that_moves_nothing_between_engines_is_refused_with_the_reason
 @pytest.mark.parametrize("field", ["args", "command"])
 def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
     overlay = {
-        "spec": {"containers": [{"name": "x", "image": "x"}, {"name": "engine", field: ["--foo"]}]}
+        "spec": {
+            "containers": [
+                {"name": "x", "image": "x", field: ["--its-own"]},
+                {"name": "engine", field: ["--foo"]},
+            ]
+        }
     }
     (warned,) = [
         warning

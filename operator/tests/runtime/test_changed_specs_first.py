@@ -102,3 +102,12 @@ async def test_what_becomes_of_the_pods_of_a_start_is_gathered(available: str) -
     loop.see("DELETED", child("Pod", 10))
     assert loop.queue.depth == 1
     await loop.queue.stop()
+
+
+async def test_whoever_comes_back_without_a_change_is_not_first() -> None:
+    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    loop = ControlLoop(**parts)
+    loop.see("ADDED", cluster("known", 1, 1))
+    loop.see("MODIFIED", cluster("changed", 2, 1))
+    names = ("known", "changed", "gone")
+    assert [loop._is_urgent(Key("ns", name)) for name in names] == [False, True, False]

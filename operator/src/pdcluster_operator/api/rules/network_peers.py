@@ -68,7 +68,6 @@ def _block(path: str, block: IpBlock) -> Iterator[FieldError]:
                 Rule.PEER_UNUSABLE,
                 f"is not a part of {block.cidr}",
                 "Leave out only ranges that lie within cidr.",
-                (f"{path}.cidr",),
             )
 
 

@@ -119,7 +119,7 @@ def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
 
 def _amount(path: str, value: object) -> Iterator[FieldError]:
     # Unlike our own resources, Kubernetes takes a fraction without quotes.
-    if why := why_no_amount(str(value) if isinstance(value, float) else value):
+    if why := why_no_amount(str(value)):
         remedy = "Write for example 4, 500m or 16Gi."
         yield FieldError(path, shown(value), Rule.BAD_FORMAT, why, remedy)
 

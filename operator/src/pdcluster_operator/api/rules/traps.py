@@ -58,7 +58,6 @@ def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
             f"the {role} engines have pipeline stages: with this flag vLLM's CPU runner skips the "
             "profile run that creates their buffers, and the first request stops the engine",
             """Write --compilation-config, '{"mode":3,"backend":"eager"}' instead.""",
-            (f"spec.{role}.parallelism.pipeline", "spec.transfer.device"),
         )
 
 
