@@ -29,6 +29,8 @@ class Server:
             error, self.fail = self.fail, None
             raise error
         self.calls.append((method, path, what["body"]))
+        if method == "PATCH":
+            assert what["content"] == "application/merge-patch+json"
         return {}
 
     def posted(self) -> list[dict[str, Any]]:
@@ -60,6 +62,7 @@ def test_an_event_names_its_cluster() -> None:
     assert body["note"] == "x" * 1024, "the API server takes no more"
     assert body["metadata"]["name"].startswith("tiny.")
     assert body["eventTime"] == "2027-01-15T08:00:00.000000Z"
+    assert body["reportingController"] == "pdcluster.dev/operator"
 
 
 def test_a_repeat_within_half_an_hour_is_counted() -> None:
@@ -126,3 +129,13 @@ def test_what_was_posted_last_is_remembered() -> None:
     assert sink.server.counted() == [2, 3], "it was told lately"
     sink.publish(others[0])
     assert len(sink.server.posted()) == 4096 + 2, "and this one was forgotten"
+
+
+@pytest.mark.parametrize(("host", "said"), [("pod-7d", "pod-7d"), ("", "pdcluster-operator")])
+def test_an_event_names_the_pod_that_reports_it(
+    monkeypatch: pytest.MonkeyPatch, host: str, said: str
+) -> None:
+    monkeypatch.setenv("HOSTNAME", host)
+    sink = Sink()
+    sink.publish(READY)
+    assert sink.server.posted()[0]["reportingInstance"] == said

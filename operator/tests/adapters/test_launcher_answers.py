@@ -277,3 +277,37 @@ def test_a_connection_whose_other_end_is_gone_is_noticed_within_seconds() -> Non
 def test_a_launcher_that_does_not_answer_is_given_up_before_it_is_asked_again() -> None:
     assert (SHORT.total, SHORT.connect) == (2.0, 1.0)
     assert (LONG.total, LONG.connect) == (35.0, 1.0), "longer than it keeps a question for news"
+
+
+def test_any_number_of_launchers_may_keep_a_question_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    kept = engines_http._socket
+
+    def noting(info: Any) -> socket.socket:
+        made.append(kept(info))
+        return made[-1]
+
+    monkeypatch.setattr(engines_http, "_socket", noting)
+    many, waiting = 120, 0
+
+    async def run() -> None:
+        all_ask = asyncio.Event()
+
+        async def keep(_: web.Request) -> web.Response:
+            nonlocal waiting
+            waiting += 1
+            if waiting == many:
+                all_ask.set()
+            await all_ask.wait()
+            return web.json_response({"revision": "1"})
+
+        launcher = web.Application()
+        launcher.router.add_get("/v1/changes", keep)
+        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
+            target = target_of(pod)
+            calls = (engines.news(target, "1", wait=True) for _ in range(many))
+            async with asyncio.timeout(60):
+                await asyncio.gather(*calls)
+
+    asyncio.run(run())
+    assert len(made) == many, "each is kept alive by the kernel"

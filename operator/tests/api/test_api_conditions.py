@@ -32,7 +32,7 @@ BEFORE = "2026-01-01T00:00:00Z"
         {"conditions": None},
         {"conditions": "Ready"},
         {"conditions": {"type": "Ready"}},
-        {"conditions": [None, 7, "Ready", {}, {"type": "Available", "status": "True"}]},
+        {"conditions": [None, 7, "Ready", {"type": "Available", "status": "True"}, {}]},
     ],
 )
 def test_a_status_of_any_shape_is_looked_through(status: object) -> None:

@@ -438,7 +438,16 @@ async def test_a_new_cluster_whose_secrets_cannot_be_read_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [None, {}, {"ticket": "%%%"}, {"ticket": "/w=="}, {"other": "AA=="}, {"ticket": None}]
+    "data",
+    [
+        None,
+        {},
+        {"ticket": "%%%"},
+        {"ticket": "/w=="},
+        {"other": "AA=="},
+        {"ticket": None},
+        {"ticket": "YWJj%ZGVm"},
+    ],
 )
 async def test_a_rotation_of_a_secret_that_somebody_emptied_holds_one_key(
     data: dict[str, str | None] | None,
