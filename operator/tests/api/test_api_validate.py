@@ -393,7 +393,11 @@ def test_gpus_must_equal_the_workers_of_a_pod():
 
 def test_workers_spread_evenly_and_links_are_bounded():
     role = {"parallelism": {"tensor": 3, "nodes": 2}}
-    assert error("spec.decode.parallelism.nodes", decode=role).rule == "NodesDivideWorkers"
+    torn = error("spec.decode.parallelism.nodes", decode=role)
+    assert (torn.rule, torn.value) == ("NodesDivideWorkers", "2")
+    assert torn.message == (
+        "tensor 3 x pipeline 1 x data 1 = 3 workers cannot be spread evenly over 2 pods"
+    )
     found = error("spec.decode.replicas", prefill={"replicas": 100}, decode={"replicas": 41})
     assert found.rule == "TooManyLinks"
     wide = {"replicas": 2, "parallelism": {"data": 513}}
