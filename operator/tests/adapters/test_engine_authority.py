@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from cryptography import x509
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdcluster_connector.certificate_files import LOOK_SECONDS, TlsError
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in, why_not_peer
@@ -156,6 +156,26 @@ def test_a_long_name_stands_whole_where_it_counts(authority: EngineAuthority) ->
     leaf = x509.load_pem_x509_certificate(authority.sign(name, NOW, NOW + DAY).certificate)
     names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == [name]
+    [common] = leaf.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    assert common.value == name[:64]
+
+
+def test_the_operator_speaks_the_newest_tls_and_reads_no_common_name(
+    authority: EngineAuthority,
+) -> None:
+    context = authority.client_context(authority.sign("x", NOW, NOW + DAY))
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_3
+    assert context.hostname_checks_common_name is False
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert len(context.get_ca_certs()) == 1, "no CA of the machine"
+
+
+def test_without_a_note_of_their_authority_certificates_are_made_again(
+    authority: EngineAuthority,
+) -> None:
+    secret = with_certificates(step_of(), authority)
+    del secret["metadata"]["annotations"]["pdcluster.dev/certificates"]
+    assert held_certificates(secret, authority).issue == ""
 
 
 def test_a_secret_without_files_or_notes_holds_nothing(authority: EngineAuthority) -> None:
