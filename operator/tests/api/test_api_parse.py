@@ -104,65 +104,58 @@ def variable(name, value):
 
 
 @pytest.mark.parametrize(
-    ("spec", "field", "wrong", "rule", "path"),
+    ("spec", "field", "wrong", "path"),
     [
-        ({"prefill": FEW_SECONDS}, "requestTimeoutSeconds", "x", "GraceTooShort",
+        ({"prefill": FEW_SECONDS}, "requestTimeoutSeconds", "x",
          "prefill.podTemplate.spec.terminationGracePeriodSeconds"),
-        ({}, "prefill.resources", "x", "NoMemoryRequest", "prefill.resources.requests.memory"),
-        ({}, "prefill.podTemplate", "x", "NoMemoryRequest", "prefill.resources.requests.memory"),
+        ({}, "prefill.resources", "x", "prefill.resources.requests.memory"),
+        ({}, "prefill.podTemplate", "x", "prefill.resources.requests.memory"),
         ({"prefill": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
-         "prefill.parallelism.tensor", "two", "GpuCountMismatch",
+         "prefill.parallelism.tensor", "two",
          "prefill.resources.limits.nvidia.com/gpu"),
         ({"prefill": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}, "transfer.device", "cpu",
-         "GpuCountMismatch", "prefill.resources.limits.nvidia.com/gpu"),
+         "prefill.resources.limits.nvidia.com/gpu"),
         ({"prefill": {"resources": {"requests": {"a/b": 1}}}}, "prefill.resources.limits.a/b",
-         "some", "RequestLimitMismatch", "prefill.resources.requests.a/b"),
-        ({"prefill": OVER_THE_FOLDER}, "transfer.tls", "mounted", "CertificateHidden",
+         "some", "prefill.resources.requests.a/b"),
+        ({"prefill": OVER_THE_FOLDER}, "transfer.tls", "mounted",
          "prefill.podTemplate.spec.containers[0].volumeMounts[0].mountPath"),
         ({"engine": variable("PYTORCH_ALLOC_CONF", "expandable_segments:True")},
-         "transfer.device", "cpu", "ExpandableSegments", "engine.env[0].value"),
-        ({"engine": variable("UCX_TLS", "tcp")}, "transfer.device", "cpu", "TransportWithoutCuda",
+         "transfer.device", "cpu", "engine.env[0].value"),
+        ({"engine": variable("UCX_TLS", "tcp")}, "transfer.device", "cpu",
          "engine.env[0].value"),
-        ({"decode": TWO_NODES}, "decode.resources", "x", "NoRdma", "transfer.rdma"),
-        ({"decode": TWO_NODES}, "decode.parallelism.pipeline", "two", "NoRdma", "transfer.rdma"),
+        ({"decode": TWO_NODES}, "decode.resources", "x", "transfer.rdma"),
+        ({"decode": TWO_NODES}, "decode.parallelism.pipeline", "two", "transfer.rdma"),
         ({"engine": {"maxModelLen": 16},
           "prefill": {"engine": {"extraArgs": ["--max-model-len", "32"]}}},
-         "prefill.engine.maxModelLen", "x", "ConflictingSettings", "prefill.engine.extraArgs"),
-        ({"decode": {"engine": {"image": "a/b:1"}}}, "engine.image", "two words", "ImagesDiffer",
+         "prefill.engine.maxModelLen", "x", "prefill.engine.extraArgs"),
+        ({"decode": {"engine": {"image": "a/b:1"}}}, "engine.image", "two words",
          "decode.engine.image"),
         ({"prefill": {"engine": {"kvCacheDtype": "fp8"}}}, "decode.engine.kvCacheDtype", "FP8",
-         "SetOnOneRole", "prefill.engine.kvCacheDtype"),
+         "prefill.engine.kvCacheDtype"),
         ({"prefill": {"engine": {"kvCacheDtype": "fp8"}}}, "engine.kvCacheDtype", "FP8",
-         "SetOnOneRole", "prefill.engine.kvCacheDtype"),
-        ({"model": HUB}, "model.source.hostPath", {"path": "/x"}, "WeightsNotPinned",
+         "prefill.engine.kvCacheDtype"),
+        ({"model": HUB}, "model.source.hostPath", {"path": "/x"},
          "model.source.huggingFace.revision"),
         ({"model": CACHED}, "model.source.persistentVolumeClaim", {"claimName": "x"},
-         "CacheUnused", "model.cache"),
+         "model.cache"),
     ],
 )  # fmt: skip
-def test_what_follows_from_a_field_is_not_said_while_the_field_is_wrong(
-    spec, field, wrong, rule, path
-):
+def test_what_follows_from_a_field_is_not_said_while_the_field_is_wrong(spec, field, wrong, path):
     """Whoever corrects the field may find that the rest was right."""
 
     def said(manifest):
         found = check_manifest(manifest)[1]
-        return {(str(one.rule), one.path) for one in (*found.errors, *found.warnings)}
+        return {one.path for one in (*found.errors, *found.warnings)}
 
     manifest = copy.deepcopy(with_spec(**spec))
-    assert (rule, f"spec.{path}") in said(manifest)
+    assert f"spec.{path}" in said(manifest)
     *parents, last = field.split(".")
     target = manifest["spec"]
     for parent in parents:
         target = target.setdefault(parent, {})
     target[last] = wrong
-    assert (rule, f"spec.{path}") not in said(manifest)
-    assert said(manifest) & {
-        ("WrongType", f"spec.{field}"),
-        ("NotAllowed", f"spec.{field}"),
-        ("BadFormat", f"spec.{field}"),
-        ("ExactlyOne", "spec.model.source"),
-    }
+    assert f"spec.{path}" not in said(manifest)
+    assert said(manifest) & {f"spec.{field}", "spec.model.source"}
 
 
 @pytest.mark.parametrize(
