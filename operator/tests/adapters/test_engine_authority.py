@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdcluster_connector.certificate_files import LOOK_SECONDS, TlsError
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in, why_not_peer
@@ -126,6 +129,60 @@ def test_a_certificate_names_one_engine_and_is_no_ca(authority: EngineAuthority)
     names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == [f"{DECODE}.engine.pdcluster.dev"]
     assert not leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_an_authority_lasts_twenty_years_and_signs_engines_alone() -> None:
+    authority, stored = EngineAuthority.new(NOW)
+    assert re.fullmatch("[0-9a-f]{16}", authority.fingerprint), "it is a part of an annotation"
+    found = x509.load_pem_x509_certificate(stored.certificate)
+    assert found.not_valid_before_utc.timestamp() == pytest.approx(NOW - DAY, abs=1)
+    assert found.not_valid_after_utc.timestamp() == pytest.approx(NOW + 20 * 365 * DAY, abs=1)
+    limits = found.extensions.get_extension_for_class(x509.BasicConstraints)
+    assert (limits.critical, limits.value.ca, limits.value.path_length) == (True, True, 0)
+    usage = found.extensions.get_extension_for_class(x509.KeyUsage)
+    assert (usage.critical, usage.value.key_cert_sign, usage.value.digital_signature) == (
+        True, True, False,
+    )  # fmt: skip
+    leaf = x509.load_pem_x509_certificate(authority.sign("x", NOW, NOW + DAY).certificate)
+    usage = leaf.extensions.get_extension_for_class(x509.KeyUsage)
+    assert (usage.value.key_cert_sign, usage.value.digital_signature) == (False, True)
+    purposes = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert set(purposes) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
+
+
+def test_a_long_name_stands_whole_where_it_counts(authority: EngineAuthority) -> None:
+    """A common name has at most 64 characters; nobody reads it."""
+    name = "a" * 60 + "." + "b" * 60
+    leaf = x509.load_pem_x509_certificate(authority.sign(name, NOW, NOW + DAY).certificate)
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [name]
+    [common] = leaf.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    assert common.value == name[:64]
+
+
+def test_the_operator_speaks_the_newest_tls_and_reads_no_common_name(
+    authority: EngineAuthority,
+) -> None:
+    context = authority.client_context(authority.sign("x", NOW, NOW + DAY))
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_3
+    assert context.hostname_checks_common_name is False
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert len(context.get_ca_certs()) == 1, "no CA of the machine"
+
+
+def test_without_a_note_of_their_authority_certificates_are_made_again(
+    authority: EngineAuthority,
+) -> None:
+    secret = with_certificates(step_of(), authority)
+    del secret["metadata"]["annotations"]["pdcluster.dev/certificates"]
+    assert held_certificates(secret, authority).issue == ""
+
+
+def test_a_secret_without_files_or_notes_holds_nothing(authority: EngineAuthority) -> None:
+    nothing = HeldCertificates(authority.fingerprint, "")
+    assert held_certificates({"metadata": {}}, authority) == nothing
+    bare = {"metadata": {"uid": "u", "annotations": None}, "data": None}
+    assert held_certificates(bare, authority) == replace(nothing, uid="u")
 
 
 def test_a_stored_authority_is_the_same_and_a_spoiled_one_is_refused() -> None:

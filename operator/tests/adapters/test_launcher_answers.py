@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+from typing import Any
 
 import aiohttp
 import pytest
@@ -12,13 +14,14 @@ from aiohttp.test_utils import TestServer
 
 from pdcluster_operator.adapters import engines_http
 from pdcluster_operator.adapters.engines_http import MAX_ANSWER, EnginesHttp
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority, Signed
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.reports import EngineReport, LauncherNews, LinksReport, parse_news
 from pdcluster_operator.runtime.errors import LauncherError
 
 AUTHORITY, _ = EngineAuthority.new(time.time())
+SHORT, LONG = engines_http.TIMEOUT, engines_http.WAIT_TIMEOUT
 
 
 @pytest.fixture(autouse=True)
@@ -128,20 +131,21 @@ def test_an_endless_answer_is_cut_off() -> None:
     ],
 )
 def test_who_cannot_tell_of_news_is_polled(status: int, text: str, expected: str | None) -> None:
-    asked: list[str] = []
+    asked: list[tuple[str, str]] = []
 
     async def answer(request: web.Request) -> web.Response:
-        asked.append(request.query["seen"])
+        asked.append((request.query["seen"], request.query["wait"]))
         return web.Response(status=status, text=text)
 
     async def run() -> LauncherNews | None:
         launcher = web.Application()
         launcher.router.add_get("/v1/changes", answer)
         async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
+            await engines.news(target_of(pod), "", wait=False)
             return await engines.news(target_of(pod), "a&wait=9", wait=True)
 
     assert asyncio.run(run()) == (None if expected is None else LauncherNews(expected))
-    assert asked == ["a&wait=9"]
+    assert asked == [("", "0"), ("a&wait=9", "30")]
 
 
 def test_news_come_with_what_the_launcher_tells() -> None:
@@ -172,3 +176,138 @@ def test_a_question_for_news_that_breaks_off_is_a_failure() -> None:
                 await engines.news(target_of(pod), "", wait=True)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda engines, url: engines.put_peers(url, {"generation": 7}), "PUT /v1/peers"),
+        (lambda engines, url: engines.tell_routed(url, routed=True), "PUT /v1/routed"),
+        (lambda engines, url: engines.tell_routed(url, routed=False), "DELETE /v1/routed"),
+    ],
+)
+@pytest.mark.parametrize("status", [200, 204, 409])
+def test_what_a_launcher_is_told_and_that_it_refused(call: Any, expected: str, status: int) -> None:
+    heard: list[tuple[str, str]] = []
+
+    async def take(request: web.Request) -> web.Response:
+        heard.append((f"{request.method} {request.path}", await request.text()))
+        return web.Response(status=status, text=" the generation is too old \n" * (status == 409))
+
+    async def run() -> None:
+        launcher = web.Application()
+        launcher.router.add_route("*", "/{path:.*}", take)
+        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
+            await call(engines, target_of(pod))
+
+    if status == 409:
+        with pytest.raises(LauncherError, match=r"answers 409: the generation is too old$"):
+            asyncio.run(run())
+    else:
+        asyncio.run(run())
+    assert heard == [(expected, '{"generation": 7}' if "peers" in expected else "")]
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"ready": true}', "null", ""])
+def test_an_answer_that_says_nothing_of_an_engine_is_a_failure(text: str) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    async def run() -> None:
+        launcher = web.Application()
+        launcher.router.add_route("*", "/{path:.*}", answer)
+        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
+            with pytest.raises(LauncherError, match="/readyz did not answer with the state of"):
+                await engines.ready(target_of(pod))
+            with pytest.raises(LauncherError, match="/v1/links did not answer with a list of"):
+                await engines.links(target_of(pod))
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_not_ready_says_so_with_503() -> None:
+    document = {"engine": "ns.x.prefill.a.0", "ready": False, "state": "WarmingUp"}
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(document, status=503)
+
+    async def run() -> EngineReport:
+        launcher = web.Application()
+        launcher.router.add_route("*", "/{path:.*}", answer)
+        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
+            with pytest.raises(LauncherError, match="answers 503"):
+                await engines.links(target_of(pod))
+            return await engines.ready(target_of(pod))
+
+    assert asyncio.run(run()).state == "WarmingUp"
+
+
+def test_the_operators_own_certificate_is_made_again_each_day_and_holds_for_slow_clocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    day, now, made = 86_400.0, [time.time()], []
+    sign = EngineAuthority.sign
+
+    def signed(authority: EngineAuthority, name: str, start: float, end: float) -> Signed:
+        made.append((start - now[0], end - now[0]))
+        return sign(authority, name, start, end)
+
+    monkeypatch.setattr(EngineAuthority, "sign", signed)
+    engines = EnginesHttp(AUTHORITY, lambda: now[0])
+    target = Target("ns.x.prefill.a.0", Role.PREFILL, "https://x", "1/0")
+    contexts = []
+    for wait in (0.0, day, 1.0, 1.0):
+        now[0] += wait
+        contexts.append(engines._tls(target)["ssl"])
+    assert [one is contexts[0] for one in contexts] == [True, True, False, False]
+    assert contexts[2] is contexts[3]
+    assert made == [pytest.approx((-day, 2 * day))] * 2
+
+
+def test_a_connection_whose_other_end_is_gone_is_noticed_within_seconds() -> None:
+    with engines_http._socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("", 0))) as made:
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle, pause, probes = (
+            made.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        )
+    assert idle + pause * probes == 11
+
+
+def test_a_launcher_that_does_not_answer_is_given_up_before_it_is_asked_again() -> None:
+    assert (SHORT.total, SHORT.connect) == (2.0, 1.0)
+    assert (LONG.total, LONG.connect) == (35.0, 1.0), "longer than it keeps a question for news"
+
+
+def test_any_number_of_launchers_may_keep_a_question_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    kept = engines_http._socket
+
+    def noting(info: Any) -> socket.socket:
+        made.append(kept(info))
+        return made[-1]
+
+    monkeypatch.setattr(engines_http, "_socket", noting)
+    many, waiting = 120, 0
+
+    async def run() -> None:
+        all_ask = asyncio.Event()
+
+        async def keep(_: web.Request) -> web.Response:
+            nonlocal waiting
+            waiting += 1
+            if waiting == many:
+                all_ask.set()
+            await all_ask.wait()
+            return web.json_response({"revision": "1"})
+
+        launcher = web.Application()
+        launcher.router.add_get("/v1/changes", keep)
+        async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
+            target = target_of(pod)
+            calls = (engines.news(target, "1", wait=True) for _ in range(many))
+            async with asyncio.timeout(60):
+                await asyncio.gather(*calls)
+
+    asyncio.run(run())
+    assert len(made) == many, "each is kept alive by the kernel"

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import json
 import logging
+import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
+from operator_runs import cluster
 
-from pdcluster_operator.adapters.admission.webhook_process import ask_review
+from pdcluster_operator.adapters import connector_bundle, logs, operator_process, status_pages
+from pdcluster_operator.adapters.admission import webhook_process
+from pdcluster_operator.adapters.admission.webhook_process import (
+    Judge,
+    WebhookOptions,
+    ask_review,
+)
+from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.client import NotFound
 from pdcluster_operator.adapters.api_server.kinds import (
     BY_NAME,
@@ -19,11 +30,13 @@ from pdcluster_operator.adapters.api_server.kinds import (
     as_kept,
     slim,
 )
+from pdcluster_operator.adapters.api_server.namespace_leases import own_identity
 from pdcluster_operator.adapters.api_server.sweep import Sweeper
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import Metrics, resource_of
-from pdcluster_operator.adapters.operator_process import collect_rarely
+from pdcluster_operator.adapters.operator_process import OperatorOptions, collect_rarely
+from pdcluster_operator.adapters.tls.certificate_keeper import WebhookPlace
 from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli import operator as command
@@ -166,6 +179,79 @@ def test_a_log_line_is_one_json_object():
     assert json.loads(line)["level"] == "warning"
 
 
+async def test_when_one_part_of_the_operator_ends_all_do():
+    ended = []
+
+    async def lasting():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("lasting")
+
+    async def failing():
+        await asyncio.sleep(0)
+        raise RuntimeError("the watch is lost")
+
+    async def short():
+        ended.append("short")
+
+    with pytest.raises(RuntimeError, match="the watch is lost"):
+        await operator_process.until_one_ends([lasting(), failing()])
+    assert ended == ["lasting"]
+    await operator_process.until_one_ends([lasting(), short()])
+    assert ended == ["lasting", "short", "lasting"]
+
+
+async def test_what_the_operator_waits_for_at_its_start_ends_with_it():
+    stop, ended = asyncio.Event(), []
+
+    async def lasting():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("lasting")
+
+    async def short():
+        ended.append("short")
+
+    assert await operator_process._unless_stopped(short(), stop) is True
+    asyncio.get_running_loop().call_soon(stop.set)
+    assert await operator_process._unless_stopped(lasting(), stop) is False
+    assert ended == ["short", "lasting"]
+
+
+async def test_a_page_of_health_says_what_is_wrong():
+    for wrong, status, text in ((None, 200, "ok\n"), ("a watch is dead", 503, "a watch is dead\n")):
+
+        async def check(wrong=wrong):
+            return wrong
+
+        page = await status_pages._page(check)(None)
+        assert (page.status, page.text) == (status, text)
+
+
+def test_a_connector_that_cannot_be_packed_is_said_in_its_last_words(monkeypatch):
+    monkeypatch.setattr(connector_bundle, "MODULE", "no_such_module")
+    with pytest.raises(connector_bundle.BundleError, match=r"packed: .*No module named"):
+        connector_bundle.BuiltConnector()
+
+
+def test_a_log_line_of_an_error_has_its_traceback():
+    try:
+        raise ValueError("why")
+    except ValueError:
+        record = logging.LogRecord("a.b", logging.ERROR, "f", 1, "it ended", (), sys.exc_info())
+    record.created = 1_800_000_000.5
+    line = json.loads(JsonLines().format(record))
+    assert line.pop("error").endswith("ValueError: why")
+    assert line == {
+        "time": "2027-01-15T08:00:00.500+00:00",
+        "level": "error",
+        "logger": "a.b",
+        "message": "it ended",
+    }
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -175,6 +261,10 @@ def test_a_log_line_is_one_json_object():
         ["run", "--webhook-configuration=a", "--webhook-secret=b", "--webhook-service=a/b"],
         ["webhook"],
         ["run", "--log-level=loud"],
+        ["run", "--authority-secret=a"],
+        ["run", "--authority-secret=/a"],
+        ["run", "--authority-secret=a/"],
+        ["run", "--authority-secret=a/b/c"],
     ],
 )
 def test_command_lines_that_cannot_work(arguments, capsys):
@@ -203,8 +293,188 @@ def test_the_charts_command_lines_are_read():
     assert command.parser().parse_args(["webhook", "--certificate-folder=/certificate"])
 
 
+@pytest.fixture
+def started(monkeypatch):
+    """What the two processes were started with, instead of being started."""
+    taken = []
+
+    async def start(options, stop):
+        taken.append(options)
+
+    monkeypatch.setattr(operator_process, "run_operator", start)
+    monkeypatch.setattr(webhook_process, "run_webhook", start)
+    monkeypatch.setattr(logs, "set_up_logs", lambda *_: None)
+    return taken
+
+
+def test_each_option_of_run_reaches_the_operator(started):
+    assert command.main(["run"]) == 0
+    words = [
+        "--namespace=a", "--namespace=b", "--authority-secret=c/d", "--webhook-configuration=e",
+        "--webhook-service=f/g", "--webhook-secret=h/i", "--launcher-poll-seconds=2.5",
+        "--operator-class=blue", "--sweep-seconds=30", "--keep-connector-seconds=40",
+        "--engine-certificate-folder=/j", "--allow-host-path-models", "--health-port=1",
+        "--metrics-port=2", "--host=127.0.0.1",
+    ]  # fmt: skip
+    assert command.main(["run", *words]) == 0
+    assert started == [
+        OperatorOptions(),
+        OperatorOptions(
+            namespaces=("a", "b"),
+            authority=("c", "d"),
+            host_path_models=True,
+            webhook=WebhookPlace("e", ("f", "g"), ("h", "i")),
+            host="127.0.0.1",
+            health_port=1,
+            metrics_port=2,
+            sweep_seconds=30.0,
+            launcher_poll_seconds=2.5,
+            operator_class="blue",
+            engine_certificate=Path("/j"),
+            keep_connector_seconds=40.0,
+        ),
+    ]
+
+
+def test_each_option_of_webhook_reaches_the_webhook(started):
+    folder = "--certificate-folder=/a"
+    assert command.main(["webhook", folder]) == 0
+    words = [
+        "--port=3", "--admit-mounted-certificates", "--allow-host-path-models", "--health-port=1",
+        "--metrics-port=2", "--host=127.0.0.1",
+    ]  # fmt: skip
+    assert command.main(["webhook", folder, *words]) == 0
+    assert started == [
+        WebhookOptions(Path("/a")),
+        WebhookOptions(
+            Path("/a"),
+            host_path_models=True,
+            mounted_certificates=True,
+            host="127.0.0.1",
+            port=3,
+            health_port=1,
+            metrics_port=2,
+        ),
+    ]
+
+
+def test_a_process_that_fails_ends_with_1_and_says_why(started, monkeypatch, caplog):
+    async def fail(options, stop):
+        raise RuntimeError("port 8081 is in use")
+
+    monkeypatch.setattr(operator_process, "run_operator", fail)
+    assert command.main(["run"]) == 1
+    assert caplog.messages == ["stopped: port 8081 is in use"]
+    assert started == []
+
+
+def metric(metrics, name):
+    return [line for line in metrics.text().decode().splitlines() if line.startswith(f"{name}{{")]
+
+
+def test_the_webhook_counts_what_it_judges_and_never_its_own_check(caplog):
+    caplog.set_level(logging.INFO)
+    good = cluster("good")
+    bad = cluster("bad", engine={"extraArgs": ["--port", "1", "--port", "2"]})
+    metrics = Metrics()
+    judge = Judge(metrics, host_paths=True)
+    assert judge(good, None, "CREATE").errors == ()
+    assert judge(None, bad, "DELETE").errors == ()
+    assert caplog.messages == []
+    assert judge(bad, None, "CREATE").errors
+    assert judge({**bad, "metadata": {"name": "ready?"}}, None, "CREATE").errors
+    assert judge({**bad, "metadata": None}, good, "UPDATE").errors
+    name = "pdcluster_webhook_reviews_total"
+    assert metric(metrics, name) == [
+        f'{name}{{operation="CREATE",outcome="allowed"}} 1.0',
+        f'{name}{{operation="DELETE",outcome="allowed"}} 1.0',
+        f'{name}{{operation="CREATE",outcome="refused"}} 1.0',
+        f'{name}{{operation="UPDATE",outcome="refused"}} 1.0',
+    ]
+    refusals = "pdcluster_webhook_refusals_total"
+    assert f'{refusals}{{rule="OwnedFlag"}} 2.0' in metric(metrics, refusals), "once a review"
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0].startswith("CREATE of None/bad refused: 2 fields are not")
+
+
+def test_the_webhook_admits_what_its_operator_does():
+    host, mounted = (
+        cluster("host"),
+        cluster("mounted", transfer={"device": "CPU", "tls": "Mounted"}),
+    )
+
+    def rules(manifest, **allowed):
+        return {str(one.rule) for one in Judge(Metrics(), **allowed)(manifest, None, "X").errors}
+
+    assert "HostPathNotAdmitted" in rules(host, host_paths=False)
+    assert "HostPathNotAdmitted" not in rules(host, host_paths=True)
+    assert "MountedNotSupported" in rules(mounted, host_paths=True)
+    assert "MountedNotSupported" not in rules(mounted, host_paths=True, mounted_certificates=True)
+
+
+def test_the_metrics_count_each_reconcile_and_each_call():
+    metrics = Metrics()
+    metrics.measure(lambda: 3, lambda: 5, dict)
+    for failed in (False, False, True):
+        metrics.reconciled(0.3, failed=failed)
+    metrics.called("PATCH", "/api/v1/pods", 409, 0.3)
+    text = metrics.text().decode().splitlines()
+    for line in (
+        'pdcluster_reconciles_total{outcome="done"} 2.0',
+        'pdcluster_reconciles_total{outcome="failed"} 1.0',
+        'pdcluster_reconcile_seconds_bucket{le="0.25"} 0.0',
+        'pdcluster_reconcile_seconds_bucket{le="0.5"} 3.0',
+        "pdcluster_queue_depth 3.0",
+        "pdcluster_clusters 5.0",
+        'pdcluster_api_calls_total{code="409",method="PATCH",resource="pods"} 1.0',
+        'pdcluster_api_seconds_bucket{le="0.25",method="PATCH"} 0.0',
+        'pdcluster_api_seconds_bucket{le="0.5",method="PATCH"} 1.0',
+    ):
+        assert line in text
+    buckets = [line for line in text if line.startswith("pdcluster_reconcile_seconds_bucket")]
+    assert [line.split('"')[1] for line in buckets] == [
+        "0.002", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", "0.5", "1.0", "2.5", "5.0",
+        "10.0", "30.0", "+Inf",
+    ]  # fmt: skip
+
+
 async def test_a_server_that_does_not_answer_is_not_ready():
     assert "not answered" in (await ask_review(1) or "")
+
+
+@pytest.mark.parametrize(
+    ("context", "namespace"), [(None, "ours"), ("ours", "ours"), ("bare", "default")]
+)
+def test_a_command_works_in_the_namespace_of_its_context(monkeypatch, context, namespace):
+    contexts = [
+        {"name": "bare", "context": {"cluster": "c"}},
+        {"name": "ours", "context": {"cluster": "c", "namespace": "ours"}},
+    ]
+    monkeypatch.setattr(
+        kubeconfig.config, "list_kube_config_contexts", lambda: (contexts, contexts[1])
+    )
+    assert kubeconfig.namespace_of_context(context) == namespace
+
+
+def test_without_a_kubeconfig_a_command_works_in_the_namespace_of_its_pod(monkeypatch, tmp_path):
+    def nothing():
+        raise kubeconfig.config.ConfigException("no configuration was found")
+
+    monkeypatch.setattr(kubeconfig.config, "list_kube_config_contexts", nothing)
+    monkeypatch.setattr(kubeconfig, "ACCOUNT", tmp_path)
+    monkeypatch.delenv("POD_NAMESPACE", raising=False)
+    assert (kubeconfig.own_namespace(), kubeconfig.namespace_of_context(None)) == (None, "default")
+    (tmp_path / "namespace").write_text(" of-the-account\n")
+    assert kubeconfig.own_namespace() == kubeconfig.namespace_of_context(None) == "of-the-account"
+    monkeypatch.setenv("POD_NAMESPACE", "of-the-pod")
+    assert kubeconfig.own_namespace() == "of-the-pod"
+
+
+def test_a_pod_holds_leases_under_its_name_and_others_under_names_that_differ(monkeypatch):
+    monkeypatch.setenv("POD_NAME", "operator-7d")
+    assert own_identity() == own_identity() == "operator-7d"
+    monkeypatch.delenv("POD_NAME")
+    assert own_identity() != own_identity()
 
 
 async def test_a_kind_whose_crd_is_not_installed_is_left_out_if_it_is_optional():

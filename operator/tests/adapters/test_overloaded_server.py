@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio import client as kubernetes
 
 from pdcluster_operator.adapters.api_server.client import APPLY, TRIES, KubeClient
-from pdcluster_operator.adapters.api_server.overload import LONGEST, SHORTEST, SPREAD, Overload
+from pdcluster_operator.adapters.api_server.overload import Overload
 from pdcluster_operator.runtime.errors import ApiError
 
 
@@ -27,7 +27,7 @@ class Time:
 
 @pytest.mark.parametrize(
     ("asked", "seconds"),
-    [("3", 3.0), ("0", SHORTEST), ("9999", LONGEST), ("", 1.0), ("Fri, 31 Dec 1999", 1.0)],
+    [("3", 3.0), ("0", 0.5), ("9999", 10.0), ("", 1.0), ("Fri, 31 Dec 1999", 1.0)],
 )
 async def test_a_client_waits_as_long_as_it_is_asked_to_within_bounds(
     asked: str, seconds: float
@@ -38,7 +38,27 @@ async def test_a_client_waits_as_long_as_it_is_asked_to_within_bounds(
     assert time.now == 100.0
     overload.told(asked)
     await overload.wait()
-    assert seconds <= time.now - 100.0 <= seconds * (1 + SPREAD)
+    assert seconds <= time.now - 100.0 <= seconds * 1.5
+
+
+async def test_who_was_asked_to_wait_long_does_so_although_others_were_asked_for_less() -> None:
+    time = Time()
+    overload = Overload(time.clock, time.sleep)
+    overload.told("9")
+    overload.told("1")
+    await overload.wait()
+    assert 9.0 <= time.now - 100.0 <= 9.0 + 0.5
+
+
+async def test_calls_that_waited_together_do_not_come_back_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda _, most: most)
+    time = Time()
+    overload = Overload(time.clock, time.sleep)
+    overload.told("4")
+    await overload.wait()
+    assert time.now - 100.0 == 6.0
 
 
 @pytest.fixture

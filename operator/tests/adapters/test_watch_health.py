@@ -28,7 +28,9 @@ def test_a_watch_that_reports_nothing_is_dead_after_a_while() -> None:
     health, clock = watches()
     health.listed("Pod", [pod("a", 5)], health.now())
     assert health.trouble() is None
-    clock.now += LATE_SECONDS + 1
+    clock.now += 60
+    assert health.trouble() is None
+    clock.now += 1
     assert "the watch of Pod is dead: ns/a" in (health.trouble() or "")
     health.reported("MODIFIED", pod("a", 6))
     assert health.trouble() is None
@@ -95,3 +97,26 @@ def test_an_object_made_anew_under_its_name_is_owed_again() -> None:
     health.listed("Pod", [pod("a", 5)], health.now())
     clock.now += LATE_SECONDS + 1
     assert health.trouble()
+
+
+def test_a_list_of_one_kind_says_nothing_of_another() -> None:
+    health, clock = watches()
+    health.listed("Pod", [pod("a", 5)], health.now())
+    health.listed("Service", [], health.now())
+    clock.now += LATE_SECONDS + 1
+    assert "the watch of Pod is dead" in (health.trouble() or "")
+
+
+def test_an_object_without_a_version_that_is_a_number_is_reported_by_any() -> None:
+    health, clock = watches()
+    odd = pod("a", 5)
+    for version in ({"resourceVersion": "x"}, {}):
+        del odd["metadata"]["resourceVersion"]
+        odd["metadata"] |= version
+        health.listed("Pod", [odd], health.now())
+        clock.now += LATE_SECONDS + 1
+        assert health.trouble()
+        health.reported("ADDED", odd)
+        assert health.trouble() is None
+        health.reported("DELETED", odd)
+        odd["metadata"]["resourceVersion"] = ""

@@ -129,6 +129,11 @@ async def test_a_watch_lists_in_pages_and_goes_on_from_there(server: tuple[Serve
     assert known.asked[1]["continue"] == "more"
     assert known.watched_from() == ["9", "11", "15"], "opened again where the last one ended"
     assert {one["labelSelector"] for one in known.asked} == {POD.selector}
+    lists = [one for one in known.asked if "watch" not in one]
+    assert {one["limit"] for one in lists} == {"500"}, "a page is in memory as a whole"
+    opened = [one for one in known.asked if "watch" in one]
+    assert {one["timeoutSeconds"] for one in opened} == {"600"}
+    assert {one["allowWatchBookmarks"] for one in opened} == {"true"}
 
 
 @pytest.mark.parametrize(

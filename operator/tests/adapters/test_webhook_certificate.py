@@ -12,8 +12,6 @@ from cryptography.hazmat.primitives import serialization
 from pdcluster_operator.adapters.tls import live_certificate
 from pdcluster_operator.adapters.tls.live_certificate import keep_loaded, tls_problem
 from pdcluster_operator.adapters.tls.webhook_certificate import (
-    LIFETIME,
-    RENEW_BEFORE,
     Certificate,
     expiry,
     make_certificate,
@@ -23,7 +21,8 @@ from pdcluster_operator.adapters.tls.webhook_certificate import (
 
 NAMES = ("hook.system.svc", "hook.system", "localhost", "127.0.0.1")
 NOW = 1_800_000_000.0
-GOOD_FOR = (LIFETIME - RENEW_BEFORE).total_seconds()
+DAY = 86_400.0
+GOOD_FOR = 245 * DAY  # a year, less four months
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +32,9 @@ def made() -> Certificate:
 
 def test_a_new_certificate_needs_no_renewal(made):
     assert why_renew(made, NAMES, NOW) is None
-    assert why_renew(made, NAMES, NOW + GOOD_FOR - 60) is None
-    assert expiry(made.certificate) == NOW + LIFETIME.total_seconds()
+    assert why_renew(made, NAMES, NOW + GOOD_FOR) is None
+    assert expiry(made.certificate) == NOW + 365 * DAY
+    assert why_renew(made, NAMES, NOW - 3600) is None, "clocks differ"
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_a_new_certificate_needs_no_renewal(made):
         ({"certificate": b"-----BEGIN nonsense"}, NOW, "there is none"),
         ({"authorities": b""}, NOW, "there is none"),
         ({"key": b"-----BEGIN nonsense"}, NOW, "key"),
-        ({}, NOW + GOOD_FOR + 60, "expires"),
-        ({}, NOW - 7200, "not valid yet"),
+        ({}, NOW + GOOD_FOR + 1, "expires"),
+        ({}, NOW - 3601, "not valid yet"),
     ],
 )
 def test_what_cannot_serve_is_renewed(made, change, now, why):
@@ -63,6 +63,16 @@ def test_parts_of_two_certificates_are_renewed(made):
 
 def test_another_service_needs_another_certificate(made):
     assert "other.system.svc" in (why_renew(made, ("other.system.svc",), NOW) or "")
+
+
+def test_all_names_that_a_certificate_lacks_are_named(made):
+    why = why_renew(made, ("a.svc", *NAMES, "10.0.0.1"), NOW)
+    assert why == "it lacks a.svc, 10.0.0.1"
+
+
+def test_what_is_no_certificate_expires_at_no_time():
+    assert expiry(b"") is None
+    assert expiry(b"-----BEGIN nonsense") is None
 
 
 def test_a_renewal_trusts_the_former_authority_until_it_expires(made):

@@ -65,6 +65,7 @@ def test_a_warning_is_whole_as_far_as_the_api_server_takes_it(length):
     whole = [str(one) for one in check_manifest(manifest, host_paths=True)[1].warnings]
     shown = review(manifest, None, host_paths=True).warnings
     assert any(len(line) > 256 for line in whole) is (length == 500)
+    assert max(map(len, shown)) <= 256
     for line, text in zip(whole, shown, strict=True):
         assert text == line or (len(text) == 256 and text.endswith("…") and len(line) > 256)
 
@@ -74,9 +75,14 @@ def test_deletion_and_unchanged_specs_pass():
     labelled = copy.deepcopy(BAD)
     labelled["metadata"]["labels"] = {"team": "a"}
     assert not judge(labelled, BAD).errors
+    same = copy.deepcopy(GOOD)
+    same["metadata"]["labels"] = {"team": "a"}
+    assert judge(GOOD).warnings
+    assert judge(same, GOOD).warnings == (), "it was said when the spec was written"
     going = copy.deepcopy(BAD)
     going["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
-    going["spec"]["decode"]["replicas"] = 3
+    going["spec"]["decode"]["replicas"] = -3
+    assert judge({**going, "metadata": BAD["metadata"]}, BAD).errors
     assert not judge(going, BAD).errors
 
 
@@ -95,6 +101,14 @@ def test_an_error_that_moves_in_its_list_is_not_new():
     before = manifest(engine={"extraArgs": ["--enforce-eager", "--port", "1"]})
     after = manifest(engine={"extraArgs": ["--port", "1"]})
     assert judge(before).errors
+    assert not judge(after, before).errors
+
+
+def test_two_equal_mistakes_that_stay_are_not_new():
+    before = manifest(engine={"extraArgs": ["--port", "1", "--port", "1"]})
+    after = copy.deepcopy(before)
+    after["spec"]["decode"] = {"replicas": 3}
+    assert len(judge(before).errors) == 2
     assert not judge(after, before).errors
 
 
@@ -143,3 +157,14 @@ def test_folders_of_nodes_need_the_operators_word():
         "spec.decode.podTemplate.spec.volumes[1].hostPath"
     ]
     assert not judge(sly, host_paths=True).errors
+
+
+def test_more_than_sixteen_warnings_are_not_shown():
+    names = [f"VLLM_NIXL_SIDE_CHANNEL_{number}" for number in range(20)]
+    many = manifest(engine={"env": [{"name": name, "value": "x"} for name in names]})
+    assert len(check_manifest(many)[1].warnings) > 20
+    assert len(judge(many).warnings) == 16
+
+
+def test_what_has_no_metadata_is_judged():
+    assert judge({**BAD, "metadata": None}).errors

@@ -41,6 +41,7 @@ def test_pods_that_start_together_have_one_priority_and_one_scheduler(field: str
     [error] = found(prefill={field: "Never"})
     assert error.rule == Rule.GANG_MIXED, "one role alone differs, too"
     assert found(prefill={field: "Never"}, decode={field: "Never"}) == ()
+    assert found(prefill={field: ""}) == (), "as if it were not there"
     assert found(prefill={field: "Never"}, scheduling={}) == ()
 
 
@@ -73,6 +74,7 @@ def test_where_the_api_server_is_not_known_it_is_a_warning() -> None:
         },
     }
     warnings = check_manifest(document, pod_groups=None)[1].warnings
-    assert Rule.POD_GROUPS_NOT_SERVED in {one.rule for one in warnings}
+    [warning] = [one for one in warnings if one.rule == Rule.POD_GROUPS_NOT_SERVED]
+    assert warning.message == "an API server serves no PodGroups by default"
     warnings = check_manifest(document)[1].warnings
     assert Rule.POD_GROUPS_NOT_SERVED not in {one.rule for one in warnings}

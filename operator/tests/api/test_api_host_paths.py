@@ -36,7 +36,7 @@ def mounting(*volumes):
 
 
 def test_a_spec_without_folders_of_the_node_is_accepted():
-    other = {"name": "y", "emptyDir": {}}
+    other = {"name": "y", "emptyDir": {}, "hostPath": None}
     assert (
         host_paths_in(**{part: mounting(other) for part in ("prefill", "decode", "router")}) == []
     )

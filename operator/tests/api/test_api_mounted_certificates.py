@@ -53,6 +53,14 @@ def test_a_mount_in_both_roles_is_accepted(path: str) -> None:
         role(),
         role({**MOUNT, "mountPath": "/elsewhere"}),
         role(MOUNT, container="sidecar"),
+        {
+            "podTemplate": {
+                "spec": {
+                    "volumes": [VOLUME],
+                    "initContainers": [{"name": "engine", "image": "x", "volumeMounts": [MOUNT]}],
+                }
+            }
+        },
     ],
 )
 def test_a_role_whose_engines_have_no_certificate_is_refused(decode: dict[str, Any]) -> None:
@@ -105,9 +113,12 @@ def test_a_file_mounted_over_the_folder_is_refused() -> None:
 
 def test_a_volume_below_the_folder_need_not_hold_the_certificate() -> None:
     decode = role(MOUNT, {"name": "more", "mountPath": "/pdcluster-tls/more"})
-    more = {"name": "more", "secret": {"secretName": "s", "items": [{"key": "a", "path": "a"}]}}
+    items = [{"key": "a", "path": "a"}]
+    more = {"name": "more", "secret": {"secretName": "s", "items": items, "optional": True}}
     decode["podTemplate"]["spec"]["volumes"] = [VOLUME, more]
-    assert errors(prefill=role(MOUNT), decode=decode) == ()
+    found = check_manifest(manifest(prefill=role(MOUNT), decode=decode))[1]
+    assert found.errors == ()
+    assert "CertificateNotMounted" not in [one.rule for one in found.warnings]
 
 
 @pytest.mark.parametrize("tls", ["Mounted", "Enabled"])
@@ -212,6 +223,11 @@ def test_a_volume_that_may_hold_the_files_is_accepted(source: dict[str, Any]) ->
         ),
         ({"configMap": {"name": "c", "items": ALL[1:]}}, ".configMap.items", "out ca.crt,"),
         (
+            {"downwardAPI": {"items": [{"path": "ca.crt"}]}},
+            ".downwardAPI.items",
+            "out tls.crt, tls.key,",
+        ),
+        (
             projected({"secret": {"name": "s", "items": ALL[1:]}}),
             ".projected.sources[0].secret.items",
             "out ca.crt,",
@@ -283,9 +299,12 @@ def test_an_empty_folder_that_a_sidecar_fills_is_accepted() -> None:
         found = check_manifest(manifest(prefill=role(MOUNT), decode=decode))[1]
         assert found.errors == ()
         assert [one for one in found.warnings if one.rule.startswith("Certificate")] == []
-    own = decode_with({"emptyDir": {}})
-    own["podTemplate"]["spec"]["containers"][0]["command"] = ["/fetch-then-launch"]
-    assert errors(prefill=role(MOUNT), decode=own) == (), "what it runs is the user's own"
+    for runs in ({"command": ["/fetch-then-launch"]}, {"lifecycle": {"postStart": {"sleep": {}}}}):
+        own = decode_with({"emptyDir": {}})
+        own["podTemplate"]["spec"]["containers"][0] |= runs
+        found = check_manifest(manifest(prefill=role(MOUNT), decode=own))[1]
+        said = [one.rule for one in (*found.errors, *found.warnings)]
+        assert "CertificateNotMounted" not in said, "what it runs is the user's own"
 
 
 def test_a_certificate_that_only_an_init_container_writes_is_warned_of() -> None:

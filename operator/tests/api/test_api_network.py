@@ -111,6 +111,21 @@ def test_a_peer_comes_through_as_it_was_written(peer):
             ".ipBlock.except[0]",
             "BadFormat",
         ),
+        (
+            {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["fd00::/16"]}},
+            ".ipBlock.except[0]",
+            "PeerUnusable",
+        ),
+        (
+            {"ipBlock": {"cidr": "10.1.0.0/16", "except": ["10.1.0.0/24", "10.0.0.0/8"]}},
+            ".ipBlock.except[1]",
+            "PeerUnusable",
+        ),
+        (
+            {"podSelector": {"matchExpressions": [label(operator="Exists"), label(operator="In")]}},
+            ".podSelector.matchExpressions[1].values",
+            "PeerUnusable",
+        ),
         ({"ipBlock": {}}, ".ipBlock.cidr", "Required"),
     ],
 )
@@ -119,6 +134,14 @@ def test_what_is_wrong_with_a_peer_is_named(peer, path, rule):
     assert list(found) == [f"{PATH}{path}"]
     assert found[f"{PATH}{path}"].rule == rule
     assert found[f"{PATH}{path}"].remedy
+
+
+def test_each_peer_of_a_list_is_judged():
+    found = checked({"podSelector": {}}, {}, {"ipBlock": {"cidr": "10.0.0.0/33"}})[1].errors
+    assert [error.path for error in found] == [
+        "spec.monitoring.scrapeFrom[1]",
+        "spec.monitoring.scrapeFrom[2].ipBlock.cidr",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime as dt
 
 import pytest
 from hypothesis import given, settings
@@ -84,6 +85,100 @@ def test_a_manifest_without_a_spec_is_told_what_to_write_first():
     found = errors({key: value for key, value in MINIMAL.items() if key != "spec"})
     assert found["spec"].rule == "Required"
     assert "spec.model.source" in found["spec"].remedy
+
+
+FEW_SECONDS = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 100}}}
+OVER_THE_FOLDER = {"podTemplate": {"spec": {
+    "containers": [{"name": "engine",
+                    "volumeMounts": [{"name": "own", "mountPath": "/pdcluster-tls"}]}],
+    "volumes": [{"name": "own", "secret": {"secretName": "own"}}],
+}}}  # fmt: skip
+TWO_NODES = {"parallelism": {"tensor": 16, "nodes": 2}}
+HUB = {"source": {"huggingFace": {"repo": "a/b"}}}
+CACHED = {"source": MINIMAL["spec"]["model"]["source"],
+          "cache": {"persistentVolumeClaim": {"claimName": "cache"}}}  # fmt: skip
+
+
+def variable(name, value):
+    return {"env": [{"name": name, "value": value}]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "wrong", "path"),
+    [
+        ({"prefill": FEW_SECONDS}, "requestTimeoutSeconds", "x",
+         "prefill.podTemplate.spec.terminationGracePeriodSeconds"),
+        ({}, "prefill.resources", "x", "prefill.resources.requests.memory"),
+        ({}, "prefill.podTemplate", "x", "prefill.resources.requests.memory"),
+        ({"prefill": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
+         "prefill.parallelism.tensor", "two",
+         "prefill.resources.limits.nvidia.com/gpu"),
+        ({"prefill": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}, "transfer.device", "cpu",
+         "prefill.resources.limits.nvidia.com/gpu"),
+        ({"prefill": {"resources": {"requests": {"a/b": 1}}}}, "prefill.resources.limits.a/b",
+         "some", "prefill.resources.requests.a/b"),
+        ({"prefill": OVER_THE_FOLDER}, "transfer.tls", "mounted",
+         "prefill.podTemplate.spec.containers[0].volumeMounts[0].mountPath"),
+        ({"engine": variable("PYTORCH_ALLOC_CONF", "expandable_segments:True")},
+         "transfer.device", "cpu", "engine.env[0].value"),
+        ({"engine": variable("UCX_TLS", "tcp")}, "transfer.device", "cpu",
+         "engine.env[0].value"),
+        ({"decode": TWO_NODES}, "decode.resources", "x", "transfer.rdma"),
+        ({"decode": TWO_NODES}, "decode.parallelism.pipeline", "two", "transfer.rdma"),
+        ({"engine": {"maxModelLen": 16},
+          "prefill": {"engine": {"extraArgs": ["--max-model-len", "32"]}}},
+         "prefill.engine.maxModelLen", "x", "prefill.engine.extraArgs"),
+        ({"decode": {"engine": {"image": "a/b:1"}}}, "engine.image", "two words",
+         "decode.engine.image"),
+        ({"prefill": {"engine": {"kvCacheDtype": "fp8"}}}, "decode.engine.kvCacheDtype", "FP8",
+         "prefill.engine.kvCacheDtype"),
+        ({"prefill": {"engine": {"kvCacheDtype": "fp8"}}}, "engine.kvCacheDtype", "FP8",
+         "prefill.engine.kvCacheDtype"),
+        ({"model": HUB}, "model.source.hostPath", {"path": "/x"},
+         "model.source.huggingFace.revision"),
+        ({"model": CACHED}, "model.source.persistentVolumeClaim", {"claimName": "x"},
+         "model.cache"),
+    ],
+)  # fmt: skip
+def test_what_follows_from_a_field_is_not_said_while_the_field_is_wrong(spec, field, wrong, path):
+    """Whoever corrects the field may find that the rest was right."""
+
+    def said(manifest):
+        found = check_manifest(manifest)[1]
+        return {one.path for one in (*found.errors, *found.warnings)}
+
+    manifest = copy.deepcopy(with_spec(**spec))
+    assert f"spec.{path}" in said(manifest)
+    *parents, last = field.split(".")
+    target = manifest["spec"]
+    for parent in parents:
+        target = target.setdefault(parent, {})
+    target[last] = wrong
+    assert f"spec.{path}" not in said(manifest)
+    assert said(manifest) & {f"spec.{field}", "spec.model.source"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "known"),
+    [
+        ({"name": "llama"}, ("llama", "default", "", 0)),
+        ({"name": "llama", "namespace": 7, "uid": None, "generation": "4"},
+         ("llama", "default", "", 0)),
+        ({"name": ["llama"], "namespace": "ns"}, ("unnamed", "ns", "", 0)),
+        ([], ("unnamed", "default", "", 0)),
+        (None, ("unnamed", "default", "", 0)),
+    ],
+)  # fmt: skip
+def test_metadata_of_any_shape_is_read(metadata, known):
+    cluster = parse_cluster({**MINIMAL, "metadata": metadata}).cluster
+    assert (cluster.name, cluster.namespace, cluster.uid, cluster.generation) == known
+
+
+def test_a_misspelt_part_of_a_manifest_is_told_its_name():
+    for wrong, right in (("sepc", "spec"), ("metdata", "metadata"), ("Kind", "kind")):
+        found = errors({**MINIMAL, wrong: {}})[wrong]
+        assert (found.rule, found.remedy) == ("UnknownField", f"Did you mean {right}?")
+    assert "status" not in errors({**MINIMAL, "status": {"anything": 1}})
 
 
 @pytest.mark.parametrize(
@@ -229,12 +324,50 @@ def test_a_folder_of_a_claim_may_have_dots(path):
         (True, "true", "Write a number."),
         ("x", '"x"', "Write a number."),
         ([16], "[16]", "Write a number."),
+        (dt.date(2026, 11, 24), "datetime.date(2026, 11, 24)", "Write a number."),
     ],
 )
 def test_a_value_is_shown_as_it_was_given(given, said, remedy):
     found = errors(with_spec(engine={"blockSize": given}))["spec.engine.blockSize"]
     assert (found.value, found.remedy) == (said, remedy)
     assert f"spec.engine.blockSize = {said}:" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message", "remedy"),
+    [
+        ("transfer.device", "zzz", "must be one of CUDA, CPU", "Write CUDA or CPU."),
+        ("transfer.device", "GPU", "must be one of CUDA, CPU", "Did you mean CPU?"),
+        ("model.name", "", "has 0 characters; 1 to 200 are allowed",
+         "Give a value, or leave the field out."),
+        ("model.name", "x" * 201, "has 201 characters; 1 to 200 are allowed", "Shorten it."),
+        ("model.name", "a b", "is not a word without spaces; it may not begin with a hyphen",
+         "Write a word without spaces; it may not begin with a hyphen."),
+        ("prefill.replicas", 1001, "must be between 0 and 1000", "Write a number from 0 to 1000."),
+        ("prefill.replicas", "-1", "must be a whole number", "Leave out the quotes."),
+        ("prefill.replicas", "1.5", "must be a whole number", "Write a number."),
+        ("rollout.paused", 1, "must be true or false", "Leave out any quotes."),
+        ("model.name", 7, "must be a string", "Put it in quotes."),
+        ("transfer.backends", ["UCX"] * 5, "has 5 items; 1 to 4 are allowed",
+         "Change the number of items."),
+        ("transfer.backends", "UCX", "must be a list", "Write a list."),
+        ("prefill.podTemplate", 7, "must be an object", "Write a mapping."),
+        ("prefill.resources.limits", 7, "must be an object", "Write a mapping."),
+        ("prefill.resources.limits.cpu", True, "is not a Kubernetes quantity",
+         "Write for example 4, 500m or 16Gi."),
+        ("prefill.resources.limits.cpu", "-1m", "is negative",
+         "Write for example 4, 500m or 16Gi."),
+    ],
+)  # fmt: skip
+def test_a_finding_says_what_is_allowed_and_what_to_write(field, value, message, remedy):
+    manifest = copy.deepcopy(MINIMAL)
+    *parents, last = field.split(".")
+    target = manifest["spec"]
+    for parent in parents:
+        target = target.setdefault(parent, {})
+    target[last] = value
+    found = errors(manifest)[f"spec.{field}"]
+    assert (found.message, found.remedy) == (message, remedy)
 
 
 def test_the_block_size_of_a_hybrid_is_taken():

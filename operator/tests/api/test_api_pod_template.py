@@ -59,7 +59,8 @@ FULL = {
         ]}},
         "initContainers": [{"name": "fetch", "image": "busybox", "restartPolicy": "Always"}],
         "containers": [
-            {"name": "engine", "env": [{"name": "A", "value": "1"}],
+            {"name": "engine", "env": [{"name": "A", "value": "1"}, {"name": "B", "valueFrom": {
+                "resourceFieldRef": {"resource": "limits.cpu", "divisor": 1}}}],
              "startupProbe": {"httpGet": {"path": "/x", "port": "launcher"}, "periodSeconds": 5},
              "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
              "resources": {"requests": {"cpu": 0.5}, "claims": [{"name": "gpu"}]}},
@@ -72,6 +73,7 @@ FULL = {
             {"name": "d", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}},
         ],
         "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one"}],
+        "overhead": {"cpu": 0.25},
         "terminationGracePeriodSeconds": 3600,
     },
 }  # fmt: skip
@@ -93,6 +95,7 @@ def test_what_kubernetes_takes_passes(role):
          "Write it as spec.prefill.podTemplate.spec.nodeSelector."),
         ({"spec": {"volumeMounts": []}}, "spec.volumeMounts", "UnknownField",
          "Write it in an entry of spec.prefill.podTemplate.spec.containers."),
+        ({"volumeMounts": []}, "volumeMounts", "UnknownField", "Known are: metadata, spec."),
         ({"spec": {"xyzzy": 1}}, "spec.xyzzy", "UnknownField", "Known are: "),
         (engine(ressources={}), "spec.containers[0].ressources", "UnknownField",
          "Did you mean resources?"),
@@ -134,12 +137,33 @@ def test_what_kubernetes_takes_passes(role):
          "WrongType", "Write a number"),
         ({"spec": {"terminationGracePeriodSeconds": -5}}, "spec.terminationGracePeriodSeconds",
          "GraceTooShort", "Leave it out"),
+        ({"spec": {"priority": True}}, "spec.priority", "WrongType", "Write a number"),
+        ({"spec": {"terminationGracePeriodSeconds": False}}, "spec.terminationGracePeriodSeconds",
+         "WrongType", "Write a number"),
+        ({"spec": {"containers": "engine"}}, "spec.containers", "WrongType", "Write a list"),
+        ({"spec": {"containers": [{"name": None, "env": []}]}}, "spec.containers[0].name",
+         "Required", "Give the name."),
+        ({"spec": {"initContainers": [{"image": "x"}]}}, "spec.initContainers[0].name",
+         "Required", "Give the name."),
+        (engine(env=[{"value": "x"}]), "spec.containers[0].env[0].name", "Required",
+         "Give the name."),
+        (engine(volumeMounts=[{"name": "a"}]), "spec.containers[0].volumeMounts[0].mountPath",
+         "Required", "Give the mountPath."),
+        (engine(ports=[{"name": "a"}]), "spec.containers[0].ports[0].containerPort", "Required",
+         "Give the containerPort."),
+        (engine(resources={"limits": ["cpu"]}), "spec.containers[0].resources.limits",
+         "WrongType", "Write a mapping."),
+        ({"spec": {"overhead": {"cpu": "1 core"}}}, "spec.overhead.cpu", "BadFormat",
+         "Write for example"),
     ],
 )  # fmt: skip
 def test_what_kubernetes_would_refuse_is_refused_with_its_path(template, path, rule, remedy):
     found = errors(template)
     assert set(found) == {path}
     assert found[path].rule == rule
+    if rule == "WrongType":
+        words = ("a string", "a whole number", "true or false", "an object", "a list", "given")
+        assert found[path].message in {f"must be {word}" for word in words}
     assert rule not in {warning.rule for warning in findings(template).warnings}, "said once"
     assert found[path].remedy.startswith(remedy)
     assert found[path].remedy.endswith((".", "?"))
@@ -170,6 +194,9 @@ def test_a_grace_period_shorter_than_a_drain_is_warned_of():
     assert warned(160, 5, timeout=101)
     assert warned(129, 60, part="router")
     assert warned(130, 60, part="router") == []
+    no_number = findings({"spec": {"terminationGracePeriodSeconds": True}})
+    assert [error.rule for error in no_number.errors] == ["WrongType"]
+    assert "GraceTooShort" not in {warning.rule for warning in no_number.warnings}
 
 
 def test_all_mistakes_at_once_and_not_without_end():

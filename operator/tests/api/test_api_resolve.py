@@ -85,3 +85,18 @@ def test_of_a_flag_that_is_given_twice_the_last_value_counts():
     engine = engine_of_role(Role.DECODE, engine={"extraArgs": ["--seed", "1", "--seed=2"]})
     assert engine.last("--seed").value == "2"
     assert engine.last("--max-num-seqs") is None
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "revision"),
+    [
+        ({"huggingFace": {"repo": "a/b", "revision": "v1"}}, "a/b", "v1"),
+        ({"huggingFace": {"repo": "a/b"}}, "a/b", None),
+        ({"persistentVolumeClaim": {"claimName": "w", "path": "a/b/"}}, "/models/model/a/b", None),
+        ({"persistentVolumeClaim": {"claimName": "w"}}, "/models/model", None),
+        ({"hostPath": {"path": "/x"}}, "/models/model", None),
+    ],
+)
+def test_what_vllm_is_given_as_its_model(source, model, revision):
+    engine = engine_of_role(Role.PREFILL, model={"source": source})
+    assert (engine.model, engine.model_revision) == (model, revision)

@@ -128,6 +128,24 @@ def test_a_request_that_does_not_fit_its_limit(resources, path, said):
 
 
 @pytest.mark.parametrize(
+    ("resources", "remedy"),
+    [
+        ({"requests": {"cpu": 4}, "limits": {"cpu": 2}}, "Write 2 in both"),
+        ({"requests": {"nvidia.com/gpu": 8}, "limits": {"nvidia.com/gpu": 2}}, "Write 2 in both"),
+        ({"requests": {"rdma/ib": 3}}, "Write 3 in both"),
+    ],
+)
+def test_the_remedy_of_a_request_names_the_limit(resources, remedy):
+    (found,) = errors(resources, tensor=2).values()
+    assert found.remedy == f"{remedy}, or change the limit."
+
+
+def test_a_part_of_what_is_handed_out_whole_is_refused_in_a_request_too():
+    found = check_manifest(manifest({"requests": {"rdma/ib": "1500m"}}))[1].errors
+    assert [error.rule for error in found] == ["BadFormat", "RequestLimitMismatch"]
+
+
+@pytest.mark.parametrize(
     "resources",
     [
         {"requests": {"cpu": "2000m", "memory": "1024Mi"}, "limits": {"cpu": 2, "memory": "1Gi"}},

@@ -356,6 +356,26 @@ def test_a_flag_may_not_contradict_a_field():
     assert findings(engine={"maxModelLen": 1024}, decode=args("--max-model-len", "1024")).ok
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("blockSize", 16, "--block-size"),
+        ("kvCacheDtype", "fp8", "--kv-cache-dtype"),
+        ("maxModelLen", 16, "--max-model-len"),
+        ("attentionBackend", "FLASH_ATTN", "--attention-backend"),
+    ],
+)
+def test_each_field_that_has_a_flag_may_not_be_contradicted(role, field, value, flag):
+    def said(word):
+        own = {"extraArgs": ["--seed", "1", flag, word]}
+        found = findings(engine={field: value}, **{role: {"engine": own}}).errors
+        return {(str(one.rule), one.path) for one in found if flag in one.remedy}
+
+    assert said(str(value)) == set()
+    assert said("32") == {("ConflictingSettings", f"spec.{role}.engine.extraArgs")}
+
+
 def test_the_shared_flag_that_a_role_replaces_contradicts_nothing():
     shared = {"extraArgs": ["--max-model-len", "1", "--seed", "1"]}
     role = {"engine": {"extraArgs": ["--max_model_len=2048"], "maxModelLen": 2048}}
@@ -373,7 +393,11 @@ def test_gpus_must_equal_the_workers_of_a_pod():
 
 def test_workers_spread_evenly_and_links_are_bounded():
     role = {"parallelism": {"tensor": 3, "nodes": 2}}
-    assert error("spec.decode.parallelism.nodes", decode=role).rule == "NodesDivideWorkers"
+    torn = error("spec.decode.parallelism.nodes", decode=role)
+    assert (torn.rule, torn.value) == ("NodesDivideWorkers", "2")
+    assert torn.message == (
+        "tensor 3 x pipeline 1 x data 1 = 3 workers cannot be spread evenly over 2 pods"
+    )
     found = error("spec.decode.replicas", prefill={"replicas": 100}, decode={"replicas": 41})
     assert found.rule == "TooManyLinks"
     wide = {"replicas": 2, "parallelism": {"data": 513}}
@@ -412,9 +436,11 @@ def test_exactly_as_many_side_channels_as_allowed_are_accepted(replicas, data, a
     assert found.ok is accepted
 
 
-@pytest.mark.parametrize(("tensor", "accepted"), [(64, True), (65, False)])
-def test_exactly_as_many_workers_of_an_engine_as_allowed_are_accepted(tensor, accepted):
-    found = findings(decode={"parallelism": {"tensor": tensor, "pipeline": 64}})
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "accepted"), [(64, 64, True), (65, 64, False), (241, 17, False)]
+)
+def test_exactly_as_many_workers_of_an_engine_as_allowed_are_accepted(tensor, pipeline, accepted):
+    found = findings(decode={"parallelism": {"tensor": tensor, "pipeline": pipeline}})
     out_of_range = {error.path for error in found.errors if error.rule == "OutOfRange"}
     assert out_of_range == (set() if accepted else {"spec.decode.parallelism"})
 
@@ -437,7 +463,9 @@ def test_traps_are_warned_of():
     assert "TransportWithoutCuda" not in warnings(
         engine=env("UCX_TLS", "tcp"), transfer={"device": "CPU"}
     )
-    assert "ConflictingSettings" in warnings(engine=env("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"))
+    stock = warnings(engine=env("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0"))["ConflictingSettings"]
+    assert (stock.path, stock.value) == ("spec.engine.env[0].name", "VLLM_NIXL_SIDE_CHANNEL_HOST")
+    assert "TransportWithoutCuda" not in warnings(engine=env("UCX_NET_DEVICES", "mlx5_0:1"))
     assert "ConflictingSettings" not in warnings(engine=env("VLLM_LOGGING_LEVEL", "DEBUG"))
     assert "NodeLocalModel" in warnings()
     assert "NothingToPair" in warnings(decode={"replicas": 0})
@@ -448,6 +476,15 @@ def test_expandable_segments_are_refused_where_vllm_refuses_them():
     assert error("spec.engine.env[0].value", engine=setting).rule == "ExpandableSegments"
     assert findings(engine=setting, transfer={"device": "CPU"}).ok
     assert findings(engine=env("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")).ok
+    assert findings(engine=env("NOTE", "expandable_segments:True")).ok, "nothing reads it"
+
+
+@pytest.mark.parametrize("name", ["UCX_TLS", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_of_a_value_that_is_elsewhere_nothing_is_said(name):
+    source = {"configMapKeyRef": {"name": "settings", "key": "it"}}
+    found = findings(engine={"env": [{"name": name, "valueFrom": source}]})
+    assert found.ok
+    assert "TransportWithoutCuda" not in {warning.rule for warning in found.warnings}
 
 
 def test_an_eager_pipeline_is_refused_where_it_would_end_the_engine():
@@ -477,7 +514,12 @@ def test_a_backend_that_moves_nothing_between_engines_is_refused_with_the_reason
 @pytest.mark.parametrize("field", ["args", "command"])
 def test_an_overlay_of_arguments_bypasses_the_rules_and_says_so(field):
     overlay = {
-        "spec": {"containers": [{"name": "x", "image": "x"}, {"name": "engine", field: ["--foo"]}]}
+        "spec": {
+            "containers": [
+                {"name": "x", "image": "x", field: ["--its-own"]},
+                {"name": "engine", field: ["--foo"]},
+            ]
+        }
     }
     (warned,) = [
         warning

@@ -91,6 +91,13 @@ def test_what_an_images_tag_says(image, error, warned):
     assert said == ({"spec.engine.image": warned} if warned else {})
 
 
+@pytest.mark.parametrize("tag", ["latest", "nightly", "main", "master", "edge", "dev", "stable"])
+def test_a_tag_that_moves_is_warned_of_whatever_it_is_called(tag):
+    (found,) = warnings(engine={"image": f"a/b:{tag}"}).values()
+    assert found.rule == "ImageNotPinned"
+    assert f"the tag {tag} moves" in found.message
+
+
 def test_any_version_may_be_tried_by_who_says_so():
     """The launcher's own way out, which admission must not close."""
     env = [{"name": "PDCLUSTER_ANY_VERSION", "value": "1"}]
@@ -212,6 +219,9 @@ def test_engines_over_several_machines_without_rdma():
     assert "spec.transfer.rdma" in warnings(decode=role | {"resources": own})
     own["limits"]["vpc.amazonaws.com/efa"] = 4
     assert not warnings(decode=role | {"resources": own})
+    found = check(prefill=role, decode=role)[1].warnings
+    assert [w.rule for w in found] == ["NoRdma"], "said once"
+    assert "the prefill engines" in found[0].message
 
 
 def test_folders_of_nodes_are_told_to_whoever_does_not_know_the_operator():

@@ -97,6 +97,16 @@ def test_plan_says_how_many_clusters_a_file_has(
     assert says.format(file) in capsys.readouterr().err
 
 
+def test_a_file_that_is_too_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = b"#" * ((4 << 20) + 1)
+    (tmp_path / "x.yaml").write_bytes(large)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(large)))
+    assert main(["lint", str(tmp_path / "x.yaml"), "-"]) == 1
+    assert capsys.readouterr().out.count("is larger than 4 MiB") == 2
+
+
 def test_a_manifest_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     stdin = io.TextIOWrapper(io.BytesIO((GOLDEN / "warnings.yaml").read_bytes()))
     monkeypatch.setattr("sys.stdin", stdin)

@@ -126,3 +126,12 @@ async def test_a_spec_that_the_answer_to_a_write_shows_first_is_looked_at() -> N
     loop.remember({**told(9, 2), "status": {"observedGeneration": 1, "model": "m"}})
     assert not loop.queue.depth, "nobody has changed the spec since"
     await loop.queue.stop()
+
+
+async def test_whoever_comes_back_without_a_change_is_not_first() -> None:
+    parts: dict[str, Any] = dict.fromkeys(("api", "launchers", "events", "connector", "clock"))
+    loop = ControlLoop(**parts)
+    loop.see("ADDED", cluster("known", 1, 1))
+    loop.see("MODIFIED", cluster("changed", 2, 1))
+    names = ("known", "changed", "gone")
+    assert [loop._is_urgent(Key("ns", name)) for name in names] == [False, True, False]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import virtual_time
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import UNUSED_ANNOTATION
 from pdcluster_operator.plan.model import Delete
@@ -141,3 +142,26 @@ async def test_each_period_it_looks_again() -> None:
         while server.told.count(("look", "ns")) < 3:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.005)
     task.cancel()
+
+
+@pytest.mark.parametrize(("seconds", "deleted"), [(599, False), (600, True)])
+def test_one_that_nothing_mounts_is_kept_for_ten_minutes(seconds: int, deleted: bool) -> None:
+    server, store = Server(), Store()
+    store.put(connector("ns", timestamp(NOW - seconds)))
+    asyncio.run(ConnectorCollector(store, server, Clock()).collect())
+    assert ("delete" in {one[0] for one in server.told}) is deleted
+
+
+def test_all_are_looked_at_once_a_minute() -> None:
+    async def story() -> None:
+        server, store = Server(pod("ns")), Store()
+        store.put(connector("ns", timestamp(NOW - 600)))
+        task = asyncio.create_task(ConnectorCollector(store, server, Clock()).run())
+        for minute in range(1, 4):
+            await asyncio.sleep(59.5)
+            assert server.told.count(("look", "ns")) == minute - 1
+            await asyncio.sleep(0.5 + 0.01)
+            assert server.told.count(("look", "ns")) == minute
+        task.cancel()
+
+    virtual_time.run(story())

@@ -8,7 +8,7 @@ from typing import Any
 
 import virtual_time
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.queue import Backoff, Key
 from pdcluster_operator.runtime.reconcile import Place
 
 
@@ -83,6 +83,16 @@ def test_the_metric_counts_each_look_and_which_of_them_failed() -> None:
     looks = play(story)
     assert [failed for _, failed in looks.worked] == [False, True]
     assert all(0.0 <= seconds < 60.0 for seconds, _ in looks.worked)
+
+
+def test_a_loop_tries_again_when_it_was_told_to() -> None:
+    async def story(looks: Looks) -> None:
+        looks.fails = True
+        key = looks.see("one")
+        await asyncio.sleep(160.0)
+        assert looks.moments[key] == [0.0, 50.0, 150.0]
+
+    play(story, backoff=Backoff(first=50.0, jitter=0.0))
 
 
 class Holder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
+from pdcluster_operator.runtime.control_loop import RESYNC_SECONDS
 from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.executor import SECRET_SECONDS, SIDE_BY_SIDE, Executor
+from pdcluster_operator.runtime.executor import SECRET_SECONDS, Executor
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
 
@@ -35,6 +37,7 @@ class Api:
     def __init__(self) -> None:
         self.reads: list[str] = []
         self.begun: list[str] = []
+        self.uids: list[str] = []  # of what was applied
         self.most = self.now = 0
         self.go = asyncio.Event()
         self.go.set()
@@ -70,6 +73,7 @@ class Api:
 
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         self.begun.append(manifest["metadata"]["name"])
+        self.uids.append(uid)
         self.ours = len(self.begun) < self.lose_after
         self.now += 1
         self.most = max(self.most, self.now)
@@ -80,7 +84,9 @@ class Api:
         return {**manifest, "metadata": {**manifest["metadata"], "uid": "uid-of-what-was-made"}}
 
     async def try_out(self, step: TryOut) -> None:
-        raise AssertionError("nothing is tried out here")
+        self.begun.append("try out")
+        if "try out" in self.fail:
+            raise ApiError("TemplateRefused", "no pod may be privileged")
 
     async def delete(self, step: Delete | RestartPod) -> None:
         self.begun.append(f"delete {step.name}")
@@ -114,11 +120,11 @@ async def test_a_stage_runs_side_by_side_within_its_bound_and_in_order() -> None
     steps = [apply("engine", "StatefulSet"), *(apply(f"s-{number}") for number in range(20))]
     running = asyncio.create_task(executor_of(api).perform(KEY, CLUSTER, steps, []))
     async with asyncio.timeout(60):
-        while api.now < SIDE_BY_SIDE:  # noqa: ASYNC110 - nothing announces it
+        while api.now < 8:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0)
     api.go.set()
     assert await running
-    assert api.most == SIDE_BY_SIDE
+    assert api.most == 8
     assert len(api.begun) == 21
     assert api.begun[-1] == "engine"
     assert api.reads == ["cluster"], "once for all that is created"
@@ -151,7 +157,11 @@ async def test_a_secret_is_read_again_only_after_a_while_or_for_another_cluster(
     api.reads.clear()
     assert await executor.ticket_key(KEY, "c") == TicketKey("1")
     assert api.reads == [], "it is what we wrote"
-    now[0] += SECRET_SECONDS
+    now[0] += 239.0
+    assert await executor.ticket_key(KEY, "c") == TicketKey("1")
+    assert api.reads == []
+    now[0] += 1.0
+    assert SECRET_SECONDS < RESYNC_SECONDS, "the next look at all clusters reads it"
     api.held = None
     assert await executor.ticket_key(KEY, "c") is None, "somebody deleted it"
     api.held = TicketKey("1")
@@ -252,6 +262,38 @@ async def test_what_many_clusters_need_at_once_is_created_once() -> None:
     there, labels = "uid-of-what-was-made", {}
     assert await executor.perform(KEY, CLUSTER, [connector()], [])
     assert len(api.begun) == 4, "somebody took its labels away"
+
+
+async def test_a_shared_object_that_is_there_is_put_right_as_any_other() -> None:
+    api = Api()
+    executor = executor_of(api)
+    changed = replace(connector(), uid="u")
+    for _ in range(2):
+        assert await executor.perform(KEY, CLUSTER, [changed], [])
+    assert api.uids == ["u", "u"], "each time, and only the one that was seen"
+    assert api.reads == [], "nothing is created"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_revision_is_stored_only_if_the_server_would_take_its_pods(refused: bool) -> None:
+    api = Api()
+    api.fail = {"try out"} if refused else set()
+    stored = {"kind": "ControllerRevision", "metadata": {"name": "revision"}}
+    step = TryOut((), stored, True, "a test")
+    if refused:
+        with pytest.raises(ApiError):
+            await executor_of(api).perform(KEY, CLUSTER, [step], [])
+    else:
+        assert await executor_of(api).perform(KEY, CLUSTER, [step], [])
+    assert api.begun == ["try out", *(["revision"] * (not refused))]
+    assert api.reads == ["cluster"]
+
+
+async def test_a_key_is_minted_only_for_a_cluster_that_is_there() -> None:
+    api = Api()
+    assert await executor_of(api).perform(KEY, CLUSTER, [secret()], [])
+    assert api.reads == ["cluster"]
+    assert not await executor_of(api).perform(KEY, {"metadata": {"uid": "gone"}}, [secret()], [])
 
 
 async def test_who_waits_for_a_creation_may_be_cancelled_alone() -> None:

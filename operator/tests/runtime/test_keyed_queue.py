@@ -6,13 +6,7 @@ from collections import Counter
 
 import pytest
 
-from pdcluster_operator.runtime.queue import (
-    LONGEST_REST,
-    LOOKS_A_SECOND,
-    Backoff,
-    Key,
-    KeyedQueue,
-)
+from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
 
 A, B = Key("ns", "a"), Key("ns", "b")
 
@@ -157,8 +151,23 @@ async def test_keys_rest_longer_while_many_rest(monkeypatch: pytest.MonkeyPatch)
     for number in range(400):
         queue._let_rest(Key("ns", str(number)), again=False)
     assert waits[:25] == [0.5] * 25
-    assert waits[99] == 100 / LOOKS_A_SECOND
-    assert waits[-1] == LONGEST_REST
+    assert waits[99] == 2.0, "fifty looks a second"
+    assert waits[-1] == 5.0
+
+
+async def test_a_key_that_rests_waits_once_whoever_asks_for_it() -> None:
+    async def handler(_: Key) -> None:
+        return
+
+    queue = KeyedQueue(handler, workers=1)
+    queue._let_rest(A, again=False)
+    queue.add(A)
+    assert queue.depth == 1, "after its rest"
+    queue._rested(A)
+    queue._let_rest(A, again=False)
+    queue.add(A, urgent=True)
+    queue.add(A)
+    assert queue.depth == 1, "somebody waits for it, so its rest is over"
 
 
 async def test_a_key_that_becomes_urgent_while_it_runs_is_urgent_afterwards() -> None:
@@ -252,7 +261,7 @@ async def test_a_failing_key_backs_off_alone_and_recovers() -> None:
 
 
 def test_backoff_doubles_to_its_bound_and_is_jittered() -> None:
-    backoff = Backoff(first=1, last=300, jitter=0.2)
+    backoff = Backoff()
     assert [backoff.delay(n, fixed) for n in (1, 2, 3, 9, 10, 5000)] == [1, 2, 4, 256, 300, 300]
     assert backoff.delay(1, lambda low, _: low) == pytest.approx(0.8)
     assert backoff.delay(1, lambda _, high: high) == pytest.approx(1.2)

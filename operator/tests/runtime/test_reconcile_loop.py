@@ -28,6 +28,7 @@ from pdcluster_operator.api.labels import API_VERSION, ROTATE_TICKET_KEY_ANNOTAT
 from pdcluster_operator.api.object_names import certificates_name
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.plan import launchers
+from pdcluster_operator.plan.builders.network_policies import operator_namespace_in
 from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
 from pdcluster_operator.plan.launchers import Target, launchers_to_poll
 from pdcluster_operator.plan.model import (
@@ -35,6 +36,7 @@ from pdcluster_operator.plan.model import (
     Delete,
     Event,
     HeldCertificates,
+    PeerAssignment,
     RestartPod,
     ScalerStatus,
     TicketKey,
@@ -51,7 +53,7 @@ from pdcluster_operator.runtime.errors import ApiError, Conflict, NamespaceTermi
 from pdcluster_operator.runtime.executor import FIRST_SECONDS, JUST_SECONDS
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
-from pdcluster_operator.runtime.reconcile import AGAIN_SECONDS, Place, Reconciler
+from pdcluster_operator.runtime.reconcile import Place, Reconciler
 from pdcluster_operator.runtime.store import Store
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
@@ -104,6 +106,8 @@ class RecordingApi:
 
     async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
         self.reads.append("certificates")
+        if "read certificates" in self.fail:
+            raise self.fail["read certificates"]
         live = self.api.get("Secret", key.namespace, certificates_name(key.name))
         return held_certificates(live, self.authority)
 
@@ -206,11 +210,12 @@ class World:
         manifest["spec"] |= spec
         self.api.apply(manifest)
 
-    def start(self, launchers: object, new: int = 0) -> None:
+    def start(self, launchers: object, new: int = 0, **allowed: Any) -> None:
         """A process of the operator, which has not asked anybody yet.
 
         Args:
             new: how many other clusters are new.
+            allowed: what the Reconciler is told of its place and of its rights.
         """
         self.monitor = LauncherMonitor(launchers, lambda _: None, period=0.01)  # type: ignore[arg-type]
         self.reconciler = Reconciler(
@@ -221,6 +226,7 @@ class World:
             connector=Fixed(),
             clock=Fixed(),
             new=lambda: new,
+            **allowed,
         )
 
     def _see(self, event: str, manifest: dict[str, Any]) -> None:
@@ -454,9 +460,30 @@ async def test_a_secret_that_cannot_be_read_stands_in_the_status() -> None:
     assert len(keys(world)) == 1
 
 
-@pytest.mark.parametrize("data", [{}, {"ticket": "%%%"}, {"ticket": "/w=="}, {"other": "AA=="}])
+async def test_a_new_cluster_whose_secrets_cannot_be_read_says_so() -> None:
+    world = World()
+    world.port.fail["read certificates"] = ApiError("Forbidden", "secrets is forbidden")
+    with pytest.raises(ApiError, match="forbidden"):
+        await world.reconcile()
+    assert world.port.writes == ["status"]
+    progressing = world.condition("Progressing")
+    assert (progressing["status"], progressing["reason"]) == ("False", "Forbidden")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        {},
+        {"ticket": "%%%"},
+        {"ticket": "/w=="},
+        {"other": "AA=="},
+        {"ticket": None},
+        {"ticket": "YWJj%ZGVm"},
+    ],
+)
 async def test_a_rotation_of_a_secret_that_somebody_emptied_holds_one_key(
-    data: dict[str, str],
+    data: dict[str, str | None] | None,
 ) -> None:
     world = World()
     await world.reconcile()
@@ -500,6 +527,21 @@ async def test_plans_of_few_clusters_are_remembered_and_nobody_notices(
     assert world.port.writes == []
 
 
+async def test_the_plans_of_the_clusters_that_were_looked_at_last_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    memo = world.reconciler._memo
+    for number in range(1000):
+        memo(Key("ns", str(number)))
+    assert len(world.reconciler._memos) == 256
+    monkeypatch.setattr(reconcile, "MOST_MEMOS", 2)
+    world.start(world.events)
+    for name in ("a", "b", "a", "c"):
+        world.reconciler._memo(Key("ns", name))
+    assert {key.name for key in world.reconciler._memos} == {"a", "c"}
+
+
 async def test_events_come_with_the_status_that_they_are_about(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -531,7 +573,7 @@ async def test_a_cluster_is_looked_at_again_when_the_first_thing_is_due(
     )
     monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 4.0)
     world = World()
-    assert await world.reconcile() == AGAIN_SECONDS, "what was written is looked at"
+    assert await world.reconcile() == 0.5, "what was written is looked at"
     assert await world.reconcile() == expected
 
 
@@ -631,7 +673,7 @@ async def test_a_ghost_in_the_store_has_no_children() -> None:
     world = World()
     world.now += FIRST_SECONDS
     world.port.uid = "made-anew-meanwhile"
-    assert await world.reconcile() is not None
+    assert await world.reconcile() == 2.0, "by then the store may know"
     assert world.port.writes == []
     assert world.store.children(KEY) == ()
 
@@ -682,12 +724,107 @@ async def test_the_secret_of_a_cluster_that_seemed_new_keeps_its_key() -> None:
     assert world.port.writes.count("apply StatefulSet") == 2
 
 
+@pytest.mark.parametrize("gone", ["children", "status"])
+async def test_a_cluster_of_which_something_is_there_is_not_new(gone: str) -> None:
+    """In a crowd an operator is killed before it has written a status."""
+    world = World()
+    await world.reconcile()
+    before = keys(world)
+    cluster = world.api.get("PDCluster", *KEY)
+    assert cluster is not None
+    if gone == "status":
+        world.api.set_status("PDCluster", *KEY, {}, cluster["metadata"]["uid"])
+    else:
+        for child in world.store.children(KEY):
+            world.api.delete(child["kind"], "ns", child["metadata"]["name"])
+    world.start(world.events)
+    await world.reconcile()
+    assert "write Secret" not in world.port.writes
+    assert keys(world) == before
+
+
 async def test_a_deleted_cluster_is_left_to_the_garbage_collector() -> None:
     world = World()
     await world.reconcile()
     world.api.delete("PDCluster", *KEY)
     assert await world.reconcile() is None
     assert world.port.writes == []
+
+
+async def test_a_cluster_that_is_being_deleted_gets_nothing_any_more() -> None:
+    world = World()
+    cluster = world.api.get("PDCluster", *KEY)
+    assert cluster is not None
+    cluster["metadata"]["deletionTimestamp"] = "2026-11-24T00:00:00Z"
+    world.store.put(cluster)
+    assert await world.reconcile() is None
+    assert world.port.writes == []
+
+
+async def test_the_launchers_of_a_cluster_that_is_gone_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    await world.reconcile()
+    dismissed: list[Key] = []
+    monkeypatch.setattr(world.monitor, "dismiss", dismissed.append)
+    world.api.delete("PDCluster", *KEY)
+    await world.reconcile()
+    assert dismissed == [KEY]
+
+
+async def test_a_cluster_that_is_made_anew_is_told_of_its_rewrites() -> None:
+    world = World()
+    world.port.mutate = with_a_sidecar
+    for _ in range(2):
+        world.events.events.clear()
+        await world.reconcile()
+        assert [event.reason for event in world.events.events].count("Rewritten") == 2
+        world.api.delete("PDCluster", *KEY)
+        await world.reconcile()
+        world.api.apply(copy.deepcopy(MANIFEST))
+
+
+async def test_without_the_lease_no_status_is_written() -> None:
+    world, ours = World(), True
+    world.start(world.events, may_write=lambda _: ours)
+    for _ in range(3):
+        await world.reconcile()
+    scaler = {
+        "apiVersion": "pdcluster.dev/v1alpha1",
+        "kind": "PrefillScaler",
+        "metadata": {"name": KEY.name, "namespace": KEY.namespace},
+        "spec": {"replicas": 1},
+    }
+    world.api.apply(scaler)
+    cluster = world.api.get("PDCluster", *KEY)
+    assert cluster is not None
+    world.store.put({**cluster, "status": {**cluster["status"], "observedGeneration": 99}})
+    ours = False
+    await world.reconcile()
+    assert world.port.writes == []
+    ours = True
+    await world.reconcile()
+    assert world.port.writes == ["status", "scaler status"]
+
+
+async def test_launchers_are_told_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, told, seen = reconcile.make_plan, [], []
+    peers = (PeerAssignment("ns.tiny.decode.aaaaa.0", {"peers": []}),)
+    links = {"ns.tiny.decode.aaaaa.0": LinksReport("ns.tiny.decode.aaaaa.0", "d/1")}
+
+    def made(observed: Any, *more: Any) -> Any:
+        seen.append(observed)
+        return replace(plan(observed, *more), peers=peers, routed=frozenset({"an engine"}))
+
+    monkeypatch.setattr(reconcile, "make_plan", made)
+    world = World()
+    monkeypatch.setattr(world.monitor, "links", {KEY: links}.get)
+    monkeypatch.setattr(world.monitor, "assign", lambda *said: told.append(said))
+    monkeypatch.setattr(world.monitor, "route", lambda *said: told.append(said))
+    await world.reconcile()
+    assert told == [(KEY, peers), (KEY, frozenset({"an engine"}))]
+    assert seen[0].links == links
 
 
 async def test_a_scaler_is_told_how_many_engines_there_are() -> None:
@@ -771,6 +908,50 @@ MOUNTED = {
         }
     }
 }
+
+
+@pytest.mark.parametrize(
+    ("place", "spec", "rule"),
+    [
+        (
+            Place(host_path_models=False),
+            {"model": {"source": {"hostPath": {"path": "/models/x"}}}},
+            "HostPathNotAdmitted",
+        ),
+        (
+            Place(mounted_certificates=False),
+            {"transfer": {"tls": "Mounted"}, "prefill": MOUNTED, "decode": MOUNTED},
+            "MountedNotSupported",
+        ),
+        (
+            Place(one_node=True),
+            {"transfer": {"tls": "Mounted"}, "prefill": MOUNTED, "decode": MOUNTED},
+            "MountedNotSupported",
+        ),
+    ],
+)
+async def test_what_an_operator_does_not_admit_is_not_accepted(
+    place: Place, spec: dict[str, Any], rule: str
+) -> None:
+    world = World(**spec)
+    await world.reconcile()
+    assert world.condition("Accepted")["status"] == "True", "others admit it"
+    world.start(world.events, place=place)
+    await world.reconcile()
+    accepted = world.condition("Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", rule)
+
+
+@pytest.mark.parametrize("namespace", ["operators", None])
+async def test_engines_take_orders_from_the_operators_namespace(namespace: str | None) -> None:
+    world = World()
+    world.start(world.events, place=Place(namespace))
+    await world.reconcile()
+    policies = {
+        policy["metadata"]["name"]: operator_namespace_in(policy)
+        for policy in world.api.list("NetworkPolicy")
+    }
+    assert policies["tiny-engines"] == namespace
 
 
 @pytest.mark.parametrize(("tls", "role"), [("Mounted", MOUNTED), ("Enabled", {})])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, as_kept
 from pdcluster_operator.api.labels import CLUSTER_LABEL
 from pdcluster_operator.runtime.object_versions import GONE_SECONDS
@@ -175,3 +177,14 @@ def test_a_label_or_an_annotation_that_changes_is_news() -> None:
         changed = cluster(number)
         changed["metadata"][field] = {"a.example": "x"}
         assert store.put(changed) == KEY
+
+
+@pytest.mark.parametrize(("before", "after"), [("12", "x9"), ("x12", "9"), ("", "9"), ("x", "")])
+def test_a_version_that_is_no_number_is_neither_older_nor_newer(before: str, after: str) -> None:
+    store = Store()
+    for one in (before, after):
+        manifest = cluster(0)
+        del manifest["metadata"]["resourceVersion"]
+        manifest["metadata"] |= {"resourceVersion": one} if one else {}
+        store.put(manifest)
+    assert store.cluster(KEY)["metadata"].get("resourceVersion", "") == after

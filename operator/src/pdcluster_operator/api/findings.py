@@ -99,13 +99,13 @@ class Findings:
 def shown(value: object) -> str:
     """Write a value for a person, in at most LONGEST_VALUE characters."""
     text = value if isinstance(value, str) else _json(value)
-    text = repr(text) if isinstance(value, str) and (not text or text != text.strip()) else text
+    text = repr(text) if not text or text != text.strip() else text
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
 
 
 def quoted(value: object) -> str:
     """Write a value for a person so that its type shows: ``"16"`` is not the number 16."""
-    return shown(_json(value)) if isinstance(value, str) else shown(value)
+    return shown(_json(value))
 
 
 def _json(value: object) -> str:

@@ -131,7 +131,7 @@ class NamespaceLeases:
         claim.until = 0.0
         try:
             live = await self._api.read_lease(claim.namespace, self._name)
-            if live is not None and holding_of(live).holder == self._me:
+            if holding_of(live).holder == self._me:
                 await self._write(claim, live, "", self._term())
         except ApiError as error:
             log.warning("the Lease of namespace %s is not given back: %s", claim.namespace, error)

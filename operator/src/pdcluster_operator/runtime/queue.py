@@ -135,13 +135,6 @@ class KeyedQueue:
         for key in keys:
             self.add_after(key, self._uniform(0.0, within))
 
-    def forget(self, key: Key) -> None:
-        """Drop timers and failure counts of a key whose object is gone."""
-        self._failures.pop(key, None)
-        self._again.pop(key, None)
-        if (timer := self._timers.pop(key, None)) is not None:
-            timer.cancel()
-
     def failures(self, key: Key) -> int:
         """Failures in a row of this key."""
         return self._failures.get(key, 0)

@@ -33,6 +33,6 @@ class Overload:
 
     def told(self, retry_after: str) -> None:
         """Take the ``Retry-After`` of an answer: seconds, or anything else."""
-        asked = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 1.0
+        asked = float(retry_after) if retry_after.isdecimal() else 1.0
         self._asked = min(max(asked, SHORTEST), LONGEST)
         self._until = max(self._until, self._clock() + self._asked)

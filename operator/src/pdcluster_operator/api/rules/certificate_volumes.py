@@ -20,7 +20,6 @@ from pdcluster_operator.api.spec.pod_templates import (
 )
 from pdcluster_operator.api.spec.types import Cluster
 
-TLS = "spec.transfer.tls"
 NAMES = ("ca.crt", "tls.crt", "tls.key")
 FILES = "ca.crt, tls.crt and tls.key"
 _NAMED = ("secret", "configMap")
@@ -48,7 +47,6 @@ def volume_errors(role: Role, path: str, volume: Mapping[str, Any]) -> Iterator[
             f"leaves out {', '.join(missing)}, which {role} engines look for in "
             f"{CERTIFICATE_FOLDER}",
             f"Give files with the paths {FILES}, or leave items out.",
-            (TLS,),
         )
 
 
@@ -68,7 +66,6 @@ def volume_warnings(
             f"Mount it in a sidecar that writes the files, or use a Secret with the {role} "
             "engines' certificate. If a webhook adds such a sidecar to the pods, nothing has to "
             "be done.",
-            (TLS,),
         )
     if writers and all(_ends(place, one) for place, one in writers.items()):
         yield FieldError(
@@ -79,7 +76,6 @@ def volume_warnings(
             "start until it expires",
             "Let a sidecar write the files (an init container with restartPolicy: Always), or use "
             "a Secret.",
-            (TLS,),
         )
     for place, source in _sources(path, volume):
         if source.get("optional") is True:
@@ -90,7 +86,6 @@ def volume_warnings(
                 "lets the pod start while the certificate is missing: the engine then ends with an "
                 "error",
                 "Remove it, so that the pod waits for its certificate.",
-                (TLS,),
             )
 
 

@@ -28,7 +28,6 @@ def gang_errors(cluster: Cluster) -> Iterator[FieldError]:
                 Rule.CONFLICTING_SETTINGS,
                 f"contradicts {GANG}, with which the operator writes this field",
                 f"Remove it, or set {GANG} to Disabled.",
-                (GANG,),
             )
     for field in FIELDS:
         prefill, decode = (specs[role].get(field) or "" for role in Role)
@@ -40,7 +39,6 @@ def gang_errors(cluster: Cluster) -> Iterator[FieldError]:
                 f"differs from prefill's, which is {shown(prefill)}. The scheduler refuses a "
                 "PodGroup of such pods",
                 f"Write the same {field} in both roles, or set {GANG} to Disabled.",
-                (f"spec.prefill.podTemplate.spec.{field}", GANG),
             )
 
 

@@ -28,7 +28,6 @@ def layout_errors(cluster: Cluster) -> Iterator[FieldError]:
             f"{prefill} prefill x {decode} decode engines are {prefill * decode} links; "
             f"{MOST_LINKS} are allowed",
             "Use fewer, larger engines, or several clusters.",
-            ("spec.prefill.replicas",),
         )
     ranks = cluster.spec.prefill.parallelism.data
     if prefill * ranks > MOST_SIDE_CHANNELS:
@@ -39,7 +38,6 @@ def layout_errors(cluster: Cluster) -> Iterator[FieldError]:
             f"{prefill} prefill engines x {ranks} data-parallel ranks are {prefill * ranks} side "
             f"channels that each decode worker keeps a link to; {MOST_SIDE_CHANNELS} are allowed",
             "Use fewer data-parallel ranks or replicas, or several clusters.",
-            ("spec.prefill.replicas",),
         )
 
 

@@ -14,7 +14,6 @@ from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.object_names import certificates_name
 from pdcluster_operator.api.rules.certificate_volumes import (
     FILES,
-    TLS,
     volume_errors,
     volume_warnings,
 )
@@ -27,6 +26,7 @@ from pdcluster_operator.api.spec.pod_templates import (
 )
 from pdcluster_operator.api.spec.types import Cluster
 
+TLS = "spec.transfer.tls"
 Volume = tuple[str, Mapping[str, Any]]
 """A volume and its path in the spec."""
 
@@ -108,7 +108,6 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
             f"because {TLS} is Mounted",
             f"Add a volume with the {role} engines' certificate to spec.{role}.podTemplate, and "
             f"mount it there in the container {ENGINE_CONTAINER}.",
-            (TLS,),
         )
     volumes = _volumes(cluster, role)
     for number, mount, at_folder in mounts:
@@ -120,7 +119,6 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
                 Rule.CERTIFICATE_NOT_MOUNTED,
                 "is no volume of the same podTemplate",
                 f"Add the volume to spec.{role}.podTemplate.spec.volumes.",
-                (TLS,),
             )
         elif certificates_name(cluster.name) in _secrets(named[1]):
             yield FieldError(
@@ -130,7 +128,6 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
                 f"is the Secret {certificates_name(cluster.name)}, which the operator writes only "
                 f"while {TLS} is Enabled",
                 f"Mount a Secret of your own, or set {TLS} to Enabled without this mount.",
-                (TLS,),
             )
         elif at_folder:
             yield from volume_errors(role, *named)
@@ -143,7 +140,6 @@ def _of_role(cluster: Cluster, role: Role) -> Iterator[FieldError]:
                     "never gets new files, because the kubelet does not update a subPath, and the "
                     "certificate expires",
                     "Mount the whole volume.",
-                    (TLS,),
                 )
 
 

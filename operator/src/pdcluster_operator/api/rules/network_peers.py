@@ -68,7 +68,6 @@ def _block(path: str, block: IpBlock) -> Iterator[FieldError]:
                 Rule.PEER_UNUSABLE,
                 f"is not a part of {block.cidr}",
                 "Leave out only ranges that lie within cidr.",
-                (f"{path}.cidr",),
             )
 
 
@@ -83,11 +82,7 @@ def _network(text: str) -> _Network | None:
 
 
 def _within(part: _Network, whole: _Network) -> bool:
-    return (
-        part.version == whole.version
-        and part.prefixlen > whole.prefixlen
-        and part.network_address in whole
-    )
+    return part.prefixlen > whole.prefixlen and part.network_address in whole
 
 
 def _no_cidr(path: str, value: str) -> FieldError:

@@ -21,7 +21,7 @@ from pdcluster_operator.api.spec.types import Cluster
 MOST_ERRORS = 16
 FIELDS = {name: dict(word.split(":", 1) for word in words.split()) for name, words in TYPES.items()}
 # Strings in Kubernetes' types, but a manifest may give a number.
-QUANTITIES = frozenset({"limits", "requests", "overhead", "sizeLimit", "divisor", "storage"})
+QUANTITIES = frozenset({"limits", "requests", "overhead", "sizeLimit", "divisor"})
 # Lists that are merged with ours, and the field that identifies an item.
 IDENTITIES = {"containers": "name", "initContainers": "name", "volumes": "name", "env": "name",
               "volumeMounts": "mountPath", "ports": "containerPort"}  # fmt: skip
@@ -119,7 +119,7 @@ def _value(path: str, kind: str, value: object) -> Iterator[FieldError]:
 
 def _amount(path: str, value: object) -> Iterator[FieldError]:
     # Unlike our own resources, Kubernetes takes a fraction without quotes.
-    if why := why_no_amount(str(value) if isinstance(value, float) else value):
+    if why := why_no_amount(str(value)):
         remedy = "Write for example 4, 500m or 16Gi."
         yield FieldError(path, shown(value), Rule.BAD_FORMAT, why, remedy)
 

@@ -134,7 +134,9 @@ def _pairs(requests: dict[str, Amount], limits: dict[str, Amount]) -> Iterator[F
             continue
         if limit is None:
             if is_countable(name):
-                yield _mismatch(request, f"{name} is requested without a limit", (), request.text)
+                missing = request.path.replace(".requests.", ".limits.", 1)
+                message = f"{name} is requested without a limit"
+                yield _mismatch(request, message, (missing,), request.text)
             continue
         most = limit.number
         if most is None:

@@ -58,7 +58,6 @@ def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
             f"the {role} engines have pipeline stages: with this flag vLLM's CPU runner skips the "
             "profile run that creates their buffers, and the first request stops the engine",
             """Write --compilation-config, '{"mode":3,"backend":"eager"}' instead.""",
-            (f"spec.{role}.parallelism.pipeline", "spec.transfer.device"),
         )
 
 
@@ -66,7 +65,7 @@ def trap_warnings(cluster: Cluster) -> Iterator[FieldError]:
     """Yield what is legal but suspicious."""
     for path, engine in engine_places(cluster):
         for place, var in enumerate(engine.env):
-            yield from _variable(cluster, f"{path}.env[{place}]", var.name, var.value or "")
+            yield from _variable(cluster, f"{path}.env[{place}]", var.name, var.value)
     for role in Role:
         spec = cluster.spec.role(role)
         path = f"spec.{role}.podTemplate"
@@ -107,8 +106,9 @@ def _tcp(cluster: Cluster) -> Iterator[FieldError]:
             return
 
 
-def _variable(cluster: Cluster, path: str, name: str, value: str) -> Iterator[FieldError]:
-    if name == "UCX_TLS" and cluster.spec.transfer.device is Device.CUDA:
+def _variable(cluster: Cluster, path: str, name: str, value: str | None) -> Iterator[FieldError]:
+    on_gpus = cluster.spec.transfer.device is Device.CUDA
+    if name == "UCX_TLS" and on_gpus and value is not None:  # else a Secret or the like has it
         transports = set(value.split(","))
         if not value.startswith("^") and not transports & CUDA_TRANSPORTS:
             yield FieldError(

@@ -33,7 +33,7 @@ def why_no_amount(value: object) -> str | None:
 
     As in Kubernetes, an amount is a quantity as a string, or a whole number, and never negative.
     """
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if not isinstance(value, int | str):
         return "is not a Kubernetes quantity"
     number = parse_quantity(str(value))
     if number is None:

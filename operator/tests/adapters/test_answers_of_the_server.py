@@ -1,0 +1,130 @@
+"""What the client makes of an API server's answers, and what it sends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio import client as kubernetes
+
+from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound
+from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
+
+
+def answered(
+    answer: web.Response, ask: Callable[[KubeClient], Any]
+) -> tuple[Any, list[web.BaseRequest], list[tuple[Any, ...]]]:
+    """Return what a call returns or raises, the requests, and what was told of each call."""
+    requests: list[web.BaseRequest] = []
+    seen: list[tuple[Any, ...]] = []
+
+    async def take(request: web.Request) -> web.Response:
+        await request.read()
+        requests.append(request)
+        return answer
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", take)
+        async with TestServer(app) as server:
+            configuration = kubernetes.Configuration()
+            configuration.host = str(server.make_url("")).rstrip("/")
+            async with KubeClient(configuration, lambda *call: seen.append(call)) as client:
+                try:
+                    return await ask(client)
+                except ApiError as error:
+                    return error
+
+    return asyncio.run(run()), requests, seen
+
+
+def get(client: KubeClient) -> Any:
+    return client.call("GET", "/api/v1/pods")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "reason", "terminal", "passing"),
+    [
+        (404, NotFound, "NotFound", False, False),
+        (409, Conflict, "Conflict", False, True),
+        (422, Invalid, "Invalid", True, False),
+        (400, ApiError, "Why", True, False),
+        (405, ApiError, "Why", True, False),
+        (406, ApiError, "Why", True, False),
+        (413, ApiError, "Why", True, False),
+        (415, ApiError, "Why", True, False),
+        (401, ApiError, "Why", False, False),
+        (403, ApiError, "Why", False, False),
+        (500, ApiError, "Why", False, False),
+        (503, ApiError, "Why", False, False),
+        (300, ApiError, "Why", False, False),
+    ],
+)
+def test_a_refusal_says_whether_to_try_again(
+    status: int, kind: type[ApiError], reason: str, terminal: bool, passing: bool
+) -> None:
+    document = {"reason": "Why", "message": "because"}
+    error, _, seen = answered(web.json_response(document, status=status), get)
+    assert type(error) is kind
+    assert (error.reason, str(error)) == (reason, "because")
+    assert (error.terminal, error.passing) == (terminal, passing)
+    assert [call[:3] for call in seen] == [("GET", "/api/v1/pods", status)]
+    assert 0.0 <= seen[0][3] < 60.0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "the API server answers 500"),
+        ('{"message": null}', "the API server answers 500"),
+        (" <html>proxy</html> ", "<html>proxy</html>"),
+        ("x" * 900, "x" * 200),
+        ("[1]", "[1]"),
+        ('"no"', "no"),
+    ],
+)
+def test_a_refusal_in_words_that_are_not_kubernetes_own(text: str, said: str) -> None:
+    error, _, _ = answered(web.Response(text=text, status=500), get)
+    assert (str(error), error.reason) == (said, "Http500")
+
+
+@pytest.mark.parametrize("status", [200, 201, 202])
+def test_what_is_done_is_no_error(status: int) -> None:
+    document, _, _ = answered(web.json_response({"kind": "Pod"}, status=status), get)
+    assert document == {"kind": "Pod"}
+
+
+def test_what_is_not_there_is_none_to_who_only_reads() -> None:
+    found, _, _ = answered(web.Response(status=404), lambda client: client.read("/api/v1/x"))
+    assert found is None
+    found, _, _ = answered(web.Response(status=403), lambda client: client.read("/api/v1/x"))
+    assert isinstance(found, ApiError)
+
+
+def test_a_request_says_who_asks_and_what_it_takes() -> None:
+    _, [request], _ = answered(web.json_response({}), get)
+    sent = {name: request.headers.get(name) for name in ("Accept", "User-Agent", "Content-Type")}
+    assert sent == {
+        "Accept": "application/json", "User-Agent": "pdcluster-operator",
+        "Content-Type": "application/json",
+    }  # fmt: skip
+    assert request.path_qs == "/api/v1/pods"
+
+
+async def test_a_server_that_is_not_there_is_an_error_that_passes() -> None:
+    configuration, seen = kubernetes.Configuration(), []
+    configuration.host = "http://127.0.0.1:1"
+    async with KubeClient(configuration, lambda *call: seen.append(call)) as client:
+        with pytest.raises(ApiError, match=r"^GET /version: .") as gone:
+            await client.call("GET", "/version")
+        with pytest.raises(ApiError, match=r"^GET /watch: .") as lost:
+            async for _ in client.lines("/watch", {}):
+                pass
+    for raised in (gone, lost):
+        assert raised.value.reason == "ApiServerUnreachable"
+        assert not raised.value.terminal
+    assert [call[:3] for call in seen] == [("GET", "/version", 0)]

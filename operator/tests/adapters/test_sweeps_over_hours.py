@@ -1,0 +1,109 @@
+"""Sweeps over hours, in virtual time: when they list what, and what a failure costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import virtual_time
+from pdcluster_operator.adapters.api_server.client import NotFound
+from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind
+from pdcluster_operator.adapters.api_server.sweep import Sweeper
+from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
+from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.queue import Key
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Server:
+    """Lists one PDCluster. ``fail`` holds the errors of the next lists."""
+
+    def __init__(self) -> None:
+        self.began: list[float] = []
+        self.asked: list[tuple[str, tuple[str | None, ...]]] = []
+        self.fail: list[ApiError] = []
+        self.absent: set[str] = set()
+
+    async def list(self, kind: Kind, namespaces: Collection[str | None]) -> list[dict[str, Any]]:
+        if kind is WATCHED[0]:
+            self.began.append(now())
+        self.asked.append((kind.name, tuple(namespaces)))
+        if self.fail:
+            raise self.fail.pop(0)
+        if kind.name in self.absent:
+            raise NotFound("no such kind")
+        metadata = {"namespace": "ns", "name": "a", "uid": "a", "resourceVersion": "5"}
+        return [{"kind": kind.name, "metadata": metadata}] * (kind.name == "PDCluster")
+
+
+class Sweeps:
+    def __init__(self, *namespaces: str) -> None:
+        self.server, self.health, self.swept = Server(), WatchHealth(now), []
+        unused: Any = self.server
+        self.loop = ControlLoop(
+            api=unused, launchers=unused, events=unused, connector=unused, clock=unused
+        )
+        self.sweeper = Sweeper(
+            unused, self.loop, self.health, namespaces, 300.0, lambda: self.swept.append(now())
+        )
+
+
+def test_all_kinds_are_listed_about_every_five_minutes_whatever_fails() -> None:
+    async def story() -> None:
+        sweeps = Sweeps()
+        task = asyncio.create_task(sweeps.sweeper.run())
+        await asyncio.sleep(3600.0)
+        sweeps.server.fail = [ApiError("Timeout", "slow")]
+        await asyncio.sleep(3600.0)
+        began = [0.0, *sweeps.server.began]
+        pauses = [later - sooner for sooner, later in pairwise(began)]
+        assert 270.0 <= min(pauses) < 300.0 < max(pauses) <= 330.0
+        assert len(sweeps.swept) == len(sweeps.server.began) - 1, "one of them failed"
+        task.cancel()
+
+    virtual_time.run(story())
+
+
+@pytest.mark.parametrize("error", [NotFound("no CRD"), ApiError("Unreachable", "no answer")])
+def test_the_first_sweep_is_tried_every_two_seconds_until_it_is_done(error: ApiError) -> None:
+    async def story() -> None:
+        sweeps = Sweeps()
+        sweeps.server.fail = [error, error]
+        task = asyncio.create_task(sweeps.sweeper.first())
+        await asyncio.sleep(3.9)
+        assert not sweeps.sweeper.done
+        await task
+        assert sweeps.sweeper.done
+        assert sweeps.server.began == [0.0, 2.0, 4.0]
+        assert sweeps.swept == [4.0]
+        await sweeps.sweeper.first()
+        assert len(sweeps.server.began) == 3, "it is done"
+
+    virtual_time.run(story())
+
+
+@pytest.mark.parametrize(("namespaces", "asked"), [((), (None,)), (("a", "b"), ("a", "b"))])
+def test_what_is_listed_is_known_queued_and_owed_by_the_watch(
+    namespaces: tuple[str, ...], asked: tuple[str | None, ...]
+) -> None:
+    async def story() -> None:
+        sweeps = Sweeps(*namespaces)
+        sweeps.server.absent = {"PrefillScaler"}
+        await sweeps.sweeper.first()
+        assert sweeps.server.asked == [(kind.name, asked) for kind in WATCHED]
+        assert sweeps.loop.store.keys() == [Key("ns", "a")]
+        assert sweeps.loop.queue.depth == 1
+        assert not sweeps.loop.store.serves("PrefillScaler")
+        assert sweeps.loop.store.serves("Pod")
+        await asyncio.sleep(61.0)
+        assert "the watch of PDCluster is dead" in str(sweeps.health.trouble())
+
+    virtual_time.run(story())

@@ -1,0 +1,213 @@
+"""``pdcluster rollout`` in virtual time: what it prints, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import virtual_time
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.cli import rollout
+from pdcluster_operator.cli.connection import Where
+from pdcluster_operator.cli.exits import Exit, UserError
+from pdcluster_operator.plan.rollout.announce import Announcement
+from pdcluster_operator.plan.rollout.undo import Undo
+from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.queue import Key
+
+HERE = Where(None, "ns")
+
+
+class Cluster:
+    """The PDCluster ``ns/tiny`` on an API server.
+
+    Attributes:
+        says: how far its rollout is, one answer after another; the last one stays.
+        asked: when it was read.
+        written: specs, and how they were written.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.live: dict[str, Any] | None = {"metadata": {"name": "tiny"}, "spec": {"a": 1}}
+        self.says: list[Announcement | ApiError] = []
+        self.asked: list[float] = []
+        self.written: list[tuple[Any, dict[str, Any]]] = []
+        self.stored: Undo | None = None
+
+        def connected(where: Where, command: Callable[[Any], Any]) -> Exit:
+            assert where is HERE
+            return virtual_time.run(command(self))
+
+        async def read_cluster(client: Any, key: Key) -> dict[str, Any] | None:
+            assert (client, key) == (self, Key("ns", "tiny"))
+            self.asked.append(asyncio.get_running_loop().time())
+            return self.live
+
+        async def change_spec(client: Any, live: Any, spec: Any, **how: Any) -> None:
+            assert (client, live) == (self, self.live)
+            self.written.append((spec, how))
+
+        async def observe(client: Any, key: Key, live: Any, connector: Any) -> Any:
+            assert (client, key, live) == (self, Key("ns", "tiny"), self.live)
+            return self.stored
+
+        def announce(live: Any) -> Announcement:
+            found = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+            if isinstance(found, ApiError):
+                raise found
+            return found
+
+        clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+        monkeypatch.setattr(rollout, "time", clock)
+        monkeypatch.setattr(rollout, "undo", lambda found: found)
+        for one in (connected, read_cluster, change_spec, observe, announce):
+            monkeypatch.setattr(rollout, one.__name__, one)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+def waits(line: str) -> Announcement:
+    return Announcement(line, None)
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(("complete", "code"), [(True, Exit.DONE), (False, Exit.NOT_READY)])
+def test_each_change_is_a_line_until_the_end(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], complete: bool, code: Exit
+) -> None:
+    cluster.says = [
+        waits("1 of 2"),
+        waits("1 of 2"),
+        waits("2 of 2"),
+        Announcement("end", complete),
+    ]
+    assert rollout.status("tiny", HERE, watch=True, timeout=0.0) == code
+    assert lines(capsys) == [f'PDCluster "tiny": {line}' for line in ("1 of 2", "2 of 2", "end")]
+    assert cluster.asked == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [(None, Exit.DONE), (True, Exit.DONE), (False, Exit.NOT_READY)],
+)
+def test_who_does_not_watch_gets_one_line(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], said: bool | None, code: Exit
+) -> None:
+    cluster.says = [Announcement("1 of 2", said)]
+    assert rollout.status("tiny", HERE, watch=False, timeout=0.0) == code
+    assert lines(capsys) == ['PDCluster "tiny": 1 of 2']
+    assert len(cluster.asked) == 1
+
+
+def test_after_the_timeout_it_says_how_far_it_is(cluster: Cluster) -> None:
+    cluster.says = [waits("1 of 2")]
+    with pytest.raises(UserError, match=r"^not complete after 5 s: 1 of 2$") as ended:
+        rollout.status("tiny", HERE, watch=True, timeout=5.0)
+    assert ended.value.exit == Exit.NOT_READY
+    assert cluster.asked[-1] == 6.0
+    cluster.says = [*[waits("1 of 2")] * 7200, Announcement("end", True)]
+    cluster.asked.clear()
+    assert rollout.status("tiny", HERE, watch=True, timeout=0.0) == Exit.DONE
+    assert len(cluster.asked) == 7201, "without a timeout it waits for ever"
+
+
+def test_a_server_that_is_away_for_a_while_ends_no_watch(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = ApiError("ApiServerUnreachable", "no answer")
+    cluster.says = [waits("1 of 2"), away, away, Announcement("end", True)]
+    assert rollout.status("tiny", HERE, watch=True, timeout=0.0) == Exit.DONE
+    assert lines(capsys)[1:] == [
+        'PDCluster "tiny": waits for the API server: no answer', 'PDCluster "tiny": end',
+    ]  # fmt: skip
+    cluster.says = [away]
+    with pytest.raises(ApiError, match="no answer"):
+        rollout.status("tiny", HERE, watch=True, timeout=0.0)
+
+
+def test_a_cluster_that_is_not_there_is_named(cluster: Cluster) -> None:
+    cluster.live = None
+    for call in (
+        lambda: rollout.status("tiny", HERE, watch=True, timeout=0.0),
+        lambda: rollout.hold("tiny", HERE, paused=True),
+        lambda: rollout.go_back("tiny", HERE, dry_run=False),
+    ):
+        with pytest.raises(UserError, match='no PDCluster "tiny" in namespace "ns"') as missing:
+            call()
+        assert missing.value.exit == Exit.REQUEST_FAILED
+    assert cluster.written == []
+
+
+@pytest.mark.parametrize(
+    ("before", "paused", "after", "said"),
+    [
+        ({"a": 1}, True, {"a": 1, "rollout": {"paused": True}}, "paused"),
+        ({"rollout": {"type": "Surge", "paused": False}}, True,
+         {"rollout": {"type": "Surge", "paused": True}}, "paused"),
+        ({"rollout": {"paused": True}}, False, {"rollout": {"paused": False}}, "resumed"),
+        ({"rollout": None}, True, {"rollout": {"paused": True}}, "paused"),
+        (None, True, {"rollout": {"paused": True}}, "paused"),
+    ],
+)  # fmt: skip
+def test_a_rollout_is_held_and_let_go(
+    cluster: Cluster,
+    capsys: pytest.CaptureFixture[str],
+    before: dict[str, Any] | None,
+    paused: bool,
+    after: dict[str, Any],
+    said: str,
+) -> None:
+    cluster.live = {"spec": before}
+    assert rollout.hold("tiny", HERE, paused=paused) == Exit.DONE
+    assert cluster.written == [(after, {})]
+    assert lines(capsys) == [f"pdcluster.pdcluster.dev/tiny {said}"]
+
+
+@pytest.mark.parametrize(
+    ("before", "paused", "said"),
+    [({"paused": True}, True, "paused already"), ({"paused": False}, False, "not paused"),
+     ({}, False, "not paused"), (None, False, "not paused")],
+)  # fmt: skip
+def test_what_is_so_already_is_not_written(
+    cluster: Cluster, before: dict[str, Any] | None, paused: bool, said: str
+) -> None:
+    cluster.live = {"spec": {"rollout": before}}
+    with pytest.raises(UserError, match=rf"^pdcluster.pdcluster.dev/tiny is {said}$") as ended:
+        rollout.hold("tiny", HERE, paused=paused)
+    assert ended.value.exit == Exit.REQUEST_FAILED
+    assert cluster.written == []
+
+
+BACK = {"a": 0}
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_undo_says_what_changes_and_what_keeps_it(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], dry_run: bool, paused: bool
+) -> None:
+    cluster.live = {"spec": {"a": 1, "rollout": {"paused": paused}}}
+    cluster.stored = Undo(BACK, {Role.DECODE: "aaaaa"}, ("spec.a", "spec.b"))
+    assert rollout.go_back("tiny", HERE, dry_run=dry_run) == Exit.DONE
+    assert cluster.written == [(BACK, {"dry_run": dry_run})]
+    first, changed, engines, *more = lines(capsys)
+    assert first.startswith("pdcluster.pdcluster.dev/tiny rolled back")
+    assert first.endswith("(dry run: nothing was written)") is dry_run
+    assert (changed, engines) == ("changed: spec.a, spec.b", "decode: engines of revision aaaaa")
+    assert [line.split()[0] for line in more] == ["rollout.paused"] * paused
+
+
+def test_without_another_revision_nothing_is_written(cluster: Cluster) -> None:
+    with pytest.raises(UserError, match=r"no other revision of pdcluster\.pdcluster\.dev/tiny"):
+        rollout.go_back("tiny", HERE, dry_run=False)
+    assert cluster.written == []

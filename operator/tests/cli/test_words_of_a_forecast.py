@@ -1,0 +1,147 @@
+"""What ``pdcluster plan --against`` prints of a course."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.cli.against import _ask, _show_course, in_words
+from pdcluster_operator.cli.exits import Exit
+from pdcluster_operator.plan.forecast.course import Course, Replaced, Round
+from pdcluster_operator.plan.model import (
+    Apply,
+    Delete,
+    RestartPod,
+    Step,
+    TryOut,
+    WriteCertificates,
+    WriteTicketKey,
+)
+from pdcluster_operator.runtime.errors import ApiError
+
+SECRET = {"kind": "Secret", "metadata": {"name": "keys"}}
+STORED = {"kind": "ControllerRevision", "metadata": {"name": "revision"}}
+TRIAL = TryOut(({"kind": "StatefulSet"}, {"kind": "Pod"}), STORED, True, "is new")
+CASES = [
+    (Apply(SECRET, "why"), ("apply", "Secret", "keys")),
+    (WriteTicketKey(SECRET, rotate=False, why="why"), ("write", "Secret", "keys")),
+    (WriteCertificates(SECRET, {}, 0.0, 1.0, "why"), ("write", "Secret", "keys")),
+    (TRIAL, ("try, then apply", "ControllerRevision", "revision")),
+    (Delete("v1", "Service", "ns", "old", "u", "1", "why"), ("delete", "Service", "old")),
+    (RestartPod("ns", "pod-0", "u", "1", "why"), ("delete", "Pod", "pod-0")),
+]
+
+
+@pytest.mark.parametrize(("step", "words"), CASES)
+def test_a_step_in_words(step: Step, words: tuple[str, str, str]) -> None:
+    assert in_words(step) == words
+
+
+COURSE = Course((), (), (2, 3), (4, 12), True, False, True, "Ready is True: Ready")
+
+
+def printed(course: Course) -> list[str]:
+    output = io.StringIO()
+    _show_course(Console(file=output, width=40, soft_wrap=True), course)
+    return output.getvalue().splitlines()
+
+
+def test_a_course_without_steps_says_so() -> None:
+    assert printed(COURSE) == [
+        "  replaces no engine",
+        "  nothing is left to do",
+        "engines: 2 now, 3 at the peak",
+        "GPUs: 4 now, 12 at the peak",
+        "service: a verified pair serves all the time",
+        "the end: Ready is True: Ready",
+    ]
+
+
+def test_steps_are_numbered_through_all_rounds() -> None:
+    names = tuple(EngineName("ns", "tiny", Role.DECODE, "aaaaa", number) for number in (0, 1))
+    apply, delete = CASES[0][0], CASES[4][0]
+    course = replace(
+        COURSE,
+        rounds=(Round("", (apply, delete)), Round("the new engines are ready", (delete,))),
+        replaced=(
+            Replaced(Role.DECODE, names, ("spec.decode.image", "spec.engine.env")),
+            Replaced(Role.PREFILL, names[:1], ()),
+        ),
+    )
+    assert printed(course)[:6] == [
+        (
+            "  replaces tiny-decode-aaaaa-0, tiny-decode-aaaaa-1: "
+            "spec.decode.image, spec.engine.env changed"
+        ),
+        "  replaces tiny-decode-aaaaa-0: the spec changed",
+        "  1. apply Secret keys  why",
+        "  2. delete Service old  why",
+        "when the new engines are ready:",
+        "  3. delete Service old  why",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("served", "interrupted", "said"),
+    [
+        (True, True, ["service: interrupted; for a while no request is served"]),
+        (True, False, ["service: a verified pair serves all the time"]),
+        (False, False, []),
+    ],
+)
+def test_whether_requests_fail_meanwhile(served: bool, interrupted: bool, said: list[str]) -> None:
+    found = printed(replace(COURSE, served=served, interrupted=interrupted))
+    assert [line for line in found if line.startswith("service:")] == said
+
+
+class Server:
+    """Judges pods."""
+
+    def __init__(self, *answers: ApiError | None) -> None:
+        self.answers = list(answers)
+
+    async def try_out(self, step: TryOut) -> None:
+        assert step is TRIAL
+        if (error := self.answers.pop(0)) is not None:
+            raise error
+
+
+FORBIDDEN = ApiError("Forbidden", 'User "x" cannot create resource "pods"')
+REFUSED = ApiError("TemplateRefused", "no pod may be privileged")
+QUOTA = ApiError("Forbidden", "the quota is used up: cannot create a pod")
+
+
+@pytest.mark.parametrize(
+    ("answers", "complete", "code", "said"),
+    [
+        ((None, None), True, Exit.DONE, ["would take", "would take"]),
+        ((None, None), False, Exit.NOT_READY, ["would take", "would take"]),
+        ((FORBIDDEN, None), True, Exit.DONE, ["not asked about", "would take"]),
+        ((REFUSED,), True, Exit.MANIFEST, ["no pod may be privileged"]),
+        ((QUOTA,), True, Exit.MANIFEST, ["cannot create"]),
+    ],
+)
+def test_the_api_server_is_asked_about_new_pods(
+    answers: tuple[ApiError | None, ...], complete: bool, code: Exit, said: list[str]
+) -> None:
+    output, server = io.StringIO(), Server(*answers)
+    api: Any = server
+    course = replace(
+        COURSE, complete=complete, rounds=(Round("", (CASES[0][0], TRIAL)), Round("x", (TRIAL,)))
+    )
+    console = Console(file=output, width=40, soft_wrap=True)
+    assert asyncio.run(_ask(console, api, course)) == code
+    lines = output.getvalue().splitlines()
+    assert len(lines) == len(said)
+    for line, words in zip(lines, said, strict=True):
+        assert line.startswith("API server: ")
+        assert words in line
+        assert code is Exit.MANIFEST or "StatefulSet and Pod of revision" in line
+    assert server.answers == []
