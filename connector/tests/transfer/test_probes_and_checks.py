@@ -11,6 +11,7 @@ from transfer_rig import PROBE_BYTES, Prefill
 from turn_by_turn import CACHE, PROBE_SECONDS, Bench
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.nixl_io.probe import ProbeResult
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.transfer import PeerPlan
@@ -187,6 +188,92 @@ def test_the_agent_is_renewed_for_the_check_that_has_hung_the_longest() -> None:
     assert agents == set(bench.fabric.agents)
     bench.pass_time(0.25)
     assert agents != set(bench.fabric.agents)
+
+
+def test_a_probe_that_has_ended_leaves_nothing_behind(bench: Bench) -> None:
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+    lists = bench.fabric.open_dlists()
+    bench.pass_time(10.0)
+    for ask in (check, probe):
+        assert ask(bench, prefill.metadata).result(0).failure is None
+    assert (bench.fabric.open_handles(), bench.fabric.open_dlists()) == (0, lists)
+
+
+def test_a_probe_that_may_still_write_keeps_its_handle_and_its_place(bench: Bench) -> None:
+    """Only the end of the agent ends it. It fails at once all the same."""
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+    lists = bench.fabric.open_dlists()
+    bench.fabric.behave = lambda _: Behaviour(poll_error=NixlErrorKind.LOST)
+    failure = bench.probe(prefill).result(0).failure
+    assert failure is not None
+    assert failure.reason is Reason.BACKEND_ERROR
+    assert failure.message.startswith("reading p/1-0#")
+    assert (bench.fabric.open_handles(), bench.fabric.open_dlists()) == (1, lists + 2)
+    assert bench.receives.busy
+    bench.receives.rebuild(Failure(Reason.BACKEND_ERROR, "x"))
+    bench.turns()
+    assert bench.fabric.open_handles() == 0
+    assert not bench.receives.busy
+
+
+def test_a_wrong_byte_is_told_with_what_was_read_and_what_should_have_been(bench: Bench) -> None:
+    prefill = bench.prefill("p/1")
+    memory = prefill.agents[0]._probe
+    right, wrong = int(memory[100]), int(memory[100]) ^ 1
+    memory[100] = wrong
+    failure = probe(bench, prefill.metadata).result(0).failure
+    assert failure is not None
+    assert failure.reason is Reason.PROBE_CORRUPTED
+    assert failure.message.startswith("1 of 4096 probe bytes of rank (0, 0) are wrong, the first")
+    assert failure.message.endswith(f"at offset 100: {wrong} instead of {right}")
+
+
+def test_a_check_that_fails_over_a_connection_that_is_broken_says_nothing_new(
+    bench: Bench,
+) -> None:
+    """The peer book has heard of the first cause, and may have connected the peer anew since."""
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+    bench.pass_time(10.0)
+    bench.fabric.behave = lambda _: Behaviour(hang=True)
+    checked = check(bench, prefill.metadata)
+    connection = bench.connections.by_engine["p/1"]
+    first = Failure(Reason.BACKEND_ERROR, "the transport broke")
+    bench.connections.break_off(connection, first)
+    bench.pass_time(5.0)
+    assert checked.result(0).failure is not None
+    assert connection.broken == first
+    assert bench.peers.forgotten == []
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [Behaviour(corrupt=True), Behaviour(poll_error=NixlErrorKind.TRANSPORT)],
+    ids=["another byte", "transport"],
+)
+def test_every_probe_of_a_peer_is_answered_when_its_warm_up_fails_at_once(
+    bench: Bench, behaviour: Behaviour
+) -> None:
+    """The connection closes then. To open it for each probe would go on for ever."""
+    bad, good = bench.prefill("bad/1"), bench.prefill("good/1")
+    bench.fabric.behave = lambda transfer: (
+        behaviour if transfer.peer.startswith("bad") else Behaviour()
+    )
+    asked: list[Future[ProbeResult]] = [Future() for _ in range(3)]
+    for future, engine in zip(asked, (bad, good, bad), strict=True):
+        bench.connections.probe(engine.metadata, future)
+    bench.turns()
+    first, well, second = (future.result(0).failure for future in asked)
+    assert well is None
+    assert first == second
+    assert first is not None
+    corrupted = first.reason is Reason.PROBE_CORRUPTED
+    assert corrupted == behaviour.corrupt
+    assert not bench.receives.busy
+    bench.fabric.behave = lambda _: Behaviour()
+    assert bench.probe(bad).result(0).failure is None
 
 
 # Plans: one for each peer, kept when its connection closes.

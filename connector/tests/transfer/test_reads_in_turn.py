@@ -166,8 +166,10 @@ def test_an_agent_that_survives_is_told_of_once() -> None:
     """The worker ends then. A test's worker does not."""
     said: list[str] = []
     bench = Bench(ReceiverOptions(drain_deadline_seconds=DRAIN, fatal=said.append))
-    lost = bench.prefill("lost/1")
+    lost, slow = bench.prefill("lost/1"), bench.prefill("slow/1")
     assert bench.send(lost) in bench.take().received
+    bench.peers.hold = True
+    bench.send(slow)  # waits for its handshake, and has nothing under way
     bench.fabric.survive_close = True
     bench.fabric.behave = lambda transfer: (
         Behaviour(poll_error=NixlErrorKind.LOST) if of_kv(transfer) else Behaviour()
