@@ -836,3 +836,20 @@ def test_blocks_that_no_kernel_cuts_are_their_own_kernel_blocks(size: int, is_al
     for pair in ((cut, whole), (whole, cut)):
         rules = {found.rule for found in check(*pair) if found.verdict is Verdict.REFUSED}
         assert ("BlockInteriorOpaque/size" not in rules) is is_alike
+
+
+def test_another_type_of_a_state_is_told_by_its_own_rule_alone() -> None:
+    other = state(parts=(*PARTS[:2], replace(PARTS[2], dtype="bfloat16")))
+    assert [found.rule for found in check(HYBRID, other)] == ["KVDtypeMismatch/layer"]
+
+
+def test_layers_of_one_engine_that_are_not_known_are_told_with_the_number_of_the_other() -> None:
+    [rule] = [each for each in RULES if each.id == "LayerMismatch"]
+    unknown = replace(KNOWN, layers=None)
+    for pair, values in (
+        ((KNOWN, unknown), ("2 layers", "unknown")),
+        ((unknown, KNOWN), ("unknown", "2 layers")),
+    ):
+        [found] = check(*pair, rules=[rule])
+        assert found.verdict is Verdict.UNKNOWN
+        assert (found.field, found.prefill_value, found.decode_value) == ("layers", *values)

@@ -475,3 +475,18 @@ def test_only_the_first_impossible_region_of_a_shard_is_told() -> None:
         "layer l1 of rank (0, 0): token_bytes is 0",
         "layer l0 of rank (0, 1): token_bytes is 0",
     ]
+
+
+def test_an_engine_that_names_no_groups_has_layers_of_its_own_sizes() -> None:
+    assert reasons(engine(shard(0), shard(1), shape=replace(SHAPE, groups=None))) == []
+
+
+def test_absent_ranks_are_told_in_their_order() -> None:
+    found = validate_metadata(engine(shape=EngineShape(tensor=64, pipeline=2)))
+    assert [one.prefill_value for one in found] == [f"(0, {rank})" for rank in range(8)]
+
+
+def test_of_layers_that_no_shard_holds_eight_are_told_by_name() -> None:
+    found = validate_metadata(contradictions_without_end()["layers of no shard"])
+    names = [one.prefill_value for one in found if one.reason is Reason.LAYER_MISMATCH]
+    assert names == ["l0", "l1", "l2", "n0", "n1", "n10", "n100", "n101"]
