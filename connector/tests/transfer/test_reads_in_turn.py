@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from transfer_rig import Prefill
+import dataclasses
+
+from msgspec.structs import replace
+from transfer_rig import Decode, FakePeers, Prefill
 from turn_by_turn import CACHE, LEASE, Bench
 
 from pdcluster_connector.compat.reasons import Reason
@@ -10,7 +13,8 @@ from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.nixl_io.probe import WORD_BYTES
 from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
-from pdcluster_connector.testing.nixl import Behaviour, Transfer
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiverOptions
 
 DRAIN = 30.0
@@ -199,3 +203,111 @@ def test_an_agent_with_a_read_that_nobody_can_observe_has_five_seconds() -> None
     assert agents == set(bench.fabric.agents)
     bench.pass_time(0.25)
     assert agents != set(bench.fabric.agents)
+
+
+def test_a_read_whose_posting_breaks_may_have_been_posted() -> None:
+    """So its blocks stay until the agent is destroyed, and the request fails with the cause."""
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=1e6))
+    prefill, slow = bench.prefill("p/1"), bench.prefill("slow/1")
+    assert bench.send(prefill) in bench.take().received
+    bench.hanging.add(slow.engine_id)
+    bench.send(slow)
+    as_before = bench.fabric.behave
+
+    def behave(transfer: Transfer) -> Behaviour:
+        if of_kv(transfer) and transfer.peer.startswith("p/1"):
+            raise RuntimeError("a broken library")
+        return as_before(transfer)
+
+    bench.fabric.behave = behave
+    broken = bench.send(prefill)
+    assert not bench.take().finished
+    bench.pass_time(5.0)
+    failure = bench.take().failed[broken]
+    assert failure.reason is Reason.BACKEND_ERROR
+    assert failure.message == "posting failed: RuntimeError: a broken library"
+
+
+def test_the_place_of_a_lease_word_that_nobody_can_observe_goes_to_no_other_read() -> None:
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=1e6))
+    prefill, slow = bench.prefill("p/1"), bench.prefill("slow/1")
+    assert bench.send(prefill) in bench.take().received
+    free = len(bench.connections.scratch._free[WORD_BYTES])
+    bench.hanging.add(slow.engine_id)
+    bench.send(slow)
+    as_before, handles = bench.fabric.behave, bench.fabric.open_handles()
+    bench.fabric.behave = lambda transfer: (
+        Behaviour(poll_error=NixlErrorKind.LOST) if transfer.nbytes == 8 else as_before(transfer)
+    )
+    lost = bench.send(prefill)
+    assert len(bench.connections.scratch._free[WORD_BYTES]) == free - 1
+    assert bench.fabric.open_handles() == handles + 1
+    bench.fabric.behave = as_before
+    bench.pass_time(5.0)
+    assert len(bench.connections.scratch._free[WORD_BYTES]) == free
+    assert bench.take().failed[lost].reason is Reason.BACKEND_ERROR
+
+
+def test_the_first_lease_word_is_one_like_the_others() -> None:
+    bench = Bench()
+    prefill = bench.prefill("p/1")
+    request = request_of(bench, prefill, 5, 1)
+    prefill.write_word(5, 0)
+    prefill.write_word(0, 5)
+    ticket = replace(request.ticket, fence_slot=0)
+    bench.receives.receive([dataclasses.replace(request, ticket=ticket)])
+    bench.turns()
+    assert "r5" in bench.take().received
+
+
+def test_a_rank_without_a_layer_that_has_kv_reads_nothing_and_waits_for_the_claim() -> None:
+    """A stage of a pipeline may have none. The lease words are read by the other stages."""
+    cache = CACHE | {"layers": 1}
+    fabric, peers = Fabric(), FakePeers()
+    prefill = Prefill(fabric, "p/1", **cache)
+    peers.table["p/1"] = prefill.metadata
+    decode = Decode(fabric, peers, stage=0, pipeline=2, **cache)
+    assert decode.cache.shard.regions == ()
+    request = decode.request("r", prefill.ticket(1, [3], 4), [4], claimed=False)
+    decode.receiver.receive([request])
+    decode.nothing()
+    decode.receiver.acknowledge({"r": request.deadline})
+    assert decode.wait("r").received["r"].nbytes == 0
+    assert decode.receiver.close()
+
+
+def test_of_a_peer_that_falls_silent_nothing_more_is_posted() -> None:
+    """What is posted already may land, and then the request ends with the cause."""
+    bench = Bench(ReceiverOptions(descriptors_per_transfer=1))
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+
+    def slow(transfer: Transfer) -> Behaviour:
+        bench.now += 1 / 1024
+        return Behaviour(hang=of_kv(transfer))
+
+    bench.fabric.behave = slow
+    bench.receives.receive([request_of(bench, prefill, 2, 4)])
+    bench.receives.turn()
+    posted = len(bench.fabric.flying)
+    silent = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer")
+    bench.receives.gone("p/1", silent)
+    bench.turns()
+    assert len(bench.fabric.flying) == posted == 3
+    assert not bench.take().finished
+    bench.fabric.land()
+    bench.turns()
+    assert bench.take().failed == {"r2": silent}
+
+
+def test_a_handshake_that_ends_after_its_request_connects_nobody() -> None:
+    bench = Bench()
+    prefill = bench.prefill("p/1")
+    bench.peers.hold = True
+    left, other = bench.send(prefill), bench.send(prefill)
+    bench.receives.abandon([left, other])
+    assert set(bench.take().failed) == {left, other}
+    bench.peers.release()
+    bench.turns()
+    assert bench.connections.by_engine == {}
+    assert bench.send(prefill) in bench.take().received
