@@ -48,6 +48,8 @@ class Here:
         callback(*args)
         return True
 
+    def stop(self) -> None: ...
+
 
 class Asked:
     """A book, when it has shaken hands, and what the peer answers."""
@@ -196,6 +198,38 @@ def test_to_forget_a_peer_ends_its_attempts_and_tells_who_waits(play: Play) -> N
         assert heard == [(PREFILL, REFUSED)]
         asked.book.forget(PREFILL, REFUSED)
         assert len(heard) == 1
+
+    play(story)
+
+
+def test_a_peer_that_says_nothing_is_left_when_nobody_waits_for_it(play: Play) -> None:
+    """Its connection would otherwise stay open for a minute."""
+
+    async def story(asked: Asked) -> None:
+        asked.takes = 100.0
+        told = asked.connect(5.0)
+        await asyncio.sleep(4.9)
+        assert len(attending()) == 1
+        await asyncio.sleep(0.2)
+        assert len(told) == 1
+        assert attending() == []
+
+    def attending() -> list[object]:
+        return [one for one in asyncio.all_tasks() if "_attend" in str(one.get_coro())]
+
+    play(story)
+
+
+def test_who_waits_when_the_engine_shuts_down_is_told_so(play: Play) -> None:
+    async def story(asked: Asked) -> None:
+        told = asked.connect(60.0)
+        await asyncio.sleep(1.0)
+        asked.book._session = None
+        await asked.book._close()
+        closing = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "this engine is shutting down")
+        assert told == [closing]
+        asked.book.close()
+        assert asked.connect(60.0) == [closing]
 
     play(story)
 

@@ -276,6 +276,32 @@ def test_every_probe_of_a_peer_is_answered_when_its_warm_up_fails_at_once(
     assert bench.probe(bad).result(0).failure is None
 
 
+def test_a_read_that_brought_nothing_is_not_taken_for_an_earlier_one(bench: Bench) -> None:
+    """The place that it reads into still holds what was right then."""
+    prefill = bench.prefill("p/1")
+    assert bench.probe(prefill).result(0).failure is None
+    bench.fabric.behave = lambda _: Behaviour(drop=True)
+    failure = bench.probe(prefill).result(0).failure
+    assert failure is not None
+    assert failure.reason is Reason.PROBE_CORRUPTED
+
+
+def test_the_time_of_a_check_begins_anew_with_each_read_of_kv_that_lands(bench: Bench) -> None:
+    """It may wait in the same queue."""
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+    bench.pass_time(10.0)
+    bench.fabric.behave = lambda transfer: Behaviour(hang=transfer.nbytes == 4096)
+    checked = check(bench, prefill.metadata)
+    for _ in range(5):
+        bench.pass_time(4.0)
+        assert bench.send(prefill) in bench.take().received
+    bench.pass_time(4.75)
+    assert not checked.done()
+    bench.pass_time(0.25)
+    assert checked.result(0).failure is not None
+
+
 # Plans: one for each peer, kept when its connection closes.
 
 
