@@ -810,3 +810,46 @@ def test_kernel_blocks_that_differ_are_cut_where_no_block_size_is_known() -> Non
     pair = [replace(KNOWN, block_size=None, groups=None, kernel_blocks_per_block=n) for n in (1, 2)]
     found = {finding.rule: finding.verdict for finding in check(*pair)}
     assert found["BlockInteriorOpaque/size"] is Verdict.REFUSED
+
+
+def test_a_state_beside_quantized_attention_needs_no_scales() -> None:
+    """It has its own type, whatever that of the KV cache is called."""
+    hybrid = replace(
+        HYBRID,
+        kv_dtype="fp8_e4m3",
+        layers=(replace(layers()[0], scales="k=0.5,v=0.25"), STATE),
+    )
+    assert check(hybrid, hybrid) == ()
+
+
+def test_an_engine_without_a_single_head_is_refused() -> None:
+    """A model's config may say so."""
+    none = replace(KNOWN, layers=layers(kv_heads=0))
+    assert "LayoutUnsupported/heads" in {finding.rule for finding in check_engine(none)}
+
+
+@pytest.mark.parametrize(("size", "is_alike"), [(32, True), (16, False)])
+def test_blocks_that_no_kernel_cuts_are_their_own_kernel_blocks(size: int, is_alike: bool) -> None:
+    """64 tokens in two kernel blocks against 32 tokens of which no ratio is known."""
+    cut = EngineShape(block_size=64, kernel_blocks_per_block=2, token_sliceable=False)
+    whole = EngineShape(block_size=size, token_sliceable=False)
+    for pair in ((cut, whole), (whole, cut)):
+        rules = {found.rule for found in check(*pair) if found.verdict is Verdict.REFUSED}
+        assert ("BlockInteriorOpaque/size" not in rules) is is_alike
+
+
+def test_another_type_of_a_state_is_told_by_its_own_rule_alone() -> None:
+    other = state(parts=(*PARTS[:2], replace(PARTS[2], dtype="bfloat16")))
+    assert [found.rule for found in check(HYBRID, other)] == ["KVDtypeMismatch/layer"]
+
+
+def test_layers_of_one_engine_that_are_not_known_are_told_with_the_number_of_the_other() -> None:
+    [rule] = [each for each in RULES if each.id == "LayerMismatch"]
+    unknown = replace(KNOWN, layers=None)
+    for pair, values in (
+        ((KNOWN, unknown), ("2 layers", "unknown")),
+        ((unknown, KNOWN), ("unknown", "2 layers")),
+    ):
+        [found] = check(*pair, rules=[rule])
+        assert found.verdict is Verdict.UNKNOWN
+        assert (found.field, found.prefill_value, found.decode_value) == ("layers", *values)

@@ -109,3 +109,39 @@ def test_scattered_ids_that_are_more_than_are_left_are_refused() -> None:
     assert len(BlockIds.unpacked(scattered, 100)) == 100
     with pytest.raises(ValueError, match="100 block ids, more than 99"):
         BlockIds.unpacked(scattered, 99)
+
+
+@pytest.mark.parametrize(
+    ("ids", "size"),
+    [
+        ([], 2),
+        ([127, -1], 4),  # steps of 127 and -128
+        ([128, -1], 6),
+        ([32_767, -1], 6),
+        ([32_768, -1], 10),
+        ([7] * 256, 6),  # 7 once, and 255 times no step
+        ([7] * 257, 8),
+        ([7] * 65_536, 8),
+        ([7] * 65_537, 12),
+    ],
+    ids=lambda value: f"{len(value)} ids" if isinstance(value, list) else str(value),
+)
+def test_steps_and_counts_are_as_narrow_as_they_can_be(ids: list[int], size: int) -> None:
+    """A ticket travels through a client, with every request."""
+    assert len(BlockIds(ids).packed()) == size
+    assert BlockIds.unpacked(BlockIds(ids).packed()) == ids
+
+
+def test_a_group_has_1_048_576_blocks_and_no_more() -> None:
+    """Engines of two versions agree about it."""
+    most = np.zeros(2**20, np.int32)
+    assert len(BlockIds(most)) == 2**20
+    with pytest.raises(ValueError, match="1048577 block ids in one group, more than 1048576"):
+        BlockIds(np.zeros(2**20 + 1, np.int32))
+
+
+def test_ids_of_which_one_differs_are_others() -> None:
+    assert BlockIds([1, 2, 3]) != BlockIds([1, 2, 4])
+    assert BlockIds([1, 2, 3]) != BlockIds([1, 2])
+    assert BlockIds([1, 2, 3]) == [1, 2, 3]
+    assert BlockIds([1, 2, 3]) != [1, 2, 4]

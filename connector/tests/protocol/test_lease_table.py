@@ -262,3 +262,13 @@ def test_a_hundred_thousand_leases_expire_in_order() -> None:
         assert {int(key) % 1000 for key in expired} == {now}
         seen += expired
     assert len(set(seen)) == 100_000
+
+
+def test_the_word_of_a_lease_that_has_ended_is_that_of_memory_never_written() -> None:
+    """Decode engines of other versions read it, and no token is 0."""
+    table = LeaseTable()
+    table.arm("r", 5)
+    table.grant("r", 10.0)
+    assert table.take_words() == {0: 5}
+    assert table.expire(10.0) == ["r"]
+    assert table.take_words() == {0: 0}

@@ -289,6 +289,7 @@ def test_a_contradiction_names_the_field_and_both_values(
     stated, also = found[0].message.partition(": the engine states ")[2].split(", and also ")
     assert values[0] in stated, found[0].message
     assert values[1] in also, found[0].message
+    assert found[0].prefill_value == stated
     refusal = refusal_of(findings)
     assert refusal is not None
     assert refusal.message.startswith(findings[0].message.rstrip("."))
@@ -409,3 +410,83 @@ def test_a_refusal_of_many_words_fits_into_a_message() -> None:
     assert refusal is not None
     assert m.decode_handshake_reply(m.encode(refusal)) == refusal
     assert {len(refusal.message), len(refusal.prefill_value), len(refusal.decode_value)} == {4096}
+
+
+def test_heads_that_no_rule_spreads_over_the_ranks_are_left_to_that_rule() -> None:
+    layers = tuple(replace(layer, kv_heads=3) for layer in SHAPE.layers or ())
+    assert reasons(engine(shard(0), shard(1), shape=replace(SHAPE, layers=layers))) == []
+
+
+@pytest.mark.parametrize(
+    ("metadata", "field", "value", "remedy"),
+    [
+        (
+            engine(shard(0), shard(1, engine_id="q/2")),
+            "engine_id",
+            "q/2",
+            "Start every rank of an engine with the same engine_id.",
+        ),
+        (
+            engine(shape=EngineShape(tensor=241, pipeline=17)),
+            "pipeline, tensor",
+            "17 x 241",
+            "Use at most 4096 ranks an engine.",
+        ),
+        (
+            engine(shard(0), shard(1), shard(2)),
+            "rank",
+            "(0, 2)",
+            "Start every engine with an engine_id of its own.",
+        ),
+        (
+            engine(shard(0)),
+            "rank",
+            "(0, 1)",
+            "Look for that rank's worker in the engine's log.",
+        ),
+        (
+            engine(shard(0), shard(1), shape=replace(SHAPE, layers=SHAPE.layers[:2])),
+            "layers",
+            "l2",
+            "Use the same connector version in every rank of the engine.",
+        ),
+    ],
+    ids=["engine id", "ranks", "rank outside", "rank absent", "layer"],
+)
+def test_what_is_wrong_with_an_engine_is_told_with_its_field_its_value_and_what_to_do(
+    metadata: m.EngineMetadata, field: str, value: str, remedy: str
+) -> None:
+    found = validate_metadata(metadata)[0]
+    assert (found.field, found.prefill_value, found.decode_value) == (field, value, "")
+    assert found.remedy == remedy
+    assert found.verdict is Verdict.REFUSED
+
+
+def test_only_the_first_impossible_region_of_a_shard_is_told() -> None:
+    """A shard may have a hundred thousand of them."""
+    regions = [replace(region, token_bytes=0) for region in shard(0).regions]
+    good = shard(0).regions[0]
+    bad = shard(0, regions=(good, *regions[1:]))
+    found = [one for one in validate_metadata(engine(bad, shard(1))) if one.field == "regions"]
+    assert [one.prefill_value for one in found] == ["l1"]
+    both = engine(bad, shard(1, regions=tuple(regions)))
+    found = [one for one in validate_metadata(both) if one.field == "regions"]
+    assert [one.message for one in found] == [
+        "layer l1 of rank (0, 0): token_bytes is 0",
+        "layer l0 of rank (0, 1): token_bytes is 0",
+    ]
+
+
+def test_an_engine_that_names_no_groups_has_layers_of_its_own_sizes() -> None:
+    assert reasons(engine(shard(0), shard(1), shape=replace(SHAPE, groups=None))) == []
+
+
+def test_absent_ranks_are_told_in_their_order() -> None:
+    found = validate_metadata(engine(shape=EngineShape(tensor=64, pipeline=2)))
+    assert [one.prefill_value for one in found] == [f"(0, {rank})" for rank in range(8)]
+
+
+def test_of_layers_that_no_shard_holds_eight_are_told_by_name() -> None:
+    found = validate_metadata(contradictions_without_end()["layers of no shard"])
+    names = [one.prefill_value for one in found if one.reason is Reason.LAYER_MISMATCH]
+    assert names == ["l0", "l1", "l2", "n0", "n1", "n10", "n100", "n101"]

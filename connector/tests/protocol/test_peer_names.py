@@ -129,3 +129,14 @@ def test_a_peer_cannot_make_a_message_long() -> None:
 def test_a_certificate_without_a_name_is_said_to_name_no_engine() -> None:
     why = why_not_peer(PREFILL, (), DECODE, "decode")
     assert why == f"its certificate names no engine, but it says that it is {DECODE}"
+
+
+def test_of_several_engines_in_a_certificate_the_first_one_is_meant() -> None:
+    names = ("localhost", f"ns.c.decode.r.1.{SUFFIX}", f"ns.c.decode.r.0.{SUFFIX}")
+    assert engine_in(names) == "ns.c.decode.r.1"
+
+
+@pytest.mark.parametrize("mine", [PREFILL, PREFILL.upper()])
+@pytest.mark.parametrize("claimed", [DECODE, "NS.c.Decode.r.0/bb"])
+def test_names_are_compared_as_dns_does_it(mine: str, claimed: str) -> None:
+    assert why_not_peer(mine, (engine_name(DECODE),), claimed, "decode") is None

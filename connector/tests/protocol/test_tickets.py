@@ -552,3 +552,49 @@ def test_one_changed_token_changes_the_digest(tokens: list[int], data: st.DataOb
 def test_a_signature_serves_tickets_alone() -> None:
     """Whoever has the key for another purpose, and signs with it, has signed no ticket."""
     assert not KEYS.verify(b"body", hmac.digest(bytes.fromhex("5a" * 32), b"body", "sha256"))
+
+
+def test_a_ticket_without_a_signature_is_not_signed_and_one_that_is_too_long_is_not_read() -> None:
+    body = body_of(TICKET)
+
+    def sent(*envelope: object) -> object:
+        return decode(b64encode(msgspec.msgpack.encode(envelope)).decode(), KEYS)
+
+    assert reason(sent(FORMAT, body)) is Reason.UNSIGNED
+    assert reason(sent(FORMAT, body, b"x" * 64)) is Reason.FORGED
+    assert reason(sent(FORMAT, body, b"x" * 65)) is Reason.TICKET_INVALID
+
+
+def test_the_signature_of_a_ticket_stays_the_same() -> None:
+    """Prefill and decode may run two releases of the connector."""
+    key = hmac.digest(bytes.fromhex("5a" * 32), b"pdcluster ticket, format 3", "sha256")
+    assert KEYS.sign(b"body") == hmac.digest(key, b"body", "sha256")
+    assert KEYS.verify(b"body", hmac.digest(key, b"body", "sha256"))
+
+
+def test_of_two_keys_whose_age_is_not_known_the_first_one_signs() -> None:
+    old, new = b"0a" * 32, b"0b" * 32
+    keys = parse_keys(new + b"\n" + old)
+    assert keys.sign(b"body") == parse_keys(new).sign(b"body")
+
+
+@pytest.mark.parametrize(
+    ("raw", "is_read"),
+    [
+        (b"5a" * 32, True),
+        (b"5a" * 31 + b"5", False),
+        (b"5a" * 128, True),
+        (b"5a" * 129, False),
+        ((b"5a" * 32).ljust(1024), True),
+        ((b"5a" * 32).ljust(1025), False),
+    ],
+    ids=["32 bytes", "31.5 bytes", "128 bytes", "129 bytes", "1 KiB", "more than 1 KiB"],
+)
+def test_a_key_has_32_to_128_bytes_in_a_file_of_1_kib(raw: bytes, is_read: bool) -> None:
+    try:
+        keys = parse_keys(raw)
+    except ValueError:
+        assert not is_read
+    else:
+        assert is_read
+        assert len(keys.accepted) == 1

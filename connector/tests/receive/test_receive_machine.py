@@ -615,6 +615,7 @@ def test_a_hanging_transfer_costs_the_agent_after_the_drain_deadline() -> None:
     machine.on(Abandoned(), 4)
     assert machine.next_tick == 4 + DRAIN
     assert machine.on(Tick(), 4 + DRAIN) == (Action.DESTROY_AGENT,)
+    assert machine.next_tick == float("inf"), "a time that has passed would keep the thread awake"
     assert machine.on(Tick(), 99) == ()
     assert machine.on(AgentDestroyed(DESTROYED), 99) == (Action.REPORT,)
     assert machine.abandoned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,3 +96,29 @@ def test_files_that_vanish_leave_what_was_made(files: Files) -> None:
     assert files.look() is first
     files.write()
     assert files.look() is not first
+
+
+def test_files_that_have_changed_are_used_within_five_seconds(files: Files) -> None:
+    first = files.watched.present()
+    files.write()
+    files.now += 4.75
+    assert files.watched.present() is first
+    files.now += 0.25
+    second = files.watched.present()
+    assert second is not first
+    files.write()
+    files.now += 4.75
+    assert files.watched.present() is second, "the time begins anew with each look"
+    files.now += 0.25
+    assert files.watched.present() is not second
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "tls.crt", "tls.key"])
+def test_a_change_of_any_of_the_files_is_seen(files: Files, name: str) -> None:
+    path = files.folder / name
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+    os.utime(path, (1.0, 1.0))
+    files.look()
+    assert files.made == 2

@@ -155,3 +155,15 @@ def test_keys_are_never_printed(tmp_path: Path, caplog: pytest.LogCaptureFixture
     for key in (*keys().accepted, bytes.fromhex(OLD.decode()), bytes.fromhex(NEW.decode())):
         assert key.hex() not in shown
         assert repr(key)[2:-1] not in shown
+
+
+def test_the_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
+    path, clock = tmp_path / "key", Clock()
+    write(path, OLD)
+    keys = TicketKeyFile(str(path), clock)
+    for raw, former in ((NEW, OLD), (OLD, NEW)):
+        write(path, raw)
+        clock.now += 0.75
+        assert keys() == parse_keys(former)
+        clock.now += 0.25
+        assert keys() == parse_keys(raw)

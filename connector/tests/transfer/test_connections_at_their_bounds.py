@@ -93,6 +93,7 @@ def test_a_probe_without_room_says_nothing_of_its_connection(bench: Bench) -> No
     connection = bench.connections.by_engine.get(good.engine_id)
     assert connection is not None
     assert connection.broken is None
+    assert connection.transfers == 0, "or it could never close"
     assert good.engine_id not in bench.peers.forgotten
     assert bench.send(good) in bench.take().received
     # A slot that is free again is used again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from itertools import pairwise
 
 import pytest
 from transfer_rig import Prefill
@@ -167,3 +168,23 @@ def test_a_peer_that_is_cut_off_for_an_hour_costs_few_agents(bench: Bench) -> No
     before = agents(bench)
     cut_off(bench, cut, 60, before)
     assert len(before) == 2, "later faults are as soon over as the first"
+
+
+def test_each_pause_between_renewals_is_twice_as_long_as_the_one_before(bench: Bench) -> None:
+    """Until they are as long as a read may hang."""
+    cut = bench.prefill("cut/1")
+    bench.fabric.behave = lambda transfer: Behaviour(hang=transfer.peer.startswith("cut"))
+    renewed_at: list[float] = []
+    future: Future[ProbeResult] | None = None
+    known = agents(bench)
+    for _ in range(3000):
+        if future is None or future.done():
+            future = Future()
+            bench.connections.probe(cut.metadata, future)
+        bench.pass_time(1.0)
+        if agents(bench) - known:
+            renewed_at.append(bench.now)
+            known |= agents(bench)
+    pauses = [later - sooner for sooner, later in pairwise(renewed_at)]
+    assert pauses[:2] == [40.0, 41.0], "a probe of ten seconds that then hangs for half a minute"
+    assert pauses[2:7] == [60.0, 120.0, 240.0, 300.0, 300.0]

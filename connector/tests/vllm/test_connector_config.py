@@ -166,7 +166,7 @@ def test_tls_names_three_files() -> None:
     assert files == TlsFiles(*map(Path, paths.values()), named=True)
     by_host = parse_options({"tls": {**paths, "names": "hosts"}, **KEY}).tls
     assert by_host is not None
-    assert not by_host.named
+    assert (by_host.named, by_host.by_role) == (False, False)
     by_role = parse_options({"tls": {**paths, "names": "roles"}, **KEY}).tls
     assert by_role is not None
     assert (by_role.named, by_role.by_role) == (True, True)
@@ -179,6 +179,8 @@ def test_tls_names_three_files() -> None:
         ({"ca": "a", "certificate": "b"}, "is not"),
         ({"ca": "a", "certificate": "b", "key": "c", "password": "d"}, "is not"),
         ({"ca": "a", "certificate": "", "key": "c"}, "certificate that is not a path"),
+        ({"ca": 7, "certificate": "b", "key": "c"}, "ca that is not a path"),
+        ({"ca": "a", "certificate": "b", "key": None}, "key that is not a path"),
         ({"ca": "a", "certificate": "b", "key": "c", "names": "any"}, "engines, roles or hosts"),
         ({"ca": "a", "certificate": "b", "key": "c", "names": []}, "engines, roles or hosts"),
     ],

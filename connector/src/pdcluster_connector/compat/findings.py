@@ -85,8 +85,6 @@ def show(value: object) -> str:
     """Return the text of a field's value for a message; None is ``unknown``."""
     if value is None:
         return "unknown"
-    if isinstance(value, StrEnum):
-        return value.value
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value)

@@ -54,8 +54,8 @@ def _value(shape: EngineShape, field: str) -> object:
     value = getattr(shape, field)
     if field != "layers" or value is None:
         return value
-    kinds = sorted({layer.kind.value for layer in shape.layers or ()})
-    groups = len({layer.group for layer in shape.layers or ()})
+    kinds = sorted({layer.kind.value for layer in value})
+    groups = len({layer.group for layer in value})
     number = counted(len(value), "layer")
     return f"{number} of {counted(groups, 'group')} ({', '.join(kinds)})"
 

@@ -127,7 +127,7 @@ def _first_needed(
     last token again. So the window may begin one token earlier. An engine may have freed the block
     of that one token already. Then the window begins one token later.
     """
-    if window is None or stop - window < start:
+    if window is None:
         return start
     first = stop - window
     if any(_freed_up_to(blocks, first) for blocks in lists):

@@ -15,7 +15,6 @@ KEY_BYTES: Final = 32
 MOST_KEY_BYTES: Final = 128
 MOST_KEYS: Final = 2
 MAX_FILE_BYTES: Final = 1024
-SIGNATURE_BYTES: Final = 32
 # The kubelet brings a changed Secret into a pod within about a minute and a half.
 ROTATION_SECONDS: Final = 180.0
 MAKE_A_KEY_FILE: Final = "(umask 077 && openssl rand -hex 32 > FILE)"

@@ -106,8 +106,7 @@ class Connecting:
             self.connections.break_off(connection, failure)
         dead = failure.reason is Reason.PEER_RESTARTED
         for job in list(self._jobs.values()):
-            posting = job.machine.may_post and job.machine.state is State.POSTED
-            if job.request.ticket.engine_id == engine_id and (dead or posting):
+            if dead and job.request.ticket.engine_id == engine_id:
                 self._tell(job, Failed(failure))
 
     def broken(self, connection: Connection, failure: Failure) -> None:

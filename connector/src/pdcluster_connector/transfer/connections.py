@@ -182,6 +182,7 @@ class Connections:
         failure = connection.broken or result.failure
         if failure is not None:
             self.break_off(connection, failure)
+            self._probing.not_warmed(connection.engine_id, failure)
         self._warmed(connection, failure)
         connection.waiting = None
 

@@ -114,7 +114,9 @@ def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:
     if ticket.block_size != size:
         message = f"the ticket's blocks hold {ticket.block_size} tokens, the engine's {size}"
         return Failure(Reason.TICKET_INVALID, message)
-    slots = min((source.word_slots for source in connection.sources), default=0)
+    if not connection.sources:
+        return None  # no layer of this rank has KV
+    slots = min(source.word_slots for source in connection.sources)
     if not 0 <= ticket.fence_slot < slots:
         message = f"the ticket names lease word {ticket.fence_slot}, the engine has {slots}"
         return Failure(Reason.TICKET_INVALID, message)

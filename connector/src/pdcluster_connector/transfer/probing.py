@@ -82,6 +82,16 @@ class Probing:
         else:
             self.waiting[future] = metadata
 
+    def not_warmed(self, engine_id: str, failure: Failure) -> None:
+        """Answer the probes that wait for a warm-up which has failed.
+
+        Its connection may close at once, and the next one would begin with the same warm-up.
+        """
+        for future, metadata in list(self.waiting.items()):
+            if metadata.engine_id == engine_id:
+                del self.waiting[future]
+                answer(future, ProbeResult(engine_id, (), failure))
+
     def check(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
         """Check with a small read that a connection still carries data.
 

@@ -1,0 +1,154 @@
+"""What a side channel answers, without a socket: statuses, values, counts and log lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
+
+from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_connector.sidechannel.answers import Answer, Answers
+from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
+
+LEASE = ("r", 7)
+
+
+def answers(leases: LeaseDesk | None = None, role: str = "prefill") -> Answers:
+    return Answers(
+        PREFILL, SHAPE, leases=leases, role=role, lease_seconds=17.5, versions={"vllm": "0.32.0"}
+    )
+
+
+def asked(oldest: int = 3, newest: int = 3) -> bytes:
+    return m.encode(m.HandshakeRequest((oldest, newest), DECODE, SHAPE, (0, 0)))
+
+
+def refusal(answer: Answer) -> m.Refusal:
+    found = m.decode_handshake_reply(answer.body)
+    assert isinstance(found, m.Refusal)
+    return found
+
+
+def test_a_decode_engine_learns_how_long_leases_last_and_which_versions_run() -> None:
+    engine = answers()
+    engine.set_shards(shards_of(PREFILL))
+    answer = engine.handshake(asked(), None)
+    assert (answer.status, answer.content_type) == (200, "application/msgpack")
+    assert m.decode_handshake_reply(answer.body) == m.EngineMetadata(
+        3, PREFILL, SHAPE, shards_of(PREFILL), 17.5, {"vllm": "0.32.0"}
+    )
+    assert engine.counts == {"handshakes": 1}
+
+
+def test_before_the_memory_is_registered_a_handshake_may_be_tried_again() -> None:
+    engine = answers()
+    engine.set_shards(())
+    answer = engine.handshake(asked(), None)
+    assert answer == Answer(503, b"the engine's memory is not registered yet", "text/plain")
+    assert engine.counts == {"handshakes": 1}
+
+
+@pytest.mark.parametrize(
+    ("oldest", "newest", "theirs"), [(4, 9, "4..9"), (1, 2, "1..2"), (4, 4, "4..4")]
+)
+def test_without_a_common_protocol_both_ranges_are_told(
+    oldest: int, newest: int, theirs: str
+) -> None:
+    engine = answers()
+    engine.set_shards(shards_of(PREFILL))
+    answer = engine.handshake(asked(oldest, newest), None)
+    assert answer.status == 409
+    assert refusal(answer) == m.Refusal(
+        "ProtocolVersionMismatch",
+        f"prefill speaks protocol 3..3, decode {theirs}; give both engines the same connector",
+        "3..3",
+        theirs,
+    )
+    assert engine.counts == {"handshakes": 1, "refusals": 1}
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [(1, 3), (3, 9), (1, 9)])
+def test_one_common_protocol_is_enough(oldest: int, newest: int) -> None:
+    engine = answers()
+    engine.set_shards(shards_of(PREFILL))
+    assert engine.handshake(asked(oldest, newest), None).status == 200
+
+
+def test_a_lease_message_for_the_former_incarnation_names_both() -> None:
+    desk = LeaseDesk(60.0)
+    answer = answers(desk).lease(m.encode(m.LeaseRequest("ns.c.prefill.r.0/old", DECODE)), None)
+    assert answer.status == 409
+    assert refusal(answer) == m.Refusal(
+        "PeerRestarted",
+        f"ns.c.prefill.r.0/old is gone; {PREFILL} listens here now",
+        PREFILL,
+        "ns.c.prefill.r.0/old",
+    )
+
+
+def test_a_decode_engine_grants_no_leases() -> None:
+    engine = answers(leases=None, role="decode")
+    answer = engine.lease(m.encode(m.LeaseRequest(PREFILL, DECODE)), None)
+    assert (answer.status, answer.body) == (404, b"this engine grants no leases")
+    assert engine.counts == {}
+
+
+def test_a_renewal_is_answered_with_how_long_it_holds() -> None:
+    desk = LeaseDesk(42.0)
+    desk.arm(*LEASE)
+    desk.grant("r")
+    engine = answers(desk)
+    answer = engine.lease(m.encode(m.LeaseRequest(PREFILL, DECODE, renewals=(LEASE,))), None)
+    assert (answer.status, answer.content_type) == (200, "application/msgpack")
+    assert m.decode_lease_reply(answer.body) == m.LeaseReply(42.0, (LEASE,))
+    assert engine.counts == {"lease_messages": 1}
+
+
+def test_health_says_who_listens_in_which_role_and_with_how_many_shards() -> None:
+    engine = answers(role="decode")
+    for shards in (0, 1):
+        engine.set_shards(shards_of(PREFILL)[:shards])
+        answer = engine.health()
+        assert (answer.status, answer.content_type) == (200, "application/json")
+        assert json.loads(answer.body) == {
+            "engine_id": PREFILL,
+            "role": "decode",
+            "shards": shards,
+        }
+    assert engine.counts == {"health_questions": 2}
+
+
+def test_malformed_messages_are_logged_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    """A client that sends many fills no disk."""
+    engine = answers(LeaseDesk(60.0))
+    with caplog.at_level(logging.WARNING):
+        for number in range(20):
+            ask = engine.lease if number % 2 else engine.handshake
+            answer = ask(b"\xc1", None)
+            assert (answer.status, answer.content_type) == (400, "text/plain")
+            assert answer.body
+    numbers = [int(record.getMessage().split()[2].rstrip(":")) for record in caplog.records]
+    assert numbers == [1, 2, 4, 8, 16]
+    assert engine.counts == {"malformed": 20}
+
+
+def test_a_client_whose_certificate_names_another_engine_is_counted_and_told_nothing() -> None:
+    desk = LeaseDesk(60.0)
+    desk.arm(*LEASE)
+    desk.grant("r")
+    engine = answers(desk)
+    engine.set_shards(shards_of(PREFILL))
+    stranger = (engine_name("ns.c.decode.r.1/ee"),)
+    message = m.encode(m.LeaseRequest(PREFILL, DECODE, releases=(LEASE,)))
+    for answer in (engine.handshake(asked(), stranger), engine.lease(message, stranger)):
+        assert answer.status == 403
+        assert b"its certificate names ns.c.decode.r.1.engine.pdcluster.dev" in answer.body
+    assert engine.counts == {"strangers": 2}
+    assert desk.held == 1
+    own = (engine_name(DECODE),)
+    assert engine.handshake(asked(), own).status == 200
+    assert engine.lease(message, own).status == 200
+    assert desk.held == 0

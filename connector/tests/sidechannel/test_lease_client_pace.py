@@ -1,0 +1,311 @@
+"""When leases are renewed and released, in how many messages, and how often again: virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+from loopback_engines import DECODE, PREFILL
+
+import virtual_time
+from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.lease import Standing
+from pdcluster_connector.sidechannel import lease_client
+from pdcluster_connector.sidechannel.lease_client import LeaseAnswer, LeaseClient
+
+OTHER = "ns.c.prefill.r.1/00000000000000ff"
+
+
+class Prefill:
+    """A prefill engine's side channel, as far as aiohttp's session shows it."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.next: list[int] = []  # the statuses of the next messages; the last one stays
+        self.body: bytes | None = None
+        self.error: Exception | None = None
+        self.answers_after = 0.0
+        self.claimed: set[str] = set()
+        self.gone: set[str] = set()
+        self.asked: list[tuple[float, str, m.LeaseRequest]] = []
+        self.arguments: list[dict[str, Any]] = []
+
+    def post(self, url: str, data: bytes, **arguments: Any) -> Prefill:
+        request = m.decode_lease_request(data)
+        assert isinstance(request, m.LeaseRequest)
+        self.asked.append((now(), url, request))
+        if self.next:
+            self.status = self.next.pop(0)
+        self.arguments.append(arguments)
+        self.content = self
+        return self
+
+    async def iter_any(self) -> Any:
+        *_, (_, _, request) = self.asked
+        held = [key for key in request.renewals if key[0] not in self.gone | self.claimed]
+        claimed = [key for key in request.renewals if key[0] in self.claimed]
+        reply = m.encode(m.LeaseReply(60.0, tuple(held), tuple(claimed)))
+        yield reply if self.body is None else self.body
+
+    async def __aenter__(self) -> Self:
+        await asyncio.sleep(self.answers_after)
+        if self.error is not None:
+            raise self.error
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    @property
+    def times(self) -> list[float]:
+        return [moment for moment, _, _ in self.asked]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """How many leases each message renews and releases."""
+        return [(len(one.renewals), len(one.releases)) for _, _, one in self.asked]
+
+
+class Here:
+    """Runs the client's calls on the test's own loop."""
+
+    alive = False
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    def call(self, callback: Callable[..., object], *args: object) -> bool:
+        callback(*args)
+        return True
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+Story = Callable[[LeaseClient, Prefill], Awaitable[None]]
+Play = Callable[[Story], tuple[LeaseClient, Prefill]]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Run a story with a client in virtual time; nothing of it is left at its end."""
+
+    def played(story: Story) -> tuple[LeaseClient, Prefill]:
+        client, prefill = LeaseClient(DECODE), Prefill()
+        client.close()
+
+        async def run() -> None:
+            monkeypatch.setattr(lease_client, "time", SimpleNamespace(monotonic=now))
+            monkeypatch.setattr(client, "_thread", Here())
+            monkeypatch.setattr(client, "_session", prefill)
+            await story(client, prefill)
+            assert client._outboxes == {}
+
+        virtual_time.run(run())
+        return client, prefill
+
+    return played
+
+
+def release(client: LeaseClient, name: str, *, ends: float = 1e6, engine: str = PREFILL) -> None:
+    client.release("10.0.0.1", 5600, engine, name, 7, ends)
+
+
+def renew(client: LeaseClient, name: str, *, ends: float = 1e6, engine: str = PREFILL) -> None:
+    client.renew("10.0.0.1", 5600, engine, name, 7, ends)
+
+
+def test_a_renewal_goes_at_once_and_releases_of_one_moment_go_together(play: Play) -> None:
+    """A receive may wait for what prefill says to a renewal."""
+
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        renew(client, "a")
+        await asyncio.sleep(1.0)
+        assert prefill.times == [0.0]
+        release(client, "b")
+        await asyncio.sleep(0.004)
+        release(client, "c")
+        await asyncio.sleep(1.0)
+        assert prefill.times[1:] == [pytest.approx(1.005)]
+
+    client, prefill = play(story)
+    assert prefill.sizes == [(1, 0), (0, 2)]
+    assert client.counts == {"delivered": 3}
+    for _, url, request in prefill.asked:
+        assert url == "http://10.0.0.1:5600/v1/leases"
+        assert (request.engine_id, request.holder) == (PREFILL, DECODE)
+    for arguments in prefill.arguments:
+        assert arguments["allow_redirects"] is False, "a redirect could lead to anybody"
+        assert arguments["timeout"].total == 10.0
+
+
+def test_renewals_go_before_releases_and_256_leases_are_one_message(play: Play) -> None:
+    async def story(client: LeaseClient, _prefill: Prefill) -> None:
+        for number in range(300):
+            release(client, f"done {number}")
+        for number in range(300):
+            renew(client, f"held {number}")
+        await asyncio.sleep(1.0)
+
+    client, prefill = play(story)
+    assert prefill.sizes == [(256, 0), (44, 212), (0, 88)]
+    assert client.counts == {"delivered": 600}
+
+
+def test_each_engine_has_messages_of_its_own(play: Play) -> None:
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        prefill.answers_after = 5.0
+        renew(client, "a")
+        renew(client, "a", engine=OTHER)
+        await asyncio.sleep(6.0)
+
+    client, prefill = play(story)
+    assert [request.engine_id for _, _, request in prefill.asked] == [PREFILL, OTHER]
+    assert prefill.times == [0.0, 0.0]
+    assert {answer.engine_id for answer in client.answers()} == {PREFILL, OTHER}
+
+
+def test_what_comes_while_a_message_is_under_way_goes_with_the_next(play: Play) -> None:
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        prefill.answers_after = 2.0
+        renew(client, "a")
+        await asyncio.sleep(1.0)
+        renew(client, "b")
+        release(client, "c")
+        await asyncio.sleep(9.0)
+
+    _, prefill = play(story)
+    assert prefill.times == [0.0, 2.0]
+    assert prefill.sizes == [(1, 0), (1, 1)]
+
+
+def test_an_answer_holds_from_the_moment_of_the_question(play: Play) -> None:
+    """Prefill counts from a later one, so decode never believes a lease that has ended."""
+
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        await asyncio.sleep(100.0)
+        prefill.answers_after = 3.0
+        prefill.claimed, prefill.gone = {"theirs"}, {"gone"}
+        for name in ("mine", "theirs", "gone"):
+            renew(client, name)
+        await asyncio.sleep(2.9)
+        assert client.answers() == []
+        await asyncio.sleep(0.2)
+
+    client, _ = play(story)
+    assert client.answers() == [
+        LeaseAnswer(PREFILL, "mine", 7, Standing.HELD, 160.0),
+        LeaseAnswer(PREFILL, "theirs", 7, Standing.CLAIMED, 160.0),
+        LeaseAnswer(PREFILL, "gone", 7, Standing.GONE, 160.0),
+    ]
+    assert client.answers() == []
+
+
+def pauses(moments: list[float]) -> list[float]:
+    return [later - sooner for sooner, later in pairwise(moments)]
+
+
+@pytest.mark.parametrize("fault", [429, 500, 503, ConnectionResetError("reset"), TimeoutError()])
+def test_a_message_is_sent_again_ever_more_rarely_until_its_deadline(
+    play: Play, fault: int | Exception
+) -> None:
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        prefill.status = fault if isinstance(fault, int) else 200
+        prefill.error = None if isinstance(fault, int) else fault
+        release(client, "a", ends=50.0)
+        renew(client, "b", ends=100.0)
+        await asyncio.sleep(103.0)
+
+    client, prefill = play(story)
+    found = pauses(prefill.times)
+    for number, pause in enumerate(found[:5]):  # each is cut by up to a half, by chance
+        most = 0.1 * 2**number
+        assert most / 2 - 1e-9 <= pause <= most + 1e-9
+    assert all(1.0 - 1e-9 <= pause <= 2.0 + 1e-9 for pause in found[5:])
+    assert max(found) > 1.5
+    assert max(moment for moment, _, one in prefill.asked if one.releases) < 50.0
+    assert 97.0 < prefill.times[-1] < 100.0
+    assert client.counts == {"expired": 2}
+    assert client.answers() == []
+
+
+def test_after_a_message_that_arrived_the_next_fault_is_tried_again_soon(play: Play) -> None:
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        prefill.status = 503
+        for number in range(400):
+            renew(client, f"{number}")
+        await asyncio.sleep(20.0)
+        before, prefill.next = len(prefill.asked), [200, 503]
+        await asyncio.sleep(3.0)
+        arrived, failed, again, *_ = prefill.times[before:]
+        assert arrived == failed, "what waits goes with the next message at once"
+        assert again - failed <= 0.1 + 1e-9
+        prefill.status = 200
+        await asyncio.sleep(3.0)
+
+    client, _ = play(story)
+    assert client.counts == {"delivered": 400}
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 409, 413])
+def test_what_prefill_refuses_is_not_sent_again(play: Play, status: int) -> None:
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        prefill.status = status
+        renew(client, "a")
+        release(client, "b")
+        await asyncio.sleep(60.0)
+
+    client, prefill = play(story)
+    assert prefill.sizes == [(1, 1)]
+    assert client.counts == {"refused": 2}
+    assert client.answers() == [], "the handshake says what has happened"
+
+
+def test_an_answer_that_cannot_be_read_is_a_refusal(play: Play) -> None:
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        prefill.body = b"\xc1"
+        renew(client, "a")
+        await asyncio.sleep(60.0)
+
+    client, prefill = play(story)
+    assert len(prefill.asked) == 1
+    assert client.counts == {"refused": 1}
+
+
+def test_a_lease_whose_deadline_is_now_is_not_told_of(play: Play) -> None:
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        renew(client, "a", ends=0.0)
+        await asyncio.sleep(1.0)
+        assert prefill.asked == []
+        renew(client, "b", ends=1.1)
+        await asyncio.sleep(1.0)
+
+    client, prefill = play(story)
+    assert [one.renewals for _, _, one in prefill.asked] == [(("b", 7),)]
+    assert client.counts == {"expired": 1, "delivered": 1}
+
+
+def test_more_than_may_wait_is_dropped_and_counted(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for all engines together. What arrives makes room."""
+    monkeypatch.setattr(lease_client, "MAX_PENDING", 3)
+
+    async def story(client: LeaseClient, prefill: Prefill) -> None:
+        prefill.answers_after = 1.0
+        release(client, "a")
+        renew(client, "b")
+        release(client, "c", engine=OTHER)
+        renew(client, "d")
+        assert client.counts == {"overflow": 1}
+        await asyncio.sleep(3.0)
+        renew(client, "d")
+        await asyncio.sleep(3.0)
+
+    client, _ = play(story)
+    assert client.counts == {"overflow": 1, "delivered": 4}

@@ -1,0 +1,308 @@
+"""How often a peer is asked, by the peer book and once it is connected: in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
+
+import virtual_time
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol import messages as m
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.sidechannel import peers
+from pdcluster_connector.sidechannel.handshake import TryAgain
+from pdcluster_connector.sidechannel.peer_liveness import why_gone
+from pdcluster_connector.sidechannel.peers import PeerBook
+
+WHERE = "10.0.0.1:5600"
+TOLD = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL), 60.0)
+REFUSED = Failure(Reason.MODEL_MISMATCH, "another model")
+SILENT = TryAgain(f"{WHERE}: connection refused")
+Outcome = m.EngineMetadata | Failure | TryAgain
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def pauses(moments: list[float]) -> list[float]:
+    return [later - sooner for sooner, later in pairwise(moments)]
+
+
+class Here:
+    """Runs a book's calls on the test's own loop."""
+
+    alive = False
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    def call(self, callback: Callable[..., object], *args: object) -> bool:
+        callback(*args)
+        return True
+
+    def stop(self) -> None: ...
+
+
+class Asked:
+    """A book, when it has shaken hands, and what the peer answers."""
+
+    def __init__(self, book: PeerBook) -> None:
+        self.book = book
+        self.outcome: Outcome = SILENT
+        self.takes = 0.0
+        self.times: list[float] = []
+        self.introduced: list[object] = []
+
+    async def shake_hands(self, _session: object, me: object, *peer: object) -> Outcome:
+        self.times.append(now())
+        self.introduced.append((me, *peer))
+        await asyncio.sleep(self.takes)
+        return self.outcome
+
+    def connect(self, ends: float, engine_id: str = PREFILL) -> list[m.EngineMetadata | Failure]:
+        told: list[m.EngineMetadata | Failure] = []
+        self.book.connect(engine_id, "10.0.0.1", 5600, lambda: ends, told.append)
+        return told
+
+
+Story = Callable[[Asked], Awaitable[None]]
+Play = Callable[[Story], Asked]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Run a story with a peer book whose handshakes the test answers."""
+
+    def played(story: Story) -> Asked:
+        book = PeerBook(DECODE, SHAPE, (0, 1))
+        book.close()
+        book._closed = False
+        asked = Asked(book)
+
+        async def run() -> None:
+            monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=now))
+            monkeypatch.setattr(peers, "shake_hands", asked.shake_hands)
+            monkeypatch.setattr(book, "_thread", Here())
+            monkeypatch.setattr(book, "_session", object())
+            await story(asked)
+
+        virtual_time.run(run())
+        return asked
+
+    return played
+
+
+def test_a_silent_peer_is_tried_ever_more_rarely_at_least_once_a_second(play: Play) -> None:
+    async def story(asked: Asked) -> None:
+        told = asked.connect(60.0)
+        await asyncio.sleep(59.9)
+        assert told == []
+        await asyncio.sleep(0.2)
+        assert told == [
+            Failure(
+                Reason.SIDE_CHANNEL_UNREACHABLE,
+                f"no handshake before the deadline; last: {SILENT.message}",
+            )
+        ]
+        tried = len(asked.times)
+        await asyncio.sleep(60.0)
+        assert len(asked.times) == tried, "nobody waits for it any more"
+        assert asked.book._peers == {}
+
+    asked = play(story)
+    found = pauses(asked.times)
+    for number, pause in enumerate(found[:4]):  # each is cut by up to a half, by chance
+        most = 0.05 * 2**number
+        assert most / 2 - 1e-9 <= pause <= most + 1e-9
+    assert all(0.4 - 1e-9 <= pause <= 1.0 + 1e-9 for pause in found[4:])
+    assert max(found) > 0.8
+    assert {one[1:] for one in asked.introduced} == {(PREFILL, "10.0.0.1", 5600, None)}
+
+
+def test_a_deadline_is_told_with_the_reason_of_the_last_attempt(play: Play) -> None:
+    async def story(asked: Asked) -> None:
+        asked.outcome = TryAgain("it ended the connection", Reason.AUTHENTICATION_FAILED)
+        told = asked.connect(5.0)
+        await asyncio.sleep(5.1)
+        assert [one.reason for one in told if isinstance(one, Failure)] == [
+            Reason.AUTHENTICATION_FAILED
+        ]
+
+    play(story)
+
+
+def test_a_refusal_is_answered_from_memory_for_five_seconds(play: Play) -> None:
+    async def story(asked: Asked) -> None:
+        asked.outcome = REFUSED
+        assert asked.connect(60.0) == []
+        await asyncio.sleep(0.1)
+        for seconds in (1.0, 3.75):
+            await asyncio.sleep(seconds)
+            assert asked.connect(600.0) == [REFUSED], "at once"
+        assert len(asked.times) == 1
+        await asyncio.sleep(0.25)
+        asked.outcome = TOLD
+        told = asked.connect(600.0)
+        await asyncio.sleep(0.1)
+        assert told == [TOLD]
+        assert len(asked.times) == 2
+        await asyncio.sleep(10.0)
+        assert asked.connect(600.0) == [TOLD], "metadata is kept"
+        asked.book.forget(PREFILL, REFUSED)
+
+    play(story)
+
+
+def test_who_comes_while_a_handshake_is_under_way_waits_for_it(play: Play) -> None:
+    async def story(asked: Asked) -> None:
+        asked.outcome, asked.takes = TOLD, 3.0
+        first = asked.connect(10.0)
+        await asyncio.sleep(1.0)
+        hurried, second = asked.connect(2.0), asked.connect(10.0)
+        await asyncio.sleep(1.5)
+        [late] = hurried
+        assert isinstance(late, Failure)
+        assert late.message.endswith(f"{WHERE} has not answered yet")
+        await asyncio.sleep(1.0)
+        assert first == second == [TOLD]
+        assert len(asked.times) == 1
+        asked.book.forget(PREFILL, REFUSED)
+
+    play(story)
+
+
+def test_to_forget_a_peer_ends_its_attempts_and_tells_who_waits(play: Play) -> None:
+    async def story(asked: Asked) -> None:
+        heard: list[object] = []
+        asked.book.listen(lambda *news: heard.append(news))
+        told = asked.connect(60.0)
+        await asyncio.sleep(1.0)
+        asked.book.forget(PREFILL, REFUSED)
+        assert told == [REFUSED]
+        tried = len(asked.times)
+        await asyncio.sleep(10.0)
+        assert len(asked.times) == tried
+        assert heard == [], "it was never connected"
+        asked.outcome = TOLD
+        asked.connect(60.0)
+        await asyncio.sleep(0.1)
+        asked.book.forget(PREFILL, REFUSED)
+        assert heard == [(PREFILL, REFUSED)]
+        asked.book.forget(PREFILL, REFUSED)
+        assert len(heard) == 1
+
+    play(story)
+
+
+def test_a_peer_that_says_nothing_is_left_when_nobody_waits_for_it(play: Play) -> None:
+    """Its connection would otherwise stay open for a minute."""
+
+    async def story(asked: Asked) -> None:
+        asked.takes = 100.0
+        told = asked.connect(5.0)
+        await asyncio.sleep(4.9)
+        assert len(attending()) == 1
+        await asyncio.sleep(0.2)
+        assert len(told) == 1
+        assert attending() == []
+
+    def attending() -> list[object]:
+        return [one for one in asyncio.all_tasks() if "_attend" in str(one.get_coro())]
+
+    play(story)
+
+
+def test_who_waits_when_the_engine_shuts_down_is_told_so(play: Play) -> None:
+    async def story(asked: Asked) -> None:
+        told = asked.connect(60.0)
+        await asyncio.sleep(1.0)
+        asked.book._session = None
+        await asked.book._close()
+        closing = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "this engine is shutting down")
+        assert told == [closing]
+        asked.book.close()
+        assert asked.connect(60.0) == [closing]
+
+    play(story)
+
+
+# A peer that is connected.
+
+
+class Health:
+    """What a peer says when it is asked whether it lives, in order; then it lives."""
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies = list(replies)
+        self.asked: list[tuple[float, float]] = []
+
+    async def __call__(self, seconds: float) -> Any:
+        self.asked.append((now(), seconds))
+        return self.replies.pop(0) if self.replies else m.HealthReply(PREFILL, "prefill", 1)
+
+
+def watched(health: Health, *, often: bool = True, seconds: float = 100.0) -> Failure | None:
+    async def watch() -> Failure | None:
+        try:
+            return await asyncio.wait_for(
+                why_gone(health, PREFILL, WHERE, often=often), timeout=seconds
+            )
+        except TimeoutError:
+            return None
+
+    return virtual_time.run(watch())
+
+
+def test_the_first_rank_asks_every_second() -> None:
+    health = Health()
+    assert watched(health) is None
+    assert {round(pause, 6) for pause in pauses([0.0, *(at for at, _ in health.asked)])} == {1.0}
+    assert {seconds for _, seconds in health.asked} == {2.0}
+
+
+def test_the_other_ranks_ask_every_twenty_seconds_and_not_all_at_once() -> None:
+    health = Health()
+    assert watched(health, often=False, seconds=4000.0) is None
+    found = pauses([0.0, *(at for at, _ in health.asked)])
+    assert 16.0 <= min(found) < 18.0
+    assert 22.0 < max(found) <= 24.0
+
+
+def test_a_peer_that_answers_the_second_question_lives() -> None:
+    health = Health(SILENT, m.HealthReply(PREFILL, "prefill", 1), SILENT)
+    assert watched(health, seconds=4.5) is None
+    assert [seconds for _, seconds in health.asked] == [2.0, 1.0, 2.0, 1.0, 2.0, 2.0]
+
+
+def test_a_peer_that_answers_neither_question_is_gone_and_it_is_said_how_to_find_out_why() -> None:
+    health = Health(TryAgain("h: the first"), TryAgain("h: the second"))
+    failure = watched(health)
+    assert failure is not None
+    assert failure.reason is Reason.SIDE_CHANNEL_UNREACHABLE
+    assert failure.message.startswith("the side channel at h: the second. Check that")
+
+
+@pytest.mark.parametrize("replies", [(REFUSED,), (SILENT, REFUSED)])
+def test_a_peer_that_this_engine_must_not_speak_to_is_gone(replies: tuple[object, ...]) -> None:
+    health = Health(*replies)
+    assert watched(health) is REFUSED
+    assert len(health.asked) == len(replies)
+
+
+@pytest.mark.parametrize("before", [(), (SILENT,)])
+def test_another_incarnation_in_its_place_is_told_with_both_names(
+    before: tuple[object, ...],
+) -> None:
+    other = "ns.c.prefill.r.0/00000000000000bb"
+    health = Health(*before, m.HealthReply(other, "prefill", 1))
+    assert watched(health) == Failure(
+        Reason.PEER_RESTARTED, f"{PREFILL} is gone; {other} listens on {WHERE} now"
+    )

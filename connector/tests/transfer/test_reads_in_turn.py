@@ -1,0 +1,313 @@
+"""Reads turn by turn: in which order they are posted, and what is read again over a new agent."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from msgspec.structs import replace
+from transfer_rig import Decode, FakePeers, Prefill
+from turn_by_turn import CACHE, LEASE, Bench
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import GroupShape, LayerKind
+from pdcluster_connector.nixl_io.interface import NixlErrorKind
+from pdcluster_connector.nixl_io.probe import WORD_BYTES
+from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiverOptions
+
+DRAIN = 30.0
+BLOCK_BYTES = 2 * 4 * 4 * 4  # two layers, four heads, four tokens of four bytes
+
+
+def request_of(bench: Bench, prefill: Prefill, seed: int, blocks: int) -> ReceiveRequest:
+    """A request that the test hands over itself, into blocks of its own."""
+    tokens = 4 * blocks
+    ticket = prefill.ticket(seed, range(4 * seed, 4 * seed + blocks), tokens)
+    groups = [GroupShape(LayerKind.FULL_ATTENTION, CACHE["block_tokens"])]
+    own = EngineBlocks(groups, [GroupBlocks(list(range(4 * seed, 4 * seed + blocks)))])
+    return ReceiveRequest(f"r{seed}", ticket, own, 0, tokens, bench.now + LEASE, True)
+
+
+def of_kv(transfer: Transfer) -> bool:
+    return transfer.nbytes not in (8, 4096)
+
+
+def test_requests_are_posted_in_turn_so_that_none_waits_for_a_long_one() -> None:
+    bench = Bench(ReceiverOptions(descriptors_per_transfer=1))
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+    bench.hanging.add(prefill.engine_id)
+    first, second = (request_of(bench, prefill, seed, 3) for seed in (2, 3))
+    order: list[str] = []
+    begins = {
+        block: request.request_id
+        for request in (first, second)
+        for block in request.decode_blocks.blocks[0].blocks
+    }
+    layer, block = bench.cache.bytes[0].nbytes, bench.cache.bytes[0][0].nbytes
+    start, as_before = bench.cache.bytes.ctypes.data, bench.fabric.behave
+
+    def behave(transfer: Transfer) -> Behaviour:
+        order.append(begins[(transfer.copies[0][0] - start) % layer // block])
+        return as_before(transfer)
+
+    bench.fabric.behave = behave
+    bench.receives.receive([first, second])
+    bench.turns()
+    assert order == ["r2", "r3"] * 6  # of three blocks in two layers
+
+
+def test_posting_stops_after_two_milliseconds_so_that_what_has_landed_is_noticed() -> None:
+    """All of it is posted in the end."""
+    bench = Bench(ReceiverOptions(descriptors_per_transfer=1))
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+
+    def slow(transfer: Transfer) -> Behaviour:
+        bench.now += 1 / 1024
+        return Behaviour(hang=of_kv(transfer))
+
+    bench.fabric.behave = slow
+    bench.receives.receive([request_of(bench, prefill, 2, 4)])
+    posted = []
+    for _ in range(4):
+        bench.receives.turn()
+        posted.append(len(bench.fabric.flying))
+    assert posted == [3, 6, 8, 8]
+
+
+def test_a_request_that_comes_twice_hides_no_other_of_its_batch() -> None:
+    bench = Bench()
+    prefill = bench.prefill("p/1")
+    first, second = (request_of(bench, prefill, seed, 1) for seed in (2, 3))
+    bench.receives.receive([first, first, second])
+    bench.turns()
+    assert set(bench.take().received) == {"r2", "r3"}
+
+
+def test_what_is_read_again_is_counted_once() -> None:
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=DRAIN))
+    cut, slow = bench.prefill("cut/1"), bench.prefill("slow/1")
+    bench.hanging |= {cut.engine_id, slow.engine_id}
+    hung, again = bench.send(cut), bench.send(slow, blocks=2)
+    bench.receives.abandon([hung])
+    bench.pass_time(DRAIN)
+    bench.hanging.clear()
+    bench.pass_time(1.0)
+    received = bench.take().received[again]
+    assert received.nbytes == 2 * BLOCK_BYTES
+    assert received.descriptors == 4
+
+
+def test_a_lease_word_that_did_not_come_is_not_taken_for_an_older_one() -> None:
+    """The place in memory may still hold this very ticket's word, of an earlier read."""
+    bench = Bench()
+    prefill = bench.prefill("p/1")
+    first = request_of(bench, prefill, 2, 1)
+    bench.receives.receive([first])
+    bench.turns()
+    assert "r2" in bench.take().received
+    bench.fabric.behave = lambda transfer: Behaviour(drop=transfer.nbytes == 8)
+    bench.receives.receive([first])
+    bench.turns()
+    assert bench.take().failed["r2"].reason is Reason.LEASE_LOST
+
+
+def test_without_room_for_all_lease_words_a_receive_fails_and_keeps_none() -> None:
+    bench = Bench()
+    prefill = Prefill(bench.fabric, "p/1", tensor=2, **CACHE)
+    bench.peers.table["p/1"] = prefill.metadata
+    assert bench.send(prefill) in bench.take().received
+    free = bench.connections.scratch._free[WORD_BYTES]
+    taken = [free.pop() for _ in range(len(free) - 1)]
+    request = bench.send(prefill)
+    failure = bench.take().failed[request]
+    assert failure.reason is Reason.BACKEND_ERROR
+    assert failure.message == "too many lease words are being read at the same time"
+    assert len(free) == 1
+    assert bench.connections.by_engine["p/1"].transfers == 0
+    free.extend(taken)
+    assert bench.send(prefill) in bench.take().received
+
+
+def test_a_new_agent_is_there_before_anybody_needs_it() -> None:
+    """To register the memory of a large cache takes seconds."""
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=DRAIN))
+    cut = bench.prefill("cut/1")
+    bench.hanging.add(cut.engine_id)
+    bench.receives.abandon([bench.send(cut)])
+    before = set(bench.fabric.agents)
+    bench.pass_time(DRAIN)
+    bench.pass_time(1.0)
+    after = set(bench.fabric.agents)
+    assert len([name for name in after - before if name.startswith("decode")]) == 1
+    assert len(after) == len(before)
+
+
+def test_a_second_read_that_hangs_does_not_put_off_the_end_of_the_agent() -> None:
+    """Healthy reads have a second, from the first that asked for it on."""
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=DRAIN))
+    cut, slow = bench.prefill("cut/1"), bench.prefill("slow/1")
+    bench.hanging |= {cut.engine_id, slow.engine_id}
+    first, second, _healthy = bench.send(cut), bench.send(cut), bench.send(slow)
+    bench.receives.abandon([first])
+    bench.pass_time(0.5)
+    bench.receives.abandon([second])
+    agents = set(bench.fabric.agents)
+    bench.pass_time(DRAIN - 0.5)
+    bench.pass_time(0.5)
+    assert agents == set(bench.fabric.agents)
+    bench.pass_time(0.25)
+    assert agents == set(bench.fabric.agents)
+    bench.pass_time(0.25)
+    assert agents != set(bench.fabric.agents)
+    assert set(bench.take().failed) == {first, second}
+
+
+def test_an_agent_that_survives_is_told_of_once() -> None:
+    """The worker ends then. A test's worker does not."""
+    said: list[str] = []
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=DRAIN, fatal=said.append))
+    lost, slow = bench.prefill("lost/1"), bench.prefill("slow/1")
+    assert bench.send(lost) in bench.take().received
+    bench.peers.hold = True
+    bench.send(slow)  # waits for its handshake, and has nothing under way
+    bench.fabric.survive_close = True
+    bench.fabric.behave = lambda transfer: (
+        Behaviour(poll_error=NixlErrorKind.LOST) if of_kv(transfer) else Behaviour()
+    )
+    bench.send(lost)
+    for _ in range(10):
+        bench.pass_time(1.0)
+    assert said == ["survives, as asked"]
+    assert not bench.take().finished, "its blocks may still be written"
+
+
+def test_an_agent_with_a_read_that_nobody_can_observe_has_five_seconds() -> None:
+    """So long at most, healthy reads may go on, and new ones wait."""
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=1e6))
+    lost, slow = bench.prefill("lost/1"), bench.prefill("slow/1")
+    bench.hanging.add(slow.engine_id)
+    bench.send(slow)
+    as_before = bench.fabric.behave
+    bench.fabric.behave = lambda transfer: (
+        Behaviour(poll_error=NixlErrorKind.LOST)
+        if of_kv(transfer) and transfer.peer.startswith("lost")
+        else as_before(transfer)
+    )
+    bench.send(lost)
+    agents = set(bench.fabric.agents)
+    bench.pass_time(4.75)
+    assert agents == set(bench.fabric.agents)
+    bench.pass_time(0.25)
+    assert agents != set(bench.fabric.agents)
+
+
+def test_a_read_whose_posting_breaks_may_have_been_posted() -> None:
+    """So its blocks stay until the agent is destroyed, and the request fails with the cause."""
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=1e6))
+    prefill, slow = bench.prefill("p/1"), bench.prefill("slow/1")
+    assert bench.send(prefill) in bench.take().received
+    bench.hanging.add(slow.engine_id)
+    bench.send(slow)
+    as_before = bench.fabric.behave
+
+    def behave(transfer: Transfer) -> Behaviour:
+        if of_kv(transfer) and transfer.peer.startswith("p/1"):
+            raise RuntimeError("a broken library")
+        return as_before(transfer)
+
+    bench.fabric.behave = behave
+    broken = bench.send(prefill)
+    assert not bench.take().finished
+    bench.pass_time(5.0)
+    failure = bench.take().failed[broken]
+    assert failure.reason is Reason.BACKEND_ERROR
+    assert failure.message == "posting failed: RuntimeError: a broken library"
+
+
+def test_the_place_of_a_lease_word_that_nobody_can_observe_goes_to_no_other_read() -> None:
+    bench = Bench(ReceiverOptions(drain_deadline_seconds=1e6))
+    prefill, slow = bench.prefill("p/1"), bench.prefill("slow/1")
+    assert bench.send(prefill) in bench.take().received
+    free = len(bench.connections.scratch._free[WORD_BYTES])
+    bench.hanging.add(slow.engine_id)
+    bench.send(slow)
+    as_before, handles = bench.fabric.behave, bench.fabric.open_handles()
+    bench.fabric.behave = lambda transfer: (
+        Behaviour(poll_error=NixlErrorKind.LOST) if transfer.nbytes == 8 else as_before(transfer)
+    )
+    lost = bench.send(prefill)
+    assert len(bench.connections.scratch._free[WORD_BYTES]) == free - 1
+    assert bench.fabric.open_handles() == handles + 1
+    bench.fabric.behave = as_before
+    bench.pass_time(5.0)
+    assert len(bench.connections.scratch._free[WORD_BYTES]) == free
+    assert bench.take().failed[lost].reason is Reason.BACKEND_ERROR
+
+
+def test_the_first_lease_word_is_one_like_the_others() -> None:
+    bench = Bench()
+    prefill = bench.prefill("p/1")
+    request = request_of(bench, prefill, 5, 1)
+    prefill.write_word(5, 0)
+    prefill.write_word(0, 5)
+    ticket = replace(request.ticket, fence_slot=0)
+    bench.receives.receive([dataclasses.replace(request, ticket=ticket)])
+    bench.turns()
+    assert "r5" in bench.take().received
+
+
+def test_a_rank_without_a_layer_that_has_kv_reads_nothing_and_waits_for_the_claim() -> None:
+    """A stage of a pipeline may have none. The lease words are read by the other stages."""
+    cache = CACHE | {"layers": 1}
+    fabric, peers = Fabric(), FakePeers()
+    prefill = Prefill(fabric, "p/1", **cache)
+    peers.table["p/1"] = prefill.metadata
+    decode = Decode(fabric, peers, stage=0, pipeline=2, **cache)
+    assert decode.cache.shard.regions == ()
+    request = decode.request("r", prefill.ticket(1, [3], 4), [4], claimed=False)
+    decode.receiver.receive([request])
+    decode.nothing()
+    decode.receiver.acknowledge({"r": request.deadline})
+    assert decode.wait("r").received["r"].nbytes == 0
+    assert decode.receiver.close()
+
+
+def test_of_a_peer_that_falls_silent_nothing_more_is_posted() -> None:
+    """What is posted already may land, and then the request ends with the cause."""
+    bench = Bench(ReceiverOptions(descriptors_per_transfer=1))
+    prefill = bench.prefill("p/1")
+    assert bench.send(prefill) in bench.take().received
+
+    def slow(transfer: Transfer) -> Behaviour:
+        bench.now += 1 / 1024
+        return Behaviour(hang=of_kv(transfer))
+
+    bench.fabric.behave = slow
+    bench.receives.receive([request_of(bench, prefill, 2, 4)])
+    bench.receives.turn()
+    posted = len(bench.fabric.flying)
+    silent = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer")
+    bench.receives.gone("p/1", silent)
+    bench.turns()
+    assert len(bench.fabric.flying) == posted == 3
+    assert not bench.take().finished
+    bench.fabric.land()
+    bench.turns()
+    assert bench.take().failed == {"r2": silent}
+
+
+def test_a_handshake_that_ends_after_its_request_connects_nobody() -> None:
+    bench = Bench()
+    prefill = bench.prefill("p/1")
+    bench.peers.hold = True
+    left, other = bench.send(prefill), bench.send(prefill)
+    bench.receives.abandon([left, other])
+    assert set(bench.take().failed) == {left, other}
+    bench.peers.release()
+    bench.turns()
+    assert bench.connections.by_engine == {}
+    assert bench.send(prefill) in bench.take().received

@@ -1,0 +1,104 @@
+"""What the engine step is told of receives that have ended: outcomes, times and counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.receive import Receive
+from pdcluster_connector.protocol.receive_events import (
+    Abandoned,
+    Connected,
+    Event,
+    Failed,
+    Landed,
+    Opened,
+    Posted,
+    Started,
+)
+from pdcluster_connector.transfer.handover import Received, ReceiveResults, ReceiverOptions
+
+DATA, WORD = 0, 1
+GONE = Failure(Reason.PEER_RESTARTED, "gone")
+
+
+def ended(request_id: str, *events: tuple[float, Event]) -> Receive:
+    machine = Receive(request_id, 1000.0, 5.0, 300.0, claimed=True)
+    for now, event in events:
+        machine.on(event, now)
+    assert machine.finished
+    return machine
+
+
+def received(request_id: str, began: float, *phases: float) -> Receive:
+    """A receive whose handshake, posting, transfer and fence ended so long after it began."""
+    shaken, posted, landed, fenced = (began + seconds for seconds in phases)
+    return ended(
+        request_id,
+        (began, Started()),
+        (shaken, Connected()),
+        (shaken, Opened(DATA)),
+        (posted, Posted()),
+        (landed, Landed(DATA)),
+        (landed, Opened(WORD)),
+        (landed, Posted()),
+        (fenced, Landed(WORD)),
+    )
+
+
+def test_each_phase_lasts_from_the_one_before_and_the_total_from_the_beginning() -> None:
+    results = ReceiveResults()
+    results.add(received("a", 100.0, 1.0, 1.5, 4.0, 4.25), 4096, 3)
+    assert results.received == {"a": Received(4096, 3, 4.25)}
+    results.add(received("b", 200.0, 2.0, 2.25, 8.0, 9.0), 1024, 1)
+    assert results.received["b"] == Received(1024, 1, 9.0)
+    assert results.stats.phase_seconds == {
+        "handshake": [1.0, 2.0],
+        "post": [0.5, 0.25],
+        "transfer": [3.0, 6.0],
+        "fence": [0.25, 1.0],
+        "total": [4.25, 9.0],
+    }
+    assert results.stats.nbytes == 5120
+    assert results.finished == {"a", "b"}
+    assert results.failed == results.stats.failures == {}
+
+
+def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up() -> None:
+    results = ReceiveResults()
+    expired = Failure(Reason.LEASE_EXPIRED, "late")
+    for request_id, failure in (("a", GONE), ("b", GONE), ("c", expired)):
+        results.add(ended(request_id, (1.0, Started()), (2.0, Failed(failure))), 512, 1)
+    results.add(ended("d", (1.0, Started()), (2.0, Abandoned())), 512, 1)
+    assert results.stats.failures == {"PeerRestarted": 2, "LeaseExpired": 1}
+    assert results.abandoned == {"d"}
+    assert results.failed == {
+        "a": GONE,
+        "b": GONE,
+        "c": expired,
+        "d": Failure(Reason.TRANSFER_STALLED, "given up by the engine before all data had landed"),
+    }
+    assert results.stats.nbytes == 0, "what did not arrive whole is not counted"
+    assert results.received == {}
+
+
+@pytest.mark.parametrize("event", [Failed(GONE), Abandoned()], ids=["failed", "given up"])
+def test_a_result_is_something_to_tell_however_it_ended(event: Event) -> None:
+    results = ReceiveResults()
+    assert not results
+    results.add(ended("a", (1.0, Started()), (2.0, event)), 0, 0)
+    assert results
+
+
+def test_a_worker_that_ends_says_why_in_its_last_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The launcher tells of it, and starts the engine anew."""
+    statuses: list[int] = []
+    monkeypatch.setattr("os._exit", statuses.append)
+    ReceiverOptions().fatal("a transfer cannot be stopped")
+    assert statuses == [70], "EX_SOFTWARE: a fault of the program"
+    assert [record.getMessage() for record in caplog.records] == [
+        "the worker ends: a transfer cannot be stopped"
+    ]
