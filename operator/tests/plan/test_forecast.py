@@ -23,6 +23,7 @@ from pdcluster_operator.plan.forecast.world import GONE, ROUTED, VERIFIED, World
 from pdcluster_operator.plan.model import Apply, Delete, Observed
 from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.pods import is_pod_ready
 from pdcluster_operator.plan.reports import LinkState
 from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
 
@@ -362,6 +363,17 @@ def test_an_engine_that_is_not_ready_becomes_so() -> None:
         pass
     found = begun.observed().engines
     assert {name for name, one in found.items() if one.ready} == set(world.engines)
+
+
+def test_a_pod_that_is_not_ready_becomes_so() -> None:
+    world = running()
+    for pod in world.pods.values():
+        pod["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    begun = World(world.observed())
+    assert begun.others_act() == VERIFIED
+    pods = [pod for pod in begun.observed().pods if engine_of(pod) is not None]
+    assert len(pods) == 2
+    assert all(map(is_pod_ready, pods))
 
 
 def applied_again(child: Any, **spec: Any) -> Apply:
