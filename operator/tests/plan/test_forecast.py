@@ -23,6 +23,7 @@ from pdcluster_operator.plan.forecast.world import GONE, ROUTED, VERIFIED, World
 from pdcluster_operator.plan.model import Apply, Delete, Observed
 from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.pods import is_pod_ready
 from pdcluster_operator.plan.reports import LinkState
 from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
 
@@ -364,6 +365,17 @@ def test_an_engine_that_is_not_ready_becomes_so() -> None:
     assert {name for name, one in found.items() if one.ready} == set(world.engines)
 
 
+def test_a_pod_that_is_not_ready_becomes_so() -> None:
+    world = running()
+    for pod in world.pods.values():
+        pod["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    begun = World(world.observed())
+    assert begun.others_act() == VERIFIED
+    pods = [pod for pod in begun.observed().pods if engine_of(pod) is not None]
+    assert len(pods) == 2
+    assert all(map(is_pod_ready, pods))
+
+
 def applied_again(child: Any, **spec: Any) -> Apply:
     wanted = {**child, "spec": {**child["spec"], **spec}, "metadata": _as_written(child)}
     wanted.pop("status", None)
@@ -440,7 +452,7 @@ def test_a_cluster_without_a_status_has_reported_nothing(status: Any) -> None:
     assert reports_in(cluster, world.children.values()) == ({}, {})
 
 
-@pytest.mark.parametrize("spec", [{"decode": {"replicas": -1}}, {"decode": "two"}])
+@pytest.mark.parametrize("spec", [{"decode": {"replicas": -1, **env("1")}}, {"decode": "two"}])
 def test_a_spec_that_is_refused_changes_nothing_and_the_forecast_says_so(
     spec: dict[str, Any],
 ) -> None:
@@ -502,9 +514,12 @@ def test_engines_of_several_pods_hold_the_gpus_of_all_of_them() -> None:
     assert made_at_once(course) == [2]
 
 
-def test_room_for_a_wide_engine_is_room_for_all_that_the_budget_of_wide_ones_has() -> None:
-    world = running(rollout={"type": "Surge"}, prefill=NARROW, **copy.deepcopy(GPUS))
-    course = after(world, prefill=WIDE)
+def test_the_budget_of_a_surge_is_that_of_the_dearest_engines_and_one_more() -> None:
+    """Three wide engines and one more have 32 GPUs. Three narrow ones leave room for two."""
+    world = running(
+        rollout={"type": "Surge"}, prefill={**NARROW, "replicas": 3}, **copy.deepcopy(GPUS)
+    )
+    course = after(world, prefill={**WIDE, "replicas": 3})
     assert course.complete, course.end
-    assert course.gpus == (9, 25)
-    assert made_at_once(course) == [2]
+    assert course.gpus == (13, 29)
+    assert made_at_once(course) == [2, 1]

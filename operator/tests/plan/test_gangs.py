@@ -508,8 +508,9 @@ def test_on_one_machine_there_are_no_groups_and_nobody_waits() -> None:
     """Local mode has no scheduler."""
     role = {"replicas": 2}
     world = SimulatedCluster(manifest(prefill=role, decode=role, scheduling=GANG))
-    for one_node, sets in ((False, 2), (True, 4)):
-        plan = make_plan(replace(world.observed(), one_node=one_node), world.now)
-        written = Counter(step.manifest["kind"] for step in plan.steps if isinstance(step, Apply))
+    for one_node, served, sets in ((False, True, 2), (True, True, 4), (True, False, 4)):
+        observed = replace(world.observed(), one_node=one_node, pod_groups=served)
+        steps = make_plan(observed, world.now).steps
+        written = Counter(step.manifest["kind"] for step in steps if isinstance(step, Apply))
         assert written["StatefulSet"] == sets
         assert written["PodGroup"] == (not one_node)

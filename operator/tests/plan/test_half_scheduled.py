@@ -128,10 +128,11 @@ def test_each_timeout_one_more_is_released() -> None:
     assert sizes(world)[0] == 0
 
 
-def test_the_pod_that_waits_longest_counts() -> None:
+@pytest.mark.parametrize("node", [1, 2, 3])
+def test_the_pod_that_waits_longest_counts(node: int) -> None:
     world = world_of(1, nodes=4)
     [engine] = world.leaders("prefill")
-    late = world.pods[engine.pod(2)]
+    late = world.pods[engine.pod(node)]
     late["status"]["conditions"][0]["lastTransitionTime"] = timestamp(world.now + TIMEOUT)
     step(world, TIMEOUT + 5)
     assert sizes(world) == [0]

@@ -134,13 +134,20 @@ def test_engines_that_have_to_wait_are_in_no_sample() -> None:
 def test_the_status_counts_no_links_of_engines_that_still_have_to_wait() -> None:
     """Of twelve new engines of each role, one is made at first. Its link is the only new one."""
     roles = {role: {"replicas": 12} for role in ("prefill", "decode")}
-    world = Told(manifest(rollout={"type": "Surge"}, **roles))
+    # With this name, a sample of all engines would leave the first new pair out.
+    world = Told(manifest("f", rollout={"type": "Surge"}, **roles))
     for _ in range(4):
         world.step()
         world.others_act()
+    old = set(world.leaders("decode"))
     before = int(world.step().status["links"].partition("/")[2])
     world.edit(engine={"blockSize": 32})
     world.step()  # the new revisions are tried out
     plan = world.step()
     assert len(world.leaders("decode")) == 13
     assert plan.status["links"] == f"{before}/{before + 1}"
+    world.run_pods()
+    world.speak()
+    [new] = set(world.leaders("decode")) - old
+    [told] = [one.body["peers"] for one in world.plan().peers if one.decode == new.logical]
+    assert len(told) == 1, "its one partner"

@@ -1079,3 +1079,21 @@ def test_what_whoever_installs_the_operator_forbids_is_refused_in_the_plan_too(w
     assert plan.steps == ()
     assert plan.status["conditions"][0]["reason"] == "HostPathNotAdmitted"
     assert world.plan().steps
+
+
+def test_an_engine_that_names_no_incarnation_keeps_the_one_that_is_known(world):
+    """A launcher of another version may name one that is too long, which counts as not given."""
+    world.bring_up()
+    before = copy.deepcopy(world.cluster["status"]["engines"])
+    for name, report in world.engines.items():
+        world.engines[name] = replace(report, engine_id="")
+    world.step()
+    assert world.cluster["status"]["engines"] == before
+
+
+def test_an_engine_of_one_pod_is_whole_while_a_change_to_several_is_paused():
+    world = SimulatedCluster(manifest())
+    world.bring_up()
+    world.edit(prefill={"parallelism": {"tensor": 2, "nodes": 2}}, rollout={"paused": True})
+    world.step()
+    is_(world, "PrefillReady", "True", "EnginesReady")

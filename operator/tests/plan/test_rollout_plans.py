@@ -739,6 +739,22 @@ def test_where_no_room_would_help_nobody_is_told_to_make_some() -> None:
     assert world.condition("Available")["status"] == "True"
 
 
+def test_only_a_surge_is_told_of_the_other_types() -> None:
+    """With Replace, an old engine has made room already."""
+    world = up("Replace", decode={"replicas": 2})
+    old = engines(world)
+    world.edit(decode={**ENV["decode"], "replicas": 2})
+    for _ in range(4):
+        world.step()
+        no_node(world, old, NO_GPU)
+    world.step()
+    assert len(engines(world) - old) == 1
+    said = world.condition("Progressing")
+    assert (said["status"], said["reason"]) == ("True", StatusReason.REPLACING)
+    assert NO_GPU in said["message"]
+    assert "rollout.type" not in said["message"]
+
+
 def test_a_pause_stops_a_rollout_where_it_is() -> None:
     world = up("Surge", decode={"replicas": 2})
     world.edit(decode={"replicas": 2, **ENV["decode"]})

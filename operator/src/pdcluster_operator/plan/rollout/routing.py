@@ -94,8 +94,7 @@ def _members(fleet: Fleet, moves: Moves, key: str) -> Members:
             if fleet.keys[name] == key and name not in side.going and name not in moves.leaving
         }
         proven = {name for name in staying if name in known or name not in side.wanted}
-        serving = {name for name in proven if name in verified} - fleet.ending
-        if serving:
+        if proven & verified:
             proven -= fleet.ending
         found[role] = tuple(sorted(proven if proven or side.old else staying))
     return found
