@@ -36,10 +36,10 @@ class Server:
     async def list(self, kind: Kind, namespaces: Collection[str | None]) -> list[dict[str, Any]]:
         if kind is WATCHED[0]:
             self.began.append(now())
+            self.meanwhile()
         self.asked.append((kind.name, tuple(namespaces)))
         if self.fail:
             raise self.fail.pop(0)
-        self.meanwhile()
         if kind.name in self.absent:
             raise NotFound("no such kind")
         metadata = {"namespace": "ns", "name": "a", "uid": "a", "resourceVersion": "5"}
