@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import Any
 
@@ -31,10 +31,12 @@ class Server:
         self.asked: list[tuple[str, tuple[str | None, ...]]] = []
         self.fail: list[ApiError] = []
         self.absent: set[str] = set()
+        self.meanwhile: Callable[[], None] = lambda: None
 
     async def list(self, kind: Kind, namespaces: Collection[str | None]) -> list[dict[str, Any]]:
         if kind is WATCHED[0]:
             self.began.append(now())
+            self.meanwhile()
         self.asked.append((kind.name, tuple(namespaces)))
         if self.fail:
             raise self.fail.pop(0)
@@ -105,5 +107,18 @@ def test_what_is_listed_is_known_queued_and_owed_by_the_watch(
         assert sweeps.loop.store.serves("Pod")
         await asyncio.sleep(61.0)
         assert "the watch of PDCluster is dead" in str(sweeps.health.trouble())
+
+    virtual_time.run(story())
+
+
+def test_what_a_watch_reports_while_a_list_is_on_its_way_stays() -> None:
+    metadata = {"namespace": "ns", "name": "new", "uid": "n", "resourceVersion": "9"}
+
+    async def story() -> None:
+        sweeps = Sweeps()
+        new = {"kind": "PDCluster", "metadata": metadata}
+        sweeps.server.meanwhile = lambda: sweeps.loop.see("ADDED", new)
+        await sweeps.sweeper.first()
+        assert set(sweeps.loop.store.keys()) == {Key("ns", "a"), Key("ns", "new")}
 
     virtual_time.run(story())

@@ -97,3 +97,9 @@ def test_a_pipe_gets_whole_rows_without_padding(name: str) -> None:
 
 def test_a_table_without_rows_is_its_header() -> None:
     assert printed(links_table([]), 80) == ["PREFILL  DECODE  STATE  SHARDS  GB/s  CANARY  REASON"]
+
+
+def test_conditions_are_shown_in_the_order_of_their_fields() -> None:
+    first, second, _ = printed(TABLES["conditions"], 200)
+    assert first.split() == ["CONDITION", "STATUS", "REASON", "MESSAGE"]
+    assert second.split()[:4] == ["KVLinksEstablished", "True", "LinksEstablished", "1"]

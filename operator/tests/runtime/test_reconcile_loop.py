@@ -808,6 +808,30 @@ async def test_without_the_lease_no_status_is_written() -> None:
     assert world.port.writes == ["status", "scaler status"]
 
 
+async def test_a_status_that_nobody_waits_for_is_written_five_seconds_after_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    for _ in range(3):
+        await world.reconcile()
+    cluster = world.api.get("PDCluster", *KEY)
+    assert cluster is not None
+    world.store.put({**cluster, "status": {**cluster["status"], "replicas": 7}})
+    assert await world.reconcile() == 5.0
+    assert world.port.writes == []
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: 1004.5))
+    assert await world.reconcile() == 0.5
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: 1005.0))
+    await world.reconcile()
+    assert world.port.writes == ["status"]
+    assert not world.reconciler._held_back, "it is no part of a crowd any more"
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: 1006.0))
+    cluster = world.api.get("PDCluster", *KEY)
+    assert cluster is not None
+    world.store.put({**cluster, "status": {**cluster["status"], "replicas": 8}})
+    assert await world.reconcile() == 4.0
+
+
 async def test_launchers_are_told_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, told, seen = reconcile.make_plan, [], []
     peers = (PeerAssignment("ns.tiny.decode.aaaaa.0", {"peers": []}),)
