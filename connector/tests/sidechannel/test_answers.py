@@ -7,6 +7,7 @@ import logging
 
 import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
+from msgspec.structs import replace
 
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.peer_name import engine_name
@@ -152,3 +153,13 @@ def test_a_client_whose_certificate_names_another_engine_is_counted_and_told_not
     assert engine.handshake(asked(), own).status == 200
     assert engine.lease(message, own).status == 200
     assert desk.held == 0
+
+
+def test_a_refusal_says_of_each_engine_what_is_its_own() -> None:
+    engine = answers()
+    engine.set_shards(shards_of(PREFILL))
+    other = m.HandshakeRequest((3, 3), DECODE, replace(SHAPE, kv_dtype="bfloat16"), (0, 0))
+    answer = engine.handshake(m.encode(other), None)
+    assert answer.status == 409
+    found = refusal(answer)
+    assert (found.prefill_value, found.decode_value) == ("float32", "bfloat16")

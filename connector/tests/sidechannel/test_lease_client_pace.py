@@ -266,9 +266,13 @@ def test_what_prefill_refuses_is_not_sent_again(play: Play, status: int) -> None
     assert client.answers() == [], "the handshake says what has happened"
 
 
-def test_an_answer_that_cannot_be_read_is_a_refusal(play: Play) -> None:
+@pytest.mark.parametrize("fault", [b"\xc1", ValueError("a host that makes no URL")], ids=str)
+def test_a_message_that_will_never_be_understood_is_sent_once(
+    play: Play, fault: bytes | Exception
+) -> None:
     async def story(client: LeaseClient, prefill: Prefill) -> None:
-        prefill.body = b"\xc1"
+        prefill.body = fault if isinstance(fault, bytes) else None
+        prefill.error = None if isinstance(fault, bytes) else fault
         renew(client, "a")
         await asyncio.sleep(60.0)
 
