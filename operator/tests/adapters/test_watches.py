@@ -72,8 +72,8 @@ class Server:
     def same(self, _kind: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
         return self.kept.get(found["metadata"]["resourceVersion"])
 
-    def missing(self, *arguments: Any) -> list[dict[str, Any]]:
-        return self.store.missing(*arguments)
+    def listed(self, *arguments: Any) -> list[dict[str, Any]]:
+        return self.store.listed(*arguments)
 
     def watched_from(self) -> list[str]:
         return [one["resourceVersion"] for one in self.asked if "watch" in one]
@@ -100,7 +100,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server,
 
             async def run(kind: Any = POD, serves: Any = lambda _: True) -> None:
                 """Watch until the server has nothing left to answer."""
-                watch = Watch(client, kind, "ns", known.see, known.same, serves, known.missing)
+                watch = Watch(client, kind, "ns", known.see, known.same, serves, known.listed)
                 running = asyncio.create_task(watch.run())
                 ended = asyncio.create_task(known.ended.wait())
                 async with asyncio.timeout(60):

@@ -21,6 +21,7 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
+from pdcluster_operator.runtime import executor
 from pdcluster_operator.runtime.control_loop import RESYNC_SECONDS
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.executor import SECRET_SECONDS, Executor
@@ -343,6 +344,26 @@ async def test_a_lease_that_is_lost_between_two_steps_stops_the_rest() -> None:
     assert not await executor_of(api).perform(KEY, CLUSTER, steps, [])
     assert len(api.begun) < 20
     assert "engine" not in api.begun
+
+
+async def test_a_step_that_still_waits_when_the_lease_is_lost_is_not_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An API server that is overloaded asks a call to wait, for up to a minute."""
+    monkeypatch.setattr(executor, "LEASE_CHECK_SECONDS", 0.01)
+    api = Api()
+    api.go.clear()
+    running = asyncio.create_task(executor_of(api).perform(KEY, CLUSTER, [apply("a", uid="a")], []))
+    async with asyncio.timeout(60):
+        while not api.begun:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        assert not running.done(), "it may take as long as the Lease is held"
+        api.ours = False
+        assert not await running
+    api.go.set()
+    await asyncio.sleep(0.01)
+    assert api.now == 1, "it never got through"
 
 
 async def test_a_cluster_is_looked_for_before_it_gets_more_unless_it_was_just_reported() -> None:

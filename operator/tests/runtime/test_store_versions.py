@@ -101,12 +101,28 @@ def test_a_deletion_is_remembered_for_a_while() -> None:
 def test_what_a_list_lacks_is_missing_unless_it_was_made_later() -> None:
     store = Store()
     store.put(cluster(5))
-    assert store.missing("PDCluster", None, {("default", "llama")}, "9") == []
-    assert store.missing("PDCluster", "another", set(), "9") == []
-    assert store.missing("Pod", None, set(), "9") == []
-    assert store.missing("PDCluster", None, set(), "4") == []
+    assert store.listed("PDCluster", None, {("default", "llama")}, "9") == []
+    assert store.listed("PDCluster", "another", set(), "9") == []
+    assert store.listed("Pod", None, set(), "9") == []
+    assert store.listed("PDCluster", None, set(), "4") == []
     for namespace in (None, "default"):
-        assert store.missing("PDCluster", namespace, set(), "5") == [store.cluster(KEY)]
+        assert store.listed("PDCluster", namespace, set(), "5") == [store.cluster(KEY)]
+
+
+@pytest.mark.parametrize("namespace", [None, "default"])
+def test_an_answer_that_comes_after_a_list_without_the_object_brings_nothing_back(
+    namespace: str | None,
+) -> None:
+    store = Store()
+    store.listed("PDCluster", namespace, set(), "9")
+    store.listed("PDCluster", "another", set(), "99")
+    store.answered(cluster(8))
+    assert store.cluster(KEY) is None
+    store.answered(cluster(10))
+    assert version(store) == "10"
+    store.listed("PDCluster", namespace, {KEY}, "20")
+    store.answered(cluster(12))
+    assert version(store) == "12", "it is there, so it is newer than what is held"
 
 
 def test_a_cluster_is_as_fresh_as_the_last_word_of_the_api_server() -> None:

@@ -177,7 +177,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
                 stop=stop,
                 same=loop.store.same,
                 serves=loop.store.serves,
-                missing=loop.store.missing,
+                listed=loop.store.listed,
             ),
             sweeper.run(),
             collector.run(),

@@ -102,7 +102,7 @@ class ControlLoop:
         list again does not tell of it, because this version is known then.
         """
         before = self.store.held(manifest)
-        self.store.put(manifest)
+        self.store.answered(manifest)
         if manifest["kind"] not in (CLUSTER_KIND, SCALER_KIND) or before is None:
             return
         metadata, known = manifest["metadata"], before["metadata"]

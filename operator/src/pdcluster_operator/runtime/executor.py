@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pdcluster_operator.plan.connector_mounts import is_shared_connector
@@ -42,6 +42,8 @@ It is shorter than the time after which each cluster is looked at anew.
 """
 
 
+LEASE_CHECK_SECONDS = 1.0
+"""How soon a step that is under way notices that the Lease is lost."""
 JUST_SECONDS = 5.0
 FIRST_SECONDS = 300.0
 """How long ago the API server may have reported a cluster that is not looked for again."""
@@ -151,9 +153,8 @@ class Executor:
         for stage in todo:
             bound = asyncio.Semaphore(SIDE_BY_SIDE)
             done: list[str] = []
-            ended = await asyncio.gather(
-                *(self._one(key, step, bound, events, done) for step in stage),
-                return_exceptions=True,
+            ended = await self._while_ours(
+                key, *(self._one(key, step, bound, events, done) for step in stage)
             )
             if done:  # a line for each of a new cluster's children would cost as much as a request
                 log.info("%s: %s", key, "; ".join(done))
@@ -164,6 +165,26 @@ class Executor:
                 if error is not None:
                     raise error
         return True
+
+    async def _while_ours(
+        self, key: Key, *steps: Coroutine[Any, Any, None]
+    ) -> list[BaseException | None]:
+        """Return how each step ended. Without the Lease, they are cancelled.
+
+        A call to an API server that is overloaded may wait for a minute before it is sent.
+        """
+        work = [asyncio.create_task(step) for step in steps]
+        waiting = set(work)
+        try:
+            while waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=LEASE_CHECK_SECONDS)
+                if waiting and not self._may_write(key):
+                    break
+        finally:
+            for one in waiting:
+                one.cancel()
+        ended = await asyncio.gather(*work, return_exceptions=True)
+        return [*ended, *(_LeaseLostError() for _ in waiting)]
 
     async def _is_there(self, key: Key, uid: str) -> bool:
         """Whether the cluster is still there: the store may hold one that is gone.

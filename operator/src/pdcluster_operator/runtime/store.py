@@ -55,6 +55,7 @@ class Store:
         self._touched: dict[str, set[Identity]] = {}
         self._absent: set[str] = set()
         self._gone = Deletions(clock)
+        self._listed: dict[tuple[str, str | None], str] = {}  # version of the last LIST of a watch
 
     def put(self, manifest: Manifest) -> Key | None:
         """Remember an object; return the key of the cluster for which it is news.
@@ -76,6 +77,17 @@ class Store:
         kept = with_shared_parts(manifest, _to_take_from(held, manifest))
         self._set(identity, kept)
         return None if says_the_same(kept, held) else key_of(manifest)
+
+    def answered(self, manifest: Manifest) -> None:
+        """Remember what the API server answers to a write of ours.
+
+        The answer may come so late that a LIST has shown meanwhile that the object is gone.
+        """
+        kind, namespace, _ = identity = _identity(manifest)
+        lists = (self._listed.get((kind, place), "") for place in (None, namespace))
+        known = self._held(identity) is not None
+        if known or not any(is_from_before(manifest, version) for version in lists):
+            self.put(manifest)
 
     def held(self, manifest: Mapping[str, Any]) -> Manifest | None:
         """Return the object of this kind and name; None if none is known."""
@@ -106,25 +118,26 @@ class Store:
         self._gone.add(identity, manifest)
         return key_of(manifest)
 
-    def missing(
+    def listed(
         self,
         kind: str,
         namespace: str | None,
-        listed: AbstractSet[tuple[str, str]],
+        names: AbstractSet[tuple[str, str]],
         version: str,
     ) -> list[Manifest]:
-        """Return what is held, but was not there when the API server answered a LIST.
+        """Note that all objects of a kind were listed; return what is held, but was not there.
 
         Args:
             namespace: whose objects were listed; None for all.
-            listed: namespace and name of each object of the LIST.
+            names: namespace and name of each object of the LIST.
             version: of the LIST. What is held in a later version was made after it.
         """
+        self._listed[kind, namespace] = version
         return [
             manifest
             for (_, place, name), manifest in self._objects.get(kind, {}).items()
             if namespace in (None, place)
-            and (place, name) not in listed
+            and (place, name) not in names
             and is_from_before(manifest, version)
         ]
 

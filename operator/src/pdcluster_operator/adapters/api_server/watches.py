@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 See = Callable[[str, dict[str, Any]], None]
 """Called with ADDED, MODIFIED or DELETED and the object. It must not raise."""
-Missing = Callable[[str, str | None, AbstractSet[tuple[str, str]], str], Iterable[dict[str, Any]]]
-"""See ``runtime.store.Store.missing``."""
+Listed = Callable[[str, str | None, AbstractSet[tuple[str, str]], str], Iterable[dict[str, Any]]]
+"""See ``runtime.store.Store.listed``."""
 Serves = Callable[[str], bool]
 """Whether the API server has a kind, as far as is known. A sweep finds out when that changes."""
 
@@ -94,7 +94,7 @@ class Watch:
         see: See,
         same: Same,
         serves: Serves,
-        missing: Missing,
+        listed: Listed,
     ) -> None:
         self._client = client
         self._kind = kind
@@ -103,7 +103,7 @@ class Watch:
         self._see = see
         self._same = same
         self._serves = serves
-        self._missing = missing
+        self._listed = listed
         self._version = ""
         self._failures = 0
         self._said = ""
@@ -134,18 +134,18 @@ class Watch:
 
     async def _list(self) -> None:
         query = {**self._selector(), "limit": str(self._kind.page)}
-        listed: set[tuple[str, str]] = set()
+        names: set[tuple[str, str]] = set()
         while True:
             page = await self._client.call("GET", self._path, query=query)
             for item in page.get("items") or ():
-                listed.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
+                names.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
                 self._see("MODIFIED", as_kept(item, self._kind, self._same))
             metadata = page["metadata"]
             if not metadata.get("continue"):
                 break
             query["continue"] = metadata["continue"]
         version = str(metadata["resourceVersion"])
-        for gone in self._missing(self._kind.name, self._namespace, listed, version):
+        for gone in self._listed(self._kind.name, self._namespace, names, version):
             self._see("DELETED", gone)
         self._version = version
 
@@ -205,7 +205,7 @@ async def watch(
     stop: asyncio.Event,
     same: Same,
     serves: Serves,
-    missing: Missing,
+    listed: Listed,
 ) -> None:
     """Watch every kind until ``stop`` or a signal, in all namespaces if none is given.
 
@@ -219,7 +219,7 @@ async def watch(
     places: Collection[str | None] = namespaces or (None,)
     watches = [
         asyncio.create_task(
-            Watch(client, kind, place, see, same, serves, missing).run(),
+            Watch(client, kind, place, see, same, serves, listed).run(),
             name=f"watch-{kind.name}",
         )
         for kind in WATCHED
