@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client as kubernetes
 
+from pdcluster_operator.adapters.api_server import client
 from pdcluster_operator.adapters.api_server.client import APPLY, TRIES, KubeClient
 from pdcluster_operator.adapters.api_server.overload import Overload
 from pdcluster_operator.runtime.errors import ApiError
@@ -88,16 +91,38 @@ async def test_a_call_is_made_again_and_given_up_at_last(time: Time, refusals: i
         configuration = kubernetes.Configuration()
         configuration.host = str(there.make_url("")).rstrip("/")
         codes: list[int] = []
-        async with KubeClient(configuration, lambda *call: codes.append(call[2])) as client:
+        async with KubeClient(configuration, lambda *call: codes.append(call[2])) as calls:
             if refusals == TRIES:
                 with pytest.raises(ApiError) as refused:
-                    await client.call("GET", "/version")
+                    await calls.call("GET", "/version")
                 assert refused.value.reason == "TooManyRequests"
                 assert not refused.value.terminal
             else:
-                assert await client.call("GET", "/version") == {"kind": "Pod"}
+                assert await calls.call("GET", "/version") == {"kind": "Pod"}
     assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(asked))
     assert codes == [429] * refusals + [200] * (refusals < TRIES)
+
+
+async def test_a_call_has_all_its_time_when_it_gets_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "CALL", aiohttp.ClientTimeout(total=2.0))
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        await asyncio.sleep(0.5)
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as server:
+        configuration = kubernetes.Configuration()
+        configuration.host = str(server.make_url("")).rstrip("/")
+        async with KubeClient(configuration, connections=1) as slow:
+            paths = [f"/{number}" for number in range(6)]
+            await asyncio.gather(*(slow.call("GET", path) for path in paths))
+    assert asked == paths, "in turn"
 
 
 async def test_a_body_is_sent_as_it_is() -> None:

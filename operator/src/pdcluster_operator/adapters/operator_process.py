@@ -106,6 +106,9 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         )
         client = KubeClient(await find_configuration(), metrics.called)
         await stack.enter_async_context(client)
+        # Behind a burst on a slow API server, a renewal would come too late.
+        renewing = KubeClient(await find_configuration(), metrics.called)
+        await stack.enter_async_context(renewing)
         watching = KubeClient(await find_configuration(), connections=0)
         await stack.enter_async_context(watching)
         connector = await asyncio.to_thread(BuiltConnector)
@@ -124,7 +127,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         folder = options.engine_certificate
         identity = None if folder is None else _identity(folder)
         leases = NamespaceLeases(
-            KubeLeases(client), lease_name(options.operator_class), own_identity()
+            KubeLeases(renewing), lease_name(options.operator_class), own_identity()
         )
         loop = ControlLoop(
             api=api,

@@ -7,11 +7,12 @@ to a request took as long as all the rest of what a request costs here.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -74,6 +75,11 @@ class KubeClient:
         self._client = client.ApiClient(configuration)
         self._http: aiohttp.ClientSession | None = None
         self._overload = Overload()
+        # The connections of aiohttp are not given out in turn, and the wait for one would count as
+        # a part of the call.
+        self._free: asyncio.Semaphore | nullcontext[None] = (
+            asyncio.Semaphore(connections) if connections else nullcontext()
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -104,7 +110,8 @@ class KubeClient:
         """
         for _ in range(TRIES):
             await self._overload.wait()
-            status, text, retry_after = await self._once(method, path, query, body, content)
+            async with self._free:
+                status, text, retry_after = await self._once(method, path, query, body, content)
             if status != TOO_MANY:
                 break
             self._overload.told(retry_after)
