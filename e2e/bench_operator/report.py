@@ -75,7 +75,15 @@ COLUMNS: tuple[tuple[str, Callable[[Found], object]], ...] = (
     ("share of raw, clusters", lambda found: found["share_of_raw_clusters"]),
     ("reads", lambda found: found["reads_of_one"]),
     ("writes (children)", lambda found: f"{found['writes_of_one']} ({found['children']})"),
+    (
+        "of these, status and events",
+        lambda found: ", ".join(
+            str(round(found["writes"].get(one, 0) / found["pdclusters"], 1))
+            for one in ("pdclusters/status", "events")
+        ),
+    ),
     ("processor ms a cluster", lambda found: found["processor_milliseconds_of_one"]),
+    ("seconds until all are Ready", lambda found: round(found["seconds_until_all_are_ready"])),
     ("reaction p50, p99 (s)", lambda found: "{p50}, {p99}".format(**found["reaction_seconds"])),
     (
         "at rest: core, writes",
