@@ -223,7 +223,10 @@ def test_one_ticket_for_a_list_of_prompts(pair: Pair, expected: Callable[..., li
     waiting = [pair.decode.submit(tokens, TOKENS, params) for tokens in prompts]
     answers = [pair.decode.answer(request_id) for request_id in waiting]
     assert [answer.tokens for answer in answers] == [expected(tokens) for tokens in prompts]
-    assert [answer.path["reason"] for answer in answers] == ["", "PromptMismatch", "PromptMismatch"]
+    reasons = [answer.path["reason"] for answer in answers]
+    assert reasons[0] == ""
+    # On a slow machine, the first one has read before the others come.
+    assert set(reasons[1:]) <= {"PromptMismatch", "TicketSpent"}
 
 
 def test_prompt_logprobs_are_computed_here(pair: Pair, expected: Callable[..., list[int]]) -> None:
