@@ -106,6 +106,23 @@ async def test_one_of_two_works_and_the_other_takes_over_when_it_leaves() -> Non
     await two.leases.stop()
 
 
+async def test_a_lease_that_cannot_be_read_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server()
+    read = server.read_lease
+    strange: list[Any] = [{}, {"metadata": None}]
+
+    async def answer(namespace: str, name: str) -> Mapping[str, Any] | None:
+        return strange.pop() if strange else await read(namespace, name)
+
+    monkeypatch.setattr(server, "read_lease", answer)
+    one = Process(server, "one")
+    await until(one.holds)
+    assert not strange
+    await one.leases.stop()
+
+
 async def test_a_lease_that_another_has_taken_meanwhile_is_not_given_back() -> None:
     server = Server()
     one = Process(server, "one")

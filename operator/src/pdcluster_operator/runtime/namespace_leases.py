@@ -92,6 +92,8 @@ class NamespaceLeases:
                 await self._try(claim)
             except ApiError as error:
                 log.warning("the Lease of namespace %s: %s", claim.namespace, error)
+            except Exception:  # its PDClusters would be left to nobody for ever
+                log.exception("the Lease of namespace %s cannot be read", claim.namespace)
             held = self._clock() < claim.until
             renew = self._renew or self._term().renew_seconds
             await asyncio.sleep(renew if held else self._retry)
