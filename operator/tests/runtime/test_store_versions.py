@@ -120,6 +120,8 @@ def test_an_answer_that_comes_after_a_list_without_the_object_brings_nothing_bac
     assert store.cluster(KEY) is None
     store.answered(cluster(10))
     assert version(store) == "10"
+    store.answered(cluster(7, "uid-1"))
+    assert version(store) == "10", "that one was deleted, too, and its name is used again"
     store.listed("PDCluster", namespace, {KEY}, "20")
     store.answered(cluster(12))
     assert version(store) == "12", "it is there, so it is newer than what is held"

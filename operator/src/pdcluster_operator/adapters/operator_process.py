@@ -40,8 +40,6 @@ from pdcluster_operator.runtime.reconcile import Place
 
 log = logging.getLogger(__name__)
 
-RENEWALS_AT_ONCE = 4
-"""Connections for Leases alone: behind a burst on a slow API server, a renewal came too late."""
 NEW_OBJECTS = 10_000
 """After so many new objects the garbage collector runs. One page of a LIST has more than 700."""
 OLD_OBJECTS = 1_000
@@ -108,9 +106,8 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         )
         client = KubeClient(await find_configuration(), metrics.called)
         await stack.enter_async_context(client)
-        renewing = KubeClient(
-            await find_configuration(), metrics.called, connections=RENEWALS_AT_ONCE
-        )
+        # Behind a burst on a slow API server, a renewal would come too late.
+        renewing = KubeClient(await find_configuration(), metrics.called)
         await stack.enter_async_context(renewing)
         watching = KubeClient(await find_configuration(), connections=0)
         await stack.enter_async_context(watching)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Manifest = Mapping[str, Any]
-Identity = tuple[str, str, str]
-"""Kind, namespace, name."""
 
 VERSION = "resourceVersion"
 GONE_SECONDS = 60.0
@@ -61,21 +59,21 @@ class Deletions:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: dict[Identity, tuple[Manifest, float]] = {}  # the oldest first
+        self._held: dict[str, tuple[Manifest, float]] = {}  # by UID, the oldest first
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, identity: Identity, manifest: Manifest) -> None:
+    def add(self, manifest: Manifest) -> None:
         """Remember a deletion, and forget those of long ago."""
         now = self._clock()
         while self._held and next(iter(self._held.values()))[1] < now - GONE_SECONDS:
             del self._held[next(iter(self._held))]
-        self._held.pop(identity, None)
-        last = {"metadata": {"uid": uid_of(manifest), VERSION: version_of(manifest)}}
-        self._held[identity] = last, now
+        uid = uid_of(manifest)
+        self._held.pop(uid, None)
+        self._held[uid] = {"metadata": {"uid": uid, VERSION: version_of(manifest)}}, now
 
-    def tell_of(self, identity: Identity, manifest: Manifest) -> bool:
+    def tell_of(self, manifest: Manifest) -> bool:
         """Whether this version of an object was deleted; a later one may be there again."""
-        last, _ = self._held.get(identity, (None, 0.0))
+        last, _ = self._held.get(uid_of(manifest), (None, 0.0))
         return is_older(manifest, last)

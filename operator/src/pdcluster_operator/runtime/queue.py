@@ -29,7 +29,6 @@ WORKERS = 16
 """Keys that are worked on at once. A worker waits for the API server most of its time."""
 REST_SECONDS, LONGEST_REST = 0.5, 5.0
 """How long a key rests that was worked on: the longer, the more keys rest."""
-SLACK = 0.1
 LOOKS_A_SECOND = 50.0
 """Keys that come back from their rest, while many are worked on. A look takes some milliseconds."""
 
@@ -220,7 +219,8 @@ class KeyedQueue:
             finally:
                 self._running.discard(key)
                 if self._lines.done(key, failed=failed):
-                    asyncio.get_running_loop().call_later(HOLD_SECONDS + SLACK, self._wake.set)
+                    seconds = HOLD_SECONDS + REST_SECONDS
+                    asyncio.get_running_loop().call_later(seconds, self._wake.set)
             again = self._again.pop(key, None)
             if again:
                 self.add(key, urgent=True)

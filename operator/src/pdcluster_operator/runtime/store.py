@@ -24,7 +24,6 @@ from pdcluster_operator.plan.ownership import controller_uid, own_pods
 from pdcluster_operator.plan.shared_parts import with_shared_parts
 from pdcluster_operator.runtime.object_versions import (
     Deletions,
-    Identity,
     is_from_before,
     is_older,
     says_the_same,
@@ -36,6 +35,8 @@ from pdcluster_operator.runtime.queue import Key
 log = logging.getLogger(__name__)
 
 Manifest = dict[str, Any]
+Identity = tuple[str, str, str]
+"""Kind, namespace, name."""
 Place = tuple[str, ...]
 """An index, and under what an object stands in it."""
 
@@ -69,7 +70,7 @@ class Store:
         identity = _identity(manifest)
         self._touch(identity)
         held = self._held(identity)
-        if is_older(manifest, held) or self._gone.tell_of(identity, manifest):
+        if is_older(manifest, held) or self._gone.tell_of(manifest):
             return key_of(manifest)
         self._report(identity)
         if manifest is held:
@@ -85,7 +86,8 @@ class Store:
         """
         kind, namespace, _ = identity = _identity(manifest)
         lists = (self._listed.get((kind, place), "") for place in (None, namespace))
-        known = self._held(identity) is not None
+        held = self._held(identity)
+        known = held is not None and uid_of(held) == uid_of(manifest)
         if known or not any(is_from_before(manifest, version) for version in lists):
             self.put(manifest)
 
@@ -115,7 +117,7 @@ class Store:
         held = self._held(identity)
         if held is not None and uid_of(held) in (uid_of(manifest), ""):
             self._remove(identity)
-        self._gone.add(identity, manifest)
+        self._gone.add(manifest)
         return key_of(manifest)
 
     def listed(
