@@ -79,8 +79,8 @@ class Port:
     async def apply(self, manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
         await self._travel()
         live = self.server.get(manifest["kind"], NAMESPACE, manifest["metadata"]["name"])
-        as_seen = uid == (live["metadata"]["uid"] if live else "")
-        if not as_seen and (refusal := why_not_applied(manifest, live)) is not None:
+        refusal = why_not_applied(manifest, live)
+        if refusal is not None and uid != (live["metadata"]["uid"] if live else ""):
             raise ApiError(refusal.reason, refusal.message)
         answer = self.server.apply(copy.deepcopy(dict(manifest)))
         await self._remember(answer)
