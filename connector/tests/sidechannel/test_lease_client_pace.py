@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import pytest
 from loopback_engines import DECODE, PREFILL
+from own_loop import Here, now
 
 import virtual_time
 from pdcluster_connector.protocol import messages as m
@@ -67,24 +68,6 @@ class Prefill:
     def sizes(self) -> list[tuple[int, int]]:
         """How many leases each message renews and releases."""
         return [(len(one.renewals), len(one.releases)) for _, _, one in self.asked]
-
-
-class Here:
-    """Runs the client's calls on the test's own loop."""
-
-    alive = False
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
-
-    def call(self, callback: Callable[..., object], *args: object) -> bool:
-        callback(*args)
-        return True
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 Story = Callable[[LeaseClient, Prefill], Awaitable[None]]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
+from own_loop import Here, now
 
 import virtual_time
 from pdcluster_connector.compat.reasons import Reason
@@ -27,28 +28,8 @@ SILENT = TryAgain(f"{WHERE}: connection refused")
 Outcome = m.EngineMetadata | Failure | TryAgain
 
 
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 def pauses(moments: list[float]) -> list[float]:
     return [later - sooner for sooner, later in pairwise(moments)]
-
-
-class Here:
-    """Runs a book's calls on the test's own loop."""
-
-    alive = False
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
-
-    def call(self, callback: Callable[..., object], *args: object) -> bool:
-        callback(*args)
-        return True
-
-    def stop(self) -> None: ...
 
 
 class Asked:

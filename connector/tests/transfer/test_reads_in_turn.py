@@ -33,6 +33,16 @@ def of_kv(transfer: Transfer) -> bool:
     return transfer.nbytes not in (8, 4096)
 
 
+def post_slowly(bench: Bench) -> None:
+    """From now on, posting a read takes a millisecond, and no read of KV lands."""
+
+    def slow(transfer: Transfer) -> Behaviour:
+        bench.now += 1 / 1024
+        return Behaviour(hang=of_kv(transfer))
+
+    bench.fabric.behave = slow
+
+
 def test_requests_are_posted_in_turn_so_that_none_waits_for_a_long_one() -> None:
     bench = Bench(ReceiverOptions(descriptors_per_transfer=1))
     prefill = bench.prefill("p/1")
@@ -64,11 +74,7 @@ def test_posting_stops_after_two_milliseconds_so_that_what_has_landed_is_noticed
     prefill = bench.prefill("p/1")
     assert bench.send(prefill) in bench.take().received
 
-    def slow(transfer: Transfer) -> Behaviour:
-        bench.now += 1 / 1024
-        return Behaviour(hang=of_kv(transfer))
-
-    bench.fabric.behave = slow
+    post_slowly(bench)
     bench.receives.receive([request_of(bench, prefill, 2, 4)])
     posted = []
     for _ in range(4):
@@ -281,11 +287,7 @@ def test_of_a_peer_that_falls_silent_nothing_more_is_posted() -> None:
     prefill = bench.prefill("p/1")
     assert bench.send(prefill) in bench.take().received
 
-    def slow(transfer: Transfer) -> Behaviour:
-        bench.now += 1 / 1024
-        return Behaviour(hang=of_kv(transfer))
-
-    bench.fabric.behave = slow
+    post_slowly(bench)
     bench.receives.receive([request_of(bench, prefill, 2, 4)])
     bench.receives.turn()
     posted = len(bench.fabric.flying)
