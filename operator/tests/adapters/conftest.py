@@ -24,6 +24,11 @@ def real() -> Iterator[RealApi]:
 @pytest.fixture
 def namespace(real: RealApi) -> str:
     """A namespace in which the user `operator` has the rights of the chart's namespaced mode."""
+    return new_namespace(real)
+
+
+def new_namespace(real: RealApi) -> str:
+    """Create a namespace with these rights; return its name."""
     name = f"test-{next(numbers)}"
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
     assert real.call("POST", "/api/v1/namespaces", body)[0] == 201

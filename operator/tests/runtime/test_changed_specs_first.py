@@ -120,7 +120,7 @@ async def test_a_spec_that_the_answer_to_a_write_shows_first_is_looked_at() -> N
     assert not loop.queue.depth, "our own write"
     loop.remember(told(8, 2))
     loop.see("MODIFIED", told(8, 2))
-    assert list(loop.queue._lines._urgent) == [Key("ns", "c")]
+    assert loop.queue._lines._urgent.holds("ns", Key("ns", "c"))
     await loop.queue._next()
     loop.queue._running.clear()
     loop.remember({**told(9, 2), "status": {"observedGeneration": 1, "model": "m"}})

@@ -147,18 +147,18 @@ def test_a_look_at_everything_is_spread_over_its_time() -> None:
     play(story)
 
 
-def test_sixteen_keys_are_worked_on_at_once_and_a_change_goes_first() -> None:
+def test_eighteen_keys_are_worked_on_at_once_and_a_change_goes_first() -> None:
     async def story(worked: Worked) -> None:
         worked.takes = 10.0
         for number in range(40):
             worked.queue.add(Key("ns", str(number)))
         await asyncio.sleep(1.0)
-        assert len(worked.moments) == 16
-        assert worked.queue.depth == 24
+        assert len(worked.moments) == 18
+        assert worked.queue.depth == 22
         worked.queue.add(B, urgent=True)
         await asyncio.sleep(10.0)
         assert B in worked.moments
-        assert len(worked.moments) == 32
+        assert len(worked.moments) == 36
 
     play(story)
 

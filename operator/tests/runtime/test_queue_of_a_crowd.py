@@ -9,7 +9,10 @@ from typing import Any
 import virtual_time
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.lines import HOLD_SECONDS, Lines
-from pdcluster_operator.runtime.queue import LOOKS_A_SECOND, WORKERS, Key, KeyedQueue
+from pdcluster_operator.runtime.queue import LOOKS_A_SECOND, Key, KeyedQueue
+
+NEW_OF_ONE = 12
+"""New keys of one namespace that are worked on at once: three quarters of 16 workers."""
 
 
 class Crowd:
@@ -118,7 +121,7 @@ def test_some_workers_are_kept_for_keys_that_are_not_new() -> None:
         crowd.queue.add(known)
         await asyncio.sleep(0.1)
         assert crowd.looks[known], "it does not wait until a new one is done"
-        assert crowd.most_at_work == WORKERS * 3 // 4
+        assert crowd.most_at_work == NEW_OF_ONE
         await crowd.queue.stop()
 
     virtual_time.run(story())
@@ -163,7 +166,7 @@ def test_workers_that_found_nothing_are_woken_when_nobody_is_new_any_more() -> N
 def test_a_key_is_not_held_longer_although_others_hang() -> None:
     async def story() -> None:
         crowd = Crowd(takes=300.0)
-        crowd.add(WORKERS * 3 // 4 - 1)
+        crowd.add(NEW_OF_ONE - 1)
         await asyncio.sleep(0.1)
         quick, crowd.takes = Key("ns", "quick"), 1.0
         crowd.queue.add(quick)
@@ -181,7 +184,7 @@ def test_a_key_is_not_held_longer_although_others_hang() -> None:
 def test_a_key_is_not_held_longer_behind_one_that_was_made_later() -> None:
     made: set[str] = set()
     now = [0.0]
-    lines: Lines[str] = Lines(4, lambda key: key not in made, lambda _: True, lambda: now[0])
+    lines: Lines[str] = Lines(4, str, lambda key: key not in made, lambda _: True, lambda: now[0])
     for key in "abc":
         lines.add(key, urgent=False)
         assert lines.take() == key
@@ -200,7 +203,7 @@ def test_a_key_is_not_held_longer_behind_one_that_was_made_later() -> None:
 
 def test_a_key_waits_in_one_line() -> None:
     made: set[str] = set()
-    lines: Lines[str] = Lines(8, lambda key: key not in made, lambda _: True, lambda: 0.0)
+    lines: Lines[str] = Lines(8, str, lambda key: key not in made, lambda _: True, lambda: 0.0)
     for key in "abcdefghij":
         lines.add(key, urgent=False)
     assert [lines.take() for _ in range(7)] == [*"abcdef", None], "some workers take no new ones"
@@ -220,7 +223,7 @@ def test_a_key_waits_in_one_line() -> None:
 def test_a_key_that_need_not_be_held_any_more_does_not_wait_behind_one_that_must() -> None:
     made: set[str] = set()
     silent = set("abcdefgh")
-    lines: Lines[str] = Lines(2, lambda key: key not in made, silent.__contains__, lambda: 0.0)
+    lines: Lines[str] = Lines(2, str, lambda key: key not in made, silent.__contains__, lambda: 0.0)
     for key in "abc":
         lines.add(key, urgent=False)
     assert [lines.take(), lines.take()] == ["a", "b"]

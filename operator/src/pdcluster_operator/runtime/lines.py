@@ -5,6 +5,9 @@ from them in turns. So a change does not wait behind a thousand new PDClusters, 
 behind what becomes of the first of them, and nobody waits for ever. Some workers take no new
 PDClusters: each of these keeps a worker for a dozen requests, and a look at another for none.
 
+In each line, namespaces take turns. No namespace gets all workers, because its calls may hang
+(:mod:`.shares`).
+
 What becomes of a PDCluster whose children were just made waits while others are new: until they
 have their children, too, or for ``HOLD_SECONDS``. One look then serves for many. Only PDClusters
 without a status whose spec is the first one wait so, and only in a crowd is there no status yet
@@ -14,20 +17,21 @@ without a status whose spec is the first one wait so, and only in a crowd is the
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
+
+from pdcluster_operator.runtime.shares import Shares, Turns
 
 HOLD_SECONDS = 30.0
 """How long a PDCluster is held at most, from the moment when its children were made.
 
 It can then become Ready before its first status is due, which is one write less.
 """
-NOT_NEW = 4
+NOT_NEW = 3
 """One in so many workers takes no new PDClusters."""
 
 
 K = TypeVar("K", bound=Hashable)
-Line = OrderedDict[K, None]
 
 
 class Lines(Generic[K]):
@@ -35,6 +39,7 @@ class Lines(Generic[K]):
 
     Args:
         workers: how many take keys.
+        namespace_of: returns the namespace of a key.
         is_new: whether nothing was made for a key yet.
         is_silent: whether nothing was said of a key yet, and nobody has changed it.
         clock: seconds that only grow.
@@ -43,19 +48,22 @@ class Lines(Generic[K]):
     def __init__(
         self,
         workers: int,
+        namespace_of: Callable[[K], str],
         is_new: Callable[[K], bool],
         is_silent: Callable[[K], bool],
         clock: Callable[[], float],
     ) -> None:
-        self._most_new = workers - workers // NOT_NEW
+        self._namespace_of = namespace_of
         self._is_new = is_new
         self._is_silent = is_silent
         self._clock = clock
-        self._urgent: Line[K] = OrderedDict()
-        self._new: Line[K] = OrderedDict()
-        self._others: Line[K] = OrderedDict()
+        self._workers = Shares(workers)
+        self._workers_for_new = Shares(workers - workers // NOT_NEW)
+        self._urgent: Turns[K] = Turns()
+        self._new: Turns[K] = Turns()
+        self._others: Turns[K] = Turns()
         self._turns = deque((self._urgent, self._new, self._others))
-        self._held: Line[K] = OrderedDict()
+        self._held: OrderedDict[K, None] = OrderedDict()
         self._held_until: dict[K, float] = {}
         self._new_at_work: set[K] = set()
 
@@ -63,7 +71,8 @@ class Lines(Generic[K]):
         return sum(map(len, self._turns)) + len(self._held)
 
     def __contains__(self, key: K) -> bool:
-        return any(key in line for line in self._all())
+        namespace = self._namespace_of(key)
+        return key in self._held or any(line.holds(namespace, key) for line in self._turns)
 
     @property
     def new(self) -> int:
@@ -72,28 +81,38 @@ class Lines(Generic[K]):
 
     def add(self, key: K, *, urgent: bool) -> None:
         """Let a key wait. One that waits keeps its place, unless it becomes urgent."""
+        namespace = self._namespace_of(key)
         if urgent:
-            for line in (self._new, self._others, self._held):
-                line.pop(key, None)
-            self._urgent[key] = None
-        elif key in self._held and not self._is_held(key):
-            del self._held[key]
-            self._others[key] = None
+            for line in (self._new, self._others):
+                line.drop(namespace, key)
+            self._held.pop(key, None)
+            self._urgent.add(namespace, key)
+        elif key in self._held:
+            if not self._is_held(key):
+                self._let_go(key)
         elif key not in self:
-            self._line_of(key)[key] = None
+            if self._is_new(key):
+                self._new.add(namespace, key)
+            elif self._is_held(key):
+                self._held[key] = None
+            else:
+                self._others.add(namespace, key)
 
     def take(self) -> K | None:
-        """Return the oldest key of the line whose turn it is; None if no key may be taken now.
+        """Return the key whose turn it is; None if no key may be taken now.
 
-        A line that is empty has no turn.
+        A line of which no key may be taken has no turn.
         """
         self._release()
         for _ in range(len(self._turns)):
             line = self._turns[0]
             self._turns.rotate(-1)
-            if line and (line is not self._new or len(self._new_at_work) < self._most_new):
-                key = line.popitem(last=False)[0]
+            may = self._may_take_new if line is self._new else self._workers.may_take
+            if (taken := line.take(may)) is not None:
+                namespace, key = taken
+                self._workers.take(namespace)
                 if line is self._new:
+                    self._workers_for_new.take(namespace)
                     self._new_at_work.add(key)
                 return key
         return None
@@ -103,8 +122,11 @@ class Lines(Generic[K]):
 
         A key that failed is not held.
         """
+        namespace = self._namespace_of(key)
+        self._workers.give_back(namespace)
         if key not in self._new_at_work:
             return False
+        self._workers_for_new.give_back(namespace)
         self._new_at_work.discard(key)
         self._held_until.pop(key, None)  # they stand in the order in which they end
         if not failed:
@@ -113,17 +135,12 @@ class Lines(Generic[K]):
 
     def clear(self) -> None:
         """Forget what waits."""
-        for line in self._all():
+        for line in self._turns:
             line.clear()
+        self._held.clear()
 
-    def _all(self) -> Iterator[Line[K]]:
-        yield from self._turns
-        yield self._held
-
-    def _line_of(self, key: K) -> Line[K]:
-        if self._is_new(key):
-            return self._new
-        return self._held if self._is_held(key) else self._others
+    def _may_take_new(self, namespace: str) -> bool:
+        return self._workers.may_take(namespace) and self._workers_for_new.may_take(namespace)
 
     def _is_held(self, key: K) -> bool:
         if key not in self._held_until:
@@ -133,11 +150,15 @@ class Lines(Generic[K]):
         del self._held_until[key]
         return False
 
+    def _let_go(self, key: K) -> None:
+        del self._held[key]
+        self._others.add(self._namespace_of(key), key)
+
     def _release(self) -> None:
         """Move the keys on that need not be held any longer."""
         if not (self._new or self._new_at_work):
-            self._others.update(self._held)
-            self._held.clear()
+            for key in tuple(self._held):
+                self._let_go(key)
         now = self._clock()
         while self._held_until:
             key = next(iter(self._held_until))
@@ -145,5 +166,4 @@ class Lines(Generic[K]):
                 return
             del self._held_until[key]
             if key in self._held:
-                del self._held[key]
-                self._others[key] = None
+                self._let_go(key)

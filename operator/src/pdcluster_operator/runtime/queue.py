@@ -25,8 +25,11 @@ from pdcluster_operator.runtime.lines import HOLD_SECONDS, Lines
 log = logging.getLogger(__name__)
 
 
-WORKERS = 16
-"""Keys that are worked on at once. A worker waits for the API server most of its time."""
+WORKERS = 24
+"""Keys that are worked on at once, 18 of them of one namespace if no other has any.
+
+A worker waits for the API server most of its time.
+"""
 REST_SECONDS, LONGEST_REST = 0.5, 5.0
 """How long a key rests that was worked on: the longer, the more keys rest."""
 LOOKS_A_SECOND = 50.0
@@ -90,7 +93,7 @@ class KeyedQueue:
         self._rest = rest
         self._backoff = backoff or Backoff()
         self._uniform = uniform
-        self._lines = Lines(workers, is_new, is_silent, _now)
+        self._lines = Lines(workers, _namespace_of, is_new, is_silent, _now)
         self._resting: dict[Key, bool] = {}  # whether it was added meanwhile
         self._running: set[Key] = set()
         self._again: dict[Key, bool] = {}  # added while a worker has it: whether it is urgent
@@ -221,6 +224,10 @@ class KeyedQueue:
             self._let_rest(key, again=again is not None)
             if again is None and again_after is not None:
                 self.add_after(key, again_after)
+
+
+def _namespace_of(key: Key) -> str:
+    return key.namespace
 
 
 def _now() -> float:

@@ -7,7 +7,6 @@ to a request took as long as all the rest of what a request costs here.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -22,6 +21,7 @@ import msgspec
 from kubernetes.aio import client
 from yarl import URL
 
+from pdcluster_operator.adapters.api_server.connections import Connections
 from pdcluster_operator.adapters.api_server.documents import document_of, lines_of
 from pdcluster_operator.adapters.api_server.overload import Overload
 from pdcluster_operator.runtime.errors import (
@@ -75,11 +75,7 @@ class KubeClient:
         self._client = client.ApiClient(configuration)
         self._http: aiohttp.ClientSession | None = None
         self._overload = Overload()
-        # The connections of aiohttp are not given out in turn, and the wait for one would count as
-        # a part of the call.
-        self._free: asyncio.Semaphore | nullcontext[None] = (
-            asyncio.Semaphore(connections) if connections else nullcontext()
-        )
+        self._turns = Connections(connections) if connections else None
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,7 +106,7 @@ class KubeClient:
         """
         for _ in range(TRIES):
             await self._overload.wait()
-            async with self._free:
+            async with self._turns.one_for(path) if self._turns else nullcontext():
                 status, text, retry_after = await self._once(method, path, query, body, content)
             if status != TOO_MANY:
                 break

@@ -1,0 +1,121 @@
+"""Calls that hang in one namespace leave connections for the others."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio import client as kubernetes
+
+import virtual_time
+from pdcluster_operator.adapters.api_server.client import CONNECTIONS, KubeClient
+from pdcluster_operator.adapters.api_server.connections import Connections, namespace_of
+
+
+@pytest.mark.parametrize(
+    ("path", "namespace"),
+    [
+        ("/api/v1/namespaces/ns/pods/p", "ns"),
+        ("/apis/pdcluster.dev/v1alpha1/namespaces/ns/pdclusters", "ns"),
+        ("/api/v1/namespaces/ns", "ns"),
+        ("/apis/apps/v1/statefulsets", ""),
+        ("/version", ""),
+    ],
+)
+def test_the_namespace_in_a_path(path: str, namespace: str) -> None:
+    assert namespace_of(path) == namespace
+
+
+def pods(namespace: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods"
+
+
+async def test_calls_that_hang_in_one_namespace_leave_connections_for_the_others() -> None:
+    hanging, most = 0, 0
+    end = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal hanging, most
+        if request.match_info["namespace"] == "hangs":
+            hanging += 1
+            most = max(most, hanging)
+            await end.wait()
+            hanging -= 1
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_get("/api/v1/namespaces/{namespace}/pods", answer)
+    async with TestServer(app) as server:
+        configuration = kubernetes.Configuration()
+        configuration.host = str(server.make_url("")).rstrip("/")
+        async with KubeClient(configuration) as client, asyncio.timeout(60):
+            hung = [asyncio.create_task(client.call("GET", pods("hangs"))) for _ in range(100)]
+            while hanging < CONNECTIONS * 3 // 4:  # noqa: ASYNC110 - the handler announces nothing
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*(client.call("GET", pods(f"ns{one % 5}")) for one in range(50)))
+            assert not any(task.done() for task in hung)
+            end.set()
+            await asyncio.gather(*hung)
+    assert most == CONNECTIONS * 3 // 4
+
+
+def test_who_is_cancelled_while_it_waits_takes_nothing_away() -> None:
+    """Three have connections, the fourth is cancelled, the fifth gets the first that is free."""
+
+    async def story() -> None:
+        connections = Connections(4)
+        order: list[str] = []
+
+        async def call(name: str) -> None:
+            async with connections.one_for(pods("ns")):
+                order.append(name)
+                await asyncio.sleep(1.0)
+
+        tasks = [asyncio.create_task(call(str(number))) for number in range(5)]
+        await asyncio.sleep(0.5)
+        tasks[3].cancel()
+        await asyncio.sleep(1.0)
+        assert order == ["0", "1", "2", "4"]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.timeout(2.0):
+            await asyncio.gather(*(call(f"later {number}") for number in range(3)))
+        assert len(order) == 7
+
+    virtual_time.run(story())
+
+
+@pytest.mark.parametrize("cancelled_first", [True, False])
+def test_who_is_cancelled_when_its_turn_comes_gives_it_on(*, cancelled_first: bool) -> None:
+    async def story() -> None:
+        connections = Connections(1)
+        ran: list[str] = []
+
+        async def call(name: str, release: asyncio.Event) -> None:
+            async with connections.one_for(pods("ns")):
+                await release.wait()
+                ran.append(name)
+
+        release, others = asyncio.Event(), asyncio.Event()
+        others.set()
+        first = asyncio.create_task(call("first", release))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(call("second", others))
+        third = asyncio.create_task(call("third", others))
+        await asyncio.sleep(0)
+        if cancelled_first:
+            second.cancel()
+            release.set()
+        else:
+            release.set()
+            await asyncio.sleep(0)  # the first ends, and the second is given its turn
+            second.cancel()
+        async with asyncio.timeout(5.0):
+            await asyncio.gather(first, third)
+        with suppress(asyncio.CancelledError):
+            await second
+        assert ran == ["first", "third"]
+
+    virtual_time.run(story())
