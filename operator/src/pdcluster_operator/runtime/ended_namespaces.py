@@ -7,7 +7,21 @@ No watch says that a namespace ends: the operator may not be allowed to read nam
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+BELIEVED_SECONDS = 240.0
+"""How long a refusal is believed. One request is then made again, and refused again if need be.
+
+If the answer came late, the namespace may be gone, and the PDClusters may be those of a new one with
+its name. The time is shorter than that after which each PDCluster is looked at anew.
+"""
+
+
+class _Ended(NamedTuple):
+    uids: frozenset[str]
+    since: float
 
 
 class EndedNamespaces:
@@ -17,19 +31,25 @@ class EndedNamespaces:
 
     Args:
         uids: returns the UIDs of the PDClusters that a namespace has now.
+        clock: seconds that only grow.
     """
 
-    def __init__(self, uids: Callable[[str], Iterable[str]]) -> None:
+    def __init__(
+        self, uids: Callable[[str], Iterable[str]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._uids = uids
-        self._ended: dict[str, frozenset[str]] = {}
+        self._clock = clock
+        self._ended: dict[str, _Ended] = {}
 
     def add(self, namespace: str) -> None:
-        """Take in that a namespace is being deleted. Forget those that are gone."""
-        self._ended = {
-            name: uids for name, uids in self._ended.items() if uids.intersection(self._uids(name))
-        }
-        self._ended[namespace] = frozenset(self._uids(namespace))
+        """Take in that a namespace is being deleted. Forget what is not believed any more."""
+        self._ended = {name: one for name, one in self._ended.items() if self._is_believed(one)}
+        self._ended[namespace] = _Ended(frozenset(self._uids(namespace)), self._clock())
 
     def had(self, namespace: str, uid: str) -> bool:
         """Whether a PDCluster goes with its namespace."""
-        return uid in self._ended.get(namespace, ())
+        ended = self._ended.get(namespace)
+        return ended is not None and uid in ended.uids and self._is_believed(ended)
+
+    def _is_believed(self, ended: _Ended) -> bool:
+        return self._clock() - ended.since < BELIEVED_SECONDS
