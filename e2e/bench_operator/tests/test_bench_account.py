@@ -8,15 +8,25 @@ from typing import Any
 import pytest
 
 from bench_operator import account
-from bench_operator.thresholds import BOUNDS, QUIET, REFUSING, missed, missed_on
+from bench_operator.thresholds import (
+    BOUNDS,
+    QUIET,
+    REFUSING,
+    Bound,
+    Expected,
+    missed,
+    missed_on,
+)
 
 GOOD = {
-    "share_of_raw_objects": 0.6,
+    "pdclusters": 1000,
+    "share_of_raw_objects": 0.8,
     "reads_of_one": 0.5,
     "writes_of_one": 16.5,
-    "rest": {"core": 0.01, "writes": {"leases": 12}},
-    "restart": {"writes": {"leases": 3}},
-    "rss_peak_megabytes": 150,
+    "rest": {"core": 0.06, "writes": {"leases": 12}},
+    "restart": {"writes": {"leases": 3}, "rss_peak_megabytes": 399},
+    "reaction_seconds": {"p99": 0.9},
+    "rss_peak_megabytes": 299,
 }
 
 
@@ -77,13 +87,15 @@ def test_a_good_run_passes() -> None:
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        (("share_of_raw_objects",), 0.1),
-        (("reads_of_one",), 100.0),
-        (("writes_of_one",), 100.0),
-        (("rest", "core"), 0.5),
+        (("share_of_raw_objects",), 0.6),
+        (("reads_of_one",), 0.6),
+        (("writes_of_one",), 18.0),
+        (("rest", "core"), 0.11),
         (("rest", "writes"), {"leases": 12, "pdclusters/status": 1}),
         (("restart", "writes"), {"statefulsets": 1}),
-        (("rss_peak_megabytes",), 517),
+        (("reaction_seconds", "p99"), 1.01),
+        (("rss_peak_megabytes",), 301),
+        (("restart", "rss_peak_megabytes"), 401),
     ],
     ids=[bound.what for bound in BOUNDS],
 )
@@ -95,6 +107,14 @@ def test_each_bound_can_be_missed(where: tuple[str, ...], value: object) -> None
     place[where[-1]] = value
     [said] = missed(found)
     assert said.startswith(".".join(where))
+
+
+def test_a_bound_is_that_of_the_next_smaller_number_of_pdclusters() -> None:
+    bound = Bound("x", lambda _: 0.0, {100: Expected(1.0, 0.5), 1000: Expected(2.0, 0.5)})
+    assert [bound.of(count) for count in (1, 100, 999, 1000, 5000)] == [1.5, 1.5, 1.5, 2.5, 2.5]
+    assert bound.misses(1.6, 100)
+    assert not bound.misses(1.6, 1000)
+    assert bound._replace(more_is_better=True).misses(1.4, 1000)
 
 
 DAYS = {
