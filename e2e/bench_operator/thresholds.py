@@ -1,8 +1,8 @@
 """The gate: what was measured, and how far a run may be from it.
 
 Each bound is the mean of the runs in docs/benchmarks.md, and a margin. Where there is a goal, both
-together are the goal. Ratios and counts change little on a slow machine. On one that is very busy,
-the operator writes and reads more: with a load average of 80 on two cores, 10.3 reads and 0.34 of raw
+together are the goal. Ratios and counts change little on a slow machine. On a very busy one, the
+operator writes and reads more: with a load average of 80 on two cores, 10.3 reads and 0.34 of raw
 were seen.
 """
 

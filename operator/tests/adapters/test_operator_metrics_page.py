@@ -16,7 +16,9 @@ from pdcluster_operator.api.rules.validate import check_manifest
 ROOT = Path(__file__).resolve().parents[3]
 SNIPPETS = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 EXPRESSIONS = re.compile(r"```promql\n(.*?)```", re.DOTALL)
-USED = re.compile(r"\b(?:pdcluster_(?:kv|webhook|reconcile|api|queue|clusters|local)\w*|vllm:\w+)")
+USED = re.compile(
+    r"\b(?:pdcluster_(?:kv|webhook|reconcile|api|queue|clusters|local|not)\w*|vllm:\w+)"
+)
 
 
 def test_metrics_page_tells_of_the_operators_metrics():

@@ -36,7 +36,7 @@ from pdcluster_operator.adapters.api_server.namespace_leases import own_identity
 from pdcluster_operator.adapters.api_server.sweep import Sweeper
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.logs import JsonLines
-from pdcluster_operator.adapters.metrics import Metrics, resource_of
+from pdcluster_operator.adapters.metrics import MOST_SHOWN, Metrics, resource_of
 from pdcluster_operator.adapters.operator_process import (
     OperatorOptions,
     collect_rarely,
@@ -97,13 +97,37 @@ def test_metrics_name_resources_and_no_objects(path, resource):
 
 def test_the_share_of_a_cluster_that_is_gone_is_gone():
     metrics, shares = Metrics(), {("ns", "a"): 0.25, ("ns", "b"): 0.0}
-    metrics.measure(lambda: 0, lambda: 0, lambda: shares)
+    metrics.measure(lambda: 0, lambda: 0, lambda: shares, dict)
     line = 'pdcluster_local_prefill_share{cluster="a",cluster_namespace="ns"} 0.25'
     assert line in metrics.text().decode()
     assert 'cluster="b"' in metrics.text().decode()
     del shares["ns", "a"]
     assert 'cluster="a"' not in metrics.text().decode()
     assert 'cluster="b"' in metrics.text().decode()
+
+
+def test_metrics_name_a_bounded_number_of_clusters():
+    """The worst shares, and the first names; the number of all of them is shown beside."""
+    shares = {("ns", f"c{number}"): number / 1000 for number in range(1000)}
+    reasons = {("ns", f"c{number:03}"): "LinkFailed" for number in range(1000)}
+    metrics = Metrics()
+    metrics.measure(lambda: 0, lambda: 0, lambda: shares, lambda: reasons)
+    lines = metrics.text().decode().splitlines()
+    shown = {line for line in lines if line.startswith("pdcluster_local_prefill_share{")}
+    assert len(shown) == MOST_SHOWN
+    assert 'pdcluster_local_prefill_share{cluster="c999",cluster_namespace="ns"} 0.999' in shown
+    assert not any("c799" in line for line in shown)
+    named = [line for line in lines if line.startswith("pdcluster_not_ready{")]
+    assert len(named) == MOST_SHOWN
+    assert (
+        'pdcluster_not_ready{cluster="c199",cluster_namespace="ns",reason="LinkFailed"} 1.0'
+        in named
+    )
+    assert "pdcluster_not_ready_clusters 1000.0" in lines
+    reasons.clear()
+    lines = metrics.text().decode().splitlines()
+    assert not [line for line in lines if line.startswith("pdcluster_not_ready{")]
+    assert "pdcluster_not_ready_clusters 0.0" in lines
 
 
 def test_what_is_kept_of_an_object_has_its_kind_and_no_bookkeeping():
@@ -420,7 +444,7 @@ def test_the_webhook_admits_what_its_operator_does():
 
 def test_the_metrics_count_each_reconcile_and_each_call():
     metrics = Metrics()
-    metrics.measure(lambda: 3, lambda: 5, dict)
+    metrics.measure(lambda: 3, lambda: 5, dict, dict)
     for failed in (False, False, True):
         metrics.reconciled(0.3, failed=failed)
     metrics.called("PATCH", "/api/v1/pods", 409, 0.3)

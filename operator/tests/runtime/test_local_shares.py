@@ -1,4 +1,4 @@
-"""The shares that the operator's metric shows: one for each PDCluster that has had prompts."""
+"""What the operator's metrics show of each PDCluster: its share of local prompts, and Ready."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from pdcluster_operator.plan.reports import LinksReport, PromptsReport
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.reconcile import Place
 
 
 async def test_each_cluster_with_prompts_has_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +29,31 @@ async def test_each_cluster_with_prompts_has_a_share(monkeypatch: pytest.MonkeyP
         loop.store.put({"kind": "PDCluster", "metadata": metadata})
     monkeypatch.setattr(loop.monitor, "links", links.__getitem__)
     assert loop.local_prefill_shares() == {Key("ns", "busy"): 0.25}
+
+
+async def test_who_is_not_ready_has_a_reason() -> None:
+    unused: Any = object()
+    place = Place(operator_class="")
+    parts = dict.fromkeys(("api", "launchers", "events", "connector", "clock"), unused)
+    loop = ControlLoop(**parts, place=place)
+
+    def told(name: str, status: object, operator_class: str | None = None) -> None:
+        metadata = {"namespace": "ns", "name": name, "uid": name}
+        spec = {"operatorClass": operator_class} if operator_class else {}
+        loop.store.put({"kind": "PDCluster", "metadata": metadata, "spec": spec, "status": status})
+
+    def ready(status: str, reason: str) -> dict[str, Any]:
+        return {"conditions": [{"type": "Ready", "status": status, "reason": reason}]}
+
+    told("well", ready("True", "KVMoves"))
+    told("failed", ready("False", "LinkFailed"))
+    told("unknown", ready("Unknown", "OperatorStarts"))
+    told("new", None)
+    told("bent", {"conditions": "none"})
+    told("of-another", ready("False", "LinkFailed"), "another")
+    assert loop.not_ready() == {
+        Key("ns", "failed"): "LinkFailed",
+        Key("ns", "unknown"): "OperatorStarts",
+        Key("ns", "new"): "NotSeenYet",
+        Key("ns", "bent"): "NotSeenYet",
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from heapq import nlargest, nsmallest
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -13,8 +14,13 @@ _RESOURCE = re.compile(
 )
 
 
-Shares = Mapping[tuple[str, str], float]
-"""By namespace and name of a PDCluster."""
+MOST_SHOWN = 200
+"""PDClusters that a metric names at most, so that no crowd fills the memory of Prometheus."""
+
+Name = tuple[str, str]
+"""Namespace and name of a PDCluster."""
+Shares = Mapping[Name, float]
+Reasons = Mapping[Name, str]
 
 
 class Metrics:
@@ -22,6 +28,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._shares: Callable[[], Shares] = dict
+        self._not_ready: Callable[[], Reasons] = dict
         self.registry = CollectorRegistry()
         self.reconciles = Counter(
             "pdcluster_reconciles",
@@ -44,8 +51,20 @@ class Metrics:
         self.local_prefill_share = Gauge(
             "pdcluster_local_prefill_share",
             "Share, 0 to 1, of a PDCluster's latest prompts that decode computed instead of "
-            "prefill.",
+            f"prefill. The {MOST_SHOWN} PDClusters with the largest shares are shown.",
             ["cluster_namespace", "cluster"],
+            registry=self.registry,
+        )
+        self.not_ready_clusters = Gauge(
+            "pdcluster_not_ready_clusters",
+            "PDClusters whose condition Ready is not True.",
+            registry=self.registry,
+        )
+        self.not_ready = Gauge(
+            "pdcluster_not_ready",
+            "1 for a PDCluster whose condition Ready is not True, with its reason. "
+            f"The first {MOST_SHOWN} by name are shown.",
+            ["cluster_namespace", "cluster", "reason"],
             registry=self.registry,
         )
         self.api_calls = Counter(
@@ -80,12 +99,24 @@ class Metrics:
         )
 
     def measure(
-        self, depth: Callable[[], int], clusters: Callable[[], int], shares: Callable[[], Shares]
+        self,
+        depth: Callable[[], int],
+        clusters: Callable[[], int],
+        shares: Callable[[], Shares],
+        not_ready: Callable[[], Reasons],
     ) -> None:
-        """Read the queue's depth, the number of clusters and the shares at every scrape."""
+        """Read these at every scrape.
+
+        Args:
+            depth: returns how many keys wait in the queue.
+            clusters: returns how many PDClusters are known.
+            shares: returns which share of its prompts each PDCluster's decode engines computed.
+            not_ready: returns the reason of Ready for each PDCluster that is not Ready.
+        """
         self.queue_depth.set_function(depth)
         self.clusters.set_function(clusters)
         self._shares = shares
+        self._not_ready = not_ready
 
     def reconciled(self, seconds: float, *, failed: bool) -> None:
         """Count one reconcile."""
@@ -100,8 +131,14 @@ class Metrics:
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
         self.local_prefill_share.clear()  # of clusters that are gone, too
-        for (namespace, cluster), share in self._shares().items():
-            self.local_prefill_share.labels(namespace, cluster).set(share)
+        shares = self._shares()
+        for name in nlargest(MOST_SHOWN, shares, key=shares.__getitem__):
+            self.local_prefill_share.labels(*name).set(shares[name])
+        self.not_ready.clear()
+        reasons = self._not_ready()
+        self.not_ready_clusters.set(len(reasons))
+        for name in nsmallest(MOST_SHOWN, reasons):
+            self.not_ready.labels(*name, reasons[name]).set(1)
         return generate_latest(self.registry)
 
 

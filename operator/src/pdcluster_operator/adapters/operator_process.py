@@ -148,7 +148,10 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         api.remember, api.same = loop.remember, loop.store.same
         leases.needed, leases.acquired = loop.works_in, loop.wake
         metrics.measure(
-            lambda: loop.queue.depth, lambda: len(loop.store.keys()), loop.local_prefill_shares
+            lambda: loop.queue.depth,
+            lambda: len(loop.store.keys()),
+            loop.local_prefill_shares,
+            loop.not_ready,
         )
         sweeper = Sweeper(
             api, loop, watch_health, options.namespaces, options.sweep_seconds, collect_rarely

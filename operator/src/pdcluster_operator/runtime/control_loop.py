@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
+from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
 from pdcluster_operator.api.labels import SCALER_KIND
 from pdcluster_operator.plan.changed_specs import is_changed_spec
 from pdcluster_operator.plan.connector_mounts import is_shared_connector
@@ -151,6 +152,17 @@ class ControlLoop:
         keys = self.store.keys()
         shares = {key: local_share(self.monitor.links(key).values()) for key in keys}
         return {key: share for key, share in shares.items() if share is not None}
+
+    def not_ready(self) -> dict[Key, str]:
+        """Return the reason of the condition Ready for each cluster of ours that is not Ready."""
+        found = {}
+        for key in filter(self._is_ours, self.store.keys()):
+            ready = find_condition(
+                (self.store.cluster(key) or {}).get("status"), ConditionType.READY
+            )
+            if ready.get("status") != "True":
+                found[key] = str(ready.get("reason") or StatusReason.NOT_SEEN_YET)
+        return found
 
     def start(self) -> None:
         """Start working on the running loop."""

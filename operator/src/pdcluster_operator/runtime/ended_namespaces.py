@@ -14,7 +14,7 @@ from typing import NamedTuple
 BELIEVED_SECONDS = 240.0
 """How long a refusal is believed. One request is then made again, and refused again if need be.
 
-If the answer came late, the namespace may be gone, and the PDClusters may be those of a new one with
+If the answer came late, the namespace may be gone, and the PDClusters may be those of a new one of
 its name. The time is shorter than that after which each PDCluster is looked at anew.
 """
 
