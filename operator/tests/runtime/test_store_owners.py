@@ -120,3 +120,18 @@ def test_reading_one_cluster_costs_no_more_with_many_others(
             store.put(POD)
         costs.append(len(looked_at))
     assert costs[0] == costs[1] > 0
+
+
+def test_the_clusters_of_a_namespace_are_those_that_are_there_now() -> None:
+    store = filled()
+    other = {**thing("PDCluster", "other", "o"), "spec": {}}
+    elsewhere = thing("PDCluster", "tiny", "e")
+    elsewhere["metadata"]["namespace"] = "elsewhere"
+    for cluster in (other, elsewhere):
+        store.put(cluster)
+    assert store.keys_in("ns") == [KEY, Key("ns", "other")]
+    assert (store.uids("ns"), store.uids("elsewhere")) == (["c", "o"], ["e"])
+    store.drop(CLUSTER)
+    store.replace("PDCluster", [copy.deepcopy(other)])
+    assert store.keys() == store.keys_in("ns") == [Key("ns", "other")]
+    assert store.keys_in("elsewhere") == store.uids("elsewhere") == []

@@ -180,15 +180,12 @@ class ControlLoop:
 
     def works_in(self, namespace: str) -> bool:
         """Whether a namespace has PDClusters of this operator's class."""
-        keys = self.store.keys()
-        return any(key.namespace == namespace and self._is_ours(key) for key in keys)
+        return any(map(self._is_ours, self.store.keys_in(namespace)))
 
     def wake(self, namespace: str) -> None:
         """Queue every cluster of a namespace."""
-        keys = self.store.keys()
-        for key in keys:
-            if key.namespace == namespace:
-                self.queue.add(key)
+        for key in self.store.keys_in(namespace):
+            self.queue.add(key)
 
     def _is_ours(self, key: Key) -> bool:
         cluster = self.store.cluster(key)

@@ -42,7 +42,8 @@ Place = tuple[str, ...]
 
 CLUSTER_KIND = "PDCluster"
 # The indexes. An owner is always in the namespace of what it owns.
-OWNER, POD_LABEL, CONNECTOR, MOUNTED = "owner", "pod-label", "connector", "mounted"
+CLUSTERS, OWNER, POD_LABEL = "clusters", "owner", "pod-label"
+CONNECTOR, MOUNTED = "connector", "mounted"
 
 
 class Store:
@@ -169,7 +170,7 @@ class Store:
             self._report(identity)
         keys = {key for manifest in touched if (key := key_of(manifest)) is not None}
         orphaned = {one["metadata"]["namespace"] for one in lost}
-        return keys | {key for key in self.keys() if key.namespace in orphaned}
+        return keys.union(*map(self.keys_in, orphaned))
 
     def set_served(self, kind: str, *, served: bool) -> bool:
         """Remember whether the API server has a kind; return whether that is news."""
@@ -186,10 +187,14 @@ class Store:
         known = self._objects.get(CLUSTER_KIND, {})
         return [Key(namespace, name) for _, namespace, name in known]
 
+    def keys_in(self, namespace: str) -> list[Key]:
+        """Every cluster of a namespace."""
+        known = self._index.get((CLUSTERS, namespace), {})
+        return [Key(namespace, name) for _, _, name in known]
+
     def uids(self, namespace: str) -> list[str]:
         """Return the UID of each PDCluster of a namespace."""
-        clusters = self._objects.get(CLUSTER_KIND, {})
-        return [uid_of(one) for (_, place, _), one in clusters.items() if place == namespace]
+        return [uid_of(one) for one in self._at(CLUSTERS, namespace)]
 
     def cluster(self, key: Key) -> Manifest | None:
         """Return the PDCluster itself."""
@@ -290,6 +295,9 @@ def _places(manifest: Mapping[str, Any]) -> frozenset[Place]:
 
 def _read_places(manifest: Mapping[str, Any]) -> Iterator[Place]:
     namespace = manifest["metadata"].get("namespace", "")
+    if manifest["kind"] == CLUSTER_KIND:
+        yield CLUSTERS, namespace
+        return
     if manifest["kind"] == "Pod":
         if (key := _labelled(manifest)) is not None:
             yield (POD_LABEL, *key)
