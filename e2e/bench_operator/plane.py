@@ -164,8 +164,9 @@ def running_plane(crds: Path = CRDS) -> Iterator[RealApi]:
 def _install(real: RealApi, folder: Path) -> None:
     """Install the CRDs, and give the user `operator` all rights: rights are not measured here."""
     crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    for file in folder.glob("*.yaml"):
-        _create(real, crds, yaml.safe_load(file.read_text()))
+    kinds = [yaml.safe_load(file.read_text()) for file in folder.glob("*.yaml")]
+    for kind in kinds:
+        _create(real, crds, kind)
     rbac = "rbac.authorization.k8s.io"
     binding = {
         "apiVersion": f"{rbac}/v1",
@@ -180,8 +181,8 @@ def _install(real: RealApi, folder: Path) -> None:
         _create(real, "/api/v1/namespaces", body)
     for number in range(NODES):
         _node(real, f"node-{number}")
-    for plural in ("pdclusters", "prefillscalers"):
-        ours = f"/apis/pdcluster.dev/v1alpha1/{plural}"
+    for kind in kinds:
+        ours = f"/apis/pdcluster.dev/v1alpha1/{kind['spec']['names']['plural']}"
         until(lambda path=ours: real.call("GET", path)[0] == 200, 30, lambda: "a CRD is not served")
 
 
