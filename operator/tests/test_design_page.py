@@ -8,18 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from design_walk import HOMES, NAMED, asked_about, rows, text
+
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "design.md").read_text()
-HOMES = {
-    "7. A request, file by file": "connector/src/pdcluster_connector",
-    "8. A manifest, file by file": "operator/src/pdcluster_operator",
-}
-NAMED = re.compile(r"`([\w/]+\.py)`(?: `([\w.]+)`)?")
-
-
-def named(title: str) -> list[tuple[str, str]]:
-    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
-    return NAMED.findall(section)
 
 
 def defined(path: Path) -> set[str]:
@@ -32,14 +23,26 @@ def defined(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("title", HOMES)
-def test_a_walk_names_what_exists(title: str) -> None:
-    found = named(title)
+@pytest.mark.parametrize("walk", HOMES)
+def test_a_walk_names_what_exists(walk: str) -> None:
+    found = NAMED.findall(text(walk))
     assert len(found) > 10
     for file, name in found:
-        path = ROOT / HOMES[title] / file
+        path = HOMES[walk] / file
         assert path.exists(), file
         assert not name or name in defined(path), f"{file} has no {name}"
+
+
+def test_each_call_of_each_row_is_shown_to_happen_by_some_test() -> None:
+    asked, found = asked_about(), {}
+    for walk in HOMES:
+        tables = re.findall(r"^\| (?!what happens|action)", text(walk), re.MULTILINE)
+        assert len(rows(walk)) == len(tables) > 8, "a row cannot be read, or has another's number"
+        found |= {(walk, row): {name for _, name in named} for row, named in rows(walk).items()}
+    for row, names in found.items():
+        assert names, f"row {row} names no call"
+        assert names <= asked.get(row, set()), f"no test asks whether all of row {row} happens"
+    assert asked.keys() <= found.keys(), "a test asks about a row that is not there"
 
 
 def test_the_checklists_name_files_that_exist() -> None:

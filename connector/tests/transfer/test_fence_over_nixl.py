@@ -10,6 +10,7 @@ import pytest
 from nixl_prefill import PrefillProcess, patient
 from transfer_rig import Decode, FakePeers, eventually
 
+from design_walk import Calls, happened
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import Dlist, Handle, Indices
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
@@ -49,6 +50,8 @@ class Watched(NixlAgent):
 
 
 class Rig:
+    calls: Calls
+
     def __init__(self) -> None:
         self.prefill = PrefillProcess({ENGINE: 2}, CACHE)
         self.agents: list[Watched] = []
@@ -72,7 +75,9 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    made = Rig()
+    with Calls("request") as calls:
+        made = Rig()
+        made.calls = calls  # its transfer thread goes on to tell of them
     yield made
     Watched.hide.clear()
     assert made.decode.receiver.close()
@@ -98,3 +103,4 @@ def test_a_lease_that_stands_never_fails(rig: Rig) -> None:
         rig.send(f"r{run}", hide=False)
         assert f"r{run}" in rig.decode.wait(f"r{run}").received
         assert rig.right()
+    happened(rig.calls.seen, "request", "10")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transfer_rig import Decode, FakePeers, Prefill
+from transfer_rig import Decode, FakePeers, Prefill, eventually
 
 import pdcluster_connector
-from pdcluster_connector.testing.nixl import Fabric
+from design_walk import Calls, happened, rows
+from pdcluster_connector.testing.nixl import Behaviour, Fabric
+from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 HOME = pdcluster_connector.__path__[0]
 MOST_FILES = 8
 OF_NIXL = {"testing/nixl.py", "testing/behaviour.py"}  # stands in for what NIXL does by itself
-DESIGN = Path(__file__).parents[3] / "docs" / "design.md"
 
 
 class Walk:
@@ -51,30 +50,19 @@ class Walk:
         name = frame.f_code.co_filename[len(HOME) + 1 :]
         if frame.f_code.co_name.startswith("<") or name in OF_NIXL:
             return
-        if not self.calls and (name, frame.f_code.co_name) != self._first:
+        if not self.calls and (name, frame.f_code.co_qualname) != self._first:
             return
         caller = frame.f_back.f_code.co_filename if frame.f_back else ""
         self.hops += caller != frame.f_code.co_filename and caller.startswith(HOME)
-        self.calls.append((name, frame.f_code.co_name))
+        self.calls.append((name, frame.f_code.co_qualname))
 
     @property
     def files(self) -> list[str]:
         return sorted({name for name, _ in self.calls})
 
 
-def walked() -> list[tuple[str, str]]:
-    """The functions that the design's walk names for the transfer thread, in its order."""
-    walk = DESIGN.read_text().split("## 7. ")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (?:7|9|10|11)\. .*$", walk, re.MULTILINE)
-    named = [name for row in rows for name in re.findall(r"`([\w/]+\.py)` `([\w.]+)`", row)]
-    # The agent in memory stands in for the one of NIXL.
-    memory = {"nixl_io/nixl_agent.py": "testing/in_memory_agent.py"}
-    return [(memory.get(file, file), name.rpartition(".")[2]) for file, name in named]
-
-
 def test_a_warm_receive_reads_few_files_in_the_order_of_the_design() -> None:
-    steps = walked()
-    fabric, peers, walk = Fabric(), FakePeers(), Walk(steps[0])
+    fabric, peers, walk = Fabric(), FakePeers(), Walk(rows("request")["7"][0])
     prefill = Prefill(fabric, **CACHE)
     peers.table[prefill.engine_id] = prefill.metadata
     threading.setprofile(walk)
@@ -94,6 +82,32 @@ def test_a_warm_receive_reads_few_files_in_the_order_of_the_design() -> None:
     for name in walk.files:
         print(name, sorted({function for file, function in walk.calls if file == name}))
     assert len(walk.files) <= MOST_FILES
-    assert len(steps) > 5
-    firsts = [walk.calls.index(step) for step in steps]
-    assert firsts == sorted(firsts)
+    memory = {  # stands in for the agent of NIXL
+        ("nixl_io/nixl_agent.py", "NixlAgent.read"): (
+            "testing/in_memory_agent.py", "InMemoryAgent.read",
+        )
+    }  # fmt: skip
+    happened(walk.calls, "request", "7", "9", "10", "11", but=("NixlAgent.read",))
+    happened(walk.calls, "request", "10", instead=memory)
+    happened(walk.calls, "request", "12", only=("Receive.on", "Receives._report"))
+    happened(walk.calls, "request", "CONNECT", "POST", "FENCE", "REPORT")
+
+
+def test_a_transfer_that_hangs_has_the_agent_destroyed() -> None:
+    fabric, peers = Fabric(), FakePeers()
+    prefill = Prefill(fabric, **CACHE)
+    peers.table[prefill.engine_id] = prefill.metadata
+    options = ReceiverOptions(drain_deadline_seconds=0.01)
+    with Calls("request") as calls:
+        decode = Decode(fabric, peers, options=options, **CACHE)
+        for seed in (1, 2):  # the first one meets the peer
+            fabric.behave = lambda _, seed=seed: Behaviour(hang=seed == 2)
+            ticket = prefill.ticket(seed, [3 * seed, 3 * seed + 1, 3 * seed + 2], 10)
+            decode.receiver.receive([decode.request(f"r{seed}", ticket, [3, 4, 5])])
+            if seed == 1:
+                decode.wait("r1")
+        eventually(lambda: fabric.flying)
+        decode.receiver.abandon(["r2"])
+        eventually(lambda: ("transfer/agent_rebuild.py", "AgentRebuild.ask") in calls.seen)
+    decode.receiver.close()
+    happened(calls.seen, "request", "DESTROY_AGENT")
