@@ -80,7 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     With `--dist worksteal`, each worker begins with one of as many equal parts of the list.
     """
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    items.sort(key=lambda item: str(item.path))  # workers began with different files
+    if hasattr(config, "workerinput"):  # each began with other files, and all need one order
+        items.sort(key=lambda item: str(item.path))
     waiting = [item for item in items if item.nodeid.startswith(WAITING)]
     computing = [item for item in items if not item.nodeid.startswith(WAITING)]
     items[:] = [
