@@ -52,9 +52,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if marks and not _may_be_selected(config.option.markexpr, marks, ours) else None
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Imports and the collection make objects that stay: looking through them finds no garbage."""
     gc.disable()
+    if worker := getattr(config, "workerinput", None):
+        # In a new checkout each file is compiled once: each worker begins with other files, and
+        # finds what the others have written by then.
+        places = [place for arg in config.args for place in _inside(arg)]
+        number = int(worker["workerid"].removeprefix("gw"))
+        first = len(places) * number // worker["workercount"]
+        config.args = places[first:] + places[:first]
 
 
 def pytest_collection_finish() -> None:
@@ -73,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     With `--dist worksteal`, each worker begins with one of as many equal parts of the list.
     """
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if hasattr(config, "workerinput"):  # each began with other files, and all need one order
+        items.sort(key=lambda item: str(item.path))
     waiting = [item for item in items if item.nodeid.startswith(WAITING)]
     computing = [item for item in items if not item.nodeid.startswith(WAITING)]
     items[:] = [
@@ -81,6 +90,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for kind in (waiting, computing)
         for item in kind[len(kind) * worker // workers : len(kind) * (worker + 1) // workers]
     ]
+
+
+def _inside(arg: str) -> list[str]:
+    """Return the folders and the test files in a folder; what is no folder stays as it is."""
+    if not Path(arg).is_dir():
+        return [arg]
+    inside = sorted(Path(arg).glob("[!._]*"))
+    return [str(path) for path in inside if path.is_dir() or path.match("test_*.py")]
 
 
 def _may_be_selected(expression: str, marks: set[str], ours: list[str]) -> bool:
