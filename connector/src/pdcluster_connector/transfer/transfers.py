@@ -199,7 +199,10 @@ class Transfers:
         self._under_way.pop(number).source.under_way -= 1
 
     def _landed(self, number: int, transfer: _UnderWay) -> Event:
-        """Judge a transfer that has landed: any data is well, only one lease word is."""
+        """Judge a transfer that has landed.
+
+        Any data is accepted. A lease word is accepted only if it is the ticket's token.
+        """
         if transfer.word is None:
             return Landed(number)
         word = self._words.read(transfer.word)

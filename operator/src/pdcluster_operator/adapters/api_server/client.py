@@ -233,7 +233,10 @@ def _causes(document: Mapping[str, Any]) -> list[object]:
 
 
 def _answer(request: str, text: bytes) -> dict[str, Any]:
-    """Return what a server says that agrees. A page of a proxy is no empty list."""
+    """Return the JSON of a successful answer.
+
+    An HTML page of a proxy is an error, not an empty list.
+    """
     with suppress(ValueError):
         if isinstance(document := document_of(text), dict):
             return document
