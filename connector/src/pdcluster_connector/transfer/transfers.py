@@ -88,9 +88,10 @@ class Transfers:
         )
 
     def queue_moved_at(self, job: Job) -> float:
-        """Return when a transfer last landed that some source had before one of ``job``'s.
+        """Return when a transfer last landed from a source that still owes ``job`` one.
 
-        A transfer that later ones have overtaken does not wait in a queue any more.
+        If a later transfer of the same source has landed, the job's does not wait in a queue: it
+        does not count.
         """
         sources = (
             self._under_way[number].source

@@ -32,8 +32,8 @@ class LauncherWatch:
     """What is known of one engine. It is asked at most once a period, if it has no news.
 
     Args:
-        changed: called when something else is known, with whether the engine was not ready and is
-            not.
+        changed: called when what is known has changed. The argument says whether the engine was
+            not ready and still is not.
     """
 
     def __init__(
