@@ -49,8 +49,12 @@ def families() -> dict[str, list[str]]:
 
 @cache
 def provocations() -> dict[str, dict[str, str]]:
-    """Return a test for each reason and level: ``{"NoTicket": {"vllm": "`file` test"}}``."""
+    """Return a test for each reason and level: ``{"NoTicket": {"vllm": "`file` test"}}``.
+
+    Of several tests, it is the one whose name has the most words of the reason, and then the first.
+    """
     found: dict[str, dict[str, str]] = {}
+    best: dict[tuple[str, str], int] = {}
     for folder in ("connector/tests", "operator/tests", "e2e/tests"):
         for path in sorted((ROOT / folder).rglob("test_*.py")):
             module = ast.parse(path.read_text())
@@ -59,8 +63,16 @@ def provocations() -> dict[str, dict[str, str]]:
                     continue
                 if level := level_of(test, module):
                     for name in provoked(test, module):
-                        found.setdefault(name, {}).setdefault(level, f"`{path.stem}` {test.name}")
+                        words = _words_in_common(name, test.name)
+                        if words > best.get((name, level), -1):
+                            best[name, level] = words
+                            found.setdefault(name, {})[level] = f"`{path.stem}` {test.name}"
     return found
+
+
+def _words_in_common(reason: str, test: str) -> int:
+    words = {word.lower() for word in re.findall("[A-Z][a-z]*", reason)}
+    return len(words & set(test.split("_")))
 
 
 def page() -> str:

@@ -20,6 +20,12 @@ ALL = (
     *("Accepted", "PrefillReady", "DecodeReady", "KVLinksEstablished", "KVPathVerified"),
     *("TransportHealthy", "Available", "Progressing", "Ready"),
 )
+WELL = {
+    "KVLinksEstablished": "LinksEstablished",
+    "KVPathVerified": "CanaryPassed",
+    "Available": "Serving",
+    "Ready": "Ready",
+}
 REST_SECONDS = 30.0
 TO_REST_SECONDS = 300.0
 
@@ -29,6 +35,12 @@ def test_tokens_are_prefills_own_and_bytes_are_the_computed_ones(tiny: ClusterRu
     tiny.kubectl("wait", "--for=condition=Ready", "pdc/tiny", "--timeout=300s")
     replies = [moved(tiny, text(20 + 10 * seed, seed)) for seed in range(8)]
     assert len({reply.completion for reply in replies}) == 8, "each prompt has its own answer"
+
+
+def test_the_reasons_of_a_cluster_that_is_well(tiny: ClusterRun) -> None:
+    tiny.wait_ready()
+    reasons = {one["type"]: one["reason"] for one in tiny.status()["conditions"]}
+    assert reasons == {**reasons, **WELL}
 
 
 def test_the_engines_image_lacks_the_connector(tiny: ClusterRun) -> None:

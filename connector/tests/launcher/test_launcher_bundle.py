@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pdcluster_connector
 from pdcluster_connector.launcher import bundle
 
 PACKAGE = Path(pdcluster_connector.__file__).parent
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_bytes_depend_on_the_sources_alone(tmp_path):
@@ -46,6 +48,12 @@ def test_it_holds_the_whole_package_and_fits_a_configmap(pyz):
     assert set(names) == sources | {"__main__.py", "pdcluster_connector/py.typed"}
     assert names == ["__main__.py", *sorted(names[1:])]
     assert pyz.stat().st_size < bundle.MAX_BUNDLE
+
+
+def test_the_decision_record_says_how_large_it_is(pyz):
+    page = (ROOT / "docs/adr/0004-connector-in-a-configmap.md").read_text()
+    (said,) = re.findall(r"Our code is about (\d+) kB as a zip file", page)
+    assert 1000 * int(said) == pytest.approx(pyz.stat().st_size, rel=0.1)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

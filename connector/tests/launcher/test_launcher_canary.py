@@ -177,6 +177,8 @@ def text(body: bytes) -> Answer:
         (params(None), path(), "handed over no KV"),
         (params({}), path(), "handed over no KV"),
         (params({"do_remote_prefill": False}), path(), "handed over no KV"),
+        (params({"do_remote_prefill": 1}), path(), "handed over no KV"),  # decode wants True itself
+        (params({"do_remote_prefill": "no"}), path(), "handed over no KV"),
         (params([1]), path(), "handed over no KV"),
         (text(b"<html>"), path(), "not answer with a JSON object"),
         (text(b"[]"), path(), "not answer with a JSON object"),

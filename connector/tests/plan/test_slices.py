@@ -156,7 +156,7 @@ def test_joined_spans_cover_the_same_bytes_once(spans: list[tuple[int, int]]) ->
     assert covered(found) == covered(spans)
     assert sum(stop - start for start, stop in found) == len(covered(spans))
     for start, stop in spans:
-        assert any(low <= start and stop <= high for low, high in found), "each in one piece"
+        assert any(low <= start and stop <= high for low, high in found), "each in one span"
 
 
 def test_neighbours_are_registered_apart_and_overlaps_together() -> None:
@@ -202,8 +202,8 @@ def test_rows_and_the_pieces_of_them_have_one_bound(monkeypatch: pytest.MonkeyPa
         split_rows(rows, cuts, "prefill")
 
 
-def test_a_single_piece_that_lies_across_a_seam_is_refused() -> None:
-    """A row of one piece repeats nothing: its stride is 0."""
+def test_a_single_descriptor_that_lies_across_a_seam_is_refused() -> None:
+    """A row of one descriptor repeats nothing: its stride is 0."""
     rows = np.array([(100, 50, 3, 0, 1)], np.uint64)
     assert (split_rows(rows, [100, 150], "decode") == rows).all()
     with pytest.raises(PlanError, match="decode's KV") as caught:
@@ -216,7 +216,7 @@ def test_a_peer_cannot_make_rows_without_end() -> None:
     with pytest.raises(PlanError, match="too many slices"):
         split_rows(rows, range(1, 65_536), "prefill")
     uncut = np.array([(2**40, 1, 0, 1, 1)], np.uint64)
-    many = np.concatenate([rows[:16], uncut])  # 2**20 + 1 pieces
+    many = np.concatenate([rows[:16], uncut])  # 2**20 + 1 rows
     with pytest.raises(PlanError, match="prefill's memory is registered in too many slices"):
         split_rows(many, range(1, 65_536), "prefill")
 
@@ -243,7 +243,7 @@ def test_each_shard_s_rows_are_cut_where_its_own_memory_is() -> None:
         ("decode", (Shard((0, 0), heads[2], (2**32 + 1,)), first, second)),
         ("prefill", (decode, first, Shard((0, 1), heads[1], (2**31 + 1,)))),
     ):
-        with pytest.raises(PlanError, match=f"one piece of {side}'s KV lies in two slices"):
+        with pytest.raises(PlanError, match=f"one descriptor of {side}'s KV lies in two slices"):
             plan_peer(shards[0], shards[1:])
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import gc
+import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -24,6 +27,8 @@ from pdcluster_connector.plan.transfer import PeerPlan
 
 BASE = 1 << 40
 LIMIT = 2**31
+
+T = TypeVar("T")
 
 
 def packed(
@@ -437,21 +442,48 @@ def test_whatever_the_blocks_no_descriptor_leaves_its_region(ours, theirs, start
                 )
 
 
-def test_planning_takes_milliseconds_and_not_seconds() -> None:
-    """32 layers x 512 blocks, TP 2 -> 1; ten times what it takes (docs hold figures)."""
-    sizes = {"layers": 32, "blocks": 20_000, "content": 256}
+def calls_of(work: Callable[[], T]) -> tuple[int, T]:
+    """Count the calls of Python's functions and of C's, numpy's among them."""
+    count = 0
+
+    def count_one(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    gc.disable()  # hypothesis has it call a function
+    sys.setprofile(count_one)
+    try:
+        made = work()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return count, made
+
+
+def calls_to_plan(*, layers: int, held: int, asked: int) -> tuple[int, int]:
+    """How many calls it takes to plan a peer, TP 2 -> 1, and one request of ``asked`` blocks."""
+    sizes = {"layers": layers, "blocks": held, "content": 256}
     prefill = [packed(heads=4, start=4 * i, rank=(0, i), base=BASE + i * BASE, **sizes)
                for i in range(2)]  # fmt: skip
     decode = packed(heads=8, base=BASE * 4, **sizes)
-    began = time.process_time()
-    plan = plan_peer(decode, prefill)
-    built = time.process_time() - began
-    blocks = np.random.default_rng(0).permutation(20_000)[:512].astype(np.int32)
-    began = time.process_time()
-    slices = descriptor_indices(
-        plan, pair_blocks(BlockList(blocks, 16), BlockList(blocks, 16), 0, 8190)
+    built, plan = calls_of(lambda: plan_peer(decode, prefill))
+    for source in plan.sources:
+        assert len(source.prefill_rows) == len(source.decode_rows) == layers
+    blocks = np.random.default_rng(0).permutation(held)[:asked].astype(np.int32)
+    ours = BlockList(blocks, 16)
+    planned, slices = calls_of(
+        lambda: descriptor_indices(plan, pair_blocks(ours, ours, 0, 16 * asked - 2))
     )
-    planned = time.process_time() - began
-    assert [part.prefill_indices.size for part in slices] == [32 * 512] * 2
-    assert built < 5
-    assert planned < 1
+    assert [part.prefill_indices.size for part in slices] == [layers * asked] * 2
+    return built, planned
+
+
+def test_planning_takes_as_many_calls_for_many_blocks_as_for_few() -> None:
+    """No call is for one block of a request, or for one layer of it: they stand in a few arrays."""
+    calls_to_plan(layers=1, held=16, asked=16)  # numpy imports a part of itself at its first use
+    built, planned = calls_to_plan(layers=32, held=20_000, asked=512)
+    assert (built, planned) == calls_to_plan(layers=32, held=700, asked=16)
+    built_for_eight, planned_for_eight = calls_to_plan(layers=8, held=20_000, asked=512)
+    assert planned == planned_for_eight
+    assert built <= 4 * built_for_eight, "each layer costs the same"

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
+from loopback_engines import DECODE, PREFILL, SHAPE, HeardServer, shards_of
 from msgspec.structs import replace
 
 from loopback import free_port
 from pdcluster_connector.sidechannel import peer_liveness
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.server import SideChannelServer
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., SideChannelServer]]:
+def serve() -> Iterator[Callable[..., HeardServer]]:
     """Start side channels: ``serve(engine_id=..., port=..., **change of the shape)``."""
-    servers: list[SideChannelServer] = []
+    servers: list[HeardServer] = []
 
     def start(
         engine_id: str = PREFILL, port: int = 0, leases: object = None, **change: object
-    ) -> SideChannelServer:
-        server = SideChannelServer(
+    ) -> HeardServer:
+        server = HeardServer(
             "127.0.0.1",
             port or free_port(),  # which nobody takes while the server is away
             engine_id,

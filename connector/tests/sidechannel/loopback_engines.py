@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel.peer_source import PeerSource
 from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.server import SideChannelServer
 
 LAYERS = tuple(
     LayerShape(f"model.layers.{i}.self_attn.attn", LayerKind.FULL_ATTENTION, 0, 2, 64)
@@ -48,6 +50,25 @@ def shards_of(engine_id: str) -> tuple[m.ShardMetadata, ...]:
 def probed(failure: Failure | None = None, notice: str = "") -> ProbeResult:
     """What a probe gave that read 64 KiB with 2 GiB/s."""
     return ProbeResult(PREFILL, (SourceProbe((0, 0), 1 << 16, 2.0**-15),), failure, notice)
+
+
+class HeardServer(SideChannelServer):
+    """A side channel that keeps what it answered: (what was asked, status), in order."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.answered: list[tuple[str, int]] = []
+        for what in ("handshake", "lease", "health"):
+            heard = partial(self._hear, what, getattr(self._answers, what))
+            setattr(self._answers, what, heard)
+
+    def statuses(self, what: str) -> list[int]:
+        return [status for asked, status in self.answered if asked == what]
+
+    def _hear(self, what: str, answer_to: Callable[..., Any], *asked: Any) -> Any:
+        answer = answer_to(*asked)
+        self.answered.append((what, answer.status))
+        return answer
 
 
 class Answer:

@@ -1,4 +1,4 @@
-"""What a side channel answers, without a socket: statuses, values, counts and log lines."""
+"""What a side channel answers, without a socket: statuses, values and log lines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def test_a_decode_engine_learns_how_long_leases_last_and_which_versions_run() ->
     assert m.decode_handshake_reply(answer.body) == m.EngineMetadata(
         3, PREFILL, SHAPE, shards_of(PREFILL), 17.5, {"vllm": "0.32.0"}
     )
-    assert engine.counts == {"handshakes": 1}
 
 
 def test_before_the_memory_is_registered_a_handshake_may_be_tried_again() -> None:
@@ -49,7 +48,6 @@ def test_before_the_memory_is_registered_a_handshake_may_be_tried_again() -> Non
     engine.set_shards(())
     answer = engine.handshake(asked(), None)
     assert answer == Answer(503, b"the engine's memory is not registered yet", "text/plain")
-    assert engine.counts == {"handshakes": 1}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,6 @@ def test_without_a_common_protocol_both_ranges_are_told(
         "3..3",
         theirs,
     )
-    assert engine.counts == {"handshakes": 1, "refusals": 1}
 
 
 @pytest.mark.parametrize(("oldest", "newest"), [(1, 3), (3, 9), (1, 9)])
@@ -94,7 +91,6 @@ def test_a_decode_engine_grants_no_leases() -> None:
     engine = answers(leases=None, role="decode")
     answer = engine.lease(m.encode(m.LeaseRequest(PREFILL, DECODE)), None)
     assert (answer.status, answer.body) == (404, b"this engine grants no leases")
-    assert engine.counts == {}
 
 
 def test_a_renewal_is_answered_with_how_long_it_holds() -> None:
@@ -105,7 +101,6 @@ def test_a_renewal_is_answered_with_how_long_it_holds() -> None:
     answer = engine.lease(m.encode(m.LeaseRequest(PREFILL, DECODE, renewals=(LEASE,))), None)
     assert (answer.status, answer.content_type) == (200, "application/msgpack")
     assert m.decode_lease_reply(answer.body) == m.LeaseReply(42.0, (LEASE,))
-    assert engine.counts == {"lease_messages": 1}
 
 
 def test_health_says_who_listens_in_which_role_and_with_how_many_shards() -> None:
@@ -119,7 +114,6 @@ def test_health_says_who_listens_in_which_role_and_with_how_many_shards() -> Non
             "role": "decode",
             "shards": shards,
         }
-    assert engine.counts == {"health_questions": 2}
 
 
 def test_malformed_messages_are_logged_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
@@ -133,10 +127,9 @@ def test_malformed_messages_are_logged_ever_more_rarely(caplog: pytest.LogCaptur
             assert answer.body
     numbers = [int(record.getMessage().split()[2].rstrip(":")) for record in caplog.records]
     assert numbers == [1, 2, 4, 8, 16]
-    assert engine.counts == {"malformed": 20}
 
 
-def test_a_client_whose_certificate_names_another_engine_is_counted_and_told_nothing() -> None:
+def test_a_client_whose_certificate_names_another_engine_is_told_nothing() -> None:
     desk = LeaseDesk(60.0)
     desk.arm(*LEASE)
     desk.grant("r")
@@ -147,7 +140,6 @@ def test_a_client_whose_certificate_names_another_engine_is_counted_and_told_not
     for answer in (engine.handshake(asked(), stranger), engine.lease(message, stranger)):
         assert answer.status == 403
         assert b"its certificate names ns.c.decode.r.1.engine.pdcluster.dev" in answer.body
-    assert engine.counts == {"strangers": 2}
     assert desk.held == 1
     own = (engine_name(DECODE),)
     assert engine.handshake(asked(), own).status == 200

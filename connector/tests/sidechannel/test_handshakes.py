@@ -12,7 +12,7 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from loopback_engines import PREFILL, SHAPE, Answer, connect, shards_of, until
+from loopback_engines import PREFILL, SHAPE, Answer, HeardServer, connect, shards_of, until
 from msgspec.structs import replace
 
 from loopback import free_port
@@ -24,7 +24,7 @@ from pdcluster_connector.sidechannel.handshake import Introduction, judge
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
 
-Serve = Callable[..., SideChannelServer]
+Serve = Callable[..., HeardServer]
 Books = Callable[..., PeerBook]
 
 
@@ -43,7 +43,7 @@ def test_two_books_shake_hands_each_once_however_often_they_ask(serve: Serve, bo
     answers = [connect(book, server.port) for book in pair for _ in range(50)]
     assert all(isinstance(answer.wait(), m.EngineMetadata) for answer in answers)
     assert isinstance(connect(pair[0], server.port).wait(), m.EngineMetadata)
-    assert server.counts["handshakes"] == 2
+    assert server.statuses("handshake") == [200, 200]
 
 
 def test_a_dead_engine_delays_no_other(
@@ -87,7 +87,7 @@ def test_refusals_make_room_for_other_peers(
         assert len(book._peers) <= 3
     # The one that is connected kept its place.
     assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
-    assert server.counts["handshakes"] == 11
+    assert server.statuses("handshake") == [200] * 11
 
 
 def test_more_peers_than_may_be_tried_at_once_are_refused_by_name(
@@ -161,13 +161,13 @@ def test_a_refusal_reaches_all_at_once_and_is_remembered_for_a_while(
         assert "32" in failure.message
         assert "16" in failure.message
     assert isinstance(connect(book, server.port).wait(), Failure)
-    assert server.counts["refusals"] == 1
+    assert server.statuses("handshake") == [409]
     monkeypatch.setattr(peers_module, "REFUSAL_SECONDS", 0.1)
     forgetful = books(**packed)
     connect(forgetful, server.port).wait()
     until(lambda: not forgetful._peers)
     connect(forgetful, server.port).wait()
-    assert server.counts["refusals"] == 3
+    assert server.statuses("handshake") == [409] * 3
 
 
 def test_a_refusal_that_was_forgotten_early_ends_no_later_attempt(
@@ -182,7 +182,7 @@ def test_a_refusal_that_was_forgotten_early_ends_no_later_attempt(
     assert isinstance(connect(book, right.port).wait(), m.EngineMetadata)
     time.sleep(0.6)
     assert isinstance(connect(book, right.port).wait(), m.EngineMetadata)
-    assert right.counts["handshakes"] == 1
+    assert right.statuses("handshake") == [200]
 
 
 @pytest.mark.parametrize(
@@ -374,4 +374,4 @@ def test_handshake_latency(
         took.append(answer.at - start)
         book.forget(PREFILL, Failure(Reason.BACKEND_ERROR, "again"))
     record_property("handshake_median_ms", round(statistics.median(took) * 1000, 2))
-    assert server.counts["handshakes"] == 50
+    assert server.statuses("handshake") == [200] * 50

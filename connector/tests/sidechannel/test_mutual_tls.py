@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from loopback_engines import DECODE, PREFILL, SHAPE, Answer, connect, shards_of, until
+from loopback_engines import DECODE, PREFILL, SHAPE, Answer, HeardServer, connect, shards_of, until
 
 from authority import Authority
 from pdcluster_connector import certificate_files
@@ -62,8 +62,8 @@ class Engines:
         self.made += 1
         return (authority or self.authority).files(self.folder / f"{self.made}", engine_id, **kind)
 
-    def serve(self, tls: Tls, **more: object) -> SideChannelServer:
-        server = SideChannelServer(
+    def serve(self, tls: Tls, **more: object) -> HeardServer:
+        server = HeardServer(
             "127.0.0.1", 0, PREFILL, SHAPE, shards=shards_of(PREFILL), tls=tls, **more
         )
         server.start()
@@ -91,7 +91,7 @@ def refused(answer: EngineMetadata | Failure) -> str:
     return answer.message
 
 
-def asked_once(server: SideChannelServer, tls: Tls) -> EngineMetadata | Failure | TryAgain:
+def asked_once(server: HeardServer, tls: Tls) -> EngineMetadata | Failure | TryAgain:
     """What one attempt of a decode engine finds."""
 
     async def ask() -> EngineMetadata | Failure | TryAgain:
@@ -116,8 +116,7 @@ def test_another_clusters_engine_gets_nothing(engines: Engines, stranger: str) -
     server = engines.serve(engines.tls(PREFILL))
     book = engines.book(stranger, engines.tls(stranger))
     assert "PDCluster" in refused(connect(book, server.port).wait())
-    assert server.counts["strangers"] == 1
-    assert server.counts["handshakes"] == 0
+    assert server.answered == [("handshake", 403)]
 
 
 def test_an_engine_that_claims_anothers_id_gets_nothing(engines: Engines) -> None:
@@ -141,7 +140,7 @@ def test_another_authoritys_certificate_gets_nothing(engines: Engines) -> None:
     assert isinstance(outcome, TryAgain)
     assert outcome.reason is Reason.AUTHENTICATION_FAILED
     assert "Does it trust" in outcome.message
-    assert server.counts["handshakes"] == 0
+    assert server.answered == []
 
 
 def test_a_server_with_another_engines_name_is_told_nothing(engines: Engines) -> None:
@@ -149,7 +148,7 @@ def test_a_server_with_another_engines_name_is_told_nothing(engines: Engines) ->
     server = engines.serve(engines.tls("ns.c.prefill.r.9/00000000000000aa"))
     book = engines.book(DECODE, engines.tls(DECODE))
     assert "ns.c.prefill.r.0" in refused(connect(book, server.port).wait())
-    assert not server.counts
+    assert server.answered == []
 
 
 def test_a_client_without_a_certificate_gets_nothing(engines: Engines) -> None:
@@ -186,10 +185,11 @@ def test_leases_need_the_certificate_too(engines: Engines) -> None:
     leases.grant("request")
     server = engines.serve(engines.tls(PREFILL), leases=leases)
     neighbour = DECODE.replace(".0/", ".1/")
-    for engine_id, holder, outcome in (
-        (OTHER_CLUSTER, OTHER_CLUSTER, "refused"),
-        (DECODE, neighbour, "refused"),  # in another engine's name
-        (DECODE, DECODE, "delivered"),
+    told: list[tuple[str, int]] = []
+    for engine_id, holder, status in (
+        (OTHER_CLUSTER, OTHER_CLUSTER, 403),
+        (DECODE, neighbour, 403),  # in another engine's name
+        (DECODE, DECODE, 200),
     ):
         assert leases.held == 1
         client = LeaseClient(holder, engines.tls(engine_id))
@@ -197,7 +197,8 @@ def test_leases_need_the_certificate_too(engines: Engines) -> None:
         engines.closing.append(client.close)
         soon = time.monotonic() + 30
         client.release("127.0.0.1", server.port, PREFILL, "request", 7, soon)
-        until(lambda client=client, outcome=outcome: client.counts[outcome])
+        told.append(("lease", status))
+        until(lambda: server.answered == told)
     assert leases.take().released == ["request"]
 
 
@@ -290,7 +291,7 @@ def test_an_authority_that_leaves_the_file_is_trusted_no_longer(
     outcome = asked_once(server, stranger)
     assert isinstance(outcome, TryAgain)
     assert outcome.reason is Reason.AUTHENTICATION_FAILED
-    assert server.counts["handshakes"] == 1
+    assert server.statuses("handshake") == [200]
 
 
 def test_no_session_is_resumed(engines: Engines) -> None:
@@ -335,7 +336,7 @@ def test_a_common_name_names_nobody(engines: Engines) -> None:
     common = engines.authority.files(engines.folder / "cn", PREFILL, common_name=name, named=None)
     server = engines.serve(Tls(replace(common, named=False), PREFILL))
     refused(connect(engines.book(DECODE, engines.tls(DECODE)), server.port).wait())
-    assert not server.counts
+    assert server.answered == []
 
 
 def test_clients_that_never_shake_hands_are_bounded(
@@ -421,7 +422,7 @@ def test_certificates_of_roles_keep_clusters_and_roles_apart(
     stolen = engines.book(DECODE, Tls(replace(thief, named=False), DECODE))
     answer = connect_to(stolen, "127.0.0.1", server.port)
     assert isinstance(answer, Failure), "the name in the certificate is not the role's"
-    assert server.counts["handshakes"] == 0
+    assert set(server.answered) == {("handshake", 403)}
 
 
 def test_a_server_of_another_role_is_told_nothing(engines: Engines) -> None:
@@ -430,7 +431,7 @@ def test_a_server_of_another_role_is_told_nothing(engines: Engines) -> None:
     server = engines.serve(Tls(replace(impostor, named=False), PREFILL))
     book = engines.book(DECODE, engines.tls(DECODE, by_role=True))
     refused(connect(book, server.port).wait())
-    assert server.counts["handshakes"] == 0
+    assert server.answered == []
 
 
 def test_a_certificate_of_the_wrong_role_is_refused_at_the_start(engines: Engines) -> None:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from loopback_engines import PREFILL, SHAPE, HeldQuestions, connect, shards_of, until
+from loopback_engines import PREFILL, SHAPE, HeardServer, HeldQuestions, connect, shards_of, until
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
@@ -29,7 +29,7 @@ from pdcluster_connector.sidechannel.peer_liveness import (
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import IDLE_SECONDS, SideChannelServer
 
-Serve = Callable[..., SideChannelServer]
+Serve = Callable[..., HeardServer]
 Books = Callable[..., PeerBook]
 AGAIN = "ns.c.prefill.r.0/00000000000000bb"
 
@@ -88,7 +88,7 @@ def test_a_living_peer_stays_and_is_asked_over_one_connection(
     server, book = serve(), books()
     gone = watch(book)
     connect(book, server.port).wait()
-    until(lambda: server.counts["health_questions"] >= 10)
+    until(lambda: len(server.statuses("health")) >= 10)
     assert gone == []
     assert server._guard is not None
     assert len(server._guard._server.connections) == 1
@@ -281,5 +281,7 @@ def test_another_rank_hears_that_a_peer_is_gone(serve: Serve, books: Books) -> N
     until(lambda: heard)
     book.hear(PREFILL, why)
     assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
-    assert server.counts["handshakes"] == 2, "what is known of a dead peer is used no more"
+    assert server.statuses("handshake") == [200, 200], (
+        "what is known of a dead peer is used no more"
+    )
     assert gone == heard == [(PREFILL, why)]

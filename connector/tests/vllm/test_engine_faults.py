@@ -17,6 +17,7 @@ from engine_pair import Pair, connector_config, leases_expired, nothing_held
 from loopback import free_port
 from models.tiny import model_path
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.receive import State
 
 pytestmark = pytest.mark.engine
 
@@ -231,18 +232,25 @@ def test_decode_waits_for_a_prefill_that_is_killed_meanwhile(
 
 
 def test_aborted_requests_leave_nothing_behind(
-    engines: Callable[..., Engine], prefill: Engine
+    engines: Callable[..., Engine], expected: Callable[[str], list[int]], prefill: Engine
 ) -> None:
+    """Each is aborted in another state of its receive."""
     decode = engines(
         "d", connector_config("kv_consumer"), model=str(model_path("llama"))
     ).wait_ready()
     pair, ended = Pair(prefill, decode), leases_expired(prefill)
     long_prompt = [3 + i * 11 % 250 for i in range(1200)]
-    for i in range(8):
-        params = pair.ticket(long_prompt, salt=f"abort {i}")
-        request_id = decode.submit(long_prompt, 200, params, f"abort {i}")
-        time.sleep(0.004 * i)
+    for state in (State.NEW, State.HANDSHAKE, State.POSTED, State.FENCE):
+        # HANDSHAKE closes the connection itself; the others need one.
+        pair.moves_soon(PROMPT, expected("llama"), state.name)
+        params = pair.ticket(long_prompt, salt=f"abort {state.name}")
+        decode.ask("hold", state.name)
+        request_id = decode.submit(long_prompt, 200, params, f"abort {state.name}")
+        deadline = time.monotonic() + 60
+        while not decode.ask("stands", 1, state.name):
+            assert time.monotonic() < deadline, state
         decode.abort(request_id)
+        decode.ask("release")
     nothing_held(decode, prefill)
     assert leases_expired(prefill) == ended, "they were given back"
     assert decode.free_blocks() == 255

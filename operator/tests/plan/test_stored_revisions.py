@@ -288,6 +288,27 @@ def test_a_pause_keeps_the_revision_its_router_and_its_address_and_scales() -> N
     assert not named(world, "StatefulSet") & before
 
 
+def test_while_a_change_waits_paused_engines_keep_their_connector() -> None:
+    """An upgrade of the operator comes meanwhile, and both roles are scaled."""
+    world = up()
+    before = named(world, "StatefulSet")
+    world.edit(engine={"blockSize": 32}, rollout={"paused": True})
+    roll(world)
+    world.connector = NEWER
+    world.edit(prefill={"replicas": 2}, decode={"replicas": 2})
+    roll(world)
+    engines = [child for (kind, _), child in world.children.items() if kind == "StatefulSet"]
+    assert named(world, "StatefulSet") > before
+    assert [shared_connectors_of(engine) for engine in engines] == [{OLD_CONNECTOR}] * 4
+    assert OLD_CONNECTOR in world.shared
+    assert world.condition("Ready")["reason"] == "Paused"
+    world.edit(rollout={})
+    roll(world)
+    engines = [child for (kind, _), child in world.children.items() if kind == "StatefulSet"]
+    assert not named(world, "StatefulSet") & before
+    assert [shared_connectors_of(engine) for engine in engines] == [{NEW_CONNECTOR}] * 4
+
+
 def test_a_pause_does_not_hold_back_what_is_no_change() -> None:
     world = up(rollout={"paused": True})
     world.connector = NEWER

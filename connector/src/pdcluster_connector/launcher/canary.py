@@ -80,7 +80,7 @@ async def run(
             asked = {**request, "kv_transfer_params": {"do_remote_decode": True}}
             first = await prefill.complete(asked, seconds, ranks[0])
             parameters = first.get("kv_transfer_params")
-            if not isinstance(parameters, dict) or not parameters.get("do_remote_prefill"):
+            if not isinstance(parameters, dict) or parameters.get("do_remote_prefill") is not True:
                 return CanaryResult(
                     "Failed",
                     message=f"prefill at {prefill.address} handed over no KV: its answer holds no "

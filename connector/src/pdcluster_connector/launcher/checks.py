@@ -18,7 +18,7 @@ from typing import Final
 from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.shape import EngineShape
-from pdcluster_connector.launcher import versions
+from pdcluster_connector.launcher import installed_versions
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.memory import GIB, MIB, available_bytes
 from pdcluster_connector.launcher.readiness import WILDCARDS
@@ -52,12 +52,12 @@ def problems(
 
     Args:
         command: the engine's command line.
-        found: ``versions.installed()``.
+        found: ``installed_versions.installed()``.
         environment: of the engine.
         launcher: the launcher's own addresses.
         shm: the shared-memory file system.
     """
-    told = versions.problems(found, environment)
+    told = installed_versions.problems(found, environment)
     told += key_problems(environment)
     told += model_problems(command.model, command.load_format)
     told += layout_problems(command)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import pdcluster_connector
-from pdcluster_connector.launcher import checks, versions
+from pdcluster_connector.launcher import checks, installed_versions
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.options import Options, UsageError, parse
@@ -33,8 +33,8 @@ def main() -> NoReturn:
 
 
 def _run(options: Options, identity: Identity, command: EngineCommand) -> int:
-    found = versions.installed()
-    say(f"{versions.one_line(found)}; {options.role} engine {identity.engine_id}")
+    found = installed_versions.installed()
+    say(f"{installed_versions.one_line(found)}; {options.role} engine {identity.engine_id}")
     own = [checks.Port(options.host, options.port, "the launcher", "pass another --port before --")]
     if options.metrics_port and command.is_leader:
         remedy = "pass another --metrics-port before --"

@@ -52,11 +52,12 @@ def region_fault(region: Region) -> str | None:
 
 
 def region_extent(region: Region) -> int | None:
-    """Return the bytes from the region's first to behind its last; None if its pieces overlap.
+    """Return the bytes from the region's first to behind its last.
 
+    None if blocks, heads or tokens overlap.
     The axes may be nested in any order: vLLM's ``LHBNC`` has the blocks inside of a head.
     """
-    extent, axes = region.piece
+    extent, axes = region.block_layout
     axes.append((region.block_stride, region.num_blocks))
     for stride, count in sorted(axis for axis in axes if axis[1] > 1):
         if stride < extent:

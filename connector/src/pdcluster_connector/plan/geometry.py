@@ -77,11 +77,11 @@ class Region(Struct, frozen=True, array_like=True):
         return self.head_stop - self.head_start
 
     @property
-    def piece(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return the bytes of the smallest piece of a block, and how it repeats in the block.
+    def block_layout(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return how the bytes of a block lie: a length, and the axes over which it repeats.
 
-        A piece is one token of one head, or one head where tokens cannot be told apart. It
-        repeats over axes of (stride in bytes, count): heads, then tokens.
+        The length is that of one token of one head, or of one head where tokens cannot be told
+        apart. Each axis is (stride in bytes, count): heads, then tokens.
         """
         axes = [(self.head_stride, self.heads)]
         if self.token_stride is None:

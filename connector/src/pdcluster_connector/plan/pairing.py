@@ -1,8 +1,8 @@
 """Pairs the blocks of a prefill and a decode engine by token position.
 
 A block list covers a token interval. Whatever the two lists' block sizes and first tokens,
-the required interval is cut at every block boundary of either side; each piece then lies in
-one prefill block and in one decode block.
+the required interval is cut at every block boundary of either side. Each interval between two
+cuts then lies in one prefill block and in one decode block.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _runs(regions: Sequence[Region]) -> list[_Run]:
 
 
 def _run(region: Region) -> _Run:
-    length, axes = region.piece
+    length, axes = region.block_layout
     inner = [axis for axis in axes if axis[0] < region.block_stride]
     outer = [axis for axis in axes if axis[0] >= region.block_stride]
     length += sum(stride * (count - 1) for stride, count in inner)
@@ -131,10 +131,10 @@ def seams(spans: Iterable[Span]) -> tuple[int, ...]:
 
 
 def split_rows(rows: Rows, cuts: Sequence[int], side: str) -> Rows:
-    """Return rows of the same elements that do not reach over any of ``cuts``.
+    """Return rows of the same descriptors that do not reach over any of ``cuts``.
 
     Raises:
-        PlanError: LayoutUnsupported, where an element itself lies across a cut.
+        PlanError: LayoutUnsupported, where a descriptor itself lies across a cut.
     """
     if not len(cuts) or not len(rows):
         return rows
@@ -151,13 +151,12 @@ def split_rows(rows: Rows, cuts: Sequence[int], side: str) -> Rows:
     # One entry for each row and each cut that it reaches over, in order.
     row = np.repeat(np.arange(len(rows)), crossed)
     cut = at[np.arange(row.size) + np.repeat(low - np.cumsum(crossed) + crossed, crossed)]
-    before = (
-        cut - address[row] - length[row]
-    )  # counts the elements that end at the cut or before it
+    # How many descriptors of the row end at the cut or before it.
+    before = cut - address[row] - length[row]
     whole = np.where(before < 0, 0, 1 + before // np.maximum(1, stride[row]))
     whole = np.minimum(whole, count[row])
     if ((whole < count[row]) & (address[row] + whole * stride[row] < cut)).any():
-        message = f"one piece of {side}'s KV lies in two slices of its registered memory"
+        message = f"one descriptor of {side}'s KV lies in two slices of its registered memory"
         raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
     inside = (whole > 0) & (whole < count[row])
     starts = np.concatenate([np.arange(len(rows)), row[inside]])

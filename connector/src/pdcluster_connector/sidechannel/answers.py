@@ -7,7 +7,6 @@ fit the names in its certificate.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,9 +52,6 @@ class Answers:
         role: of this engine.
         lease_seconds: how long this engine holds blocks for a peer.
         versions: named versions to tell peers, for people to read.
-
-    Attributes:
-        counts: of what was asked and refused.
     """
 
     def __init__(
@@ -68,7 +64,6 @@ class Answers:
         lease_seconds: float,
         versions: Mapping[str, str],
     ) -> None:
-        self.counts: Counter[str] = Counter()
         self._engine_id = engine_id
         self._shape = shape
         self._leases = leases
@@ -77,6 +72,7 @@ class Answers:
         self._versions = dict(versions)
         self._shards: tuple[ShardMetadata, ...] = ()
         self._metadata: dict[int, bytes] = {}  # by protocol
+        self._malformed_messages = 0
 
     def set_shards(self, shards: Sequence[ShardMetadata]) -> None:
         """Publish the ranks' metadata; from now on handshakes are answered with it."""
@@ -97,7 +93,6 @@ class Answers:
 
     def health(self) -> Answer:
         """Say which incarnation listens here."""
-        self.counts["health_questions"] += 1
         reply = messages.HealthReply(self._engine_id, self._role, len(self._shards))
         return Answer(200, messages.encode_health(reply), "application/json")
 
@@ -108,10 +103,8 @@ class Answers:
             return self._malformed(asked)
         if why := self._stranger("handshake", names, asked.engine_id):
             return _text(403, why)
-        self.counts["handshakes"] += 1
         refusal = self.refusal(asked)
         if refusal is not None:
-            self.counts["refusals"] += 1
             logger.warning(
                 "handshake of %s refused: %s: %s", asked.engine_id, refusal.reason, refusal.message
             )
@@ -137,7 +130,6 @@ class Answers:
             return Answer(409, messages.encode(refusal))
         if self._leases is None:
             return _text(404, "this engine grants no leases")
-        self.counts["lease_messages"] += 1
         return Answer(200, messages.encode(self._leases.answer(asked)))
 
     def refusal(self, asked: HandshakeRequest) -> Refusal | None:
@@ -162,14 +154,14 @@ class Answers:
         who = claimed or engine_in(names) or ""
         why = why_not_peer(self._engine_id, names, who, "decode")
         if why is not None:
-            self.counts["strangers"] += 1
             logger.warning("a %s was refused: %s", what, why)
         return why
 
     def _malformed(self, why: Malformed) -> Answer:
-        self.counts["malformed"] += 1
-        if self.counts["malformed"] & (self.counts["malformed"] - 1) == 0:  # 1, 2, 4, 8 ...
-            logger.warning("malformed message %d: %s", self.counts["malformed"], why.message)
+        self._malformed_messages += 1
+        number = self._malformed_messages
+        if number & (number - 1) == 0:  # 1, 2, 4, 8 ...
+            logger.warning("malformed message %d: %s", number, why.message)
         return _text(400, why.message)
 
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -79,14 +79,11 @@ class LeaseClient:
 
     ``holder`` is this engine's id: leases are claimed for it.
 
-    ``counts`` holds how many leases were ``delivered``, ``expired`` (not delivered in
-    time), ``refused`` (the engine was gone or could not read us) and ``overflow`` (dropped
-    because too many waited).
+    At most ``MAX_PENDING`` renewals and releases wait, for all engines together. More are dropped.
     """
 
     def __init__(self, holder: str, tls: Tls | None = None) -> None:
         self._tls = tls
-        self.counts: Counter[str] = Counter()
         self._holder = holder
         self._answers: deque[LeaseAnswer] = deque(maxlen=MAX_PENDING)
         self._thread = LoopThread("pdcluster-leases")
@@ -129,7 +126,6 @@ class LeaseClient:
 
     def _add(self, address: Address, key: LeaseKey, deadline: float, release: bool) -> None:
         if sum(map(len, self._outboxes.values())) >= MAX_PENDING:
-            self.counts["overflow"] += 1
             return
         outbox = self._outboxes.setdefault(address, _Outbox())
         if release:
@@ -150,13 +146,11 @@ class LeaseClient:
                 releases = tuple(outbox.releases)[: BATCH - len(renewals)]
                 sent_at = time.monotonic()
                 reply = await self._send(address, releases, renewals)
-                outcome = reply if isinstance(reply, str) else "delivered"
-                if outcome == "retry":
+                if reply == "retry":
                     await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
                     pause = min(2 * pause, LAST_RETRY_SECONDS)
                     continue
                 pause = FIRST_RETRY_SECONDS
-                self.counts[outcome] += len(releases) + len(renewals)
                 if isinstance(reply, LeaseReply):
                     self._note(address[2], renewals, reply, sent_at)
                 for key in releases:
@@ -182,7 +176,6 @@ class LeaseClient:
         for waiting in (outbox.releases, outbox.renewals):
             for key in [key for key, deadline in waiting.items() if deadline <= now]:
                 del waiting[key]
-                self.counts["expired"] += 1
         return len(outbox) > 0
 
     async def _send(

@@ -75,7 +75,6 @@ class SideChannelServer:
             lease_seconds=lease_seconds,
             versions=versions or {},
         )
-        self.counts = self._answers.counts
         self.set_shards = self._answers.set_shards
         self.set_shards(shards)
         self._tls = tls

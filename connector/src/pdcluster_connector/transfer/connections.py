@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
 SILENT = frozenset({Reason.SIDE_CHANNEL_UNREACHABLE, Reason.AUTHENTICATION_FAILED})
-"""What is over when the peer answers a handshake: TLS also calls a broken connection the second."""
+"""Failures that are over when the peer answers a handshake.
+
+With TLS, a connection that breaks can also look like the second one.
+"""
 
 Warmed = Callable[[Connection, Failure | None], None]
 Closed = Callable[[Connection], None]
@@ -110,7 +113,8 @@ class Connections:
     def check(self, metadata: EngineMetadata, future: Future[ProbeResult]) -> None:
         """Check that a connection still carries data; see :meth:`Probing.check`.
 
-        One that comes late would have the connection of the next incarnation broken off.
+        If the engine has restarted meanwhile, the check fails and opens no connection: that would
+        break off the connection to the new incarnation.
         """
         if metadata.engine_id not in self.by_engine:
             checked = parse_engine_id(metadata.engine_id)

@@ -29,7 +29,7 @@ from pdcluster_connector.protocol.receive_events import Event, Failed, State
 from pdcluster_connector.transfer.handover import ReceiveRequest
 
 FENCE_WORDS = 16_384
-HANDSHAKE_GRACE_SECONDS = 0.25  # the peer source knows better than the clock why it failed
+HANDSHAKE_GRACE_SECONDS = 0.25  # time for the peer source to say why the handshake failed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +173,7 @@ class FenceWords:
         if not self._free:
             return None
         slot = self._free.pop()
-        self._words[slot] = CLEARED  # it may hold this ticket's word, of an earlier beginning
+        self._words[slot] = CLEARED  # this job may have read its word into it before
         return slot
 
     def give_back(self, slot: int) -> None:

@@ -5,8 +5,8 @@ The way of one receive: :meth:`Receives.receive` starts its machine, which asks 
 :class:`Transfers` posts and polls them; ``_report`` hands the result over. The machine decides what
 comes next (:mod:`pdcluster_connector.protocol.receive`); ``_tell`` carries it out.
 
-Everything here runs on the transfer thread. A cause that belongs to one request fails that
-request; what belongs to none is left to the thread, which destroys the agent and goes on.
+Everything here runs on the transfer thread. An error of one request fails that request. Any other
+error is left to the thread, which destroys the agent and goes on.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Receives:
         self._rebuild.carry_out(failure, crashed=True, final=final)
 
     def _tell_each(self, events: Iterable[tuple[str, Event]]) -> None:
-        """Tell machines by request id; those that have ended already are none of ours any more."""
+        """Tell machines by request id. Requests that have ended already are left out."""
         for request_id, event in events:
             if (serial := self._by_id.get(request_id)) is not None:
                 self._tell(self._jobs[serial], event)

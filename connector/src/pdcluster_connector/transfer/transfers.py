@@ -88,9 +88,10 @@ class Transfers:
         )
 
     def queue_moved_at(self, job: Job) -> float:
-        """Return when a transfer last landed that some source had before one of ``job``'s.
+        """Return when a transfer last landed from a source that still owes ``job`` one.
 
-        A transfer that later ones have overtaken does not wait in a queue any more.
+        If a later transfer of the same source has landed, the job's does not wait in a queue: it
+        does not count.
         """
         sources = (
             self._under_way[number].source
@@ -199,7 +200,10 @@ class Transfers:
         self._under_way.pop(number).source.under_way -= 1
 
     def _landed(self, number: int, transfer: _UnderWay) -> Event:
-        """Judge a transfer that has landed: any data is well, only one lease word is."""
+        """Judge a transfer that has landed.
+
+        Any data is accepted. A lease word is accepted only if it is the ticket's token.
+        """
         if transfer.word is None:
             return Landed(number)
         word = self._words.read(transfer.word)

@@ -62,7 +62,8 @@ class PrometheusMetrics(KVConnectorPromMetrics):
         )
         self._waits = self._histogram(
             "pdcluster_kv_local_prompt_wait_seconds",
-            "How long prompts waited until decode computed them; those that did not are left out.",
+            "Seconds that a prompt waited until decode computed it. Prompts that did not wait are"
+            " not counted.",
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:

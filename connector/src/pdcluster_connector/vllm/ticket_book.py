@@ -49,9 +49,7 @@ _LOST: Final = {
     Standing.GONE: Failure(
         Reason.LEASE_LOST, "prefill holds no such lease: it was released, or it has expired"
     ),
-    Standing.CLAIMED: Failure(
-        Reason.LEASE_CLAIMED, "another decode engine has claimed the lease: it came there first"
-    ),
+    Standing.CLAIMED: Failure(Reason.LEASE_CLAIMED, "another decode engine used this ticket first"),
 }
 _EXPIRED: Final = Failure(
     Reason.LEASE_EXPIRED, "prefill acknowledged no renewal for as long as the lease lasts"

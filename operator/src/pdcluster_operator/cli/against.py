@@ -12,14 +12,14 @@ from rich.text import Text
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, slim
-from pdcluster_operator.adapters.api_server.onlooker import (
+from pdcluster_operator.adapters.api_server.cluster_reader import (
     dry_apply,
     lacks_a_right,
     observe,
     read_cluster,
     reader,
 )
+from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, slim
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.cli.connection import Where, connected

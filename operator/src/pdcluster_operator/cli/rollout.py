@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.onlooker import change_spec, observe, read_cluster
+from pdcluster_operator.adapters.api_server.cluster_reader import change_spec, observe, read_cluster
 from pdcluster_operator.cli.connection import Where, connected
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.model import ConnectorBundle

@@ -1,8 +1,8 @@
-"""News of a cluster that starts, which may wait a moment: one look then serves several of them.
+"""Which changes of a cluster that starts may wait a moment, so that one look serves several.
 
 Until a cluster is Available, its pods get nodes, addresses and containers, and controllers count
-them. Each of these changes is told by itself, within a second or two. What makes the cluster
-Available, and all that happens to one that was, waits for nothing.
+them. Each of these changes is an event of its own, within a second or two. A change that makes the
+cluster Available waits for nothing. Neither does any change of a cluster that is Available.
 """
 
 from __future__ import annotations

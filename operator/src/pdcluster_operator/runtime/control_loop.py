@@ -87,7 +87,7 @@ class ControlLoop:
         self._resync: asyncio.Task[None] | None = None
 
     def see(self, event: str, manifest: Manifest) -> None:
-        """One watch event: ADDED, MODIFIED or DELETED. What is no news wakes nobody."""
+        """Take in a watch event: ADDED, MODIFIED or DELETED. It queues a cluster if it is news."""
         key = self.store.drop(manifest) if event == "DELETED" else self.store.put(manifest)
         if key is not None and event != "DELETED" and may_be_gathered(manifest):
             self._gather(key)
@@ -99,8 +99,8 @@ class ControlLoop:
     def remember(self, manifest: Manifest) -> None:
         """Take in what the API server answered to a write of ours.
 
-        That is no news, unless somebody has changed the spec since it was read. A watch that has to
-        list again does not tell of it, because this version is known then.
+        It queues the cluster only if somebody has changed the spec since it was read. A watch that
+        has to list again would not report such a change, because the store has this version then.
         """
         before = self.store.held(manifest)
         self.store.answered(manifest)

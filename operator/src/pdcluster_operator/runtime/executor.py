@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 SIDE_BY_SIDE = 8
 """Calls at once for one cluster. Other clusters' changes do not wait for a large one."""
 SECRET_SECONDS = 240.0
-"""How long a Secret is believed to be as it was read. One that somebody deletes is made again.
+"""How long a Secret is remembered. After that it is read again, and made again if it is gone.
 
-It is shorter than the time after which each cluster is looked at anew.
+The operator looks at each cluster less often than that, so it notices each time.
 """
 
 
@@ -46,7 +46,7 @@ LEASE_CHECK_SECONDS = 1.0
 """How soon a step that is under way notices that the Lease is lost."""
 JUST_SECONDS = 5.0
 FIRST_SECONDS = 300.0
-"""How long ago the API server may have reported a cluster that is not looked for again."""
+"""A cluster that the API server reported within this time is not read again."""
 
 
 class _LeaseLostError(Exception):
@@ -98,8 +98,9 @@ class Executor:
         """Return what the cluster's Secret says beside its keys; see ``Api.read_ticket_key``.
 
         Args:
-            new: nothing is there of the cluster yet. Its Secret is only created, so a wrong guess
-                is refused. The next plan sees what was made beside it, and the Secret is read.
+            new: the cluster has no children yet, so the Secret is not read. The operator only
+                creates it, and the API server refuses that if there is one. The next plan sees
+                children, and then the Secret is read.
         """
         known = self._ticket_keys.get(key)
         if known and known.is_of(uid, self._clock()):
@@ -114,7 +115,7 @@ class Executor:
         It is also remembered that there is no such Secret: most clusters never have one.
 
         Args:
-            new: nothing is there of the cluster yet, so it has no engine that has a certificate.
+            new: the cluster has no children yet, so no engine has a certificate.
         """
         known = self._certificates.get(key)
         if known and known.is_of(uid, self._clock()):
@@ -189,9 +190,9 @@ class Executor:
     async def _is_there(self, key: Key, uid: str) -> bool:
         """Whether the cluster is still there: the store may hold one that is gone.
 
-        The store is believed if it has just heard of the cluster. It is also believed when a
-        cluster gets its first children: if that was wrong, Kubernetes' garbage collector deletes
-        them, and the next time we ask.
+        The API server is not asked if it has just reported the cluster. For the first children, a
+        report of some minutes ago is enough. If it was wrong, Kubernetes' garbage collector deletes
+        these children, and the next time the API server is asked.
         """
         limit = JUST_SECONDS if self._created.get(key) == uid else FIRST_SECONDS
         self._created[key] = uid

@@ -1,8 +1,8 @@
 """Follows one launcher: what it tells of its engine, and what it should know.
 
-A launcher that can tell of news is asked for them: it answers when it has some. It is asked at
-once, once a minute, for the numbers that are no news. A launcher of an older version is polled
-every period.
+The operator asks a launcher for news, and the launcher answers when it has some. Some numbers are
+no news, so the operator also asks once a minute for the whole state. A launcher of an older version
+cannot tell when it has news. The operator polls it every period.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdcluster_operator.runtime.interfaces import Launchers
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 60.0
-"""How often a launcher that has no news is asked for all that it tells, all the same."""
+"""How often to ask a launcher for its whole state, even if it has no news."""
 SLACK_SECONDS = 1.0
 
 
@@ -32,8 +32,8 @@ class LauncherWatch:
     """What is known of one engine. It is asked at most once a period, if it has no news.
 
     Args:
-        changed: called when something else is known, with whether the engine was not ready and is
-            not.
+        changed: called when what is known has changed. The argument says whether the engine was
+            not ready and still is not.
     """
 
     def __init__(

@@ -1,17 +1,19 @@
 """The lines in which keys wait for a worker, and whose turn it is.
 
-Specs that changed, new PDClusters and the others wait in lines of their own, and the workers take
-from them in turns. So a change does not wait behind a thousand new PDClusters, these do not wait
-behind what becomes of the first of them, and nobody waits for ever. Some workers take no new
-PDClusters: each of these keeps a worker for a dozen requests, and a look at another for none.
+PDClusters with a changed spec, new PDClusters and the others wait in three lines. The workers take
+from the lines in turns, so no key waits for ever. A changed spec does not wait behind a thousand
+new PDClusters. New PDClusters do not wait behind changes of those that were made before them.
+
+A new PDCluster keeps a worker for a dozen requests to the API server. Any other mostly needs no
+request. Therefore some workers take no new ones.
 
 In each line, namespaces take turns. No namespace gets all workers, because its calls may hang
 (:mod:`.shares`).
 
-What becomes of a PDCluster whose children were just made waits while others are new: until they
-have their children, too, or for ``HOLD_SECONDS``. One look then serves for many. Only PDClusters
-without a status whose spec is the first one wait so, and only in a crowd is there no status yet
-(``plan/status/pace.py``).
+A PDCluster whose children were just made waits until all new PDClusters have their children, too,
+or for ``HOLD_SECONDS``. The operator then looks once for many changes. Only PDClusters with their
+first spec and without a status wait like this. Unless many PDClusters are new, the first status is
+written at once (``plan/status/pace.py``), so nothing waits.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class LeaseApi(Protocol):
         ...
 
     async def write_lease(self, manifest: Manifest) -> None:
-        """Create the Lease, or replace the version that was read. Else it is a Conflict."""
+        """Create the Lease, or replace the version that was read; any other is a Conflict."""
         ...
 
 

@@ -74,6 +74,6 @@ class Deletions:
         self._held[uid] = {"metadata": {"uid": uid, VERSION: version_of(manifest)}}, now
 
     def tell_of(self, manifest: Manifest) -> bool:
-        """Whether this version of an object was deleted; a later one may be there again."""
+        """Whether the object was deleted after this version."""
         last, _ = self._held.get(uid_of(manifest), (None, 0.0))
         return is_older(manifest, last)

@@ -7,8 +7,8 @@ doubles with each failure; other keys do not wait for it.
 
 :mod:`.lines` says which key is next.
 
-A key that a worker has had rests for a moment, unless its spec changes. What is created reports
-itself a dozen times within a second, and one look at all of it is enough.
+A key that a worker has had rests for a moment, unless its spec changes. New objects cause a dozen
+events within a second, and one look at all of them is enough.
 """
 
 from __future__ import annotations

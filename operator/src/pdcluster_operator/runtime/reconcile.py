@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 Manifest = Mapping[str, Any]
 STALE_SECONDS = 2.0
-"""How long to wait where the store is behind the API server."""
+"""When to look again if the store is behind the API server."""
 AGAIN_SECONDS = 0.5
-"""When to look again after something was written. What the watch says of it is no news."""
+"""When to look again after something was written. The events of our own writes queue nothing."""
 MOST_MEMOS = 256
 """How many clusters keep the results of their last plan.
 

@@ -65,8 +65,8 @@ class Store:
         A version that is older than the known one is ignored: a watch reports an object later
         than the answer to our own write does. It tells of a change by somebody else, so it counts
         as news. So does the answer to a write that comes later than the deletion of the object.
-        The version that is known is none, and neither is one in which nothing changed that anybody
-        here reads.
+        The known version itself is no news. Neither is a version in which only fields changed that
+        nothing here reads.
         """
         identity = _identity(manifest)
         self._touch(identity)
@@ -128,7 +128,7 @@ class Store:
         names: AbstractSet[tuple[str, str]],
         version: str,
     ) -> list[Manifest]:
-        """Note that all objects of a kind were listed; return what is held, but was not there.
+        """Note that all objects of a kind were listed; return the held objects that it lacks.
 
         Args:
             namespace: whose objects were listed; None for all.

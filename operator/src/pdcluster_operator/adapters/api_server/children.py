@@ -23,11 +23,11 @@ from pdcluster_operator.adapters.api_server.kinds import (
     slim,
 )
 from pdcluster_operator.adapters.api_server.server_side_apply import ServerSideApply
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
-from pdcluster_operator.adapters.tls.engine_certificates import (
+from pdcluster_operator.adapters.tls.certificate_secret import (
     held_certificates,
     with_certificates,
 )
+from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER
 from pdcluster_operator.api.object_names import certificates_name, ticket_key_name

@@ -1,8 +1,8 @@
 """HTTP to the API server. Every failure is an :class:`ApiError`.
 
 Of ``kubernetes.aio``, only the configuration, TLS and the authentication are used. Its models drop
-fields that they do not know, and write nulls for those that were not set. Its way from a document
-to a request took as long as all the rest of what a request costs here.
+fields that they do not know, and write nulls for those that were not set. To turn a document into a
+request, the library took as long as we take for everything else of a request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CALL = aiohttp.ClientTimeout(total=TIMEOUT)
 CONNECTIONS = 32
 USER_AGENT = "pdcluster-operator"
 TRIES = 5
-"""Calls that a server which is overloaded gets for one, each after the time that it asks for."""
+"""How often a call is sent to an overloaded server, each time after the wait that it asks for."""
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
@@ -233,7 +233,10 @@ def _causes(document: Mapping[str, Any]) -> list[object]:
 
 
 def _answer(request: str, text: bytes) -> dict[str, Any]:
-    """Return what a server says that agrees. A page of a proxy is no empty list."""
+    """Return the JSON of a successful answer.
+
+    An HTML page of a proxy is an error, not an empty list.
+    """
     with suppress(ValueError):
         if isinstance(document := document_of(text), dict):
             return document

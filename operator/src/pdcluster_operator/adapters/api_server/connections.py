@@ -25,7 +25,7 @@ class Connections:
         """Wait for a connection for one call, and hold it while the context lasts.
 
         Args:
-            path: of the call. Those outside of namespaces share their turns, too.
+            path: of the call. Calls outside of namespaces share turns like those of a namespace.
         """
         namespace = namespace_of(path)
         if self._shares.may_take(namespace):

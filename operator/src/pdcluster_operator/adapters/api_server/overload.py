@@ -10,11 +10,14 @@ from collections.abc import Awaitable, Callable
 SHORTEST, LONGEST = 0.5, 10.0
 """Bounds of what a server may ask for, in seconds."""
 SPREAD = 0.5
-"""Calls that waited together come back within this share of the time that was asked for."""
+"""Calls that waited together are sent at random moments of this share of that time.
+
+Otherwise, all of them would reach the server at once.
+"""
 
 
 class Overload:
-    """What the API server asks of one client. What one call is told holds for all of them."""
+    """How long the API server has a client wait. If it refuses one call, all calls wait."""
 
     def __init__(
         self,

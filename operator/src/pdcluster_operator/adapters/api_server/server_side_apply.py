@@ -73,7 +73,7 @@ class ServerSideApply:
         return await self._client.call("PATCH", path, query=query, body=body, content=APPLY)
 
     async def _disown(self, path: str, live: dict[str, Any]) -> dict[str, Any]:
-        """Leave the object to the apply's manager alone; return it as it is then."""
+        """Give up what the repair's manager owns; return the object as it is then."""
         patch = without_manager(live, REPAIR_MANAGER)
         return live if patch is None else await self._repair(path, patch)
 

@@ -61,7 +61,7 @@ class _Head(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """A line of a watch. The object is read when it is known that it has to be."""
+    """A line of a watch. The object is parsed only if it is needed."""
 
     type: str
     object: msgspec.Raw
@@ -150,7 +150,7 @@ class Watch:
         self._version = version
 
     async def _follow(self) -> bool:
-        """Return when the server ends the watch: whether it had anything to say."""
+        """Follow a watch until the server ends it; return whether it reported anything."""
         query = {
             **self._selector(),
             "watch": "true",

@@ -28,7 +28,10 @@ from pdcluster_operator.local.volumes import volume_folder
 RETRY_SECONDS = 2.0
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the machine's own stands for the pod's
 PROMISE_SECONDS = 60.0
-"""For so long a started pod counts as not having taken the memory that it asked for."""
+"""For this long after its start, the kubelet reserves the memory that a pod asked for.
+
+The pod has not allocated it yet.
+"""
 
 
 class Kubelet:

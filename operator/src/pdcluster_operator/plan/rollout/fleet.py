@@ -170,9 +170,10 @@ def _unheard(
     views: Mapping[Role, tuple[EngineView, ...]],
     listed: AbstractSet[EngineName],
 ) -> frozenset[EngineName]:
-    """Return the engines that do not run, and of which nobody knows that they ever did.
+    """Return the engines that do not run and are not known to have run before.
 
-    The status remembers whom somebody heard. If it has no place for an engine, routers know it.
+    The status names the engines that have answered. If its list is full, an engine that routers
+    know counts as one that has run.
     """
     told = known_ids(observed.cluster)
     return frozenset(

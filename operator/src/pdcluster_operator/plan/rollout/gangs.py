@@ -129,7 +129,7 @@ def find_gangs(known: GangEngines, *, enabled: bool) -> Gangs:
 
 
 def group_of(name: EngineName, known: GangEngines) -> str:
-    """Return the group that an existing engine has of us; a user may name others by hand."""
+    """Return the group of ours that an existing engine names. A user may name another one."""
     engine = known.live[name.role].get(name)
     if engine is None:
         return ""

@@ -1,6 +1,6 @@
-"""Looks at one cluster as the operator does, and asks the API server for dry runs.
+"""Reads one cluster as the operator does, and asks the API server for dry runs.
 
-It has the rights of whoever runs the command, and writes nothing.
+It has the rights of whoever runs the command. Only :func:`change_spec` writes.
 """
 
 from __future__ import annotations
