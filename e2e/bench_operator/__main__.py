@@ -23,6 +23,7 @@ from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 
 SAMPLE_NAME = "some-sample"
+AUTHORITY_SECRET = "default/engine-authority"
 REST_SECONDS = 300.0
 """So long that each of the rare comparisons with the whole API server falls into it once."""
 SETTLE_SECONDS = 20.0
@@ -42,12 +43,14 @@ async def run(
     checkout: Path | None,
     *,
     bad_days: bool,
+    tls: bool,
     flame_graph: Path | None = None,
 ) -> dict[str, Any]:
     """Return everything that is measured with ``count`` PDClusters."""
     watched = (SAMPLE, BENCH, DOOMED) if bad_days else (SAMPLE, BENCH)
     namespaces = [f"--namespace={name}" for name in watched]
-    operator = Operator(real, "run", *namespaces, "--allow-host-path-models")
+    more = [f"--authority-secret={AUTHORITY_SECRET}"] if tls else []
+    operator = Operator(real, "run", *namespaces, "--allow-host-path-models", *more)
     if checkout is not None:
         for part in ("operator", "connector"):
             operator.bring(checkout / part / "src")
@@ -57,7 +60,7 @@ async def run(
     async with KubeClient(configuration) as client:
         try:
             operator.start()
-            await _sample(client, real)
+            await _sample(client, real, tls=tls)
             anchor = Anchor(real, SAMPLE_NAME)
             say(f"a cluster has {anchor.children} children; the anchor, first half")
             raw = [await anchor.objects_per_second(client, compared // 2)]
@@ -65,7 +68,7 @@ async def run(
             say(f"raw: {raw[0]:.0f} objects/s; {count} PDClusters")
             assert operator.process is not None
             with recorded(operator.process.pid, flame_graph):
-                found = await _create(client, real, operator, anchor.children, count)
+                found = await _create(client, real, operator, anchor.children, count, tls=tls)
             say(f"created: {found}; the anchor, second half")
             raw.append(await anchor.objects_per_second(client, compared - compared // 2))
             await anchor.until_settled(client)
@@ -88,7 +91,9 @@ async def run(
             found["restart"] = await _restart(real, operator)
             if bad_days:
                 say("bad days")
-                found["bad_days"] = await BadDays(real, operator, client, count, engines).run(say)
+                found["bad_days"] = await BadDays(
+                    real, operator, client, count, engines, tls=tls
+                ).run(say)
         except Exception:
             say(f"the end of the operator's log:\n{operator.said()}")
             raise
@@ -97,19 +102,25 @@ async def run(
     return found
 
 
-async def _sample(client: KubeClient, real: RealApi) -> None:
+async def _sample(client: KubeClient, real: RealApi, *, tls: bool) -> None:
     path = f"/apis/pdcluster.dev/v1alpha1/namespaces/{SAMPLE}/pdclusters"
-    await client.call("POST", path, body=measure.pdcluster(SAMPLE_NAME))
+    await client.call("POST", path, body=measure.pdcluster(SAMPLE_NAME, tls=tls))
     await measure.until_ready(client, SAMPLE, 1, LONGEST)
     await measure.until_quiet(real, LONGEST)
 
 
 async def _create(
-    client: KubeClient, real: RealApi, operator: Operator, children: int, count: int
+    client: KubeClient,
+    real: RealApi,
+    operator: Operator,
+    children: int,
+    count: int,
+    *,
+    tls: bool,
 ) -> dict[str, Any]:
     seen, read = len(real.writes()), measure.reads(operator)
     cpu, began = measure.used(operator), time.time()
-    await measure.create(client, BENCH, count)
+    await measure.create(client, BENCH, count, tls=tls)
     await measure.until_ready(client, BENCH, count, LONGEST)
     ready = time.time() - began
     await measure.until_quiet(real, LONGEST)
@@ -123,6 +134,7 @@ async def _create(
     writes = account.by_resource(line for line in kept if not account.is_dry_run(line))
     return {
         "pdclusters": count,
+        "tls": tls,
         "children": children,
         "objects_per_second": round(children * count / (last - first), 1),
         "clusters_per_second": round(count / (last - began), 2),
@@ -164,6 +176,9 @@ def main() -> int:
     parser.add_argument(
         "--bad-days", action="store_true", help="break things afterwards, and look what happens"
     )
+    parser.add_argument(
+        "--tls", action="store_true", help="with TLS, as is the default of a PDCluster"
+    )
     parser.add_argument("--peer", action="store_true", help="run LWS' DisaggregatedSets beside")
     parser.add_argument("--output", type=Path, help="file that gets the numbers, one line a number")
     parser.add_argument(
@@ -176,13 +191,14 @@ def main() -> int:
     crds = CRDS if options.checkout is None else options.checkout / "crds"
     late = []
     for count in options.pdclusters:
-        with running_plane(crds) as real:
+        with running_plane(crds, tls=options.tls) as real:
             found = asyncio.run(
                 run(
                     real,
                     count,
                     options.checkout,
                     bad_days=options.bad_days,
+                    tls=options.tls,
                     flame_graph=options.flame_graph,
                 )
             )

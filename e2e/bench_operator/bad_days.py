@@ -52,12 +52,15 @@ class BadDays:
         client: KubeClient,
         count: int,
         engines: measure.DecodeEngines,
+        *,
+        tls: bool,
     ) -> None:
         self._real = real
         self._operator = operator
         self._client = client
         self._count = count
         self._engines = engines
+        self._tls = tls
         self._changed = [f"c-{number}" for number in range(min(CHANGED, count))]
 
     async def run(self, say: Callable[[str], None]) -> dict[str, Day]:
@@ -200,7 +203,7 @@ class BadDays:
     async def _namespace_deleted(self) -> Day:
         """A namespace with half as many PDClusters goes at once; changes elsewhere go on."""
         half = max(1, self._count // 2)
-        await measure.create(self._client, DOOMED, half)
+        await measure.create(self._client, DOOMED, half, tls=self._tls)
         await measure.until_ready(self._client, DOOMED, half, LONGEST)
         await measure.until_quiet(self._real, LONGEST)
         seen, began = self._seen(), time.monotonic()

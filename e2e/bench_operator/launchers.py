@@ -3,15 +3,16 @@
 One server listens on every address of 127/8, and sees at which address a request came in. Each
 engine is ready after a few seconds. Each link that the operator asks for is established and has had
 its canary.
-It answers as `pdcluster_connector.launcher` does, and keeps a question for news as long.
+It answers as `pdcluster_connector.launcher` does, and keeps a question for news as long. With
+``--tls``, it speaks TLS as that does.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import resource
-import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from typing import Any
 
 from aiohttp import web
 
+from bench_operator.certificates import Certificates, follow_secrets, known_clients
 from bench_operator.watching import events
+from pdcluster_operator.adapters.tls.small_buffers import use_small_buffers
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.api.ports import LAUNCHER_PORT
 
@@ -41,8 +44,9 @@ def may_be_silent(engine: str) -> bool:
 class Launcher:
     """What one launcher knows: its engine, and the peers that it was told."""
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, certificates: Certificates) -> None:
         self.engine = engine
+        self._certificates = certificates
         self.peers: list[dict[str, Any]] = []
         self._told = 0
         self._loaded = time.monotonic() + LOAD_SECONDS
@@ -61,7 +65,9 @@ class Launcher:
     @property
     def state(self) -> dict[str, Any]:
         ready = not self.loads
-        return {**self.known, "state": "Ready" if ready else "Starting", "ready": ready}
+        state = "Ready" if ready else "Starting"
+        expires = self._certificates.expires(self.engine)
+        return {**self.known, "state": state, "ready": ready, "certificate_expires": expires}
 
     @property
     def links(self) -> dict[str, Any]:
@@ -136,7 +142,7 @@ def server(launchers: dict[str, Launcher], is_silent: Callable[[], bool]) -> web
         known = {"readyz": launcher.state, "links": launcher.links}
         return web.json_response({"revision": told, **known})
 
-    app = web.Application()
+    app = web.Application(middlewares=[known_clients])
     app.router.add_get("/readyz", readyz)
     app.router.add_put("/v1/peers", put_peers)
     app.router.add_get("/v1/links", links)
@@ -144,7 +150,9 @@ def server(launchers: dict[str, Launcher], is_silent: Callable[[], bool]) -> web
     return app
 
 
-async def follow_pods(folder: Path, launchers: dict[str, Launcher]) -> None:
+async def follow_pods(
+    folder: Path, launchers: dict[str, Launcher], certificates: Certificates
+) -> None:
     """Have a launcher at the address of each engine's pod."""
     async for event in events(folder, "/api/v1/pods", "pdcluster.dev/cluster"):
         pod = event["object"]
@@ -154,19 +162,29 @@ async def follow_pods(folder: Path, launchers: dict[str, Launcher]) -> None:
         if event["type"] == "DELETED":
             launchers.pop(address, None)
         elif address not in launchers or launchers[address].engine != engine.logical:
-            launchers[address] = Launcher(engine.logical)
+            launchers[address] = Launcher(engine.logical, certificates)
 
 
-async def main(folder: Path) -> None:
+async def main(folder: Path, *, tls: bool) -> None:
     """Run until the process is ended."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    use_small_buffers()
     launchers: dict[str, Launcher] = {}
+    certificates = Certificates()
+    context = certificates.context() if tls else None
     runner = web.AppRunner(server(launchers, (folder / SILENT).exists), access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "0.0.0.0", LAUNCHER_PORT, backlog=4096).start()
-    await follow_pods(folder, launchers)
+    site = web.TCPSite(runner, "0.0.0.0", LAUNCHER_PORT, backlog=4096, ssl_context=context)
+    await site.start()
+    await asyncio.gather(
+        follow_pods(folder, launchers, certificates), follow_secrets(folder, certificates)
+    )
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tls", action="store_true")
+    options = parser.parse_args()
+    asyncio.run(main(options.folder, tls=options.tls))

@@ -42,9 +42,9 @@ class DecodeEngines:
         return {"spec": {"decode": {"replicas": 1 + self._added[name]}}}
 
 
-def pdcluster(name: str) -> dict[str, Any]:
-    """Return a PDCluster without TLS: one server answers for all launchers."""
-    return cluster(name, transfer={"device": "CPU", "tls": "Disabled"})
+def pdcluster(name: str, *, tls: bool) -> dict[str, Any]:
+    """Return a PDCluster, with the default for TLS or without TLS."""
+    return cluster(name, transfer={"device": "CPU"} | ({} if tls else {"tls": "Disabled"}))
 
 
 def used(operator: Operator) -> float:
@@ -73,7 +73,9 @@ def reads(operator: Operator) -> dict[str, int]:
     return {f"{resource} {code}": int(float(number)) for code, resource, number in found}
 
 
-async def create(client: KubeClient, namespace: str, count: int, name: str = "c") -> None:
+async def create(
+    client: KubeClient, namespace: str, count: int, name: str = "c", *, tls: bool
+) -> None:
     """Create PDClusters."""
     bound = asyncio.Semaphore(SIDE_BY_SIDE)
     path = f"{GROUP}/namespaces/{namespace}/pdclusters"
@@ -81,7 +83,7 @@ async def create(client: KubeClient, namespace: str, count: int, name: str = "c"
     async def one(number: int) -> None:
         async with bound:
             with suppress(Conflict):  # it was created, and the answer was late
-                await answered(client, "POST", path, body=pdcluster(f"{name}-{number}"))
+                await answered(client, "POST", path, body=pdcluster(f"{name}-{number}", tls=tls))
 
     await asyncio.gather(*map(one, range(count)))
 

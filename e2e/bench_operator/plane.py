@@ -124,11 +124,12 @@ def _stages() -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def running_plane(crds: Path = CRDS) -> Iterator[RealApi]:
+def running_plane(crds: Path = CRDS, *, tls: bool = False) -> Iterator[RealApi]:
     """Start everything but the operator, and end it.
 
     Args:
         crds: folder with the CRDs. An older operator needs its own.
+        tls: whether launchers speak TLS.
     """
     wanted = [one for one in binaries.PROGRAMS if one.name == "kube-scheduler"]
     programs = binaries.provide([*wanted, binaries.KWOK], Places.of_user())
@@ -154,7 +155,13 @@ def running_plane(crds: Path = CRDS) -> Iterator[RealApi]:
                 "--manage-all-nodes=true",
                 "--node-lease-duration-seconds=0",
             ),
-            "launchers": (sys.executable, "-m", "bench_operator.launchers", str(real.folder)),
+            "launchers": (
+                sys.executable,
+                "-m",
+                "bench_operator.launchers",
+                str(real.folder),
+                *(["--tls"] if tls else ()),
+            ),
         }
         for name, command in commands.items():
             stack.enter_context(_started(real.folder / f"{name}.log", command))

@@ -66,6 +66,7 @@ PLOTS = (
 
 COLUMNS: tuple[tuple[str, Callable[[Found], object]], ...] = (
     ("PDClusters", lambda found: found["pdclusters"]),
+    ("TLS", lambda found: "yes" if found.get("tls") else "no"),
     (
         "raw objects/s (before, after)",
         lambda found: " ".join(map(str, found["raw_objects_per_second"])),
