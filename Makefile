@@ -87,6 +87,7 @@ router-image: ## build an image of the router's release, for spec.router.image: 
 # 127/8. The API server asks for an address that is not loopback.
 bench-operator: PDCLUSTERS ?= 100
 bench-operator: ## many PDClusters on one operator, with simulated pods (as root); TLS=1, BAD_DAYS=1, PEER=1: and more
+	PYTHONPATH=$$PYTHONPATH:$(CURDIR)/operator/tests/adapters $(PY) -m bench_operator.plane $(if $(PEER),--peer)
 	PYTHONPATH=$$PYTHONPATH:$(CURDIR)/operator/tests/adapters unshare --net sh -c \
 		'ip link set lo up && ip address add 192.0.2.1/24 dev lo && \
 		ip route add default via 192.0.2.1 dev lo && exec $(PY) -m bench_operator --pdclusters $(PDCLUSTERS) $(if $(BAD_DAYS),--bad-days) $(if $(PEER),--peer) $(if $(TLS),--tls)'

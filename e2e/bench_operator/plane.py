@@ -23,6 +23,7 @@ from cluster.places import Places
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds"
 SAMPLE, RAW, BENCH, DOOMED = NAMESPACES = ("sample", "raw", "bench", "doomed")
+PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 NODES = 10
 PODS = "127.64.0.1/10"
 """4 million addresses. Linux delivers all of them to the loopback interface."""
@@ -123,6 +124,12 @@ def _stages() -> list[dict[str, Any]]:
     ]
 
 
+def provided(*more: binaries.Program) -> dict[str, Path]:
+    """Return the path of each program by its name. Builds programs that are missing."""
+    wanted = [one for one in binaries.PROGRAMS if one.name in PROGRAMS]
+    return binaries.provide([*wanted, binaries.KWOK, *more], Places.of_user())
+
+
 @contextlib.contextmanager
 def running_plane(crds: Path = CRDS, *, tls: bool = False) -> Iterator[RealApi]:
     """Start everything but the operator, and end it.
@@ -131,8 +138,7 @@ def running_plane(crds: Path = CRDS, *, tls: bool = False) -> Iterator[RealApi]:
         crds: folder with the CRDs. An older operator needs its own.
         tls: whether launchers speak TLS.
     """
-    wanted = [one for one in binaries.PROGRAMS if one.name == "kube-scheduler"]
-    programs = binaries.provide([*wanted, binaries.KWOK], Places.of_user())
+    programs = provided()
     with running_api(AUDIT) as real, contextlib.ExitStack() as stack:
         _install(real, crds)
         admin = str(real.folder / "admin.kubeconfig")
@@ -222,3 +228,7 @@ def _started(log: Path, command: tuple[str, ...]) -> Iterator[None]:
             yield
         finally:
             process.kill()
+
+
+if __name__ == "__main__":  # before the benchmark, whose network reaches nothing
+    provided(*([binaries.LWS] if "--peer" in sys.argv else []))
