@@ -13,7 +13,7 @@ from typing import Any
 from operator_runs import Operator
 from real_api import RealApi
 
-from bench_operator import account, measure, peer
+from bench_operator import account, measure, peer, plan_at_rest
 from bench_operator.anchor import MOST_CLUSTERS, Anchor
 from bench_operator.bad_days import BadDays
 from bench_operator.flame_graph import recorded
@@ -202,6 +202,7 @@ def main() -> int:
                     flame_graph=options.flame_graph,
                 )
             )
+        found["plan_at_rest"] = plan_at_rest.measured(options.checkout)
         print(json.dumps(found, indent=2), flush=True)
         if options.peer:
             with running_plane() as real:

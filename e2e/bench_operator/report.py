@@ -95,6 +95,17 @@ COLUMNS: tuple[tuple[str, Callable[[Found], object]], ...] = (
         lambda found: f"{found['rss_peak_megabytes']}, {found['restart']['rss_peak_megabytes']}",
     ),
     ("writes after a start", lambda found: written(found["restart"]["writes"])),
+    *(
+        (
+            f"a plan at rest, {size.upper()}: least, p50 (ms)",
+            # Runs of before had no such part.
+            lambda found, size=size: ", ".join(
+                str(number)
+                for number in found.get("plan_at_rest", {}).get(f"milliseconds_{size}", {}).values()
+            ),
+        )
+        for size in ("1p1d", "64p64d")
+    ),
 )
 
 

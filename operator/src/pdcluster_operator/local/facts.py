@@ -86,7 +86,7 @@ def _pods(
     observed = Observed(
         cluster=document, children=(), pods=(), engines={}, links={}, connector=connector
     )
-    for child in desire(observed, cluster, 0.0).children:
+    for child in desire(observed, cluster).children:
         spec = child.manifest.get("spec") or {}
         if "template" not in spec:
             continue

@@ -35,21 +35,23 @@ CLOCKS_DIFFER = DAY
 
 
 def certificates_step(
-    observed: Observed, cluster: Cluster, wanted: Iterable[EngineName], now: float
+    observed: Observed, cluster: Cluster, wanted: Iterable[EngineName], begin: float
 ) -> WriteCertificates | None:
     """Return the step that the Secret needs; None if it is as it should be.
 
     An engine that leaves keeps its certificate until its last pod is gone. So do engines whose
     spec is not accepted any more, or has TLS no longer.
+
+    Args:
+        begin: when the period began.
     """
-    if not _are_needed(observed, cluster):
+    if not are_needed(observed, cluster):
         return None
     pods = (engine_of(pod) for pod in observed.pods)
     names = {*wanted, *live_engines(observed), *(name for name in pods if name is not None)}
     engines = {entry_of(name): name.logical for name in sorted(names)}
     if not engines:
         return None
-    begin = _period_start(now)
     issue = f"{observed.certificates.authority}.{int(begin)}"
     held = observed.certificates
     if held.issue == issue and held.engines == engines.keys():
@@ -68,24 +70,24 @@ def certificates_as_due(children: Iterable[Manifest], now: float) -> HeldCertifi
     """Return what the Secret holds if nothing is left to write, for who may not read it."""
     names = (engine_of(child) for child in children if child.get("kind") == "StatefulSet")
     entries = frozenset(entry_of(name) for name in names if name is not None)
-    return HeldCertificates("", f".{int(_period_start(now))}", entries)
+    return HeldCertificates("", f".{int(period_start(now))}", entries)
 
 
-def seconds_to_renewal(observed: Observed, cluster: Cluster, now: float) -> float | None:
+def seconds_to_renewal(now: float) -> float:
     """Return when the next period begins. A cluster at rest has no event that tells of it."""
-    if not _are_needed(observed, cluster):
-        return None
-    return _period_start(now) + PERIOD_SECONDS - now
+    return period_start(now) + PERIOD_SECONDS - now
 
 
-def _are_needed(observed: Observed, cluster: Cluster) -> bool:
+def are_needed(observed: Observed, cluster: Cluster) -> bool:
+    """Whether an engine has certificates of the operator, or is to have them."""
     if certificates_of(cluster) is Certificates.OPERATOR:
         return True
     live = certificates_by_engine(observed.pods, observed.children).values()
     return Certificates.OPERATOR in live
 
 
-def _period_start(now: float) -> float:
+def period_start(now: float) -> float:
+    """Return when the period began in which all certificates are made alike."""
     return now // PERIOD_SECONDS * PERIOD_SECONDS
 
 

@@ -32,14 +32,15 @@ def with_releases(
     At most one more is released each ``timeout``: the others may then get what it held.
 
     Args:
-        engines: the wanted StatefulSets.
+        engines: the wanted StatefulSets of several pods.
         timeout: ``rollout.scheduleTimeoutSeconds``.
     """
-    live = {_name(child): child for child in observed.children if child["kind"] == "StatefulSet"}
     found: dict[str, dict[str, Any]] = {}
+    if not engines:
+        return found
+    live = {_name(child): child for child in observed.children if child["kind"] == "StatefulSet"}
     latest = 0.0
-    several = [one for one in engines if one["spec"]["replicas"] > 1]
-    for engine in several:
+    for engine in engines:
         name = _name(engine)
         moment, because = released(live.get(name))
         if moment is None:
@@ -49,9 +50,10 @@ def with_releases(
             found[name] = _without_pods(engine, timestamp(moment), because)
     if now - latest <= timeout:
         return found
-    for engine in reversed(several):
+    pods = _by_engine(observed.pods)
+    for engine in reversed(engines):
         name = _name(engine)
-        stuck = None if name in found else _stuck(_pods_of(observed.pods, name))
+        stuck = None if name in found else _stuck(pods.get(name, ()))
         if stuck is not None and now - stuck[0] > timeout:
             because = (
                 f"only some of its pods could be scheduled within {timeout:.0f} s, so they were "
@@ -113,10 +115,12 @@ def _without_pods(engine: Manifest, moment: str, because: str) -> dict[str, Any]
     return {**engine, "metadata": metadata, "spec": {**engine["spec"], "replicas": 0}}
 
 
-def _pods_of(pods: Iterable[Manifest], engine: str) -> list[Manifest]:
-    return [
-        pod for pod in pods if (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL) == engine
-    ]
+def _by_engine(pods: Iterable[Manifest]) -> dict[str, list[Manifest]]:
+    found: dict[str, list[Manifest]] = {}
+    for pod in pods:
+        engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
+        found.setdefault(str(engine), []).append(pod)
+    return found
 
 
 def _name(manifest: Manifest) -> str:

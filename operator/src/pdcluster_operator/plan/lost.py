@@ -19,19 +19,33 @@ LOST_SECONDS = 60.0
 """How long after the end of its grace period a pod may still be there."""
 
 
-def lost_engines(pods: Iterable[Manifest], now: float) -> frozenset[EngineName]:
-    """Return the engines with a pod that should have gone.
+def lost_pods(pods: Iterable[Manifest], now: float) -> frozenset[str]:
+    """Return the names of the pods that should have gone long ago.
 
     ``deletionTimestamp`` is the moment at which the pod's grace period ends.
     """
-    found = (engine_of(pod) for pod in pods if is_lost(pod, now))
+    ending = (pod["metadata"] for pod in pods if pod["metadata"].get("deletionTimestamp"))
+    return frozenset(
+        str(metadata["name"])
+        for metadata in ending
+        if (ends := seconds(metadata["deletionTimestamp"])) is not None
+        and now > ends + LOST_SECONDS
+    )
+
+
+def lost_engines(pods: Iterable[Manifest], lost: AbstractSet[str]) -> frozenset[EngineName]:
+    """Return the engines with a pod that is lost.
+
+    Args:
+        lost: names of the pods that are lost.
+    """
+    found = (engine_of(pod) for pod in pods if is_lost(pod, lost)) if lost else ()
     return frozenset(engine for engine in found if engine is not None)
 
 
-def is_lost(pod: Manifest, now: float) -> bool:
-    """Whether a pod should have gone long ago."""
-    ends = seconds(pod["metadata"].get("deletionTimestamp"))
-    return ends is not None and now > ends + LOST_SECONDS
+def is_lost(pod: Manifest, lost: AbstractSet[str]) -> bool:
+    """Whether a pod is one of those that are lost."""
+    return str(pod["metadata"].get("name")) in lost
 
 
 def choose_indexes(

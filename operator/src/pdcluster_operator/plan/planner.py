@@ -8,34 +8,44 @@ object that already is as wanted is not applied.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition, seconds
 from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import RolloutType
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.certificates import has_certificates
-from pdcluster_operator.plan.certificates import certificates_step, seconds_to_renewal
-from pdcluster_operator.plan.deletions import deletions, is_being_deleted
-from pdcluster_operator.plan.drift import stamped
+from pdcluster_operator.plan.certificates import (
+    are_needed,
+    certificates_step,
+    period_start,
+    seconds_to_renewal,
+)
+from pdcluster_operator.plan.changed_children import steps_to
+from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.engines import observe_engines
-from pdcluster_operator.plan.half_scheduled import with_releases
 from pdcluster_operator.plan.links import by_pairing_key, observe_pairs, to_sample
+from pdcluster_operator.plan.lost import lost_pods
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import Apply, Manifest, Observed, PeerAssignment, Plan, Step
+from pdcluster_operator.plan.model import (
+    Manifest,
+    Observed,
+    PeerAssignment,
+    Plan,
+    Step,
+    WriteCertificates,
+)
 from pdcluster_operator.plan.name_conflicts import (
     may_be_taken,
     strange_connectors,
     why_strange,
 )
-from pdcluster_operator.plan.ownership import identity
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
-from pdcluster_operator.plan.restarts import restarts
-from pdcluster_operator.plan.rewrites import is_settled
 from pdcluster_operator.plan.rollout.desired import Desired, desire, live_engines
 from pdcluster_operator.plan.rollout.fleet import engine_keys
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
@@ -63,56 +73,86 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         now: seconds since the epoch; only transition times and deadlines depend on it.
         memo: of the last plans for this cluster. The plan is the same without it, only slower.
     """
-    observed = replace(observed, cluster=as_scaled(observed.cluster, observed.scaler))
     memo = memo or Memo()
+    seen = replace(observed, cluster=as_scaled(observed.cluster, observed.scaler))
+    # What is equal to what was seen before is the same object then, and is compared at once.
+    observed = memo.get("observed", (seen,), lambda one: one)
     before = observed.cluster.get("status") or {}
     if is_being_deleted(observed.cluster):
         # The cluster owns its children, so Kubernetes' garbage collector deletes them.
         return Plan(steps=(), status=before)
     cluster, findings = _checked(observed, memo)
-    desired = desire(observed, cluster, now, memo) if findings.ok else _frozen(observed)
-    names = (name for role in Role for name in desired.names[role])
-    certificates = certificates_step(observed, cluster, names, now)
-    steps: tuple[Step, ...] = () if certificates is None else (certificates,)
+    lost = lost_pods(observed.pods, now)
+    desired = memo.get(
+        "desired",
+        (observed, cluster, lost, findings.ok),
+        lambda *_: desire(observed, cluster, lost, memo) if findings.ok else _frozen(observed),
+    )
+    certified = memo.get("certificates are needed", (observed, cluster), are_needed)
+    steps: tuple[Step, ...] = ()
+    if certified:
+        inputs = observed, cluster, desired.names, period_start(now)
+        certificates = memo.get("certificates", inputs, _certificates_step)
+        steps = () if certificates is None else (certificates,)
     if findings.ok:
         key = ticket_key_step(observed, cluster)
-        rest = _steps(observed, cluster, desired, now, memo)
+        rest = steps_to(observed, cluster, desired, now, memo)
         steps = (*((key,) if key else ()), *steps, *rest)
-    strange = strange_connectors(observed, (child.manifest for child in desired.children))
+    strange = memo.get("strange connectors", (observed, desired.children), _strange_connectors)
     if strange:
         steps = tuple(step for step in steps if may_be_taken(step, observed, strange))
-    view = _view(observed, cluster, desired, steps, memo, accepted=findings.ok)
-    status = build_status(observed, cluster, findings, view, now, memo)
+    view = memo.get(
+        "view",
+        (observed, cluster, desired, steps, findings.ok),
+        lambda *_: _view(observed, cluster, desired, steps, memo, accepted=findings.ok),
+    )
+    status = build_status(observed, cluster, findings, view, lost, now, memo)
     if strange:
         refused = why_strange(strange)
         status = with_failure(status, observed.cluster, refused.reason, refused.message, now)
     peers: tuple[PeerAssignment, ...] = ()
     if findings.ok:
-        prefill, decode = (view.engines[role] for role in Role)
-        peers = tuple(
-            assignment
-            for group in by_pairing_key(prefill, decode, desired.keys)
-            for assignment in assign_peers(
-                cluster, *to_sample(group, desired.blocked), observed.links
-            )
-        )
+        peers = memo.get("peers", (observed, cluster, desired, view), _peers)
     progress = find_condition(status, ConditionType.PROGRESSING)
     settled = progress.get("reason") == StatusReason.COMPLETE
     look = None if settled or not findings.ok else _next_look(status, view, now)
-    waits = (look, seconds_to_renewal(observed, cluster, now))
-    memo.forget_unused()
+    waits = (look, seconds_to_renewal(now) if certified else None)
+    if observed is seen:  # Otherwise nothing is new, so nothing is gone.
+        memo.forget_unused()
     return Plan(
         steps=steps,
         status=status,
         peers=peers,
-        routed=_routed(observed, now),
+        routed=memo.get("routed", (observed, lost), _routed),
         requeue_after=min((wait for wait in waits if wait is not None), default=None),
         events=transitions(before, status, secured=has_certificates(cluster)),
         scaler=scaler_status(observed),
     )
 
 
-def _routed(observed: Observed, now: float) -> frozenset[str]:
+def _certificates_step(
+    observed: Observed, cluster: Cluster, names: Mapping[Role, tuple[EngineName, ...]], begin: float
+) -> WriteCertificates | None:
+    wanted = (name for role in Role for name in names[role])
+    return certificates_step(observed, cluster, wanted, begin)
+
+
+def _strange_connectors(observed: Observed, children: Iterable[Wanted]) -> frozenset[str]:
+    return strange_connectors(observed, (child.manifest for child in children))
+
+
+def _peers(
+    observed: Observed, cluster: Cluster, desired: Desired, view: View
+) -> tuple[PeerAssignment, ...]:
+    prefill, decode = (view.engines[role] for role in Role)
+    return tuple(
+        assignment
+        for group in by_pairing_key(prefill, decode, desired.keys)
+        for assignment in assign_peers(cluster, *to_sample(group, desired.blocked), observed.links)
+    )
+
+
+def _routed(observed: Observed, lost: AbstractSet[str]) -> frozenset[str]:
     """Return the logical ids of the engines that should not end before routers forget them.
 
     Routers never forget the only engine of a role. One that the operator removed waits for nobody:
@@ -122,7 +162,7 @@ def _routed(observed: Observed, now: float) -> frozenset[str]:
         return frozenset()
     live = live_engines(observed)
     engines = Counter(name.role for name in live)
-    routed = routed_engines(observed, live, now)
+    routed = routed_engines(observed, live, lost)
     return frozenset(name.logical for name in routed if engines[name.role] > 1)
 
 
@@ -169,59 +209,6 @@ def _frozen(observed: Observed) -> Desired:
     names = {role: tuple(name for name in live if name.role is role) for role in Role}
     keys = engine_keys(observed, {}, {})
     return Desired(names, (), frozenset(), frozenset(live), stale=False, keys=keys)
-
-
-def _steps(
-    observed: Observed, cluster: Cluster, desired: Desired, now: float, memo: Memo
-) -> Iterator[Step]:
-    live = {identity(child): child for child in (*observed.connectors, *observed.children)}
-    children = _children(observed, cluster, desired, now)
-    applied = _applied(observed, live, children, memo)
-    for wanted in children:
-        name = identity(wanted.manifest)
-        if name not in applied:
-            yield Apply(wanted.manifest, wanted.why, _uid(live.get(name)))
-    yield from desired.trials
-    yield from deletions(observed, desired)
-    yield from restarts(observed, desired, applied)
-
-
-def _children(
-    observed: Observed, cluster: Cluster, desired: Desired, now: float
-) -> tuple[Wanted, ...]:
-    """Return the children as they should be now: some engines may have to be without pods."""
-    engines = [one.manifest for one in desired.children if one.manifest["kind"] == "StatefulSet"]
-    timeout = cluster.spec.rollout.schedule_timeout_seconds
-    released = {
-        identity(engine): stamped(engine)
-        for engine in with_releases(observed, engines, timeout, now).values()
-    }
-    return tuple(
-        Wanted(released.get(identity(one.manifest), one.manifest), one.why)
-        for one in desired.children
-    )
-
-
-def _applied(
-    observed: Observed,
-    live: Mapping[tuple[str, str], Manifest],
-    children: Iterable[Wanted],
-    memo: Memo,
-) -> AbstractSet[tuple[str, str]]:
-    """Return the identities of the children that an apply would not change."""
-    found = set()
-    for wanted in children:
-        name = identity(wanted.manifest)
-        inputs = live.get(name), wanted.manifest, observed.rewrites.get(name)
-        if memo.get(("settled", *name), inputs, is_settled):
-            found.add(name)
-    return found
-
-
-def _uid(live: Manifest | None) -> str:
-    if live is None or is_being_deleted(live):
-        return ""
-    return str(live["metadata"].get("uid") or "")
 
 
 def _view(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.labels import PAIRING_LABEL
 from pdcluster_operator.api.object_names import EngineName, router_name
@@ -57,17 +58,20 @@ def routers_run(observed: Observed, pairing_key: str) -> bool:
 
 
 def routed_engines(
-    observed: Observed, engines: Iterable[EngineName], now: float
+    observed: Observed, engines: Iterable[EngineName], lost: AbstractSet[str]
 ) -> frozenset[EngineName]:
     """Return the engines that some router may send requests to.
 
     While routers are replaced, that is every engine: a pod that ends still has its streams. A pod
     whose Deployment is gone is about to end. Nobody waits for a pod that is lost with its node.
+
+    Args:
+        lost: names of the pods that are lost.
     """
     keys = {_key(deployment) for deployment in _deployments(observed)}
     ending = any(
         (metadata_of(pod).get("deletionTimestamp") or _key(pod) not in keys)
-        and not is_lost(pod, now)
+        and not is_lost(pod, lost)
         for pod in _pods(observed)
     )
     if ending or router_behind(observed):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from pdcluster_operator.api.labels import PAIRING_LABEL, QUEUE_LABEL, engine_of
+from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import RolloutType, Switch
 from pdcluster_operator.api.spec.types import Cluster, Role
@@ -31,6 +31,7 @@ from pdcluster_operator.plan.rollout.targets import (
     Targets,
     find_targets,
     live_by_role,
+    queues_of,
     what_targets_depend_on,
 )
 from pdcluster_operator.plan.rollout.try_out import try_out
@@ -75,11 +76,20 @@ def live_engines(observed: Observed) -> tuple[EngineName, ...]:
     return tuple(sorted(name for names in live_by_role(observed).values() for name in names))
 
 
-def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None = None) -> Desired:
-    """Return what should exist for an accepted spec."""
+def desire(
+    observed: Observed,
+    cluster: Cluster,
+    lost_pods: AbstractSet[str] = frozenset(),
+    memo: Memo | None = None,
+) -> Desired:
+    """Return what should exist for an accepted spec.
+
+    Args:
+        lost_pods: names of the pods that are lost with their nodes.
+    """
     memo = memo or Memo()
     live = live_by_role(observed)
-    lost = lost_engines(observed.pods, now)
+    lost = lost_engines(observed.pods, lost_pods)
     # The pods of a lost engine may stay for ever. Nothing waits for them.
     pods = {name for name in map(engine_of, observed.pods) if name is not None} - lost
     seen = {*pods, *(name for names in live.values() for name in names)}
@@ -105,7 +115,9 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
     routing = Routing(key, {key: {role: (*names[role], *_of(kept, role)) for role in Role}})
     target = {role: one for role, one in serving.items() if one is not None}
     if seen and len(target) == len(Role):
-        fleet = observe_fleet(observed, cluster, live, names, target, seen, lost, keys, now, memo)
+        fleet = observe_fleet(
+            observed, cluster, live, names, target, seen, lost, keys, lost_pods, memo
+        )
         replacing = any(not _is_of(name, serving) for name in seen)
         held = hold and replacing
         moves = frozen(fleet) if held else next_moves(fleet, cluster.spec.rollout.type)
@@ -135,7 +147,7 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
         {role: _pods(cluster, role, set(names[role]) - blocked, live, serving) for role in Role},
         config_maps_seen(observed),
         gangs if observed.pod_groups else replace(gangs, groups=()),
-        _queues(live),
+        queues_of(live),
         observed.cluster.get("spec") or {},
         stored_templates(observed),
     )
@@ -162,15 +174,6 @@ def desire(observed: Observed, cluster: Cluster, now: float, memo: Memo | None =
 def _is_of(name: EngineName, serving: Mapping[Role, Revision | None]) -> bool:
     revision = serving[name.role]
     return revision is not None and name.revision == revision.name
-
-
-def _queues(live: Mapping[Role, Mapping[EngineName, Manifest]]) -> dict[EngineName, str]:
-    """Return the queue that each existing engine was made for. Kueue lets none change it."""
-    return {
-        name: str((engine["metadata"].get("labels") or {}).get(QUEUE_LABEL, ""))
-        for found in live.values()
-        for name, engine in found.items()
-    }
 
 
 def _of(names: AbstractSet[EngineName], role: Role) -> list[EngineName]:

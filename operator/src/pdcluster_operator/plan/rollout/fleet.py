@@ -125,7 +125,7 @@ def observe_fleet(
     seen: AbstractSet[EngineName],
     lost: AbstractSet[EngineName],
     keys: Mapping[EngineName, str],
-    now: float,
+    lost_pods: AbstractSet[str],
     memo: Memo,
 ) -> Fleet:
     """Return all engines of a cluster, and what clients reach of them.
@@ -137,7 +137,7 @@ def observe_fleet(
         seen: engines that have a StatefulSet or pods, without those that are lost.
         lost: engines whose node is gone.
         keys: pairing key of each engine.
-        now: seconds since the epoch.
+        lost_pods: names of the pods that are lost.
         memo: of the plan, which looks at the same engines and pairs again for the status.
     """
     roles = {
@@ -155,7 +155,7 @@ def observe_fleet(
         idle=frozenset(
             view.name for found in views.values() for view in found if view.ready is False
         ),
-        routed=routed_engines(observed, live_names, now),
+        routed=routed_engines(observed, live_names, lost_pods),
         listed=listed,
         ending=_ending(observed) - lost,
         served_key=_served(observed, cluster, keys),

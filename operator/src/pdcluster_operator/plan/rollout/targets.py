@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, find_condition
-from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
+from pdcluster_operator.api.labels import PAIRING_LABEL, QUEUE_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
@@ -215,3 +215,12 @@ def live_by_role(observed: Observed) -> dict[Role, dict[EngineName, Manifest]]:
         if name is not None:
             found[name.role][name] = child
     return found
+
+
+def queues_of(live: Mapping[Role, Mapping[EngineName, Manifest]]) -> dict[EngineName, str]:
+    """Return the queue that each existing engine was made for. Kueue lets none change it."""
+    return {
+        name: str((engine["metadata"].get("labels") or {}).get(QUEUE_LABEL, ""))
+        for found in live.values()
+        for name, engine in found.items()
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -60,29 +61,51 @@ class View:
 
 
 def build_status(
-    observed: Observed, cluster: Cluster, findings: Findings, view: View, now: float, memo: Memo
+    observed: Observed,
+    cluster: Cluster,
+    findings: Findings,
+    view: View,
+    lost: AbstractSet[str],
+    now: float,
+    memo: Memo,
 ) -> dict[str, Any]:
-    """Return the whole status. It is equal to the last one if nothing has changed."""
+    """Return the whole status. It is equal to the last one if nothing has changed.
+
+    Args:
+        lost: names of the pods that are lost with their nodes.
+    """
     before = observed.cluster.get("status") or {}
     since = progressing_since(before, cluster.generation, now)
-    verdicts = _verdicts(observed, cluster, findings, view, since, now, memo)
+    judged = memo.get(
+        "verdicts",
+        (observed, cluster, findings, view),
+        lambda *_: _verdicts(observed, cluster, findings, view, memo),
+    )
+    ready = judged[ConditionType.READY]
+    verdicts = {
+        kind: progressing(ready, view.change, findings, since, now)
+        if kind is ConditionType.PROGRESSING
+        else judged[kind]
+        for kind in ConditionType
+    }
     conditions = set_conditions(before, verdicts.items(), cluster.generation, now)
-    prefill, decode = (view.engines[role] for role in Role)
     established, troubled = memo.get("counted", (view.pairs,), _counted)
+    counts = memo.get("counts", (observed, view), _counts)
     status: dict[str, Any] = {
         "observedGeneration": cluster.generation,
         "conditions": conditions,
         "model": cluster.served_name,
-        "prefill": _count(prefill),
-        "decode": _count(decode),
+        "prefill": counts["prefill"],
+        "decode": counts["decode"],
         "links": f"{established}/{len(view.pairs)}",
         "endpoint": endpoint(cluster) if findings.ok else str(before.get("endpoint") or ""),
         "selector": role_selector(cluster.name, Role.DECODE),
-        "replicas": existing_engines(observed.children, Role.DECODE),
-        "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
+        "replicas": counts["replicas"],
+        "engines": counts["engines"],
         "failedLinks": _failed_links(before, troubled, now),
     }
-    if transfer := transfer_status(observed, cluster, view.change, now):
+    inputs = observed, cluster, view.change, lost
+    if transfer := memo.get("transfer", inputs, transfer_status):
         status["transfer"] = transfer
     if _on_its_way(verdicts[ConditionType.PROGRESSING]):
         status["progressingSince"] = timestamp(since)
@@ -99,10 +122,9 @@ def _verdicts(
     cluster: Cluster,
     findings: Findings,
     view: View,
-    since: float,
-    now: float,
     memo: Memo,
 ) -> dict[ConditionType, Verdict]:
+    """Return the verdicts that do not depend on the time: all but Progressing."""
     before = observed.cluster.get("status") or {}
     prefill, decode = (view.engines[role] for role in Role)
 
@@ -130,9 +152,7 @@ def _verdicts(
         or transport_healthy(view.pairs, cluster.spec.transfer),
         ConditionType.AVAILABLE: available(view.pairs, view.change),
     }
-    ready = summary(verdicts, view.change)
-    verdicts[ConditionType.PROGRESSING] = progressing(ready, view.change, findings, since, now)
-    verdicts[ConditionType.READY] = ready
+    verdicts[ConditionType.READY] = summary(verdicts, view.change)
     return verdicts
 
 
@@ -141,6 +161,17 @@ def _counted(pairs: Sequence[PairView]) -> tuple[int, tuple[PairView, ...]]:
     established = sum(pair.state is PairState.ESTABLISHED for pair in pairs)
     troubled = (pair for pair in pairs if pair.state is PairState.FAILED or pair.canary_failed)
     return established, tuple(islice(troubled, MAX_FAILED_LINKS))
+
+
+def _counts(observed: Observed, view: View) -> dict[str, Any]:
+    """Return how many engines there are and are ready, and what each of them says."""
+    prefill, decode = (view.engines[role] for role in Role)
+    return {
+        "prefill": _count(prefill),
+        "decode": _count(decode),
+        "replicas": existing_engines(observed.children, Role.DECODE),
+        "engines": [_engine(engine) for engine in (*prefill, *decode)][:MAX_ENGINES],
+    }
 
 
 def _count(engines: Sequence[EngineView]) -> str:

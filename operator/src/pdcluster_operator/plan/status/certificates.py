@@ -7,6 +7,7 @@ than the field of the spec, and ``rollout.paused`` keeps engines of another revi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pdcluster_connector.compat.counted import counted
@@ -24,13 +25,16 @@ DANGER = "whoever reaches their ports can read where their KV lies"
 
 
 def transfer_status(
-    observed: Observed, cluster: Cluster, change: ChangeView, now: float
+    observed: Observed, cluster: Cluster, change: ChangeView, lost: AbstractSet[str]
 ) -> dict[str, Any]:
     """Return ``status.transfer``; nothing while there are no pods of engines.
 
     Lost pods do not count: they may stay for ever, long after all that told of them is gone.
+
+    Args:
+        lost: names of the pods that are lost.
     """
-    pods = [pod for pod in observed.pods if not is_lost(pod, now)]
+    pods = [pod for pod in observed.pods if not is_lost(pod, lost)]
     found = certificates_by_engine(pods, observed.children)
     if not found:
         return {}
