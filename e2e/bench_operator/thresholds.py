@@ -94,6 +94,16 @@ BOUNDS = (
         {100: Expected(0.38, 0.62), 1000: Expected(0.45, 0.55)},
     ),
     Bound(
+        "plan_at_rest.milliseconds_1p1d",
+        lambda found: found["plan_at_rest"]["milliseconds_1p1d"]["min"],
+        {100: Expected(0.06, 0.44)},
+    ),
+    Bound(
+        "plan_at_rest.milliseconds_64p64d",
+        lambda found: found["plan_at_rest"]["milliseconds_64p64d"]["min"],
+        {100: Expected(0.07, 0.93)},
+    ),
+    Bound(
         "rss_peak_megabytes",
         lambda found: found["rss_peak_megabytes"],
         {100: Expected(124, 36), 1000: Expected(265, 35), 5000: Expected(800, 120)},

@@ -26,6 +26,7 @@ GOOD = {
     "rest": {"core": 0.06, "writes": {"leases": 12}},
     "restart": {"writes": {"leases": 3}, "rss_peak_megabytes": 399},
     "reaction_seconds": {"p99": 0.9},
+    "plan_at_rest": {"milliseconds_1p1d": {"min": 0.4}, "milliseconds_64p64d": {"min": 0.9}},
     "rss_peak_megabytes": 299,
 }
 
@@ -94,6 +95,8 @@ def test_a_good_run_passes() -> None:
         (("rest", "writes"), {"leases": 12, "pdclusters/status": 1}),
         (("restart", "writes"), {"statefulsets": 1}),
         (("reaction_seconds", "p99"), 1.01),
+        (("plan_at_rest", "milliseconds_1p1d"), {"min": 0.6}),
+        (("plan_at_rest", "milliseconds_64p64d"), {"min": 1.1}),
         (("rss_peak_megabytes",), 301),
         (("restart", "rss_peak_megabytes"), 401),
     ],

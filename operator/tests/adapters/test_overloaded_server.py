@@ -37,20 +37,44 @@ async def test_a_client_waits_as_long_as_it_is_asked_to_within_bounds(
 ) -> None:
     time = Time()
     overload = Overload(time.clock, time.sleep)
-    await overload.wait()
+    await overload.wait("ns")
     assert time.now == 100.0
-    overload.told(asked)
-    await overload.wait()
+    overload.told("ns", asked)
+    await overload.wait("ns")
     assert seconds <= time.now - 100.0 <= seconds * 1.5
 
 
 async def test_who_was_asked_to_wait_long_does_so_although_others_were_asked_for_less() -> None:
     time = Time()
     overload = Overload(time.clock, time.sleep)
-    overload.told("9")
-    overload.told("1")
-    await overload.wait()
+    overload.told("ns", "9")
+    overload.told("ns", "1")
+    await overload.wait("ns")
     assert 9.0 <= time.now - 100.0 <= 9.0 + 0.5
+
+
+async def test_what_one_namespace_is_told_holds_for_no_other() -> None:
+    """A webhook for one namespace can answer 429 all day."""
+    time = Time()
+    overload = Overload(time.clock, time.sleep)
+    overload.told("ns", "9")
+    for other in ("", "other"):
+        await overload.wait(other)
+    assert time.now == 100.0
+    overload.told("other", "2")
+    await overload.wait("other")
+    assert time.now <= 103.0
+    await overload.wait("ns")
+    assert time.now >= 109.0
+
+
+async def test_what_was_asked_long_ago_is_forgotten() -> None:
+    time = Time()
+    overload = Overload(time.clock, time.sleep)
+    for number in range(1000):
+        overload.told(str(number), "2")
+        time.now += 1
+    assert len(overload._asked) <= 3
 
 
 async def test_calls_that_waited_together_do_not_come_back_together(
@@ -59,8 +83,8 @@ async def test_calls_that_waited_together_do_not_come_back_together(
     monkeypatch.setattr("random.uniform", lambda _, most: most)
     time = Time()
     overload = Overload(time.clock, time.sleep)
-    overload.told("4")
-    await overload.wait()
+    overload.told("ns", "4")
+    await overload.wait("ns")
     assert time.now - 100.0 == 6.0
 
 

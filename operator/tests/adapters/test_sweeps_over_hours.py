@@ -31,6 +31,7 @@ class Server:
         self.asked: list[tuple[str, tuple[str | None, ...]]] = []
         self.fail: list[ApiError] = []
         self.absent: set[str] = set()
+        self.broken: set[str] = set()
         self.meanwhile: Callable[[], None] = lambda: None
 
     async def list(self, kind: Kind, namespaces: Collection[str | None]) -> list[dict[str, Any]]:
@@ -40,6 +41,8 @@ class Server:
         self.asked.append((kind.name, tuple(namespaces)))
         if self.fail:
             raise self.fail.pop(0)
+        if kind.name in self.broken:
+            raise ApiError("InternalError", "its conversion webhook answers nobody")
         if kind.name in self.absent:
             raise NotFound("no such kind")
         metadata = {"namespace": "ns", "name": "a", "uid": "a", "resourceVersion": "5"}
@@ -68,8 +71,35 @@ def test_all_kinds_are_listed_about_every_five_minutes_whatever_fails() -> None:
         began = [0.0, *sweeps.server.began]
         pauses = [later - sooner for sooner, later in pairwise(began)]
         assert 270.0 <= min(pauses) < 300.0 < max(pauses) <= 330.0
-        assert len(sweeps.swept) == len(sweeps.server.began) - 1, "one of them failed"
+        assert len(sweeps.swept) == len(sweeps.server.began)
         task.cancel()
+
+    virtual_time.run(story())
+
+
+def test_a_kind_that_cannot_be_listed_keeps_no_other_from_it() -> None:
+    async def story() -> None:
+        sweeps = Sweeps()
+        await sweeps.sweeper.first()
+        sweeps.server.asked.clear()
+        sweeps.server.fail = [ApiError("Unreachable", "no answer")] * 3
+        await sweeps.sweeper._sweep()
+        assert [name for name, _ in sweeps.server.asked] == [kind.name for kind in WATCHED]
+        assert sweeps.loop.store.keys() == [Key("ns", "a")], "it was not listed, and is not gone"
+        assert len(sweeps.swept) == 2
+
+    virtual_time.run(story())
+
+
+def test_the_operator_starts_although_an_optional_kind_cannot_be_listed() -> None:
+    async def story() -> None:
+        sweeps = Sweeps()
+        sweeps.server.broken = {kind.name for kind in WATCHED if kind.optional}
+        assert sweeps.server.broken
+        await sweeps.sweeper.first()
+        assert sweeps.sweeper.done
+        assert sweeps.server.began == [0.0], "at once"
+        assert sweeps.loop.store.keys() == [Key("ns", "a")]
 
     virtual_time.run(story())
 

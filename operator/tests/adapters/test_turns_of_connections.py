@@ -12,7 +12,11 @@ from kubernetes.aio import client as kubernetes
 
 import virtual_time
 from pdcluster_operator.adapters.api_server.client import CONNECTIONS, KubeClient
-from pdcluster_operator.adapters.api_server.connections import Connections, namespace_of
+from pdcluster_operator.adapters.api_server.connections import (
+    Connections,
+    namespace_of,
+    written_namespace,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,8 @@ from pdcluster_operator.adapters.api_server.connections import Connections, name
 )
 def test_the_namespace_in_a_path(path: str, namespace: str) -> None:
     assert namespace_of(path) == namespace
+    assert written_namespace("PATCH", path) == namespace
+    assert written_namespace("GET", path) == "", "no webhook is asked"
 
 
 def pods(namespace: str) -> str:
@@ -47,15 +53,15 @@ async def test_calls_that_hang_in_one_namespace_leave_connections_for_the_others
         return web.json_response({})
 
     app = web.Application()
-    app.router.add_get("/api/v1/namespaces/{namespace}/pods", answer)
+    app.router.add_post("/api/v1/namespaces/{namespace}/pods", answer)
     async with TestServer(app) as server:
         configuration = kubernetes.Configuration()
         configuration.host = str(server.make_url("")).rstrip("/")
         async with KubeClient(configuration) as client, asyncio.timeout(60):
-            hung = [asyncio.create_task(client.call("GET", pods("hangs"))) for _ in range(100)]
+            hung = [asyncio.create_task(client.call("POST", pods("hangs"))) for _ in range(100)]
             while hanging < CONNECTIONS * 3 // 4:  # noqa: ASYNC110 - the handler announces nothing
                 await asyncio.sleep(0.01)
-            await asyncio.gather(*(client.call("GET", pods(f"ns{one % 5}")) for one in range(50)))
+            await asyncio.gather(*(client.call("POST", pods(f"ns{one % 5}")) for one in range(50)))
             assert not any(task.done() for task in hung)
             end.set()
             await asyncio.gather(*hung)
@@ -70,7 +76,7 @@ def test_who_is_cancelled_while_it_waits_takes_nothing_away() -> None:
         order: list[str] = []
 
         async def call(name: str) -> None:
-            async with connections.one_for(pods("ns")):
+            async with connections.one_for("ns"):
                 order.append(name)
                 await asyncio.sleep(1.0)
 
@@ -94,7 +100,7 @@ def test_who_is_cancelled_when_its_turn_comes_gives_it_on(*, cancelled_first: bo
         ran: list[str] = []
 
         async def call(name: str, release: asyncio.Event) -> None:
-            async with connections.one_for(pods("ns")):
+            async with connections.one_for("ns"):
                 await release.wait()
                 ran.append(name)
 
@@ -117,5 +123,38 @@ def test_who_is_cancelled_when_its_turn_comes_gives_it_on(*, cancelled_first: bo
         with suppress(asyncio.CancelledError):
             await second
         assert ran == ["first", "third"]
+
+    virtual_time.run(story())
+
+
+def test_many_namespaces_in_which_calls_hang_get_three_quarters_together() -> None:
+    """Fifty namespaces, whose calls take half a minute each; calls elsewhere and reads go on."""
+
+    async def story() -> None:
+        connections = Connections(32)
+        hanging = 0
+
+        async def hang(namespace: str) -> None:
+            nonlocal hanging
+            while True:
+                async with connections.one_for(namespace):
+                    hanging += 1
+                    await asyncio.sleep(30.0)
+                    hanging -= 1
+
+        tasks = [asyncio.create_task(hang(f"hangs-{number % 50}")) for number in range(400)]
+        await asyncio.sleep(61.0)  # it is known now that each of them hangs
+        for namespace in ("well", "", "well"):
+            began = asyncio.get_running_loop().time()
+            async with connections.one_for(namespace):
+                await asyncio.sleep(0.05)
+            assert asyncio.get_running_loop().time() - began < 0.1
+            assert hanging == 24
+            await asyncio.sleep(7.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert connections._shares.free() == 32
+        assert not connections._waiting
 
     virtual_time.run(story())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from typing import Any
+
+import pytest
 
 import virtual_time
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -163,7 +166,11 @@ def test_workers_that_found_nothing_are_woken_when_nobody_is_new_any_more() -> N
     virtual_time.run(story())
 
 
-def test_a_key_is_not_held_longer_although_others_hang() -> None:
+def test_a_key_is_not_held_longer_although_others_take_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdcluster_operator.runtime.lines.LOOK_HANGS_SECONDS", math.inf)
+
     async def story() -> None:
         crowd = Crowd(takes=300.0)
         crowd.add(NEW_OF_ONE - 1)
@@ -181,7 +188,10 @@ def test_a_key_is_not_held_longer_although_others_hang() -> None:
     virtual_time.run(story())
 
 
-def test_a_key_is_not_held_longer_behind_one_that_was_made_later() -> None:
+def test_a_key_is_not_held_longer_behind_one_that_was_made_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdcluster_operator.runtime.lines.LOOK_HANGS_SECONDS", math.inf)
     made: set[str] = set()
     now = [0.0]
     lines: Lines[str] = Lines(4, str, lambda key: key not in made, lambda _: True, lambda: now[0])

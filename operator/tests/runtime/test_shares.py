@@ -12,16 +12,31 @@ from hypothesis import strategies as st
 import virtual_time
 from pdcluster_operator.runtime.lines import Lines
 from pdcluster_operator.runtime.queue import WORKERS, Key, KeyedQueue
-from pdcluster_operator.runtime.shares import TIMES_FREE, Shares, Turns
+from pdcluster_operator.runtime.shares import (
+    BELIEVED_SECONDS,
+    TIMES_FREE,
+    Shares,
+    Turns,
+    most_given,
+)
+
+HANGS_SECONDS = 5.0
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def taken_by(shares: Shares, namespaces: list[str]) -> Counter[str]:
     """Let the namespaces take in turn until none may."""
     had: Counter[str] = Counter()
-    while any(free := [one for one in namespaces if shares.may_take(one)]):
+    while any(free := [one for one in namespaces if shares.limits()(one)]):
         for one in free:
-            if shares.may_take(one):
-                shares.take(one)
+            if shares.limits()(one):
+                shares.take(one, object())
                 had[one] += 1
     return had
 
@@ -31,29 +46,77 @@ def taken_by(shares: Shares, namespaces: list[str]) -> Counter[str]:
     [(24, 1, 18), (32, 1, 24), (24, 2, 11), (32, 2, 14), (4, 1, 3), (2, 1, 2), (1, 1, 1)],
 )
 def test_what_hungry_namespaces_get(total: int, namespaces: int, most: int) -> None:
-    had = taken_by(Shares(total), [str(number) for number in range(namespaces)])
+    had = taken_by(
+        Shares(total, HANGS_SECONDS, Time()), [str(number) for number in range(namespaces)]
+    )
     assert max(had.values()) == most
     assert sum(had.values()) < total or total <= 2, "something is left"
 
 
 @given(
     st.integers(1, 40),
-    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.booleans()), max_size=200),
+    st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.sampled_from(("take", "give", "wait"))),
+        max_size=200,
+    ),
 )
 def test_a_namespace_that_has_nothing_gets_one_while_one_is_free(
-    total: int, steps: list[tuple[str, bool]]
+    total: int, steps: list[tuple[str, str]]
 ) -> None:
-    shares, had = Shares(total), Counter[str]()
-    for namespace, takes in steps:
-        if not takes and had[namespace]:
-            shares.give_back(namespace)
-            had[namespace] -= 1
-        elif takes and shares.may_take(namespace):
-            assert had[namespace] < TIMES_FREE * (total - had.total())
-            shares.take(namespace)
-            had[namespace] += 1
-        assert had.total() <= total
-        assert shares.may_take("another") == (had.total() < total)
+    time, held = Time(), dict[str, list[object]]()
+    shares = Shares(total, HANGS_SECONDS, time)
+    for namespace, step in steps:
+        own = held.setdefault(namespace, [])
+        if step == "wait":
+            time.now += 1.0
+        elif step == "give" and own:
+            shares.give_back(namespace, own.pop(0))
+        elif step == "take" and shares.limits()(namespace):
+            assert len(own) < TIMES_FREE * shares.free()
+            own.append(object())
+            shares.take(namespace, own[-1])
+        given = sum(map(len, held.values()))
+        assert total - given <= shares.free() <= most_given(total) - given
+        assert shares.limits()("another") == (shares.free() > 0)
+
+
+def test_namespaces_in_which_something_hangs_count_as_one() -> None:
+    time = Time()
+    shares = Shares(24, HANGS_SECONDS, time)
+    names = [f"hangs-{number}" for number in range(8)]
+    assert taken_by(shares, names).total() == 24, "until it is known that they hang"
+    time.now = HANGS_SECONDS + 0.1
+    assert shares.hanging() == set(names)
+    assert shares.free() == 6, "what they have beyond 18 is given out a second time"
+    assert not taken_by(shares, names), "and not to them"
+    for name in names[:6]:
+        for holder in list(shares._since[name]):
+            shares.give_back(name, holder)
+    assert shares.free() == 18
+    assert taken_by(shares, names).total() == 12, "18 of 24 together"
+    assert shares.free() == 6
+    assert shares.limits()("well")
+    taken_by(shares, ["well"])
+    assert shares.free() == 1, "one that is well has a share of its own"
+
+
+def test_a_namespace_is_believed_to_be_well_again_after_a_while() -> None:
+    time = Time()
+    shares = Shares(8, HANGS_SECONDS, time)
+    shares.take("ns", 1)
+    time.now = HANGS_SECONDS
+    shares.give_back("ns", 1)
+    assert not shares.hanging(), "that was slow, but not too slow"
+    shares.take("ns", 2)
+    time.now += HANGS_SECONDS + 1
+    shares.give_back("ns", 2)
+    shares.take("ns", 3)
+    shares.give_back("ns", 3)
+    time.now += BELIEVED_SECONDS - 1
+    assert shares.hanging() == {"ns"}, "although others ended at once"
+    time.now += 1
+    assert not shares.hanging()
+    assert not shares._hung_until
 
 
 def test_namespaces_take_turns_and_the_oldest_item_of_one_is_first() -> None:
@@ -65,7 +128,18 @@ def test_namespaces_take_turns_and_the_oldest_item_of_one_is_first() -> None:
     assert (len(turns), turns.holds("a", "a3"), turns.holds("a", "a2")) == (5, True, False)
     order = [turns.take(lambda _: True) for _ in range(6)]
     assert order == [("a", "a1"), ("b", "b1"), ("c", "c1"), ("a", "a3"), ("b", "b2"), None]
-    assert not turns
+    assert (len(turns), bool(turns)) == (0, False)
+
+
+def test_items_are_counted_once_and_without_some_namespaces() -> None:
+    turns: Turns[str] = Turns()
+    for item in ("a1", "a2", "a1", "b1", "c1"):
+        turns.add(item[0], item)
+    assert (len(turns), turns.outside({"a", "x"}), turns.outside(set())) == (4, 2, 4)
+    turns.drop("a", "a1")
+    turns.drop("a", "a1")
+    turns.take(lambda namespace: namespace == "b")
+    assert (len(turns), turns.outside({"a"})) == (2, 1)
 
 
 def test_a_namespace_that_may_not_keeps_its_turn() -> None:
@@ -162,6 +236,113 @@ def test_two_namespaces_whose_calls_hang_delay_no_other() -> None:
         hung = Counter(key.namespace for key in done)
         assert hung["hangs-1"] == hung["hangs-2"] == 60, "they are worked on all the same"
         await queue.stop()
+
+    virtual_time.run(story())
+
+
+def test_no_scan_of_all_namespaces_while_no_place_for_new_keys_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A restored backup brings thousands of namespaces at once."""
+    lines: Lines[str] = Lines(24, str, lambda _: True, lambda _: False, lambda: 0.0)
+    for number in range(2000):
+        lines.add(f"n{number}", urgent=False)
+    assert [lines.take() for _ in range(17)].count(None) == 1
+    asked: list[str] = []
+    limits = lines._workers.limits
+    monkeypatch.setattr(
+        lines._workers, "limits", lambda: lambda name: asked.append(name) or limits()(name)
+    )
+    assert lines.take() is None
+    assert asked == []
+    lines.done("n3", failed=False)
+    assert lines.take() == "n16"
+    assert len(asked) == 1
+
+
+def test_nobody_waits_for_new_keys_that_hang_or_fail() -> None:
+    """One that hangs never has children. Others should have their first status all the same."""
+
+    async def story() -> None:
+        made: set[Key] = set()
+        looks: list[float] = []
+
+        async def work(key: Key) -> None:
+            if key.namespace == "hangs":
+                await asyncio.sleep(30.0)
+                raise TimeoutError
+            if key in made:
+                looks.append(now())
+            made.add(key)
+
+        queue = KeyedQueue(work, is_new=lambda key: key not in made, is_silent=lambda _: True)
+        queue.start()
+        for number in range(40):
+            queue.add(Key("hangs", str(number)))
+        for moment in (16.0, 100.0, 900.0):
+            await asyncio.sleep(moment - now())
+            assert queue.new == 0
+            looks.clear()
+            key = Key("well", str(moment))
+            queue.add(key)
+            await asyncio.sleep(0.1)
+            queue.add(key)
+            await asyncio.sleep(1.0)
+            assert len(looks) == 1, f"it was held at {moment} s"
+        await queue.stop(grace=0.0)
+
+    virtual_time.run(story())
+
+
+def test_a_key_that_failed_is_not_new() -> None:
+    async def story() -> None:
+        ran: list[str] = []
+
+        async def work(key: Key) -> None:
+            ran.append(key.name)
+            raise TimeoutError
+
+        queue = KeyedQueue(work, is_new=lambda _: True, workers=1)
+        for name in ("a", "b"):
+            queue.add(Key("ns", name))
+        assert queue.new == 2
+        queue.start()
+        await asyncio.sleep(0.1)
+        assert ran == ["a", "b"]
+        queue._workers = 0
+        for name in ("a", "b"):
+            queue._lines.add(Key("ns", name), urgent=False)
+        assert (queue.new, queue.depth) == (0, 2)
+        await queue.stop(grace=0.0)
+
+    virtual_time.run(story())
+
+
+@pytest.mark.parametrize("namespaces", [8, 50])
+def test_many_namespaces_whose_calls_hang_delay_no_other(namespaces: int) -> None:
+    async def story() -> None:
+        done: list[Key] = []
+
+        async def work(key: Key) -> None:
+            await asyncio.sleep(30.0 if key.namespace.startswith("hangs") else 0.05)
+            done.append(key)
+
+        queue = KeyedQueue(work)
+        queue.start()
+        for number in range(400):
+            queue.add(Key(f"hangs-{number % namespaces}", str(number)), urgent=True)
+        await asyncio.sleep(1.0)
+        first = Key("well", "first")
+        queue.add(first, urgent=True)
+        await asyncio.sleep(15.5 if namespaces < 24 else 90.0)
+        assert first in done, "as soon as it is known of each that it hangs"
+        for number in range(20):
+            key = Key("well", str(number))
+            queue.add(key, urgent=True)
+            await asyncio.sleep(0.1)
+            assert key in done
+            await asyncio.sleep(5.0)
+        await queue.stop(grace=0.0)
 
     virtual_time.run(story())
 

@@ -40,6 +40,8 @@ from pdcluster_operator.runtime.reconcile import Place
 
 log = logging.getLogger(__name__)
 
+RENEWALS_AT_ONCE = 256
+"""Connections for Leases. One that hangs keeps one for half a minute."""
 NEW_OBJECTS = 10_000
 """After so many new objects the garbage collector runs. One page of a LIST has more than 700."""
 OLD_OBJECTS = 1_000
@@ -106,8 +108,11 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         )
         client = KubeClient(await find_configuration(), metrics.called)
         await stack.enter_async_context(client)
-        # Behind a burst on a slow API server, a renewal would come too late.
-        renewing = KubeClient(await find_configuration(), metrics.called)
+        # Behind a burst on a slow API server, or behind calls that hang, a renewal would come too
+        # late.
+        renewing = KubeClient(
+            await find_configuration(), metrics.called, connections=RENEWALS_AT_ONCE
+        )
         await stack.enter_async_context(renewing)
         watching = KubeClient(await find_configuration(), connections=0)
         await stack.enter_async_context(watching)

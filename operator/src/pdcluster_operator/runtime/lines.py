@@ -22,13 +22,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from pdcluster_operator.runtime.shares import Shares, Turns
+from pdcluster_operator.runtime.shares import Shares, Turns, nobody
 
 HOLD_SECONDS = 30.0
 """How long a PDCluster is held at most, from the moment when its children were made.
 
 It can then become Ready before its first status is due, which is one write less.
 """
+LOOK_HANGS_SECONDS = 15.0
+"""A look that takes longer hangs. In a crowd on a slow API server, some take several seconds."""
 NOT_NEW = 3
 """One in so many workers takes no new PDClusters."""
 
@@ -59,8 +61,8 @@ class Lines(Generic[K]):
         self._is_new = is_new
         self._is_silent = is_silent
         self._clock = clock
-        self._workers = Shares(workers)
-        self._workers_for_new = Shares(workers - workers // NOT_NEW)
+        self._workers = Shares(workers, LOOK_HANGS_SECONDS, clock)
+        self._workers_for_new = Shares(workers - workers // NOT_NEW, LOOK_HANGS_SECONDS, clock)
         self._urgent: Turns[K] = Turns()
         self._new: Turns[K] = Turns()
         self._others: Turns[K] = Turns()
@@ -78,8 +80,8 @@ class Lines(Generic[K]):
 
     @property
     def new(self) -> int:
-        """New keys that wait."""
-        return len(self._new)
+        """New keys that wait, but for namespaces in which something hangs."""
+        return self._new.outside(self._workers.hanging())
 
     def add(self, key: K, *, urgent: bool) -> None:
         """Let a key wait. One that waits keeps its place, unless it becomes urgent."""
@@ -106,15 +108,20 @@ class Lines(Generic[K]):
         A line of which no key may be taken has no turn.
         """
         self._release()
+        may, may_new = self._workers.limits(), self._workers_for_new.limits()
+
+        def may_both(namespace: str) -> bool:
+            return may(namespace) and may_new(namespace)
+
+        of_new = nobody if nobody in (may, may_new) else may_both
         for _ in range(len(self._turns)):
             line = self._turns[0]
             self._turns.rotate(-1)
-            may = self._may_take_new if line is self._new else self._workers.may_take
-            if (taken := line.take(may)) is not None:
+            if (taken := line.take(of_new if line is self._new else may)) is not None:
                 namespace, key = taken
-                self._workers.take(namespace)
+                self._workers.take(namespace, key)
                 if line is self._new:
-                    self._workers_for_new.take(namespace)
+                    self._workers_for_new.take(namespace, key)
                     self._new_at_work.add(key)
                 return key
         return None
@@ -125,10 +132,10 @@ class Lines(Generic[K]):
         A key that failed is not held.
         """
         namespace = self._namespace_of(key)
-        self._workers.give_back(namespace)
+        self._workers.give_back(namespace, key)
         if key not in self._new_at_work:
             return False
-        self._workers_for_new.give_back(namespace)
+        self._workers_for_new.give_back(namespace, key)
         self._new_at_work.discard(key)
         self._held_until.pop(key, None)  # they stand in the order in which they end
         if not failed:
@@ -141,14 +148,17 @@ class Lines(Generic[K]):
             line.clear()
         self._held.clear()
 
-    def _may_take_new(self, namespace: str) -> bool:
-        return self._workers.may_take(namespace) and self._workers_for_new.may_take(namespace)
+    def _others_are_new(self) -> bool:
+        """Whether there are new keys, but for namespaces in which something hangs."""
+        hanging = self._workers.hanging()
+        at_work = (self._namespace_of(key) not in hanging for key in self._new_at_work)
+        return any(at_work) or self._new.outside(hanging) > 0
 
     def _is_held(self, key: K) -> bool:
         if key not in self._held_until:
             return False
         if self._clock() < self._held_until[key] and self._is_silent(key):
-            return bool(self._new or self._new_at_work)
+            return self._others_are_new()
         del self._held_until[key]
         return False
 
@@ -158,7 +168,7 @@ class Lines(Generic[K]):
 
     def _release(self) -> None:
         """Move the keys on that need not be held any longer."""
-        if not (self._new or self._new_at_work):
+        if self._held and not self._others_are_new():
             for key in tuple(self._held):
                 self._let_go(key)
         now = self._clock()

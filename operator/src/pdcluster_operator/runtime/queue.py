@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdcluster_operator.runtime.lines import HOLD_SECONDS, Lines
+from pdcluster_operator.runtime.shares import most_given
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ WORKERS = 24
 
 A worker waits for the API server most of its time.
 """
+AGAIN_SECONDS = 1.0
+"""How soon a worker looks again at keys of which it might take none."""
 REST_SECONDS, LONGEST_REST = 0.5, 5.0
 """How long a key rests that was worked on: the longer, the more keys rest."""
 LOOKS_A_SECOND = 50.0
@@ -88,18 +91,20 @@ class KeyedQueue:
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._handler = handler
+        self._was_never_made = is_new
         self._is_urgent = is_urgent
         self._workers = workers
         self._rest = rest
         self._backoff = backoff or Backoff()
         self._uniform = uniform
-        self._lines = Lines(workers, _namespace_of, is_new, is_silent, _now)
+        self._lines = Lines(workers, _namespace_of, self._is_new, is_silent, _now)
         self._resting: dict[Key, bool] = {}  # whether it was added meanwhile
         self._running: set[Key] = set()
         self._again: dict[Key, bool] = {}  # added while a worker has it: whether it is urgent
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
         self._wake = asyncio.Event()
+        self._again_at: asyncio.TimerHandle | None = None
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -148,14 +153,14 @@ class KeyedQueue:
 
     @property
     def new(self) -> int:
-        """New keys that wait for a worker."""
+        """New keys that wait for a worker, but for namespaces in which something hangs."""
         return self._lines.new
 
     def start(self) -> None:
         """Start the workers on the running loop."""
         self._tasks = [
             asyncio.create_task(self._work(), name=f"reconcile-{index}")
-            for index in range(self._workers)
+            for index in range(most_given(self._workers))
         ]
 
     async def stop(self, *, grace: float = 5.0) -> None:
@@ -167,12 +172,18 @@ class KeyedQueue:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        if self._again_at is not None:
+            self._again_at.cancel()
         self._wake.set()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=grace)
             for task in late:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _is_new(self, key: Key) -> bool:
+        """Whether others should wait for it. They do not wait for a key that fails."""
+        return key not in self._failures and self._was_never_made(key)
 
     def _due(self, key: Key) -> None:
         self._timers.pop(key, None)
@@ -188,8 +199,19 @@ class KeyedQueue:
                     self._wake.set()  # what could not be taken before may be taken now
                 return key
             self._wake.clear()
+            if self._lines:  # what may not be taken now may be taken when more is known to hang
+                self._look_again()
             await self._wake.wait()
         return None
+
+    def _look_again(self) -> None:
+        if self._again_at is None:
+            loop = asyncio.get_running_loop()
+            self._again_at = loop.call_later(AGAIN_SECONDS, self._wake_later)
+
+    def _wake_later(self) -> None:
+        self._again_at = None
+        self._wake.set()
 
     def _let_rest(self, key: Key, *, again: bool) -> None:
         self._resting[key] = again

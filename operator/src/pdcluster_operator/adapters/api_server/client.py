@@ -21,7 +21,11 @@ import msgspec
 from kubernetes.aio import client
 from yarl import URL
 
-from pdcluster_operator.adapters.api_server.connections import Connections
+from pdcluster_operator.adapters.api_server.connections import (
+    Connections,
+    namespace_of,
+    written_namespace,
+)
 from pdcluster_operator.adapters.api_server.documents import document_of, lines_of
 from pdcluster_operator.adapters.api_server.overload import Overload
 from pdcluster_operator.runtime.errors import (
@@ -30,6 +34,7 @@ from pdcluster_operator.runtime.errors import (
     Invalid,
     NamespaceTerminating,
 )
+from pdcluster_operator.runtime.shares import most_given
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +64,7 @@ class KubeClient:
 
     Args:
         seen: see :data:`Seen`.
-        connections: the most at once; 0 for as many as are needed.
+        connections: the most at once, not counting some that hang; 0 for as many as are needed.
     """
 
     def __init__(
@@ -104,13 +109,14 @@ class KubeClient:
         Raises:
             NotFound, Conflict, Invalid, ApiError: the server refused or did not answer.
         """
+        namespace, written = namespace_of(path), written_namespace(method, path)
         for _ in range(TRIES):
-            await self._overload.wait()
-            async with self._turns.one_for(path) if self._turns else nullcontext():
+            await self._overload.wait(namespace)
+            async with self._turns.one_for(written) if self._turns else nullcontext():
                 status, text, retry_after = await self._once(method, path, query, body, content)
             if status != TOO_MANY:
                 break
-            self._overload.told(retry_after)
+            self._overload.told(namespace, retry_after)
         if not 200 <= status < 300:
             raise classified(status, _document(text))
         return _answer(f"{method} {path}", text)
@@ -121,13 +127,14 @@ class KubeClient:
         Raises:
             NotFound, ApiError: the server refused, or the connection broke.
         """
-        await self._overload.wait()
+        await self._overload.wait(namespace_of(path))
         limits = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=SILENCE)
         try:
             answer = await self._send("GET", path, query, None, JSON, limits)
             async with answer as response:
                 if response.status == TOO_MANY:
-                    self._overload.told(response.headers.get("Retry-After", ""))
+                    asked = response.headers.get("Retry-After", "")
+                    self._overload.told(namespace_of(path), asked)
                 if response.status != OK:
                     raise classified(response.status, _document(await response.read()))
                 async for line in lines_of(response.content.iter_any()):
@@ -174,7 +181,7 @@ class KubeClient:
         tls = self._client.rest_client.ssl_context
         options = self._configuration.client_session_kwargs or {}
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._connections, ssl=tls),
+            connector=aiohttp.TCPConnector(limit=most_given(self._connections), ssl=tls),
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=bool(options.get("trust_env")),
         )

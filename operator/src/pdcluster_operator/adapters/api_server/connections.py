@@ -12,52 +12,82 @@ from contextlib import asynccontextmanager
 
 from pdcluster_operator.runtime.shares import Shares, Turns
 
+CALL_HANGS_SECONDS = 5.0
+"""A call that takes longer hangs."""
+AGAIN_SECONDS = 1.0
+
 
 class Connections:
-    """Gives out at most ``most`` connections at once. Used from one event loop."""
+    """Gives out ``most`` connections at once, not counting some that hang.
+
+    Used from one event loop.
+    """
 
     def __init__(self, most: int) -> None:
-        self._shares = Shares(most)
+        self._shares = Shares(most, CALL_HANGS_SECONDS, _now)
         self._waiting: Turns[asyncio.Future[None]] = Turns()
+        self._again: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def one_for(self, path: str) -> AsyncIterator[None]:
+    async def one_for(self, namespace: str) -> AsyncIterator[None]:
         """Wait for a connection for one call, and hold it while the context lasts.
 
         Args:
-            path: of the call. Calls outside of namespaces share turns like those of a namespace.
+            namespace: whose turn it takes; see :func:`written_namespace`.
         """
-        namespace = namespace_of(path)
-        if self._shares.may_take(namespace):
-            self._shares.take(namespace)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._shares.limits()(namespace):
+            self._shares.take(namespace, turn)
         else:
-            await self._turn(namespace)
+            self._waiting.add(namespace, turn)
+            self._look_again()
+            await self._its_turn(namespace, turn)
         try:
             yield
         finally:
-            self._give_back(namespace)
+            self._give_back(namespace, turn)
 
-    async def _turn(self, namespace: str) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(namespace, turn)
+    async def _its_turn(self, namespace: str, turn: asyncio.Future[None]) -> None:
         try:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._waiting.drop(namespace, turn)
             else:  # its turn had come already
-                self._give_back(namespace)
+                self._give_back(namespace, turn)
             raise
 
-    def _give_back(self, namespace: str) -> None:
-        self._shares.give_back(namespace)
-        while (taken := self._waiting.take(self._shares.may_take)) is not None:
-            next_namespace, turn = taken
-            if not turn.done():  # who waited may be cancelled, and not know it yet
-                self._shares.take(next_namespace)
-                turn.set_result(None)
+    def _give_back(self, namespace: str, turn: asyncio.Future[None]) -> None:
+        self._shares.give_back(namespace, turn)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._waiting and (taken := self._waiting.take(self._shares.limits())) is not None:
+            other, next_turn = taken
+            if not next_turn.done():  # who waited may be cancelled, and not know it yet
+                self._shares.take(other, next_turn)
+                next_turn.set_result(None)
+
+    def _look_again(self) -> None:
+        """Hand out in a second what is free when more calls are known to hang."""
+        if self._waiting and self._again is None:
+            self._again = asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._later)
+
+    def _later(self) -> None:
+        self._again = None
+        self._hand_out()
+        self._look_again()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def namespace_of(path: str) -> str:
     """Return the namespace in a path of the API server; empty if it has none."""
     return path.partition("/namespaces/")[2].partition("/")[0]
+
+
+def written_namespace(method: str, path: str) -> str:
+    """Return the namespace into which a call writes; empty for calls that no webhook can hold."""
+    return "" if method == "GET" else namespace_of(path)

@@ -1,4 +1,8 @@
-"""Holds calls back while an overloaded API server asks for it (429 and Retry-After)."""
+"""Holds calls back while an overloaded API server asks for it (429 and Retry-After).
+
+What one call is told holds for all calls into its namespace. It holds for no other namespace: a
+priority level may be for some namespaces only, and an admission webhook can answer 429, too.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,24 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 SHORTEST, LONGEST = 0.5, 10.0
 """Bounds of what a server may ask for, in seconds."""
 SPREAD = 0.5
-"""Calls that waited together are sent at random moments of this share of that time.
+"""Calls that waited together come back within this share of the time that was asked for."""
 
-Otherwise, all of them would reach the server at once.
-"""
+
+class _Asked(NamedTuple):
+    until: float
+    seconds: float
+
+
+NOTHING = _Asked(0.0, 0.0)
 
 
 class Overload:
-    """How long the API server has a client wait. If it refuses one call, all calls wait."""
+    """What the API server asks of one client, by namespace; empty for calls without one."""
 
     def __init__(
         self,
@@ -26,16 +36,21 @@ class Overload:
     ) -> None:
         self._clock = clock
         self._sleep = sleep
-        self._until = 0.0
-        self._asked = 0.0
+        self._asked: dict[str, _Asked] = {}
 
-    async def wait(self) -> None:
-        """Return when the server may be called again."""
-        while (left := self._until - self._clock()) > 0:
-            await self._sleep(left + random.uniform(0, SPREAD) * self._asked)  # noqa: S311
+    async def wait(self, namespace: str) -> None:
+        """Return when the server may be called again for a namespace."""
+        while True:
+            until, asked = self._asked.get(namespace, NOTHING)
+            if (left := until - self._clock()) <= 0:
+                return
+            await self._sleep(left + random.uniform(0, SPREAD) * asked)  # noqa: S311
 
-    def told(self, retry_after: str) -> None:
+    def told(self, namespace: str, retry_after: str) -> None:
         """Take the ``Retry-After`` of an answer: seconds, or anything else."""
-        asked = float(retry_after) if retry_after.isdecimal() else 1.0
-        self._asked = min(max(asked, SHORTEST), LONGEST)
-        self._until = max(self._until, self._clock() + self._asked)
+        now = self._clock()
+        self._asked = {name: one for name, one in self._asked.items() if now < one.until}
+        seconds = float(retry_after) if retry_after.isdecimal() else 1.0
+        asked = min(max(seconds, SHORTEST), LONGEST)
+        until = max(now + asked, self._asked.get(namespace, NOTHING).until)
+        self._asked[namespace] = _Asked(until, asked)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import NotFound
-from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED
+from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, Kind
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import ApiError
@@ -47,7 +47,7 @@ class Sweeper:
         """Fill the store. Wait for the API server and for the CRD as long as it takes."""
         while not self.done:
             try:
-                await self._sweep()
+                await self._sweep(first=True)
             except NotFound as error:
                 log.warning("the CRD of %s is not installed: %s", PDCLUSTER.name, error)
             except ApiError as error:
@@ -61,23 +61,33 @@ class Sweeper:
         """List about once a period. After a failure, wait for the next time."""
         while True:
             await asyncio.sleep(self._period * random.uniform(0.9, 1.1))  # noqa: S311 - no secret
-            try:
-                await self._sweep()
-            except ApiError as error:
-                log.warning("a sweep failed: %s", error)
+            await self._sweep()
 
-    async def _sweep(self) -> None:
+    async def _sweep(self, *, first: bool = False) -> None:
+        """List each kind. One that cannot be listed keeps no other from it.
+
+        Raises:
+            ApiError: the first sweep cannot list a kind that every API server has, or ours.
+        """
         for kind in WATCHED:
-            self._loop.store.begin(kind.name)
-            began = self._health.now()
-            served = True
             try:
-                listed = await self._api.list(kind, self._namespaces)
-            except NotFound:
-                if not kind.optional:
+                await self._list(kind)
+            except ApiError as error:
+                if first and not kind.optional:
                     raise
-                listed, served = [], False
-            self._loop.set_served(kind.name, served=served)
-            self._health.listed(kind.name, listed, began)
-            self._loop.sweep(kind.name, listed)
+                log.warning("%s: objects are not listed: %s", kind.name, error)
         self._swept()
+
+    async def _list(self, kind: Kind) -> None:
+        self._loop.store.begin(kind.name)
+        began = self._health.now()
+        served = True
+        try:
+            listed = await self._api.list(kind, self._namespaces)
+        except NotFound:
+            if not kind.optional:
+                raise
+            listed, served = [], False
+        self._loop.set_served(kind.name, served=served)
+        self._health.listed(kind.name, listed, began)
+        self._loop.sweep(kind.name, listed)
