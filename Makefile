@@ -86,11 +86,14 @@ router-image: ## build an image of the router's release, for spec.router.image: 
 # In a network of its own, because simulated launchers have port 5590 of very many addresses of
 # 127/8. The API server asks for an address that is not loopback.
 bench-operator: PDCLUSTERS ?= 100
-bench-operator: ## many PDClusters on one operator, with simulated pods (as root); TLS=1, BAD_DAYS=1, PEER=1: and more
+bench-operator: BENCH_OPTIONS = $(if $(BAD_DAYS),--bad-days) $(if $(PEER),--peer) $(if $(TLS),--tls) \
+	$(if $(OUTPUT),--output=$(OUTPUT)) $(if $(CHECKOUT),--checkout=$(CHECKOUT)) \
+	$(if $(FLAME_GRAPH),--flame-graph=$(FLAME_GRAPH))
+bench-operator: ## many PDClusters on one operator, with simulated pods (as root); docs/benchmarks.md has the options
 	PYTHONPATH=$$PYTHONPATH:$(CURDIR)/operator/tests/adapters $(PY) -m bench_operator.plane $(if $(PEER),--peer)
 	PYTHONPATH=$$PYTHONPATH:$(CURDIR)/operator/tests/adapters unshare --net sh -c \
 		'ip link set lo up && ip address add 192.0.2.1/24 dev lo && \
-		ip route add default via 192.0.2.1 dev lo && exec $(PY) -m bench_operator --pdclusters $(PDCLUSTERS) $(if $(BAD_DAYS),--bad-days) $(if $(PEER),--peer) $(if $(TLS),--tls)'
+		ip route add default via 192.0.2.1 dev lo && exec $(PY) -m bench_operator --pdclusters $(PDCLUSTERS) $(BENCH_OPTIONS)'
 
 charts: ## render and lint the chart with helm 3 and helm 4 (built with Go at their first use)
 	$(PY) -m pytest charts/tests

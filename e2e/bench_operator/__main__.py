@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -166,6 +167,14 @@ async def _restart(real: RealApi, operator: Operator) -> dict[str, Any]:
     }
 
 
+def _commit(checkout: Path | None) -> str:
+    """Return the commit that was measured; with ``-dirty`` if files differ from it."""
+    command = ("git", "describe", "--always", "--dirty", "--exclude=*")
+    folder = checkout or Path(__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
 def main() -> int:
     """Print the numbers as JSON; return 1 if a threshold is missed."""
     parser = argparse.ArgumentParser(prog="make bench-operator", description=__doc__)
@@ -203,6 +212,7 @@ def main() -> int:
                 )
             )
         found["plan_at_rest"] = plan_at_rest.measured(options.checkout)
+        found["commit"], found["date"] = _commit(options.checkout), time.strftime("%Y-%m-%d")
         print(json.dumps(found, indent=2), flush=True)
         if options.peer:
             with running_plane() as real:

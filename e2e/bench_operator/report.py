@@ -55,10 +55,13 @@ PLOTS = (
     ),
     Plot(
         "operator-memory.svg",
-        "Memory of the operator in MB (less is better)",
+        "Highest memory of the operator in MB (less is better)",
         (
-            Series("highest", lambda found: found["rss_peak_megabytes"]),
-            Series("highest after a start", lambda found: found["restart"]["rss_peak_megabytes"]),
+            Series("of the process that made them", lambda found: found["rss_peak_megabytes"]),
+            Series(
+                "of one that starts when all are there",
+                lambda found: found["restart"]["rss_peak_megabytes"],
+            ),
         ),
     ),
 )
@@ -66,6 +69,7 @@ PLOTS = (
 
 COLUMNS: tuple[tuple[str, Callable[[Found], object]], ...] = (
     ("PDClusters", lambda found: found["pdclusters"]),
+    ("commit, date", lambda found: f"{found.get('commit', '')}, {found.get('date', '')}"),
     ("TLS", lambda found: "yes" if found.get("tls") else "no"),
     (
         "raw objects/s (before, after)",
@@ -146,7 +150,8 @@ def svg(plot: Plot, runs: list[Found]) -> str:
             )
             parts.append(_text(x + bar / 2 - 2, y - 3, f"{value:.3g}"))
         middle = start + 0.4 * group
-        parts.append(_text(middle, HEIGHT - BOTTOM + 18, f"{found['pdclusters']} PDClusters"))
+        name = f"{found['pdclusters']} PDClusters{', TLS' if found.get('tls') else ''}"
+        parts.append(_text(middle, HEIGHT - BOTTOM + 18, name))
     return "\n".join((*parts, "</svg>\n"))
 
 
