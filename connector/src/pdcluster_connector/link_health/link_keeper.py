@@ -6,7 +6,8 @@ linked again at once, before the operator notices.
 
 Three files say why a link fails. ``sidechannel/handshake.py`` applies the rules.
 ``sidechannel/peer_liveness.py`` says when a peer is gone. ``transfer/probe_run.py`` says when a
-probe or a check fails.
+probe or a check fails. A NIXL connection of a receive breaks apart from that
+(``transfer/connecting.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Which operators work on a PDCluster: those of its class."""
+"""Which operators work on a PDCluster: those of its class.
+
+Of these, the one that holds the Lease of the namespace works (``namespace_lease.py``).
+``runtime/control_loop.py`` asks both.
+"""
 
 from __future__ import annotations
 

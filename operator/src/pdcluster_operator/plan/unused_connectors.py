@@ -11,7 +11,8 @@ What somebody planned before the mark has long been written by then. The mark is
 another operator goes on where the first one stopped.
 
 ``connector_mounts.py`` says what mounts one. ``runtime/connector_collector.py`` looks at the API
-server and carries it out.
+server and carries it out. A copy that an older operator made for one PDCluster is deleted by
+``deletions.py``, when ``rollout/history.py`` keeps no revision that mounts it.
 """
 
 from __future__ import annotations

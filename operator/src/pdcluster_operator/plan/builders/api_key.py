@@ -1,4 +1,8 @@
-"""The API key that clients must send. Pods read it from the user's Secret; it is in no manifest."""
+"""The API key that clients must send. Pods read it from the user's Secret; it is in no manifest.
+
+Engines ask for it by ``vllm/api_guard.py`` of the connector. Routers ask by its
+``launcher/router_gate.py``, which ``router_deployment.py`` has started in front of the router.
+"""
 
 from __future__ import annotations
 
