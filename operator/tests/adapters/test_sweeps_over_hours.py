@@ -91,15 +91,30 @@ def test_a_kind_that_cannot_be_listed_keeps_no_other_from_it() -> None:
     virtual_time.run(story())
 
 
-def test_the_operator_starts_although_an_optional_kind_cannot_be_listed() -> None:
+def test_the_operator_starts_although_pod_groups_cannot_be_listed() -> None:
     async def story() -> None:
         sweeps = Sweeps()
-        sweeps.server.broken = {kind.name for kind in WATCHED if kind.optional}
-        assert sweeps.server.broken
+        sweeps.server.broken = {"PodGroup"}
         await sweeps.sweeper.first()
         assert sweeps.sweeper.done
         assert sweeps.server.began == [0.0], "at once"
         assert sweeps.loop.store.keys() == [Key("ns", "a")]
+
+    virtual_time.run(story())
+
+
+def test_the_operator_does_not_start_without_the_scalers_that_are_there() -> None:
+    """It would take the replicas of the spec, and delete what a scaler has added."""
+
+    async def story() -> None:
+        sweeps = Sweeps()
+        sweeps.server.broken = {"PrefillScaler"}
+        task = asyncio.create_task(sweeps.sweeper.first())
+        await asyncio.sleep(60.0)
+        assert not sweeps.sweeper.done
+        sweeps.server.broken.clear()
+        await task
+        assert sweeps.sweeper.done
 
     virtual_time.run(story())
 

@@ -100,6 +100,28 @@ def test_namespaces_in_which_something_hangs_count_as_one() -> None:
     assert shares.free() == 1, "one that is well has a share of its own"
 
 
+def test_what_no_webhook_can_hold_never_counts_as_hanging() -> None:
+    """One slow read would put all reads behind the calls that hang."""
+    time = Time()
+    shares = Shares(32, HANGS_SECONDS, time)
+    shares.take("", "slow")
+    time.now = 100.0
+    shares.take("", "another")
+    assert not shares.hanging()
+    shares.give_back("", "slow")
+    assert not shares.hanging()
+
+
+def test_no_more_is_given_out_than_said_however_many_hang_one_after_another() -> None:
+    time = Time()
+    shares = Shares(32, HANGS_SECONDS, time)
+    had = 0
+    for number in range(20):
+        had += taken_by(shares, [f"hangs-{number}-{other}" for other in range(20)]).total()
+        time.now += HANGS_SECONDS + 1
+    assert had == most_given(32) == 40
+
+
 def test_a_namespace_is_believed_to_be_well_again_after_a_while() -> None:
     time = Time()
     shares = Shares(8, HANGS_SECONDS, time)

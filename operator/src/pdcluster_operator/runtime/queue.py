@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -103,7 +104,7 @@ class KeyedQueue:
         self._again: dict[Key, bool] = {}  # added while a worker has it: whether it is urgent
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
-        self._wake = asyncio.Event()
+        self._idle: deque[asyncio.Future[None]] = deque()
         self._again_at: asyncio.TimerHandle | None = None
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -123,7 +124,7 @@ class KeyedQueue:
             self._resting[key] = True
             return
         self._lines.add(key, urgent=urgent)
-        self._wake.set()
+        self._wake()
 
     def add_after(self, key: Key, seconds: float) -> None:
         """Queue ``key`` in ``seconds``, unless it is due earlier already."""
@@ -174,7 +175,8 @@ class KeyedQueue:
         self._timers.clear()
         if self._again_at is not None:
             self._again_at.cancel()
-        self._wake.set()
+        while self._idle:
+            self._wake()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=grace)
             for task in late:
@@ -196,12 +198,13 @@ class KeyedQueue:
                 if (timer := self._timers.pop(key, None)) is not None:
                     timer.cancel()  # this run says when the next one has to be
                 if self._lines:
-                    self._wake.set()  # what could not be taken before may be taken now
+                    self._wake()  # what could not be taken before may be taken now
                 return key
-            self._wake.clear()
             if self._lines:  # what may not be taken now may be taken when more is known to hang
                 self._look_again()
-            await self._wake.wait()
+            turn = asyncio.get_running_loop().create_future()
+            self._idle.append(turn)
+            await turn
         return None
 
     def _look_again(self) -> None:
@@ -211,7 +214,15 @@ class KeyedQueue:
 
     def _wake_later(self) -> None:
         self._again_at = None
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let one idle worker look. It wakes the next one if it finds a key, and more wait."""
+        while self._idle:
+            turn = self._idle.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
 
     def _let_rest(self, key: Key, *, again: bool) -> None:
         self._resting[key] = again
@@ -238,7 +249,7 @@ class KeyedQueue:
                 self._running.discard(key)
                 if self._lines.done(key, failed=failed):
                     seconds = HOLD_SECONDS + REST_SECONDS
-                    asyncio.get_running_loop().call_later(seconds, self._wake.set)
+                    asyncio.get_running_loop().call_later(seconds, self._wake)
             again = self._again.pop(key, None)
             if again:
                 self.add(key, urgent=True)

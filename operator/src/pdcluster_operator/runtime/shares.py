@@ -22,7 +22,7 @@ from collections.abc import Set as AbstractSet
 from typing import Generic, TypeVar
 
 TIMES_FREE = 3
-BELIEVED_SECONDS = 600.0
+BELIEVED_SECONDS = 120.0
 """How long a namespace counts as one in which something hangs, after something did."""
 
 T = TypeVar("T")
@@ -40,6 +40,8 @@ def nobody(_: str) -> bool:
 
 class Shares:
     """Who has which of ``total`` equal things.
+
+    Namespaces are names. The empty one is for what no webhook can hold, and never hangs.
 
     Args:
         hangs_seconds: what is held longer hangs.
@@ -74,7 +76,7 @@ class Shares:
             for name, held in self._since.items()
             if now - next(iter(held.values())) > self._hangs_seconds
         )
-        return self._hung_until.keys() | set(long)
+        return (self._hung_until.keys() | set(long)) - {""}
 
     def free(self) -> int:
         """Return how many are free."""
@@ -101,7 +103,8 @@ class Shares:
         return sum(len(held) for name, held in self._since.items() if name in namespaces)
 
     def _free(self, of_hanging: int) -> int:
-        beyond = max(0, of_hanging - self._total + _quarter(self._total))
+        quarter = _quarter(self._total)
+        beyond = min(quarter, max(0, of_hanging - self._total + quarter))
         return self._total + beyond - sum(map(len, self._since.values()))
 
 

@@ -11,6 +11,7 @@ from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import NotFound
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, Kind
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
+from pdcluster_operator.api.labels import GROUP
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import ApiError
 
@@ -67,13 +68,14 @@ class Sweeper:
         """List each kind. One that cannot be listed keeps no other from it.
 
         Raises:
-            ApiError: the first sweep cannot list a kind that every API server has, or ours.
+            ApiError: the first sweep cannot list our own kinds, or one that each API server has.
+                Without a PrefillScaler that is there, prefill engines would be deleted.
         """
         for kind in WATCHED:
             try:
                 await self._list(kind)
             except ApiError as error:
-                if first and not kind.optional:
+                if first and (kind.group == GROUP or not kind.optional):
                     raise
                 log.warning("%s: objects are not listed: %s", kind.name, error)
         self._swept()

@@ -1,7 +1,7 @@
 """Progressing: whether something is on its way to Ready, and since when.
 
-``ready.py`` computes Ready. What is said of pods comes through Ready: ``plan/pods.py`` judges a pod,
-and ``engine_conditions.py`` a role.
+``ready.py`` computes Ready. What is said of pods comes through Ready: ``plan/pods.py`` judges a
+pod, and ``engine_conditions.py`` a role.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Available and Ready.
 
 A PDCluster is Available if some verified pair of engines serves. It is Ready if all that the spec
-wants is there and verified. Ready is computed from the other conditions. ``progress.py`` computes Progressing.
+wants is there and verified. Ready is computed from the other conditions. ``progress.py`` computes
+Progressing.
 """
 
 from __future__ import annotations
