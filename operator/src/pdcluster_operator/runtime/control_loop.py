@@ -21,9 +21,10 @@ from pdcluster_operator.plan.operator_class import belongs_to
 from pdcluster_operator.plan.reports import local_share
 from pdcluster_operator.runtime.interfaces import Api, Clock, ConnectorSource, EventSink, Launchers
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
+from pdcluster_operator.runtime.object_places import CLUSTER_KIND
 from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
 from pdcluster_operator.runtime.reconcile import Place, Reconciler
-from pdcluster_operator.runtime.store import CLUSTER_KIND, Manifest, Store
+from pdcluster_operator.runtime.store import Manifest, Store
 
 RESYNC_SECONDS = 300.0
 FIRST = 1

@@ -16,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pdcluster_operator.runtime.idle_workers import IdleWorkers
 from pdcluster_operator.runtime.lines import HOLD_SECONDS, Lines
 from pdcluster_operator.runtime.shares import most_given
 
@@ -32,8 +32,6 @@ WORKERS = 24
 
 A worker waits for the API server most of its time.
 """
-AGAIN_SECONDS = 1.0
-"""How soon a worker looks again at keys of which it might take none."""
 REST_SECONDS, LONGEST_REST = 0.5, 5.0
 """How long a key rests that was worked on: the longer, the more keys rest."""
 LOOKS_A_SECOND = 50.0
@@ -104,8 +102,7 @@ class KeyedQueue:
         self._again: dict[Key, bool] = {}  # added while a worker has it: whether it is urgent
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
-        self._idle: deque[asyncio.Future[None]] = deque()
-        self._again_at: asyncio.TimerHandle | None = None
+        self._idle = IdleWorkers()
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -124,7 +121,7 @@ class KeyedQueue:
             self._resting[key] = True
             return
         self._lines.add(key, urgent=urgent)
-        self._wake()
+        self._idle.wake()
 
     def add_after(self, key: Key, seconds: float) -> None:
         """Queue ``key`` in ``seconds``, unless it is due earlier already."""
@@ -173,10 +170,7 @@ class KeyedQueue:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        if self._again_at is not None:
-            self._again_at.cancel()
-        while self._idle:
-            self._wake()
+        self._idle.wake_all()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=grace)
             for task in late:
@@ -198,31 +192,10 @@ class KeyedQueue:
                 if (timer := self._timers.pop(key, None)) is not None:
                     timer.cancel()  # this run says when the next one has to be
                 if self._lines:
-                    self._wake()  # what could not be taken before may be taken now
+                    self._idle.wake()  # what could not be taken before may be taken now
                 return key
-            if self._lines:  # what may not be taken now may be taken when more is known to hang
-                self._look_again()
-            turn = asyncio.get_running_loop().create_future()
-            self._idle.append(turn)
-            await turn
+            await self._idle.wait(look_again=bool(self._lines))
         return None
-
-    def _look_again(self) -> None:
-        if self._again_at is None:
-            loop = asyncio.get_running_loop()
-            self._again_at = loop.call_later(AGAIN_SECONDS, self._wake_later)
-
-    def _wake_later(self) -> None:
-        self._again_at = None
-        self._wake()
-
-    def _wake(self) -> None:
-        """Let one idle worker look. It wakes the next one if it finds a key, and more wait."""
-        while self._idle:
-            turn = self._idle.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
 
     def _let_rest(self, key: Key, *, again: bool) -> None:
         self._resting[key] = again
@@ -249,7 +222,7 @@ class KeyedQueue:
                 self._running.discard(key)
                 if self._lines.done(key, failed=failed):
                     seconds = HOLD_SECONDS + REST_SECONDS
-                    asyncio.get_running_loop().call_later(seconds, self._wake)
+                    asyncio.get_running_loop().call_later(seconds, self._idle.wake)
             again = self._again.pop(key, None)
             if again:
                 self.add(key, urgent=True)

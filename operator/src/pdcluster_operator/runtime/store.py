@@ -4,24 +4,35 @@ A watch misses a deletion if its connection was broken for longer than the API s
 So :meth:`Store.replace` swaps all objects of one kind for the result of a LIST; an object that
 the list lacks is gone.
 
-Who owns an object is decided by the UID of its controller. Labels only say which queue key an
-event belongs to. What is read for one cluster comes from indexes, so that an event costs as much
-as its own cluster is large.
+What is read for one cluster comes from indexes, so that an event costs as much as its own cluster
+is large. :mod:`.object_places` says where an object stands in them.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from pdcluster_operator.api.labels import CLUSTER_LABEL, SCALER_KIND
-from pdcluster_operator.plan.connector_mounts import is_shared_connector, shared_connectors_of
-from pdcluster_operator.plan.ownership import controller_uid, own_pods
+from pdcluster_operator.api.labels import SCALER_KIND
+from pdcluster_operator.plan.connector_mounts import is_shared_connector
+from pdcluster_operator.plan.ownership import own_pods
 from pdcluster_operator.plan.shared_parts import with_shared_parts
+from pdcluster_operator.runtime.object_places import (
+    CLUSTER_KIND,
+    CLUSTERS,
+    CONNECTOR,
+    MOUNTED,
+    OWNER,
+    POD_LABEL,
+    Identity,
+    Place,
+    identity_of,
+    key_of,
+    places_of,
+)
 from pdcluster_operator.runtime.object_versions import (
     Deletions,
     is_from_before,
@@ -32,18 +43,7 @@ from pdcluster_operator.runtime.object_versions import (
 )
 from pdcluster_operator.runtime.queue import Key
 
-log = logging.getLogger(__name__)
-
 Manifest = dict[str, Any]
-Identity = tuple[str, str, str]
-"""Kind, namespace, name."""
-Place = tuple[str, ...]
-"""An index, and under what an object stands in it."""
-
-CLUSTER_KIND = "PDCluster"
-# The indexes. An owner is always in the namespace of what it owns.
-CLUSTERS, OWNER, POD_LABEL = "clusters", "owner", "pod-label"
-CONNECTOR, MOUNTED = "connector", "mounted"
 
 
 class Store:
@@ -68,7 +68,7 @@ class Store:
         The known version itself is no news. Neither is a version in which only fields changed that
         nothing here reads.
         """
-        identity = _identity(manifest)
+        identity = identity_of(manifest)
         self._touch(identity)
         held = self._held(identity)
         if is_older(manifest, held) or self._gone.tell_of(manifest):
@@ -85,7 +85,7 @@ class Store:
 
         The answer may come so late that a LIST has shown meanwhile that the object is gone.
         """
-        kind, namespace, _ = identity = _identity(manifest)
+        kind, namespace, _ = identity = identity_of(manifest)
         lists = (self._listed.get((kind, place), "") for place in (None, namespace))
         held = self._held(identity)
         known = held is not None and uid_of(held) == uid_of(manifest)
@@ -94,7 +94,7 @@ class Store:
 
     def held(self, manifest: Mapping[str, Any]) -> Manifest | None:
         """Return the object of this kind and name; None if none is known."""
-        return self._held(_identity(manifest))
+        return self._held(identity_of(manifest))
 
     def same(self, kind: str, manifest: Mapping[str, Any]) -> Manifest | None:
         """Return the object that is held if it is this very version, else None.
@@ -113,7 +113,7 @@ class Store:
 
     def drop(self, manifest: Manifest) -> Key | None:
         """Forget an object; return the key of the cluster that it concerned."""
-        identity = _identity(manifest)
+        identity = identity_of(manifest)
         self._touch(identity)
         held = self._held(identity)
         if held is not None and uid_of(held) in (uid_of(manifest), ""):
@@ -151,7 +151,7 @@ class Store:
     def replace(self, kind: str, manifests: Iterable[Manifest]) -> set[Key]:
         """Swap all objects of ``kind`` for a LIST's result; return the keys that changed."""
         newer = self._touched.pop(kind, set())
-        listed = {_identity(manifest): manifest for manifest in manifests}
+        listed = {identity_of(manifest): manifest for manifest in manifests}
         held = self._objects.get(kind, {})
         gone = [identity for identity in held.keys() - listed.keys() if identity not in newer]
         changed = [
@@ -205,7 +205,7 @@ class Store:
         cluster = self.cluster(key)
         if cluster is None or uid_of(cluster) != uid:
             return math.inf
-        moment = self._reported.get(_identity(cluster), -math.inf)
+        moment = self._reported.get(identity_of(cluster), -math.inf)
         return self._clock() - moment
 
     def scaler(self, key: Key) -> Manifest | None:
@@ -252,8 +252,8 @@ class Store:
 
     def _set(self, identity: Identity, manifest: Manifest) -> None:
         old = self._held(identity)
-        places = _places(manifest)
-        if old is not None and _places(old) != places:
+        places = places_of(manifest)
+        if old is not None and places_of(old) != places:
             self._remove(identity)
         self._objects.setdefault(identity[0], {})[identity] = manifest
         for place in places:
@@ -261,63 +261,11 @@ class Store:
 
     def _remove(self, identity: Identity) -> None:
         self._reported.pop(identity, None)
-        for place in _places(self._objects[identity[0]].pop(identity)):
+        for place in places_of(self._objects[identity[0]].pop(identity)):
             held = self._index.get(place, {})
             held.pop(identity, None)
             if not held:
                 self._index.pop(place, None)
-
-
-def key_of(manifest: Mapping[str, Any]) -> Key | None:
-    """Return the key of the cluster that an object is, belongs to, or names in its label."""
-    metadata = manifest["metadata"]
-    namespace = metadata.get("namespace", "")
-    if manifest["kind"] in (CLUSTER_KIND, SCALER_KIND):
-        return Key(namespace, metadata["name"])
-    for owner in metadata.get("ownerReferences") or ():
-        if owner.get("kind") == CLUSTER_KIND:
-            return Key(namespace, owner["name"])
-    return _labelled(manifest)
-
-
-def _places(manifest: Mapping[str, Any]) -> frozenset[Place]:
-    """Return where an object stands in the indexes.
-
-    Anybody may write objects with our labels. One that cannot be read stands in no index, because
-    an error here would end the operator, and would end it again after each start.
-    """
-    try:
-        return frozenset(_read_places(manifest))
-    except Exception:
-        log.exception("%s %s/%s cannot be read", *_identity(manifest))
-        return frozenset()
-
-
-def _read_places(manifest: Mapping[str, Any]) -> Iterator[Place]:
-    namespace = manifest["metadata"].get("namespace", "")
-    if manifest["kind"] == CLUSTER_KIND:
-        yield CLUSTERS, namespace
-        return
-    if manifest["kind"] == "Pod":
-        if (key := _labelled(manifest)) is not None:
-            yield (POD_LABEL, *key)
-    elif uid := controller_uid(manifest):
-        yield OWNER, namespace, uid
-    elif is_shared_connector(manifest):
-        yield CONNECTOR, namespace
-    for config_map in shared_connectors_of(manifest):
-        yield MOUNTED, namespace, config_map
-
-
-def _labelled(manifest: Mapping[str, Any]) -> Key | None:
-    metadata = manifest["metadata"]
-    name = (metadata.get("labels") or {}).get(CLUSTER_LABEL)
-    return Key(metadata.get("namespace", ""), name) if name else None
-
-
-def _identity(manifest: Mapping[str, Any]) -> Identity:
-    metadata = manifest["metadata"]
-    return manifest["kind"], metadata.get("namespace", ""), metadata["name"]
 
 
 def _to_take_from(held: Manifest | None, manifest: Manifest) -> Manifest | None:
