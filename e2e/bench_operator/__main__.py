@@ -119,7 +119,7 @@ async def _create(
     *,
     tls: bool,
 ) -> dict[str, Any]:
-    seen, read = len(real.writes()), measure.reads(operator)
+    seen, read = real.written, measure.reads(operator)
     cpu, began = measure.used(operator), time.time()
     await measure.create(client, BENCH, count, tls=tls)
     await measure.until_ready(client, BENCH, count, LONGEST)
@@ -150,7 +150,7 @@ async def _create(
 
 async def _restart(real: RealApi, operator: Operator) -> dict[str, Any]:
     operator.kill()
-    seen, began = len(real.writes()), time.monotonic()
+    seen, began = real.written, time.monotonic()
     operator.start(seconds=LONGEST)
     listed = time.monotonic() - began
     await asyncio.sleep(SETTLE_SECONDS)

@@ -229,7 +229,7 @@ class BadDays:
         return {"changed": len(self._changed) + min(REACTIONS, self._count)}
 
     def _seen(self) -> int:
-        return len(self._real.writes())
+        return self._real.written
 
 
 def _is_right(cluster: dict[str, Any], engines: Counter[str]) -> bool:

@@ -120,7 +120,7 @@ async def until_quiet(real: RealApi, seconds: float) -> int:
         TimeoutError: it still writes.
     """
     ends = time.monotonic() + seconds
-    seen = len(real.writes())
+    seen = real.written
     while True:
         await asyncio.sleep(QUIET_SECONDS)
         news = real.writes(seen)
@@ -137,7 +137,7 @@ def _is_rest(line: account.Line) -> bool:
 
 async def rest(real: RealApi, operator: Operator, seconds: float) -> dict[str, Any]:
     """Return what the process takes and writes while nothing happens."""
-    before, seen, began = used(operator), len(real.writes()), time.monotonic()
+    before, seen, began = used(operator), real.written, time.monotonic()
     await asyncio.sleep(seconds)
     core = (used(operator) - before) / (time.monotonic() - began)
     news = [line for line in real.writes(seen) if line["user"]["username"] == "operator"]

@@ -192,7 +192,7 @@ def at_rest(real: RealApi, operator: Operator) -> None:
         return real.ready() and status == 200 and "pdcluster_queue_depth 0.0" in page
 
     def quiet() -> bool:
-        before = len(real.writes())
+        before = real.written
         for _ in range(math.ceil(2 * (QUIET_SECONDS + 2))):
             if not idle():
                 return False

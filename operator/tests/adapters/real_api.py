@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,22 @@ class RealApi:
 
     Args:
         gangs: whether it serves PodGroups and has a scheduler. Nodes are then made by tests.
+        environment: more variables for its programs.
     """
 
-    def __init__(self, folder: Path, audit: dict[str, Any], *, gangs: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        audit: dict[str, Any],
+        *,
+        gangs: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
         self._audit = audit
         self._gangs = gangs
+        self._environment = {**os.environ, **(environment or {})}
+        self._audited = [0]  # where each line of the audit log begins, and where the next one will
         self._programs = _programs()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._etcd, self._peer, self._port = free_ports(3)
@@ -141,6 +151,7 @@ class RealApi:
             "--allow-privileged=true",
             f"--audit-policy-file={self.folder / 'audit.json'}",
             f"--audit-log-path={self.folder / 'audit.log'}",
+            "--audit-log-maxsize=10000",  # at 100 MB, by default, it begins another file
             "--shutdown-delay-duration=0s",
             *((GANGS, "--runtime-config=scheduling.k8s.io/v1beta1=true") if self._gangs else ()),
         )
@@ -233,11 +244,25 @@ class RealApi:
         return path
 
     def writes(self, since: int = 0) -> list[dict[str, Any]]:
-        """Every write of the user `operator` that the audit log holds."""
+        """Every write of the user `operator` that the audit log holds, but for the first ones."""
+        begin, end = self._audited[min(since, self.written)], self._audited[-1]
+        if begin == end:
+            return []
+        with (self.folder / "audit.log").open("rb") as log:
+            log.seek(begin)
+            return [json.loads(line) for line in log.read(end - begin).splitlines()]
+
+    @property
+    def written(self) -> int:
+        """How many writes the audit log holds. What was read of it once is not read again."""
         path = self.folder / "audit.log"
-        text = path.read_text() if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # the last line may be half written
-        return [json.loads(line) for line in whole.splitlines()[since:]]
+        if path.exists():
+            with path.open("rb") as log:
+                log.seek(self._audited[-1])
+                for line in log:
+                    if line.endswith(b"\n"):  # the last one may be half written
+                        self._audited.append(self._audited[-1] + len(line))
+        return len(self._audited) - 1
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()[-4000:]
@@ -246,6 +271,7 @@ class RealApi:
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [self._programs[name], *arguments],
+                env=self._environment,
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_us,  # noqa: PLW1509
@@ -286,9 +312,14 @@ def _programs() -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def running_api(audit: dict[str, Any] = AUDIT, *, gangs: bool = False) -> Iterator[RealApi]:
+def running_api(
+    audit: dict[str, Any] = AUDIT,
+    *,
+    gangs: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[RealApi]:
     folder = Path(tempfile.mkdtemp(prefix="pdcluster-api-", dir=os.environ.get("TMPDIR")))
-    api = RealApi(folder, audit, gangs=gangs)
+    api = RealApi(folder, audit, gangs=gangs, environment=environment)
     try:
         api.start()
         yield api

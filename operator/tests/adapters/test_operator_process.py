@@ -85,7 +85,7 @@ def test_at_rest_nothing_is_written(real, operator, namespace):
     create(real, namespace, cluster())
     settled(real, operator, namespace)
     at_rest(real, operator)
-    before = len(real.writes())
+    before = real.written
     done = 'pdcluster_reconciles_total{outcome="done"}'
     reconciles = operator.metric(done)
     time.sleep(15)
@@ -94,7 +94,7 @@ def test_at_rest_nothing_is_written(real, operator, namespace):
 
 
 def test_each_write_was_needed(real, operator, namespace):
-    before = len(real.writes())
+    before = real.written
     operator.start()
     create(real, namespace, cluster())
     settled(real, operator, namespace)

@@ -110,7 +110,7 @@ def test_an_upgrade_writes_nothing_and_the_next_change_brings_all_that_is_new(
     operator.stop()
 
     operator.bring(later_version(tmp_path))
-    before = len(real.writes())
+    before = real.written
     operator.start()
     until(
         lambda: operator.metric('pdcluster_reconciles_total{outcome="done"}') >= 3,
@@ -207,7 +207,7 @@ def test_engines_of_an_operator_that_stored_no_revisions_are_adopted(
     until(lambda: len(revisions(real, namespace)) == 2, 60, operator.said)
     settled(real, operator, namespace)
     at_rest(real, operator)
-    before = len(real.writes())
+    before = real.written
     time.sleep(5)
     assert [write["requestURI"] for write in real.writes(before)] == []
     assert uids(real, namespace, "StatefulSet") == engines
@@ -247,7 +247,7 @@ def test_an_object_with_the_default_of_an_older_crd_keeps_it_and_nothing_changes
         operator.stop()
     finally:
         with_default(real, "Surge")
-    before = len(real.writes())
+    before = real.written
     operator.start()
     until(
         lambda: operator.metric('pdcluster_reconciles_total{outcome="done"}') >= 3,

@@ -118,7 +118,7 @@ def test_the_operator_writes_what_was_printed(
         rounds = printed(planned.stdout)
         expected = [step for one in rounds for step in one]
         assert expected, planned.stdout
-        since = len(real.writes())
+        since = real.written
         assert edit(real, namespace, then)[0] == 200
         until(
             lambda: len(written(real, namespace, since)) >= len(expected),

@@ -56,7 +56,7 @@ def test_a_rollout_ends_well_although_the_server_refuses_everything_for_a_while(
 
     def rolled(block_size: int) -> int:
         """Change the pairing key; return the number of writes until all is at rest."""
-        before = len(real.writes())
+        before = real.written
         assert edit(real, namespace, {"engine": {"blockSize": block_size}})[0] == 200
         until(ended, 240, explain)
         at_rest(real, operator)
@@ -70,12 +70,12 @@ def test_a_rollout_ends_well_although_the_server_refuses_everything_for_a_while(
             at_rest(real, operator)
             undisturbed = rolled(32)
 
-            before = len(real.writes())
+            before = real.written
             assert edit(real, namespace, {"engine": {"blockSize": 64}})[0] == 200
             until(lambda: len(found(real, namespace, "StatefulSet")) > 4, 60, explain)
             gate.refuse()
             time.sleep(1)  # a call that was on its way ends
-            there, written = uids(real, namespace), len(real.writes())
+            there, written = uids(real, namespace), real.written
             asked = len(gate.refused)
             end = time.monotonic() + seconds
             while time.monotonic() < end:
@@ -83,7 +83,7 @@ def test_a_rollout_ends_well_although_the_server_refuses_everything_for_a_while(
                 assert there <= uids(real, namespace), "something was deleted"
                 time.sleep(0.5)
             calls = len(gate.refused) - asked
-            assert len(real.writes()) == written
+            assert real.written == written
             gate.open()
 
             def ended_and_served() -> bool:

@@ -43,7 +43,7 @@ def test_only_one_works_and_the_other_follows_when_it_ends(real, two, namespace)
     made = uids(real, namespace)
     second.start()
     at_rest(real, first)
-    before = len(real.writes())
+    before = real.written
     time.sleep(5)
     assert real.writes(before) == []
     assert uids(real, namespace) == made

@@ -88,7 +88,7 @@ def test_a_cluster_that_no_operator_has_seen_says_so(real, namespace):
 
 
 def test_a_start_and_one_more_engine_write_what_they_need(real, operator, namespace):
-    before = len(real.writes())
+    before = real.written
     operator.start()
     with PlayedNodes(real, namespace):
         create(real, namespace, cluster())
@@ -101,7 +101,7 @@ def test_a_start_and_one_more_engine_write_what_they_need(real, operator, namesp
         assert children == CHILDREN
         few_statuses(statuses)
 
-        before = len(real.writes())
+        before = real.written
         edit(real, namespace, {"decode": {"replicas": 2}})
         until(lambda: is_ready(real, namespace, 2), 120, operator.said)
         at_rest(real, operator)
