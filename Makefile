@@ -60,7 +60,8 @@ soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of
 	$(PY) -m pytest connector/tests e2e operator/tests charts -m soak --durations=10
 	PDCLUSTER_EXAMPLES=soak $(PY) -m pytest -m "not soak" $(DRAWN)
 
-fast: ## the tests that take seconds
+fast: PURE += and not process
+fast: ## the tests that take seconds: those of `make test` that start no launchers and no engines
 	$(PURELY) -q
 
 repeat: RUNS ?= 20

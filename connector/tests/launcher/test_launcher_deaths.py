@@ -15,6 +15,8 @@ import pytest
 from pdcluster_connector.launcher.deaths import tell_deaths
 from pdcluster_connector.launcher.last_words import choose
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def told() -> Iterator[list[str]]:

@@ -20,6 +20,8 @@ MOMENTS = 10
 SCRIPT = """\
 import os, runpy, signal, sys
 
+pytestmark = pytest.mark.process
+
 class Finder:
     seen = 0
 

@@ -15,6 +15,8 @@ from launched import HERE, http, wait_for
 
 import pdcluster_connector
 
+pytestmark = pytest.mark.process
+
 
 def alive(pid: int) -> bool:
     try:

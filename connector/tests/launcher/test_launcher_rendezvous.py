@@ -18,6 +18,8 @@ from loopback import free_port
 from pdcluster_connector.launcher import rendezvous
 from pdcluster_connector.launcher.rendezvous import SILENCE, Followers, Leader
 
+pytestmark = pytest.mark.process
+
 LEADER, FOLLOWER = "127.0.0.1", "127.0.0.2"
 
 

@@ -24,6 +24,8 @@ from pdcluster_operator.cli import up
 from pdcluster_operator.cli.main import main
 from pdcluster_operator.cli.up_manifest import with_names
 
+pytestmark = pytest.mark.process
+
 FAKE_ENGINES = Path(__file__).parents[1] / "local"
 # aiohttp reads the certificates of the machine at every import; nobody needs them.
 ENVIRONMENT = {"SSL_CERT_FILE": os.devnull}

@@ -25,6 +25,8 @@ from loopback import free_network, free_port
 from pdcluster_operator.local.addresses import AddressBook, PortBusyError
 from pdcluster_operator.local.machine import CONFIG, UNSCHEDULABLE
 
+pytestmark = pytest.mark.process
+
 PORT = free_port()
 
 

@@ -21,6 +21,8 @@ from pdcluster_operator.cli.once import ask, describe_path
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.runtime.queue import Key
 
+pytestmark = pytest.mark.process
+
 OWNED = ("StatefulSet", "Deployment", "Service", "Pod")
 CHILDREN = (*OWNED, "ConfigMap")
 

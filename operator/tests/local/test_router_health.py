@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import pytest
 from lean_router import lean_environment
 from manifests import tiny
 
@@ -21,6 +22,8 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders.router_deployment import bound, build_router_template
 from waiting import until
+
+pytestmark = pytest.mark.process
 
 
 class Engine(ThreadingHTTPServer):
