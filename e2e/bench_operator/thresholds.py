@@ -1,9 +1,9 @@
 """The gate: what was measured, and how far a run may be from it.
 
 Each bound is the mean of the runs in docs/benchmarks.md, and a margin. Where there is a goal, both
-together are the goal. Ratios and counts change little on a slow machine. On a very busy one, the
-operator writes and reads more: with a load average of 80 on two cores, 10.3 reads and 0.34 of raw
-were seen.
+together are the goal. The bounds for 5,000 PDClusters are a guess, because no run with them was
+whole. Ratios and counts change little on a slow machine. On a very busy one, the operator writes and
+reads more: with a load average of 80 on two cores, 10.3 reads and 0.34 of raw were seen.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ BOUNDS = (
     Bound(
         "share_of_raw_objects",
         lambda found: found["share_of_raw_objects"],
-        {100: Expected(0.89, 0.24), 1000: Expected(0.85, 0.2), 5000: Expected(0.8, 0.3)},
+        {100: Expected(0.85, 0.2), 1000: Expected(0.83, 0.2), 5000: Expected(0.8, 0.3)},
         more_is_better=True,
     ),
     Bound(
@@ -79,19 +79,19 @@ BOUNDS = (
     Bound(
         "writes_of_one",
         lambda found: found["writes_of_one"],
-        {100: Expected(16.0, 1.0), 1000: Expected(16.3, 1.5), 5000: Expected(17.0, 2.0)},
+        {100: Expected(16.0, 1.0), 1000: Expected(16.1, 1.5), 5000: Expected(17.0, 2.0)},
     ),
     Bound(
         "rest.core",
         lambda found: found["rest"]["core"],
-        {100: Expected(0.008, 0.012), 1000: Expected(0.05, 0.05), 5000: Expected(0.25, 0.25)},
+        {100: Expected(0.008, 0.012), 1000: Expected(0.056, 0.044), 5000: Expected(0.25, 0.25)},
     ),
     Bound("rest.writes", lambda found: written(found["rest"]["writes"]), NONE),
     Bound("restart.writes", lambda found: written(found["restart"]["writes"]), NONE),
     Bound(
         "reaction_seconds.p99",
         lambda found: found["reaction_seconds"]["p99"],
-        {100: Expected(0.38, 0.62), 1000: Expected(0.45, 0.55)},
+        {100: Expected(0.42, 0.58), 1000: Expected(0.53, 0.47)},
     ),
     Bound(
         "plan_at_rest.milliseconds_1p1d",
@@ -111,7 +111,7 @@ BOUNDS = (
     Bound(
         "restart.rss_peak_megabytes",
         lambda found: found["restart"]["rss_peak_megabytes"],
-        {100: Expected(117, 43), 1000: Expected(273, 127), 5000: Expected(850, 250)},
+        {100: Expected(118, 42), 1000: Expected(283, 117), 5000: Expected(850, 250)},
     ),
 )
 
