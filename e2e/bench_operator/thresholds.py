@@ -2,8 +2,8 @@
 
 Each bound is the mean of the runs in docs/benchmarks.md, and a margin. Where there is a goal, both
 together are the goal. The bounds for 5,000 PDClusters are a guess, because no run with them was
-whole. Ratios and counts change little on a slow machine. On a very busy one, the operator writes and
-reads more: with a load average of 80 on two cores, 10.3 reads and 0.34 of raw were seen.
+whole. Ratios and counts change little on a slow machine. On a very busy one, the operator writes
+and reads more: with a load average of 80 on two cores, 10.3 reads and 0.34 of raw were seen.
 """
 
 from __future__ import annotations
