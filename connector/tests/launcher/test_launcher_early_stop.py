@@ -14,13 +14,13 @@ from launched import CONFIG, HERE
 
 from loopback import free_port
 
+pytestmark = pytest.mark.process
+
 MOMENTS = 10
 # Runs what the zip file holds with a finder that sees each import: it writes the modules' names
 # down, or sends SIGTERM at the Nth of them.
 SCRIPT = """\
 import os, runpy, signal, sys
-
-pytestmark = pytest.mark.process
 
 class Finder:
     seen = 0
