@@ -42,11 +42,11 @@ def certificates_step(
     An engine that leaves keeps its certificate until its last pod is gone. So do engines whose
     spec is not accepted any more, or has TLS no longer.
 
+    It is for clusters of which some ``are_needed``.
+
     Args:
         begin: when the period began.
     """
-    if not are_needed(observed, cluster):
-        return None
     pods = (engine_of(pod) for pod in observed.pods)
     names = {*wanted, *live_engines(observed), *(name for name in pods if name is not None)}
     engines = {entry_of(name): name.logical for name in sorted(names)}

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import ENGINE_LABEL
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
@@ -25,6 +24,7 @@ from pdcluster_operator.plan.pods import (
     joined,
     metadata_of,
     pod_trouble,
+    pods_by_engine,
     started_again,
     status_of,
     text_of,
@@ -80,7 +80,7 @@ def observe_engines(
         parallelism: of each role's engines, as the spec has it. An engine that exists is judged by
             the number of pods that its StatefulSet has: a change of the spec may be paused.
     """
-    pods = memo.get("pods of engines", (observed.pods,), _by_engine)
+    pods = memo.get("pods of engines", (observed.pods,), pods_by_engine)
     known = memo.get("known ids", (observed.cluster,), known_ids)
     sizes, without_pods = memo.get("sizes", (observed.children,), _sizes)
     views = []
@@ -122,16 +122,6 @@ def _view(
         (report.data_parallel_size if report else None) or asked.data,
         tuple(addresses.get(name.pod(node), "") for node in range(1, nodes)),
     )
-
-
-def _by_engine(pods: Iterable[Manifest]) -> dict[str, list[Manifest]]:
-    """Return the pods of each engine, by the name of its StatefulSet."""
-    found: dict[str, list[Manifest]] = {}
-    for pod in pods:
-        engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
-        if engine:
-            found.setdefault(engine, []).append(pod)
-    return found
 
 
 def _sizes(children: Iterable[Manifest]) -> tuple[dict[str, int], dict[str, str]]:

@@ -14,12 +14,11 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import seconds, timestamp
 from pdcluster_operator.api.labels import (
-    ENGINE_LABEL,
     RELEASED_ANNOTATION,
     RELEASED_BECAUSE_ANNOTATION,
 )
 from pdcluster_operator.plan.model import Manifest, Observed
-from pdcluster_operator.plan.pods import metadata_of, status_of, text_of
+from pdcluster_operator.plan.pods import metadata_of, pods_by_engine, status_of, text_of
 
 LONGEST_WORDS = 512
 
@@ -50,7 +49,7 @@ def with_releases(
             found[name] = _without_pods(engine, timestamp(moment), because)
     if now - latest <= timeout:
         return found
-    pods = _by_engine(observed.pods)
+    pods = pods_by_engine(observed.pods)
     for engine in reversed(engines):
         name = _name(engine)
         stuck = None if name in found else _stuck(pods.get(name, ()))
@@ -113,14 +112,6 @@ def _without_pods(engine: Manifest, moment: str, because: str) -> dict[str, Any]
         RELEASED_BECAUSE_ANNOTATION: because,
     }
     return {**engine, "metadata": metadata, "spec": {**engine["spec"], "replicas": 0}}
-
-
-def _by_engine(pods: Iterable[Manifest]) -> dict[str, list[Manifest]]:
-    found: dict[str, list[Manifest]] = {}
-    for pod in pods:
-        engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
-        found.setdefault(str(engine), []).append(pod)
-    return found
 
 
 def _name(manifest: Manifest) -> str:

@@ -5,12 +5,12 @@ A status of any shape can be read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import KUEUE_GATES, QUEUE_LABEL, WORKLOAD_LABEL
+from pdcluster_operator.api.labels import ENGINE_LABEL, KUEUE_GATES, QUEUE_LABEL, WORKLOAD_LABEL
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
 from pdcluster_operator.plan.model import Manifest
 
@@ -144,6 +144,16 @@ def describe_end(terminated: Mapping[str, Any]) -> str:
 def joined(*parts: str) -> str:
     """Join what is not empty with colons."""
     return ": ".join(part for part in parts if part)
+
+
+def pods_by_engine(pods: Iterable[Manifest]) -> dict[str, list[Manifest]]:
+    """Return the pods of each engine, by the name of its StatefulSet."""
+    found: dict[str, list[Manifest]] = {}
+    for pod in pods:
+        engine = (metadata_of(pod).get("labels") or {}).get(ENGINE_LABEL)
+        if engine:
+            found.setdefault(engine, []).append(pod)
+    return found
 
 
 def metadata_of(manifest: Manifest) -> Mapping[str, Any]:
