@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from operator_runs import until
-from real_api import RealApi, die_with_us, running_api
+from real_api import PROGRAMS, RealApi, die_with_us, running_api
 
 from cluster import binaries
 from cluster.places import Places
@@ -24,7 +24,6 @@ from cluster.places import Places
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds"
 SAMPLE, RAW, BENCH, DOOMED = NAMESPACES = ("sample", "raw", "bench", "doomed")
-PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 NODES = 10
 PODS = "127.64.0.1/10"
 """4 million addresses. Linux delivers all of them to the loopback interface."""

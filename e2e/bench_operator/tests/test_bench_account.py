@@ -113,7 +113,7 @@ def test_each_bound_can_be_missed(where: tuple[str, ...], value: object) -> None
 
 
 def test_a_bound_is_that_of_the_next_smaller_number_of_pdclusters() -> None:
-    bound = Bound("x", lambda _: 0.0, {100: Expected(1.0, 0.5), 1000: Expected(2.0, 0.5)})
+    bound = Bound("x", {100: Expected(1.0, 0.5), 1000: Expected(2.0, 0.5)})
     assert [bound.of(count) for count in (1, 100, 999, 1000, 5000)] == [1.5, 1.5, 1.5, 2.5, 2.5]
     assert bound.misses(1.6, 100)
     assert not bound.misses(1.6, 1000)

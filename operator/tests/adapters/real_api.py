@@ -27,6 +27,7 @@ from cluster.places import Places
 from loopback import free_ports
 
 TOKEN = "the-token-of-the-tests"
+PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 CONTROLLERS = (
     "garbagecollector,podgc,statefulset,deployment,replicaset,disruption,namespace,"
     "horizontal-pod-autoscaler-controller"
@@ -298,8 +299,7 @@ def die_with_us() -> None:
 
 
 def _programs() -> dict[str, Path]:
-    wanted = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
-    programs = [program for program in binaries.PROGRAMS if program.name in wanted]
+    programs = [program for program in binaries.PROGRAMS if program.name in PROGRAMS]
     places = Places.of_user()
     built = {
         one.name: places.programs / f"{one.tool}-{binaries.digest(one.tool)}" / one.name
