@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio import client as kubernetes
+from reached import reaching
 
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
@@ -30,14 +31,14 @@ def answered(
     async def run() -> Any:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", take)
-        async with TestServer(app) as server:
-            configuration = kubernetes.Configuration()
-            configuration.host = str(server.make_url("")).rstrip("/")
-            async with KubeClient(configuration, lambda *call: seen.append(call)) as client:
-                try:
-                    return await ask(client)
-                except ApiError as error:
-                    return error
+        async with (
+            TestServer(app) as server,
+            KubeClient(reaching(server), lambda *call: seen.append(call)) as client,
+        ):
+            try:
+                return await ask(client)
+            except ApiError as error:
+                return error
 
     return asyncio.run(run()), requests, seen
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from kubernetes.aio import client as kubernetes
+from reached import reaching
 
 from design_walk import Call, Calls, happened
 from loopback import free_network
@@ -159,9 +159,7 @@ async def walked(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
             app.router.add_route("*", "/{path:.*}", server.launcher)
             host = f"{server.network}.{number}"
             await stack.enter_async_context(TestServer(app, host=host, port=LAUNCHER_PORT))
-        configuration = kubernetes.Configuration()
-        configuration.host = str(there.make_url("")).rstrip("/")
-        client = await stack.enter_async_context(KubeClient(configuration, connections=0))
+        client = await stack.enter_async_context(KubeClient(reaching(there), connections=0))
         launchers = await stack.enter_async_context(EnginesHttp(authority))
         api = KubeApi(client, authority)
         stop = asyncio.Event()

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from kubernetes.aio import client as kubernetes
+from reached import reaching
 
 from pdcluster_operator.adapters.api_server import client
 from pdcluster_operator.adapters.api_server.client import APPLY, TRIES, KubeClient
@@ -112,10 +112,8 @@ async def test_a_call_is_made_again_and_given_up_at_last(time: Time, refusals: i
     server = web.Application()
     server.router.add_get("/version", answer)
     async with TestServer(server) as there:
-        configuration = kubernetes.Configuration()
-        configuration.host = str(there.make_url("")).rstrip("/")
         codes: list[int] = []
-        async with KubeClient(configuration, lambda *call: codes.append(call[2])) as calls:
+        async with KubeClient(reaching(there), lambda *call: codes.append(call[2])) as calls:
             if refusals == TRIES:
                 with pytest.raises(ApiError) as refused:
                     await calls.call("GET", "/version")
@@ -140,12 +138,9 @@ async def test_a_call_has_all_its_time_when_it_gets_a_connection(
 
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
-    async with TestServer(app) as server:
-        configuration = kubernetes.Configuration()
-        configuration.host = str(server.make_url("")).rstrip("/")
-        async with KubeClient(configuration, connections=1) as slow:
-            paths = [f"/{number}" for number in range(6)]
-            await asyncio.gather(*(slow.call("GET", path) for path in paths))
+    async with TestServer(app) as server, KubeClient(reaching(server), connections=1) as slow:
+        paths = [f"/{number}" for number in range(6)]
+        await asyncio.gather(*(slow.call("GET", path) for path in paths))
     assert asked == paths, "in turn"
 
 
@@ -158,12 +153,9 @@ async def test_a_body_is_sent_as_it_is() -> None:
 
     server = web.Application()
     server.router.add_patch("/apis", echo)
-    async with TestServer(server) as there:
-        configuration = kubernetes.Configuration()
-        configuration.host = str(there.make_url("")).rstrip("/")
-        async with KubeClient(configuration) as client:
-            query = {"fieldManager": "a b&c"}
-            answer = await client.call("PATCH", "/apis", query=query, body=body, content=APPLY)
+    async with TestServer(server) as there, KubeClient(reaching(there)) as client:
+        query = {"fieldManager": "a b&c"}
+        answer = await client.call("PATCH", "/apis", query=query, body=body, content=APPLY)
     assert answer == {"got": body, "query": query}
 
 
@@ -177,10 +169,7 @@ async def test_any_text_can_be_sent(text: str) -> None:
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
-    async with TestServer(app) as server:
-        configuration = kubernetes.Configuration()
-        configuration.host = str(server.make_url("")).rstrip("/")
-        async with KubeClient(configuration) as client:
-            sent = {"message": text, "conditions": [{"status": "True"}], "count": 1}
-            await client.call("PATCH", "/x", body=sent, content=APPLY)
+    async with TestServer(app) as server, KubeClient(reaching(server)) as client:
+        sent = {"message": text, "conditions": [{"status": "True"}], "count": 1}
+        await client.call("PATCH", "/x", body=sent, content=APPLY)
     assert got == [sent]

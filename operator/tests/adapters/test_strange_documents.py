@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
-from kubernetes.aio import client as kubernetes
+from reached import reaching
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient
@@ -98,10 +98,7 @@ async def test_an_answer_that_is_no_object_is_no_empty_list(text: bytes) -> None
 
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
-    async with TestServer(app) as server:
-        configuration = kubernetes.Configuration()
-        configuration.host = str(server.make_url("")).rstrip("/")
-        async with KubeClient(configuration) as client:
-            api = KubeApi(client, EngineAuthority.new(time.time())[0])
-            with pytest.raises(ApiError, match="the answer is no JSON object"):
-                await api.list(POD, [None])
+    async with TestServer(app) as server, KubeClient(reaching(server)) as client:
+        api = KubeApi(client, EngineAuthority.new(time.time())[0])
+        with pytest.raises(ApiError, match="the answer is no JSON object"):
+            await api.list(POD, [None])

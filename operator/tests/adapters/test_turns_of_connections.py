@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from kubernetes.aio import client as kubernetes
+from reached import reaching
 
 import virtual_time
 from pdcluster_operator.adapters.api_server.client import CONNECTIONS, KubeClient
@@ -54,17 +54,18 @@ async def test_calls_that_hang_in_one_namespace_leave_connections_for_the_others
 
     app = web.Application()
     app.router.add_post("/api/v1/namespaces/{namespace}/pods", answer)
-    async with TestServer(app) as server:
-        configuration = kubernetes.Configuration()
-        configuration.host = str(server.make_url("")).rstrip("/")
-        async with KubeClient(configuration) as client, asyncio.timeout(60):
-            hung = [asyncio.create_task(client.call("POST", pods("hangs"))) for _ in range(100)]
-            while hanging < CONNECTIONS * 3 // 4:  # noqa: ASYNC110 - the handler announces nothing
-                await asyncio.sleep(0.01)
-            await asyncio.gather(*(client.call("POST", pods(f"ns{one % 5}")) for one in range(50)))
-            assert not any(task.done() for task in hung)
-            end.set()
-            await asyncio.gather(*hung)
+    async with (
+        TestServer(app) as server,
+        KubeClient(reaching(server)) as client,
+        asyncio.timeout(60),
+    ):
+        hung = [asyncio.create_task(client.call("POST", pods("hangs"))) for _ in range(100)]
+        while hanging < CONNECTIONS * 3 // 4:  # noqa: ASYNC110 - the handler announces nothing
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*(client.call("POST", pods(f"ns{one % 5}")) for one in range(50)))
+        assert not any(task.done() for task in hung)
+        end.set()
+        await asyncio.gather(*hung)
     assert most == CONNECTIONS * 3 // 4
 
 

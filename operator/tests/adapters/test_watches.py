@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from kubernetes.aio import client as kubernetes
+from reached import reaching
 
 from pdcluster_operator.adapters.api_server import watches
 from pdcluster_operator.adapters.api_server.client import KubeClient
@@ -93,23 +93,23 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server,
     known = Server()
     application = web.Application()
     application.router.add_get("/{path:.*}", known.answer)
-    async with TestServer(application) as there:
-        configuration = kubernetes.Configuration()
-        configuration.host = str(there.make_url("")).rstrip("/")
-        async with KubeClient(configuration, connections=0) as client:
+    async with (
+        TestServer(application) as there,
+        KubeClient(reaching(there), connections=0) as client,
+    ):
 
-            async def run(kind: Any = POD, serves: Any = lambda _: True) -> None:
-                """Watch until the server has nothing left to answer."""
-                watch = Watch(client, kind, "ns", known.see, known.same, serves, known.listed)
-                running = asyncio.create_task(watch.run())
-                ended = asyncio.create_task(known.ended.wait())
-                async with asyncio.timeout(60):
-                    await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
-                assert not running.done(), running
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+        async def run(kind: Any = POD, serves: Any = lambda _: True) -> None:
+            """Watch until the server has nothing left to answer."""
+            watch = Watch(client, kind, "ns", known.see, known.same, serves, known.listed)
+            running = asyncio.create_task(watch.run())
+            ended = asyncio.create_task(known.ended.wait())
+            async with asyncio.timeout(60):
+                await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
+            assert not running.done(), running
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
-            yield known, run
+        yield known, run
 
 
 async def test_a_watch_lists_in_pages_and_goes_on_from_there(server: tuple[Server, Run]) -> None:
