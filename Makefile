@@ -11,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # In a new checkout, each worker would compute hypothesis' tables of characters again: two seconds.
 CACHE = $(or $(PDCLUSTER_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pdcluster)
 export HYPOTHESIS_STORAGE_DIRECTORY ?= $(CACHE)/hypothesis
-PURE = not nixl and not engine and not vllm and not local and not helm and not cluster and not soak
+REAL = nixl or engine or vllm or local or helm or cluster
+PURE = not ($(REAL)) and not soak
 # More workers than cores: a third of these tests wait for processes that they started.
 PURELY = $(PY) -m pytest -n 8 --dist worksteal -m "$(PURE)"
 # Tests whose number of drawn examples the profile `soak` of conftest.py multiplies.
@@ -56,9 +57,13 @@ cluster-e2e: $(if $(KUBECONFIG),,cluster-programs) ## on a real Kubernetes with 
 	$(PY) -m pytest operator charts -n 5 --dist worksteal -m "(cluster or helm) and not soak" --durations=10
 	$(PY) -m pytest e2e/cluster e2e/chart e2e/tests -m "cluster and not soak" --durations=20
 
+# A test without pods computes on one core, so two of them run side by side.
 soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of the others (as root)
-	$(PY) -m pytest connector/tests e2e operator/tests charts -m soak --durations=10
-	PDCLUSTER_EXAMPLES=soak $(PY) -m pytest -m "not soak" $(DRAWN)
+	$(PY) -m pytest -n 2 --dist worksteal -m "soak and not ($(REAL))" --durations=10
+	PDCLUSTER_EXAMPLES=soak $(PY) -m pytest -n 2 --dist worksteal -m "not soak" $(DRAWN)
+	$(ENGINES) -m "soak and (nixl or engine or vllm)" --durations=10
+	$(PY) -m pytest operator charts -n 5 --dist worksteal -m "soak and (cluster or helm)" --durations=10
+	$(PY) -m pytest e2e -m "soak and (cluster or local)" --durations=10
 
 fast: PURE += and not process
 fast: ## the tests that take seconds: those of `make test` that start no launchers and no engines

@@ -106,7 +106,7 @@ async def run(
 async def _sample(client: KubeClient, real: RealApi, *, tls: bool) -> None:
     path = f"/apis/pdcluster.dev/v1alpha1/namespaces/{SAMPLE}/pdclusters"
     await client.call("POST", path, body=measure.pdcluster(SAMPLE_NAME, tls=tls))
-    await measure.until_ready(client, SAMPLE, 1, LONGEST)
+    await measure.until_ready(real.folder, SAMPLE, 1, LONGEST)
     await measure.until_quiet(real, LONGEST)
 
 
@@ -122,7 +122,7 @@ async def _create(
     seen, read = real.written, measure.reads(operator)
     cpu, began = measure.used(operator), time.time()
     await measure.create(client, BENCH, count, tls=tls)
-    await measure.until_ready(client, BENCH, count, LONGEST)
+    await measure.until_ready(real.folder, BENCH, count, LONGEST)
     ready = time.time() - began
     await measure.until_quiet(real, LONGEST)
     cpu = measure.used(operator) - cpu

@@ -204,7 +204,7 @@ class BadDays:
         """A namespace with half as many PDClusters goes at once; changes elsewhere go on."""
         half = max(1, self._count // 2)
         await measure.create(self._client, DOOMED, half, tls=self._tls)
-        await measure.until_ready(self._client, DOOMED, half, LONGEST)
+        await measure.until_ready(self._real.folder, DOOMED, half, LONGEST)
         await measure.until_quiet(self._real, LONGEST)
         seen, began = self._seen(), time.monotonic()
         await answered(self._client, "DELETE", f"/api/v1/namespaces/{DOOMED}")

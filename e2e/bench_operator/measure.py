@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,23 +88,30 @@ async def create(
     await asyncio.gather(*map(one, range(count)))
 
 
-async def until_ready(client: KubeClient, namespace: str, count: int, seconds: float) -> float:
-    """Wait until so many PDClusters are Ready; return how long that took.
+async def until_ready(folder: Path, namespace: str, count: int, seconds: float) -> None:
+    """Wait until so many PDClusters are Ready.
+
+    A watch sees each of them once for each change. To list thousands again and again is work that
+    the API server would have to do beside the operator's.
+
+    Args:
+        folder: of the control plane; holds ``admin.kubeconfig``.
 
     Raises:
         TimeoutError: they were not.
     """
-    began = time.monotonic()
-    while (ready := await _ready(client, namespace)) < count:
-        if time.monotonic() - began > seconds:
-            raise TimeoutError(f"{ready} of {count} PDClusters are Ready after {seconds} s")
-        await asyncio.sleep(max(0.2, count / 100))  # a LIST is work for the API server, too
-    return time.monotonic() - began
-
-
-async def _ready(client: KubeClient, namespace: str) -> int:
-    path = f"{GROUP}/namespaces/{namespace}/pdclusters"
-    return sum(map(is_ready, (await answered(client, "GET", path))["items"]))
+    ready: set[str] = set()
+    try:
+        watch = events(folder, f"{GROUP}/namespaces/{namespace}/pdclusters")
+        async with asyncio.timeout(seconds), aclosing(watch):
+            async for event in watch:
+                there = event["type"] != "DELETED" and is_ready(event["object"])
+                (ready.add if there else ready.discard)(event["object"]["metadata"]["name"])
+                if len(ready) >= count:
+                    return
+    except TimeoutError as error:
+        text = f"{len(ready)} of {count} PDClusters are Ready after {seconds} s"
+        raise TimeoutError(text) from error
 
 
 def is_ready(cluster: dict[str, Any]) -> bool:

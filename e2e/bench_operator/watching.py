@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import yaml
 LONGEST_LINE = 16 << 20
 
 
-async def events(folder: Path, path: str, selector: str = "") -> AsyncIterator[dict[str, Any]]:
+async def events(folder: Path, path: str, selector: str = "") -> AsyncGenerator[dict[str, Any], None]:
     """Yield every watch event of a path, beginning with what is there; a lost watch starts anew.
 
     Args:

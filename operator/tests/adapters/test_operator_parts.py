@@ -39,7 +39,7 @@ from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import MOST_SHOWN, Metrics, resource_of
 from pdcluster_operator.adapters.operator_process import (
     OperatorOptions,
-    collect_rarely,
+    rare_collections,
     run_operator,
 )
 from pdcluster_operator.adapters.tls.certificate_keeper import WebhookPlace
@@ -566,7 +566,7 @@ def test_what_is_loaded_is_out_of_the_garbage_collectors_sight():
     stays = [{"number": number} for number in range(1000)]
     before = gc.get_threshold()
     try:
-        collect_rarely()
+        rare_collections()()
         watched = {id(one) for one in gc.get_objects()}
         assert not watched.intersection(map(id, stays))
         new = [[number] for number in range(10)]

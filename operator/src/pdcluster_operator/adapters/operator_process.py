@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import resource
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ RENEWALS_AT_ONCE = 256
 """Connections for Leases. One that hangs keeps one for half a minute."""
 NEW_OBJECTS = 10_000
 """After so many new objects the garbage collector runs. One page of a LIST has more than 700."""
+SWEEPS_OF_A_WHOLE_LOOK = 12
+"""After so many sweeps, an hour by default, one looks at all objects for garbage."""
 OLD_OBJECTS = 1_000
 """After so many runs, each of some that are short, it also looks at all that is not new.
 
@@ -159,7 +162,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             loop.not_ready,
         )
         sweeper = Sweeper(
-            api, loop, watch_health, options.namespaces, options.sweep_seconds, collect_rarely
+            api, loop, watch_health, options.namespaces, options.sweep_seconds, rare_collections()
         )
         ready.append(sweeper)
         if not await _unless_stopped(sweeper.first(), stop):
@@ -212,16 +215,25 @@ def _identity(folder: Path) -> MountedIdentity:
     return identity
 
 
-def collect_rarely() -> None:
-    """Collect garbage; then let the collector look only at what is made from now on, and rarely.
+def rare_collections() -> Callable[[], None]:
+    """Return what to call after each sweep: it collects garbage.
 
-    The objects of a thousand clusters are hundreds of thousands of dicts and lists, which stay. To
-    look at all of them takes a large part of a second, and the event loop stands still meanwhile.
-    So that is done after a sweep, and what has stayed until then is not looked at again.
+    Between sweeps, the collector then looks only at what is made from now on, and rarely. The
+    objects of a thousand clusters are hundreds of thousands of dicts and lists, which stay. To look
+    at all of them takes a large part of a second, and the event loop stands still meanwhile. So
+    most sweeps do not look again at what had stayed until the sweep before. Some of it has become
+    garbage since, and a sweep now and then looks at everything.
     """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(NEW_OBJECTS, gc.get_threshold()[1], OLD_OBJECTS)
+    sweeps = itertools.count()
+
+    def collect() -> None:
+        if next(sweeps) % SWEEPS_OF_A_WHOLE_LOOK == 0:
+            gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(NEW_OBJECTS, gc.get_threshold()[1], OLD_OBJECTS)
+
+    return collect
 
 
 def _allow_many_connections() -> None:

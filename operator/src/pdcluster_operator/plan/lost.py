@@ -7,7 +7,7 @@ replaced under another index.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.conditions import seconds
@@ -20,17 +20,27 @@ LOST_SECONDS = 60.0
 
 
 def lost_pods(pods: Iterable[Manifest], now: float) -> frozenset[str]:
-    """Return the names of the pods that should have gone long ago.
+    """Return the names of the pods that should have gone long ago."""
+    return frozenset(name for name, since in _ending(pods) if now > since)
+
+
+def seconds_to_loss(pods: Iterable[Manifest], now: float) -> float | None:
+    """Return in how many seconds the next pod is lost; None if no pod is being deleted.
+
+    No event tells of that moment.
+    """
+    return min((since - now for _, since in _ending(pods) if now <= since), default=None)
+
+
+def _ending(pods: Iterable[Manifest]) -> Iterator[tuple[str, float]]:
+    """Yield the name of each pod that is being deleted, and from when on it is lost.
 
     ``deletionTimestamp`` is the moment at which the pod's grace period ends.
     """
     ending = (pod["metadata"] for pod in pods if pod["metadata"].get("deletionTimestamp"))
-    return frozenset(
-        str(metadata["name"])
-        for metadata in ending
-        if (ends := seconds(metadata["deletionTimestamp"])) is not None
-        and now > ends + LOST_SECONDS
-    )
+    for metadata in ending:
+        if (ends := seconds(metadata["deletionTimestamp"])) is not None:
+            yield str(metadata["name"]), ends + LOST_SECONDS
 
 
 def lost_engines(pods: Iterable[Manifest], lost: AbstractSet[str]) -> frozenset[EngineName]:

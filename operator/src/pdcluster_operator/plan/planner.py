@@ -29,7 +29,7 @@ from pdcluster_operator.plan.changed_children import steps_to
 from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.engines import observe_engines
 from pdcluster_operator.plan.links import by_pairing_key, observe_pairs, to_sample
-from pdcluster_operator.plan.lost import lost_pods
+from pdcluster_operator.plan.lost import lost_pods, seconds_to_loss
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
     Manifest,
@@ -115,7 +115,11 @@ def make_plan(observed: Observed, now: float, memo: Memo | None = None) -> Plan:
         peers = memo.get("peers", (observed, cluster, desired, view), _peers)
     progress = find_condition(status, ConditionType.PROGRESSING)
     settled = progress.get("reason") == StatusReason.COMPLETE
-    look = None if settled or not findings.ok else _next_look(status, view, now)
+    if settled or not findings.ok:
+        loss = seconds_to_loss(observed.pods, now)
+        look = None if loss is None else loss + 1.0
+    else:
+        look = _next_look(status, view, now)
     waits = (look, seconds_to_renewal(now) if certified else None)
     if observed is seen:  # Otherwise nothing is new, so nothing is gone.
         memo.forget_unused()

@@ -89,6 +89,8 @@ class ControlLoop:
 
     def see(self, event: str, manifest: Manifest) -> None:
         """Take in a watch event: ADDED, MODIFIED or DELETED. It queues a cluster if it is news."""
+        for left in self.store.left_by(manifest):
+            self.queue.add(left)
         key = self.store.drop(manifest) if event == "DELETED" else self.store.put(manifest)
         if key is not None and event != "DELETED" and may_be_gathered(manifest):
             self._gather(key)

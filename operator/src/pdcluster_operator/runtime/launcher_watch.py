@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +64,7 @@ class LauncherWatch:
     def stop(self) -> None:
         """End it."""
         self.task.cancel()
+        self.task.add_done_callback(_forget_error)
 
     def assign(self, peers: PeerAssignment) -> None:
         """Have the launcher told of these peers."""
@@ -223,3 +225,13 @@ class LauncherWatch:
                     self.target.engine,
                     error,
                 )
+
+
+def _forget_error(task: asyncio.Task[None]) -> None:
+    """Take the error from a task that has ended, as whoever awaits it does.
+
+    Its traceback holds the watch, and the watch holds the task. Only a garbage collection frees
+    such a circle, and the operator makes few.
+    """
+    with suppress(asyncio.CancelledError):
+        task.exception()

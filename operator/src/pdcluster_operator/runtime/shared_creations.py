@@ -14,6 +14,9 @@ from pdcluster_operator.runtime.interfaces import Api, Manifest
 
 Name = tuple[str, str]
 
+MOST_REMEMBERED = 1000
+"""Objects that were made here. Namespaces come and go; one that is forgotten costs a request."""
+
 
 class SharedCreations:
     """What is being created now, and what was. Used from one event loop.
@@ -55,4 +58,6 @@ class SharedCreations:
     async def _create(self, name: Name, manifest: Manifest) -> Manifest:
         live = await self._api.apply(manifest)
         self._made[name] = str(live["metadata"].get("uid") or "")
+        if len(self._made) > MOST_REMEMBERED:
+            del self._made[next(iter(self._made))]
         return live

@@ -80,6 +80,21 @@ class Store:
         self._set(identity, kept)
         return None if says_the_same(kept, held) else key_of(manifest)
 
+    def left_by(self, manifest: Manifest) -> set[Key]:
+        """Return the clusters that no longer have an object after this new version of it.
+
+        Somebody may change the labels by which it belongs to a cluster, or by which all clusters
+        of its namespace share it.
+        """
+        held = self._held(identity_of(manifest))
+        if held is None or held is manifest:
+            return set()
+        before, after = key_of(held), key_of(manifest)
+        keys = set() if before is None or before == after else {before}
+        if is_shared_connector(held) and not is_shared_connector(manifest):
+            keys.update(self.keys_in(held["metadata"]["namespace"]))
+        return keys
+
     def answered(self, manifest: Manifest) -> None:
         """Remember what the API server answers to a write of ours.
 
@@ -162,6 +177,7 @@ class Store:
         touched = [held[identity] for identity in gone]
         lost = [manifest for manifest in touched if is_shared_connector(manifest)]
         touched += [listed[identity] for identity in changed]
+        left = set().union(*(self.left_by(listed[identity]) for identity in changed))
         for identity in gone:
             self._remove(identity)
         for identity in changed:
@@ -170,7 +186,7 @@ class Store:
             self._report(identity)
         keys = {key for manifest in touched if (key := key_of(manifest)) is not None}
         orphaned = {one["metadata"]["namespace"] for one in lost}
-        return keys.union(*map(self.keys_in, orphaned))
+        return keys.union(left, *map(self.keys_in, orphaned))
 
     def set_served(self, kind: str, *, served: bool) -> bool:
         """Remember whether the API server has a kind; return whether that is news."""
