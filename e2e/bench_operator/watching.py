@@ -13,9 +13,10 @@ import aiohttp
 import yaml
 
 LONGEST_LINE = 16 << 20
+Event = dict[str, Any]
 
 
-async def events(folder: Path, path: str, selector: str = "") -> AsyncGenerator[dict[str, Any], None]:
+async def events(folder: Path, path: str, selector: str = "") -> AsyncGenerator[Event, None]:
     """Yield every watch event of a path, beginning with what is there; a lost watch starts anew.
 
     Args:
