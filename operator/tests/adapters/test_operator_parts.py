@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import sys
+import weakref
 from pathlib import Path
 
 import jsonschema
@@ -38,6 +39,7 @@ from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import MOST_SHOWN, Metrics, resource_of
 from pdcluster_operator.adapters.operator_process import (
+    SWEEPS_OF_A_WHOLE_LOOK,
     OperatorOptions,
     rare_collections,
     run_operator,
@@ -573,6 +575,31 @@ def test_what_is_loaded_is_out_of_the_garbage_collectors_sight():
         assert {id(one) for one in gc.get_objects()}.issuperset(map(id, new))
         assert gc.get_threshold() > before
         assert gc.get_threshold()[2] > before[2], "what is old is left to the next sweep"
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+class Node:
+    """What is in a circle of references."""
+
+    def __init__(self):
+        self.other: object = self
+
+
+def test_garbage_that_a_sweep_has_seen_while_it_was_in_use_goes_with_a_later_sweep():
+    before = gc.get_threshold()
+    try:
+        used = [Node() for _ in range(10)]
+        seen = weakref.WeakSet(used)
+        collect = rare_collections()
+        collect()
+        used.clear()
+        collect()
+        assert len(seen) == 10, "the next sweeps do not look at all that stays"
+        for _ in range(SWEEPS_OF_A_WHOLE_LOOK):
+            collect()
+        assert not seen
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)

@@ -177,6 +177,30 @@ def test_the_routers_template_is_judged_by_the_routers_container():
     assert errors({"spec": {"terminationGracePeriodSeconds": 0}}, "router")
 
 
+@pytest.mark.parametrize("place", ["engine", "prefill.engine", "decode.engine"])
+def test_the_source_of_a_variable_is_held_against_kubernetes_types(place):
+    """A wrong one would be stored, and the API server would refuse the engines."""
+
+    def found(source):
+        at = {"env": [{"name": "TOKEN", "valueFrom": source}]}
+        for word in reversed(place.split(".")):
+            at = {word: at}
+        path = f"spec.{place}.env[0].valueFrom."
+        return {
+            one.path.removeprefix(path): one.rule for one in findings({}, "router", **at).errors
+        }
+
+    key = {"name": "hub", "key": "token"}
+    for optional in (None, True, False):
+        assert found({"secretKeyRef": {**key, "optional": optional}}) == {}
+    assert found({"secretKeyRef": {**key, "optional": 1}}) == {"secretKeyRef.optional": "WrongType"}
+    assert found({"configMapKeyRef": {**key, "optional": "yes"}}) == {
+        "configMapKeyRef.optional": "WrongType"
+    }
+    assert found({"fieldRef": {"path": "spec.nodeName"}}) == {"fieldRef.path": "UnknownField"}
+    assert found({"resourceFieldRef": {"resource": "limits.cpu", "divisor": 1}}) == {}
+
+
 def test_a_grace_period_shorter_than_a_drain_is_warned_of():
     def warned(seconds, lease, timeout=100, part="prefill"):
         template = {"spec": {"terminationGracePeriodSeconds": seconds}}

@@ -16,6 +16,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.certificates import PERIOD_SECONDS
+from pdcluster_operator.plan.lost import LOST_SECONDS, lost_pods
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Observed
 from pdcluster_operator.plan.planner import make_plan
@@ -114,6 +115,24 @@ def test_what_changes_with_the_time_alone_is_computed_again(trouble: str, tls: s
     assert (steps[0] != steps[-1]) == (tls == "Enabled" or trouble == "pod ends")
     if trouble == "router ends":
         assert plans[0].routed == plans[-1].routed  # all of them are in the newest template
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_pod_that_ends_is_looked_at_when_it_counts_as_lost(accepted: bool) -> None:
+    """No event tells of that moment."""
+    world = at_rest(1)
+    if not accepted:
+        world.edit(engine={"blockSize": -1})
+    name = world.leaders("prefill")[0].pod()
+    world.pods[name]["metadata"]["deletionTimestamp"] = timestamp(world.now)
+    world.cluster["status"] = make_plan(world.observed(), world.now).status
+    plan, moment = make_plan(world.observed(), world.now), 0.0
+    while moment <= LOST_SECONDS:
+        assert plan.requeue_after is not None
+        moment += plan.requeue_after
+        plan = make_plan(world.observed(), world.now + moment)
+    assert moment <= LOST_SECONDS + 10
+    assert lost_pods(world.observed().pods, world.now + moment) == {name}
 
 
 def test_each_part_of_what_is_observed_is_an_input() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from simulated_cluster import SimulatedCluster, manifest
 from valid_specs import manifests
 
+from pdcluster_operator.api.rules import extra_args
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders import engine_pod
 from pdcluster_operator.plan.connector_mounts import shared_connectors_of
-from pdcluster_operator.plan.model import ConnectorBundle, Delete, TryOut
+from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, TryOut
 from pdcluster_operator.plan.rollout import targets
 from pdcluster_operator.plan.rollout.changes import (
     changed_fields,
@@ -78,6 +80,28 @@ def test_another_connector_changes_nothing() -> None:
     world.connector = NEWER
     assert world.plan().steps == ()
     assert world.condition("Ready")["reason"] == "Ready"
+
+
+def test_a_spec_with_true_is_not_the_stored_one_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes them for equal. Kubernetes refuses the first, which admission once let in."""
+
+    def spec(optional: object) -> dict[str, Any]:
+        source = {"secretKeyRef": {"name": "hub", "key": "token", "optional": optional}}
+        return {"engine": {"env": [{"name": "TOKEN", "valueFrom": source}]}}
+
+    monkeypatch.setattr(extra_args, "env_source_errors", lambda *_: ())
+    world = SimulatedCluster(manifest(**spec(1)))
+    for step in world.plan().steps:
+        if not isinstance(step, Apply) or step.manifest["kind"] != "StatefulSet":
+            world.perform(step)
+    assert len(named(world, "ControllerRevision")) == 2
+    world.edit(**spec(True))
+    made = [
+        json.dumps(step.manifest)
+        for step in world.plan().steps
+        if isinstance(step, Apply) and step.manifest["kind"] == "StatefulSet"
+    ]
+    assert [text.count('"optional": true') for text in made] == [1, 1]
 
 
 def test_another_way_to_make_pairing_keys_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

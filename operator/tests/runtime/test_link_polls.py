@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +24,7 @@ from pdcluster_operator.plan.reports import (
 from pdcluster_operator.runtime import launcher_watch
 from pdcluster_operator.runtime.errors import LauncherError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
+from pdcluster_operator.runtime.launcher_watch import LauncherWatch
 from pdcluster_operator.runtime.queue import Key
 
 KEY = Key("ns", "tiny")
@@ -248,6 +251,29 @@ async def test_the_engines_of_a_cluster_that_was_deleted_wait_for_no_router() ->
     assert launchers.routes == [(D.engine, True), (D.engine, False)]
     assert monitor.engines(KEY) == {}
     await monitor.stop()
+
+
+@pytest.mark.parametrize("revision", [None, "1"])
+async def test_who_is_followed_no_longer_leaves_nothing_in_memory(revision: str | None) -> None:
+    """No garbage collection has to come for it: the operator makes few, and frozen objects stay."""
+    launchers = Launchers()
+    launchers.revision = revision
+    monitor, _ = monitor_of(launchers)
+    watches: weakref.WeakSet[LauncherWatch] = weakref.WeakSet()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        for incarnation in range(5):
+            monitor.follow(KEY, [replace(one, process=f"{incarnation}/0") for one in (P, D)])
+            watches.update(one for one in gc.get_objects() if type(one) is LauncherWatch)
+            assert watches
+            await until(lambda: monitor.engines(KEY))
+        monitor.follow(KEY, [])
+        await until(lambda: not watches)
+    finally:
+        if was_on:
+            gc.enable()
+        await monitor.stop()
 
 
 async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:

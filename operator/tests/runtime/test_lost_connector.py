@@ -43,6 +43,21 @@ async def test_a_watch_and_a_sweep_tell_of_it(woken: tuple[ControlLoop, list[Key
     assert sorted(keys) == [Key("ns", "one"), Key("ns", "two")]
     keys.clear()
     loop.see("ADDED", CONNECTOR)
+    bare = {**CONNECTOR["metadata"], "labels": {}, "resourceVersion": "8"}
+    loop.see("MODIFIED", {**CONNECTOR, "metadata": bare})
+    assert sorted(keys) == [Key("ns", "one"), Key("ns", "two")], "it is not shared any more"
+    keys.clear()
+    loop.see(
+        "MODIFIED", {**CONNECTOR, "metadata": {**CONNECTOR["metadata"], "resourceVersion": "9"}}
+    )
+    assert keys == []
+    loop.store.begin("ConfigMap")
+    loop.sweep("ConfigMap", [{**CONNECTOR, "metadata": {**bare, "resourceVersion": "10"}}])
+    assert sorted(keys) == [Key("ns", "one"), Key("ns", "two")]
+    keys.clear()
+    loop.see(
+        "MODIFIED", {**CONNECTOR, "metadata": {**CONNECTOR["metadata"], "resourceVersion": "11"}}
+    )
     loop.store.begin("ConfigMap")
     loop.sweep("ConfigMap", [])
     assert sorted(keys) == [Key("ns", "one"), Key("ns", "two")]

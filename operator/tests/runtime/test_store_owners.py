@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.plan import ownership
+from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store
 
@@ -91,6 +92,25 @@ def test_an_object_that_changes_its_owner_moves() -> None:
     store.replace("Deployment", [thing("Deployment", "tiny-router-k", "d2", *OF_CLUSTER)])
     store.replace("Deployment", [])
     assert store.children(KEY) == ()
+
+
+@pytest.mark.parametrize("way", ["watch", "sweep"])
+async def test_an_object_that_goes_over_to_another_cluster_concerns_both(way: str) -> None:
+    unused: Any = object()
+    loop = ControlLoop(api=unused, launchers=unused, events=unused, connector=unused, clock=unused)
+    for manifest in (CLUSTER, STATEFUL_SET, POD):
+        loop.see("ADDED", copy.deepcopy(manifest))
+    woken: set[Key] = set()
+    loop.queue.add = lambda key, **_: woken.add(key)  # type: ignore[method-assign]
+    moved = copy.deepcopy(POD)
+    moved["metadata"]["labels"]["pdcluster.dev/cluster"] = "other"
+    moved["metadata"]["resourceVersion"] = "8"
+    if way == "watch":
+        loop.see("MODIFIED", moved)
+    else:
+        loop.store.begin("Pod")
+        loop.sweep("Pod", [moved])
+    assert woken == {KEY, Key("ns", "other")}
 
 
 def test_reading_one_cluster_costs_no_more_with_many_others(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pdcluster_connector.compat.versions import ANY_VERSION
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.rules.pod_template_fields import env_source_errors
 from pdcluster_operator.api.spec.arguments import OWNED_FLAGS, Flag, owned_flag, parse_flags
 from pdcluster_operator.api.spec.engine_types import EngineOverride
 from pdcluster_operator.api.spec.enums import Role
@@ -72,6 +73,7 @@ def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
                     "needs exactly one of value and valueFrom",
                     "Give one of them.",
                 )
+            yield from env_source_errors(f"{path}.env[{place}].valueFrom", var.value_from)
     yield from _overlaid_keys(cluster)
     for role in Role:
         yield from _contradictions(cluster, role)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Rule, quoted, shown
 from pdcluster_operator.api.rules.pod_fields import TYPES
@@ -46,6 +47,11 @@ def pod_template_errors(cluster: Cluster) -> Iterator[FieldError]:
                 "read memory that is gone",
                 "Leave it out: the operator knows how long a drain takes.",
             )
+
+
+def env_source_errors(path: str, source: Mapping[str, Any] | None) -> Iterator[FieldError]:
+    """Yield what Kubernetes would refuse in the source of a variable of spec.engine.env."""
+    yield from itertools.islice(_value(path, "V1EnvVarSource", source), MOST_ERRORS)
 
 
 def pod_template_warnings(cluster: Cluster) -> Iterator[FieldError]:

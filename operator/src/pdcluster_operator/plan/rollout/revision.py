@@ -21,6 +21,11 @@ from pdcluster_operator.api.spec.types import Cluster, Role
 ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 
 
+def is_same_json(one: Any, other: Any) -> bool:
+    """Whether two documents are the same JSON. For Python, 1 and true are equal."""
+    return one == other and json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
 def short_hash(document: Any, length: int = REVISION_LENGTH) -> str:
     """Return a short name of a JSON document, fit for object names and labels."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)

@@ -33,7 +33,7 @@ from pdcluster_operator.plan.rollout.before_tls import (
     spec_with_tls,
 )
 from pdcluster_operator.plan.rollout.changes import spec_of_engines
-from pdcluster_operator.plan.rollout.revision import pairing_key, short_hash
+from pdcluster_operator.plan.rollout.revision import is_same_json, pairing_key, short_hash
 from pdcluster_operator.plan.rollout.stored import (
     REVISION_KIND,
     Revision,
@@ -159,13 +159,13 @@ def _fitting(
     for one in known:
         if one.role is not role or renew not in ("", one.renew):
             continue
-        if one.spec == spec:
+        if is_same_json(one.spec, spec):
             yield one
             continue
         if today is None:
             today = _meaning(cluster, role)
         parsed = parse_cluster({**observed.cluster, "spec": spec_with_tls(one, cluster)})
-        if not parsed.errors and _meaning(parsed.cluster, role) == today:
+        if not parsed.errors and is_same_json(_meaning(parsed.cluster, role), today):
             yield one
 
 
