@@ -94,6 +94,30 @@ def test_an_object_that_changes_its_owner_moves() -> None:
     assert store.children(KEY) == ()
 
 
+def created(manifest: dict[str, Any], second: int, **metadata: str) -> dict[str, Any]:
+    """Return the object as it was created in this second of a minute."""
+    born = {"creationTimestamp": f"2026-11-25T10:00:{second:02}Z"}
+    return {**manifest, "metadata": {**manifest["metadata"], **born, **metadata}}
+
+
+def test_the_pods_of_a_deleted_cluster_are_not_those_of_its_successor() -> None:
+    """The garbage collector comes to the StatefulSets of a deleted cluster some seconds later."""
+    store = Store()
+    for manifest in (created(CLUSTER, 1), created(STATEFUL_SET, 2), created(POD, 3)):
+        store.put(manifest)
+    assert names(store) == [POD["metadata"]["name"]]
+    store.drop(CLUSTER)
+    assert names(store) == []
+    store.put(created(CLUSTER, 9, uid="c2"))
+    assert store.children(KEY) == ()
+    assert names(store) == []
+    own = thing("StatefulSet", ENGINE, "s2", "PDCluster", "tiny", "c2")
+    store.put(own)
+    # The clock of another API server may be late.
+    store.put(created(thing("Pod", f"{ENGINE}-0", "p2", "StatefulSet", ENGINE, "s2"), 8))
+    assert [pod["metadata"]["uid"] for pod in store.pods(KEY)] == ["p2"]
+
+
 @pytest.mark.parametrize("way", ["watch", "sweep"])
 async def test_an_object_that_goes_over_to_another_cluster_concerns_both(way: str) -> None:
     unused: Any = object()

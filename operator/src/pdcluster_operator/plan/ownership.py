@@ -29,7 +29,9 @@ def controller_uid(manifest: Manifest) -> str:
     return str(controller_of(manifest).get("uid") or "")
 
 
-def own_pods(pods: Iterable[Manifest], children: Iterable[Manifest]) -> Iterator[Manifest]:
+def own_pods(
+    cluster: Manifest, pods: Iterable[Manifest], children: Iterable[Manifest]
+) -> Iterator[Manifest]:
     """Yield the pods that the cluster's workloads made.
 
     Args:
@@ -38,19 +40,21 @@ def own_pods(pods: Iterable[Manifest], children: Iterable[Manifest]) -> Iterator
 
     The pods of a StatefulSet outlive it for a while, and they count: their engine still runs. Its
     UID is unknown then. Only Kubernetes' garbage collector is left to care for such a pod, so a
-    stranger's pod of this kind does not stay.
+    stranger's pod of this kind does not stay. A pod that is older than the cluster does not count:
+    it belonged to a cluster of the same name, which was deleted.
     """
+    born = _created(cluster)
     workloads = {
         (str(child["kind"]), str(child["metadata"]["name"])): str(child["metadata"].get("uid", ""))
         for child in children
         if child["kind"] in ("StatefulSet", "Deployment")
     }
     for pod in pods:
-        if _made_by(pod, workloads):
+        if _made_by(pod, workloads, born):
             yield pod
 
 
-def _made_by(pod: Manifest, workloads: Mapping[tuple[str, str], str]) -> bool:
+def _made_by(pod: Manifest, workloads: Mapping[tuple[str, str], str], born: str) -> bool:
     controller = controller_of(pod)
     kind, name = str(controller.get("kind")), str(controller.get("name"))
     if kind == "ReplicaSet":  # not watched: it has its Deployment's name and a hash
@@ -61,4 +65,11 @@ def _made_by(pod: Manifest, workloads: Mapping[tuple[str, str], str]) -> bool:
     engine = engine_of(pod)
     if kind != "StatefulSet" or not uid or engine is None or name != engine.stateful_set:
         return False
-    return workloads.get((kind, name), uid) == uid
+    if (kind, name) in workloads:
+        return workloads[kind, name] == uid
+    return (_created(pod) or born) >= born
+
+
+def _created(manifest: Manifest) -> str:
+    """Return when an object was created, as the API server writes it; empty if it is not known."""
+    return str(manifest["metadata"].get("creationTimestamp") or "")

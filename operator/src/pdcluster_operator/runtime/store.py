@@ -237,7 +237,10 @@ class Store:
 
     def pods(self, key: Key) -> tuple[Manifest, ...]:
         """Return the pods that the cluster's workloads made."""
-        return tuple(own_pods(self._at(POD_LABEL, *key), self.children(key)))
+        cluster = self.cluster(key)
+        if cluster is None:
+            return ()
+        return tuple(own_pods(cluster, self._at(POD_LABEL, *key), self.children(key)))
 
     def connectors(self, namespace: str) -> tuple[Manifest, ...]:
         """Return the ConfigMaps with a connector that the namespace's PDClusters share."""
