@@ -31,6 +31,8 @@ class Server:
         self.asked: list[tuple[str, tuple[str | None, ...]]] = []
         self.fail: list[ApiError] = []
         self.absent: set[str] = set()
+        self.refused: set[str | None] = set()  # namespaces without rights
+        self.clusters = {"ns/a"}
         self.broken: set[str] = set()
         self.meanwhile: Callable[[], None] = lambda: None
 
@@ -39,14 +41,24 @@ class Server:
             self.began.append(now())
             self.meanwhile()
         self.asked.append((kind.name, tuple(namespaces)))
+        [namespace] = namespaces
+        if namespace in self.refused:
+            raise ApiError("Forbidden", f"cannot list {kind.name}")
         if self.fail:
             raise self.fail.pop(0)
         if kind.name in self.broken:
             raise ApiError("InternalError", "its conversion webhook answers nobody")
         if kind.name in self.absent:
             raise NotFound("no such kind")
-        metadata = {"namespace": "ns", "name": "a", "uid": "a", "resourceVersion": "5"}
-        return [{"kind": kind.name, "metadata": metadata}] * (kind.name == "PDCluster")
+        if kind.name != "PDCluster":
+            return []
+        found = (one.split("/") for one in sorted(self.clusters))
+        return [cluster(*one) for one in found if namespace in (None, one[0])]
+
+
+def cluster(namespace: str, name: str) -> dict[str, Any]:
+    metadata = {"namespace": namespace, "name": name, "uid": name, "resourceVersion": "5"}
+    return {"kind": "PDCluster", "metadata": metadata}
 
 
 class Sweeps:
@@ -64,11 +76,12 @@ class Sweeps:
 def test_all_kinds_are_listed_about_every_five_minutes_whatever_fails() -> None:
     async def story() -> None:
         sweeps = Sweeps()
+        await sweeps.sweeper.first()
         task = asyncio.create_task(sweeps.sweeper.run())
         await asyncio.sleep(3600.0)
         sweeps.server.fail = [ApiError("Timeout", "slow")]
         await asyncio.sleep(3600.0)
-        began = [0.0, *sweeps.server.began]
+        began = sweeps.server.began
         pauses = [later - sooner for sooner, later in pairwise(began)]
         assert 270.0 <= min(pauses) < 300.0 < max(pauses) <= 330.0
         assert len(sweeps.swept) == len(sweeps.server.began)
@@ -83,7 +96,9 @@ def test_a_kind_that_cannot_be_listed_keeps_no_other_from_it() -> None:
         await sweeps.sweeper.first()
         sweeps.server.asked.clear()
         sweeps.server.fail = [ApiError("Unreachable", "no answer")] * 3
-        await sweeps.sweeper._sweep()
+        task = asyncio.create_task(sweeps.sweeper.run())
+        await asyncio.sleep(331.0)
+        task.cancel()
         assert [name for name, _ in sweeps.server.asked] == [kind.name for kind in WATCHED]
         assert sweeps.loop.store.keys() == [Key("ns", "a")], "it was not listed, and is not gone"
         assert len(sweeps.swept) == 2
@@ -137,7 +152,7 @@ def test_the_first_sweep_is_tried_every_two_seconds_until_it_is_done(error: ApiE
     virtual_time.run(story())
 
 
-@pytest.mark.parametrize(("namespaces", "asked"), [((), (None,)), (("a", "b"), ("a", "b"))])
+@pytest.mark.parametrize(("namespaces", "asked"), [((), (None,)), (("ns", "b"), ("ns", "b"))])
 def test_what_is_listed_is_known_queued_and_owed_by_the_watch(
     namespaces: tuple[str, ...], asked: tuple[str | None, ...]
 ) -> None:
@@ -145,12 +160,91 @@ def test_what_is_listed_is_known_queued_and_owed_by_the_watch(
         sweeps = Sweeps(*namespaces)
         sweeps.server.absent = {"PrefillScaler"}
         await sweeps.sweeper.first()
-        assert sweeps.server.asked == [(kind.name, asked) for kind in WATCHED]
+        assert sweeps.server.asked == [(kind.name, (one,)) for one in asked for kind in WATCHED]
         assert sweeps.loop.store.keys() == [Key("ns", "a")]
         assert sweeps.loop.queue.depth == 1
         assert not sweeps.loop.store.serves("PrefillScaler")
         assert sweeps.loop.store.serves("Pod")
         await asyncio.sleep(61.0)
+        assert "the watch of PDCluster is dead" in str(sweeps.health.trouble())
+
+    virtual_time.run(story())
+
+
+def test_a_namespace_without_rights_keeps_no_other_from_being_served() -> None:
+    """Somebody has deleted it, and the operator's RoleBinding with it."""
+
+    async def story() -> None:
+        sweeps = Sweeps("a", "b")
+        sweeps.server.clusters = {"a/x", "a/y", "b/z"}
+        await sweeps.sweeper.first()
+        task = asyncio.create_task(sweeps.sweeper.run())
+        sweeps.server.refused, sweeps.server.clusters = {"b"}, {"a/x"}
+        await asyncio.sleep(331.0)
+        assert sweeps.loop.store.keys() == [Key("a", "x"), Key("b", "z")]
+        assert sweeps.loop.works_in("b"), "it was not listed, and what was known stays"
+        task.cancel()
+
+    virtual_time.run(story())
+
+
+def test_nothing_is_done_in_a_namespace_that_was_never_listed_whole() -> None:
+    async def story() -> None:
+        sweeps = Sweeps("a", "b")
+        sweeps.server.clusters, sweeps.server.refused = {"a/x"}, {"b"}
+        await sweeps.sweeper.first()
+        assert sweeps.sweeper.done
+        assert now() == 0.0
+        sweeps.loop.see("ADDED", cluster("b", "z"))  # the operator may have regained this right
+        assert sweeps.loop.works_in("a")
+        assert not sweeps.loop.works_in("b"), "its PrefillScalers may be unknown"
+        task = asyncio.create_task(sweeps.sweeper.run())
+        await asyncio.sleep(100.0)
+        assert not sweeps.loop.works_in("b")
+        assert len(sweeps.swept) == 1
+        sweeps.server.clusters, sweeps.server.refused = {"a/x", "b/z"}, set()
+        woken: list[Key] = []
+        sweeps.loop.queue.add = lambda key, **_: woken.append(key)  # type: ignore[method-assign]
+        await asyncio.sleep(31.0)
+        assert sweeps.loop.works_in("b")
+        assert Key("b", "z") in woken
+        assert Key("a", "x") not in woken, "the period of all is not over"
+        task.cancel()
+
+    virtual_time.run(story())
+
+
+def test_the_operator_waits_if_no_namespace_can_be_listed(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        sweeps = Sweeps("a", "b")
+        sweeps.server.refused = {"a", "b"}
+        task = asyncio.create_task(sweeps.sweeper.first())
+        await asyncio.sleep(600.0)
+        assert not sweeps.sweeper.done
+        assert len(caplog.messages) == 2, "each namespace is told of once"
+        assert all("cannot list" in line for line in caplog.messages)
+        sweeps.server.refused = {"b"}
+        await task
+        assert sweeps.sweeper.done
+
+    virtual_time.run(story())
+
+
+def test_a_watch_owes_nothing_before_it_was_started() -> None:
+    """The kubelet would kill the operator while it waits for a slow API server, again and again."""
+
+    async def story() -> None:
+        sweeps = Sweeps()
+        sweeps.server.broken = {"PrefillScaler"}
+        task = asyncio.create_task(sweeps.sweeper.first())
+        for _ in range(600):
+            await asyncio.sleep(1.0)
+            assert sweeps.health.trouble() is None
+        sweeps.server.broken.clear()
+        await task
+        await asyncio.sleep(59.0)
+        assert sweeps.health.trouble() is None
+        await asyncio.sleep(3.0)
         assert "the watch of PDCluster is dead" in str(sweeps.health.trouble())
 
     virtual_time.run(story())

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.adapters.api_server.watch_health import LATE_SECONDS, WatchHealth
+import pytest
+
+from pdcluster_operator.adapters.api_server.watch_health import (
+    LATE_SECONDS,
+    LONGEST_LIST_SECONDS,
+    WatchHealth,
+)
 
 
 class Clock:
@@ -21,7 +27,10 @@ def pod(name: str, version: int, uid: str = "u") -> dict[str, Any]:
 
 def watches() -> tuple[WatchHealth, Clock]:
     clock = Clock()
-    return WatchHealth(clock), clock
+    health = WatchHealth(clock)
+    health.begin()
+    clock.now += 1000
+    return health, clock
 
 
 def test_a_watch_that_reports_nothing_is_dead_after_a_while() -> None:
@@ -59,7 +68,7 @@ def test_an_older_version_or_an_object_of_another_uid_is_no_report() -> None:
     health, clock = watches()
     health.listed("Pod", [pod("a", 5), pod("b", 5, "new")], health.now())
     health.reported("MODIFIED", pod("a", 4))
-    health.reported("MODIFIED", pod("b", 9, "old"))
+    health.reported("MODIFIED", pod("b", 4, "old"))
     clock.now += LATE_SECONDS + 1
     assert health.trouble()
     health.reported("MODIFIED", pod("a", 5))
@@ -75,6 +84,60 @@ def test_what_is_gone_is_not_owed() -> None:
     health.listed("Pod", [], health.now())
     clock.now += LATE_SECONDS + 1
     assert health.trouble() is None
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_what_is_deleted_while_a_list_is_on_its_way_is_not_owed(made_again: bool) -> None:
+    """A LIST of thousands comes in pages, for seconds, and shows what there was when it began."""
+    health, clock = watches()
+    health.reported("ADDED", pod("a", 5))
+    clock.now += 1
+    began = health.now()
+    clock.now += 1
+    health.reported("DELETED", pod("a", 6))
+    if made_again:
+        health.reported("ADDED", pod("a", 7, "new"))
+    health.listed("Pod", [pod("a", 5)], began)
+    clock.now += LATE_SECONDS + 1
+    assert health.trouble() is None
+    health.listed("Pod", [pod("a", 7, "new")] * made_again, health.now())
+    clock.now += LATE_SECONDS + 1
+    assert health.trouble() is None
+    health.listed("Pod", [pod("a", 9, "newest")], health.now())
+    clock.now += LATE_SECONDS + 1
+    assert health.trouble()
+
+
+def test_a_later_object_of_that_name_settles_what_was_owed() -> None:
+    health, clock = watches()
+    health.listed("Pod", [pod("a", 5)], health.now())
+    health.reported("ADDED", pod("a", 7, "new"))
+    clock.now += LATE_SECONDS + 1
+    assert health.trouble() is None
+
+
+def test_deletions_are_forgotten_even_if_no_list_of_the_kind_ends() -> None:
+    health, clock = watches()
+    for number in range(100):
+        health.reported("DELETED", pod(f"a-{number}", number))
+        clock.now += LONGEST_LIST_SECONDS / 10
+    assert len(health._gone) <= 11
+    health.listed("Pod", [], health.now())
+    assert not health._gone
+
+
+def test_a_list_of_one_namespace_says_nothing_of_another() -> None:
+    health, clock = watches()
+    elsewhere = {"kind": "Pod", "metadata": {**pod("a", 5)["metadata"], "namespace": "other"}}
+    health.listed("Pod", [pod("a", 5)], health.now(), "ns")
+    health.reported("ADDED", elsewhere)
+    clock.now += 1
+    health.listed("Pod", [], health.now(), "other")
+    health.listed("Pod", [elsewhere], health.now(), "other")
+    clock.now += LATE_SECONDS + 1
+    assert "ns/a" in (health.trouble() or ""), "the list of the other namespace lacks it"
+    health.listed("Pod", [], health.now(), "ns")
+    assert "other/a" in (health.trouble() or "")
 
 
 def test_an_object_that_is_reported_while_a_list_is_on_its_way_is_not_owed_later() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -86,6 +86,7 @@ class ControlLoop:
             new=lambda: self.queue.new,
         )
         self._resync: asyncio.Task[None] | None = None
+        self._unlisted: frozenset[str] = frozenset()
 
     def see(self, event: str, manifest: Manifest) -> None:
         """Take in a watch event: ADDED, MODIFIED or DELETED. It queues a cluster if it is news."""
@@ -135,10 +136,17 @@ class ControlLoop:
             return False
         return bool(cluster["metadata"].get("generation", FIRST) == FIRST)
 
-    def sweep(self, kind: str, manifests: Iterable[Manifest]) -> None:
-        """One LIST of all objects of a kind that concern us."""
-        for key in self.store.replace(kind, manifests):
+    def sweep(self, kind: str, manifests: Iterable[Manifest], namespace: str | None = None) -> None:
+        """One LIST of all objects of a kind that concern us: of a namespace, or of all."""
+        for key in self.store.replace(kind, manifests, namespace):
             self.queue.add(key)
+
+    def set_unlisted(self, namespaces: Collection[str]) -> None:
+        """Say in which namespaces nothing can be done: not all of their objects are known."""
+        known = self._unlisted.difference(namespaces)
+        self._unlisted = frozenset(namespaces)
+        for namespace in known:
+            self.wake(namespace)
 
     def set_served(self, kind: str, *, served: bool) -> None:
         """Say whether the API server has a kind. If that is news, every cluster is looked at."""
@@ -192,7 +200,9 @@ class ControlLoop:
 
     def _is_ours(self, key: Key) -> bool:
         cluster = self.store.cluster(key)
-        return cluster is not None and belongs_to(cluster, self._place.operator_class)
+        if cluster is None or key.namespace in self._unlisted:
+            return False
+        return belongs_to(cluster, self._place.operator_class)
 
     def _holds(self, key: Key) -> bool:
         return self._leases is None or self._leases.holds(key.namespace)

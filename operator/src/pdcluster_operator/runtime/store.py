@@ -163,12 +163,22 @@ class Store:
         """Say that a LIST of ``kind`` begins: what a watch reports from now on is newer."""
         self._touched[kind] = set()
 
-    def replace(self, kind: str, manifests: Iterable[Manifest]) -> set[Key]:
-        """Swap all objects of ``kind`` for a LIST's result; return the keys that changed."""
+    def replace(
+        self, kind: str, manifests: Iterable[Manifest], namespace: str | None = None
+    ) -> set[Key]:
+        """Swap all objects of ``kind`` for a LIST's result; return the keys that changed.
+
+        Args:
+            namespace: whose objects were listed; None for all.
+        """
         newer = self._touched.pop(kind, set())
         listed = {identity_of(manifest): manifest for manifest in manifests}
         held = self._objects.get(kind, {})
-        gone = [identity for identity in held.keys() - listed.keys() if identity not in newer]
+        gone = [
+            identity
+            for identity in held.keys() - listed.keys()
+            if namespace in (None, identity[1]) and identity not in newer
+        ]
         changed = [
             identity
             for identity in listed.keys() - newer

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import NotFound
-from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, Kind
+from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.api.labels import GROUP
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -17,14 +17,25 @@ from pdcluster_operator.runtime.errors import ApiError
 
 log = logging.getLogger(__name__)
 
+Namespace = str | None
+"""A namespace; None for all of them."""
+
 RETRY_SECONDS = 2.0
+"""How long to wait before the next try, while nothing can be done yet."""
+UNLISTED_SECONDS = 30.0
+"""How often to try to list namespaces that could not be listed so far."""
 
 
 class Sweeper:
     """Lists every watched kind into the control loop's store.
 
+    Nothing is done in a namespace whose objects are not known yet: engines that a PrefillScaler
+    has added would be deleted. One namespace that cannot be listed keeps no other from being worked
+    in. Somebody may have deleted it, and the operator's rights with it.
+
     Args:
-        swept: called after each time.
+        namespaces: that are watched; all if there is none.
+        swept: called each time when all namespaces were listed.
     """
 
     def __init__(
@@ -39,57 +50,80 @@ class Sweeper:
         self._api = api
         self._loop = loop
         self._health = health
-        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._namespaces: tuple[Namespace, ...] = tuple(namespaces) or (None,)
+        self._unlisted: dict[Namespace, str] = dict.fromkeys(self._namespaces, "")  # and why
         self._period = period
         self._swept = swept
         self.done = False
 
     async def first(self) -> None:
-        """Fill the store. Wait for the API server and for the CRD as long as it takes."""
+        """Fill the store. Wait for the API server and for the CRD as long as it takes.
+
+        The watches are started when it is done.
+        """
         while not self.done:
-            try:
-                await self._sweep(first=True)
-            except NotFound as error:
-                log.warning("the CRD of %s is not installed: %s", PDCLUSTER.name, error)
-            except ApiError as error:
-                log.warning("waiting for the API server: %s", error)
-            else:
-                self.done = True
-                return
-            await asyncio.sleep(RETRY_SECONDS)
+            await self._sweep(list(self._unlisted))
+            self.done = len(self._unlisted) < len(self._namespaces)
+            if not self.done:
+                await asyncio.sleep(RETRY_SECONDS)
+        self._health.begin()
+        self._swept()
 
     async def run(self) -> None:
         """List about once a period. After a failure, wait for the next time."""
+        clock = asyncio.get_running_loop().time
+        due = clock() + self._pause()
         while True:
-            await asyncio.sleep(self._period * random.uniform(0.9, 1.1))  # noqa: S311 - no secret
-            await self._sweep()
+            left = due - clock()
+            await asyncio.sleep(min(left, UNLISTED_SECONDS) if self._unlisted else left)
+            if clock() < due:
+                await self._sweep(list(self._unlisted))
+                continue
+            await self._sweep(self._namespaces)
+            self._swept()
+            due = clock() + self._pause()
 
-    async def _sweep(self, *, first: bool = False) -> None:
+    def _pause(self) -> float:
+        return self._period * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
+
+    async def _sweep(self, namespaces: Iterable[Namespace]) -> None:
+        for namespace in namespaces:
+            try:
+                await self._list_all(namespace)
+            except ApiError as error:
+                why = f"{'' if namespace is None else f'{namespace}: '}{error}"
+                if why != self._unlisted[namespace]:
+                    log.warning("nothing is done before all objects are known: %s", why)
+                self._unlisted[namespace] = why
+            else:
+                self._unlisted.pop(namespace, None)
+        self._loop.set_unlisted({one for one in self._unlisted if one is not None})
+
+    async def _list_all(self, namespace: Namespace) -> None:
         """List each kind. One that cannot be listed keeps no other from it.
 
         Raises:
-            ApiError: the first sweep cannot list our own kinds, or one that each API server has.
-                Without a PrefillScaler that is there, prefill engines would be deleted.
+            ApiError: not all objects have ever been listed, and it is one of our own kinds, or one
+                that each API server has.
         """
         for kind in WATCHED:
             try:
-                await self._list(kind)
+                await self._list(kind, namespace)
             except ApiError as error:
-                if first and (kind.group == GROUP or not kind.optional):
+                if namespace in self._unlisted and (kind.group == GROUP or not kind.optional):
                     raise
                 log.warning("%s: objects are not listed: %s", kind.name, error)
-        self._swept()
 
-    async def _list(self, kind: Kind) -> None:
+    async def _list(self, kind: Kind, namespace: Namespace) -> None:
         self._loop.store.begin(kind.name)
         began = self._health.now()
         served = True
         try:
-            listed = await self._api.list(kind, self._namespaces)
-        except NotFound:
+            listed = await self._api.list(kind, (namespace,))
+        except NotFound as error:
             if not kind.optional:
-                raise
+                raise NotFound(f"the CRD of {kind.name} is not installed: {error}") from error
             listed, served = [], False
         self._loop.set_served(kind.name, served=served)
-        self._health.listed(kind.name, listed, began)
-        self._loop.sweep(kind.name, listed)
+        self._health.listed(kind.name, listed, began, namespace)
+        self._loop.sweep(kind.name, listed, namespace)

@@ -14,6 +14,8 @@ from typing import Any
 
 LATE_SECONDS = 60.0
 """How much later than a sweep a watch may report an object. A healthy one needs milliseconds."""
+LONGEST_LIST_SECONDS = 3600.0
+"""How long a deletion is remembered, if no LIST of its kind ends."""
 
 Identity = tuple[str, str, str]
 
@@ -32,6 +34,12 @@ class WatchHealth:
         self._clock = clock
         self._told: dict[Identity, _Told] = {}
         self._owed: dict[Identity, _Told] = {}
+        self._gone: dict[Identity, _Told] = {}  # deleted while a LIST may be under way
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """Say that the watches have been started. Before, none is late."""
+        self._since = self._clock()
 
     def now(self) -> float:
         """Return the moment, for :meth:`listed`."""
@@ -43,28 +51,53 @@ class WatchHealth:
         if event == "DELETED":
             self._told.pop(identity, None)
             self._owed.pop(identity, None)
+            self._gone.pop(identity, None)
+            self._gone[identity] = told
+            self._forget_deletions(told.moment - LONGEST_LIST_SECONDS)
             return
         self._told[identity] = told
         if not _behind(told, self._owed.get(identity)):
             self._owed.pop(identity, None)
 
-    def listed(self, kind: str, manifests: Iterable[Mapping[str, Any]], began: float) -> None:
-        """One LIST of all objects of a kind, which began at that moment."""
+    def listed(
+        self,
+        kind: str,
+        manifests: Iterable[Mapping[str, Any]],
+        began: float,
+        namespace: str | None = None,
+    ) -> None:
+        """One LIST of all objects of a kind, which began at that moment.
+
+        Args:
+            namespace: whose objects were listed; None for all.
+        """
         now = self._clock()
         found = {_identity(manifest): _told(manifest, now) for manifest in manifests}
-        for identity in [one for one in self._owed if one[0] == kind and one not in found]:
+
+        def missing(identity: Identity) -> bool:
+            return _is_in(identity, kind, namespace) and identity not in found
+
+        for identity in list(filter(missing, self._owed)):
             del self._owed[identity]
-        for identity, told in list(self._told.items()):
+        for identity in list(filter(missing, self._told)):
             # A watch that had a gap does not report what was deleted in it. That is no fault.
-            if identity[0] == kind and identity not in found and told.moment < began:
+            if self._told[identity].moment < began:
                 del self._told[identity]
         for identity, listed in found.items():
+            gone = self._gone.get(identity)
+            if gone is not None and gone.version > listed.version:
+                continue  # the LIST was made before it was deleted, and came later
             if _behind(self._told.get(identity), listed):
                 self._owed.setdefault(identity, listed)
+        for identity in [one for one in self._gone if _is_in(one, kind, namespace)]:
+            if self._gone[identity].moment < began:
+                del self._gone[identity]
 
     def trouble(self) -> str | None:
         """Return which watch is dead; None while all report in time."""
         limit = self._clock() - LATE_SECONDS
+        if self._since is None or self._since >= limit:
+            return None
         for (kind, namespace, name), owed in self._owed.items():
             if owed.moment < limit:
                 return (
@@ -73,12 +106,27 @@ class WatchHealth:
                 )
         return None
 
+    def _forget_deletions(self, before: float) -> None:
+        for identity, told in list(self._gone.items()):  # the oldest first
+            if told.moment >= before:
+                return
+            del self._gone[identity]
+
 
 def _behind(told: _Told | None, wanted: _Told | None) -> bool:
-    """Whether the watch has reported neither the wanted version nor a later one."""
+    """Whether the watch has reported neither the wanted version nor a later one.
+
+    A later one may be of another object of that name: the wanted one is gone then.
+    """
     if wanted is None:
         return False
-    return told is None or told.uid != wanted.uid or told.version < wanted.version
+    if told is None or told.version < wanted.version:
+        return True
+    return told.version == wanted.version and told.uid != wanted.uid
+
+
+def _is_in(identity: Identity, kind: str, namespace: str | None) -> bool:
+    return identity[0] == kind and namespace in (None, identity[1])
 
 
 def _identity(manifest: Mapping[str, Any]) -> Identity:
