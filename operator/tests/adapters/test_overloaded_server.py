@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import suppress
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from kubernetes.aio import client as kubernetes
 from reached import reaching
 
+import virtual_time
 from pdcluster_operator.adapters.api_server import client
 from pdcluster_operator.adapters.api_server.client import APPLY, TRIES, KubeClient
-from pdcluster_operator.adapters.api_server.overload import Overload
+from pdcluster_operator.adapters.api_server.overload import MOST_PATIENCE, Overload
 from pdcluster_operator.runtime.errors import ApiError
 
 
@@ -86,6 +90,48 @@ async def test_calls_that_waited_together_do_not_come_back_together(
     overload.told("ns", "4")
     await overload.wait("ns")
     assert time.now - 100.0 == 6.0
+
+
+class Webhook(KubeClient):
+    """A webhook answers 429 to all that is written of one kind, and the rest is answered."""
+
+    def __init__(self, asked: str) -> None:
+        super().__init__(kubernetes.Configuration())
+        self._overload = Overload(asyncio.get_running_loop().time)
+        self.asked, self.refused = asked, 0
+
+    async def _once(self, method: str, path: str, *_: Any) -> tuple[int, bytes, str]:
+        await asyncio.sleep(0.02)
+        if "/statefulsets/" not in path:
+            return 200, b"{}", ""
+        self.refused += 1
+        return 429, b'{"message": "try later"}', self.asked
+
+
+@pytest.mark.parametrize("asked", ["1", "10"])
+def test_a_kind_that_is_refused_holds_nobodys_status_back_for_long(asked: str) -> None:
+    """As many PDClusters as there are workers. Their statuses say that something is refused."""
+    looks = 18
+
+    async def story() -> None:
+        client, told = Webhook(asked), []
+
+        async def call(path: str) -> None:
+            with suppress(ApiError):
+                await client.call("PATCH", f"/apis/x/v1/namespaces/ns/{path}")
+
+        async def look(number: int) -> None:
+            await asyncio.gather(*(call(f"services/{number}-{one}") for one in range(6)))
+            await asyncio.gather(*(call(f"statefulsets/{number}-{one}") for one in range(2)))
+            await call(f"pdclusters/{number}/status")
+            told.append(asyncio.get_running_loop().time())
+
+        async with client:
+            await asyncio.gather(*map(look, range(looks)))
+        assert max(told) <= 2 * MOST_PATIENCE
+        assert client.refused <= TRIES * 2 * looks
+
+    virtual_time.run(story())
 
 
 @pytest.fixture

@@ -175,6 +175,36 @@ async def test_a_holder_that_is_killed_keeps_others_away_for_the_duration_only()
     await two.leases.stop()
 
 
+async def test_a_lease_that_was_deleted_keeps_others_away_for_the_duration() -> None:
+    """Its holder does not know yet, and acts. Its namespace may have been made again."""
+    server = Server()
+    server.held["ns", "pdcluster-operator"] = {
+        **lease_manifest(None, "ns", "pdcluster-operator", "one", 0.0)
+    }
+    server.held["ns", "pdcluster-operator"]["metadata"]["resourceVersion"] = "7"
+    two = Process(server, "two")
+    two.holds()
+    await asyncio.sleep(0.05)
+    server.held.clear()
+    for _ in range(2):
+        await asyncio.sleep(0.05)
+        assert not two.holds()
+        assert not server.held
+        two.now += SHORTEST_SECONDS - 1
+    await until(two.holds)
+    await two.leases.stop()
+
+
+async def test_a_holder_makes_its_lease_again_at_once() -> None:
+    server = Server()
+    one = Process(server, "one")
+    await until(one.holds)
+    server.held.clear()
+    await until(lambda: server.holder() == "one")
+    assert one.holds()
+    await one.leases.stop()
+
+
 async def test_a_holder_that_cannot_renew_stops_before_another_may_begin() -> None:
     server = Server()
     one = Process(server, "one")

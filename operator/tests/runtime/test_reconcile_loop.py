@@ -869,6 +869,51 @@ async def test_a_scaler_is_told_how_many_engines_there_are() -> None:
     assert "scaler status" not in world.port.writes, "it knows already"
 
 
+async def test_events_of_a_transition_are_told_although_a_scalers_status_is_refused() -> None:
+    """The next plan finds the new status, and so no transition."""
+    world = World()
+    await world.reconcile()
+    world.events.events.clear()
+    world.api.apply(
+        {
+            "apiVersion": "pdcluster.dev/v1alpha1",
+            "kind": "PrefillScaler",
+            "metadata": {"name": KEY.name, "namespace": KEY.namespace},
+            "spec": {"replicas": 1},
+        }
+    )
+    bad = copy.deepcopy(MANIFEST)
+    bad["spec"]["prefill"] = {"parallelism": {"tensor": 0}}
+    world.api.apply(bad)
+    world.port.fail["scaler status"] = Conflict("an autoscaler has written it meanwhile")
+    with pytest.raises(Conflict):
+        await world.reconcile()
+    assert "status" in world.port.writes
+    told = [event.reason for event in world.events.events]
+    assert "NotAccepted" in told
+    world.port.fail.clear()
+    await world.reconcile()
+    assert "scaler status" in world.port.writes
+    assert [event.reason for event in world.events.events] == told
+
+
+async def test_a_refusal_that_comes_late_leaves_the_next_cluster_of_that_name_alone() -> None:
+    """The namespace was deleted and made again, while a call of the look before it was hanging."""
+    world = World()
+    before = world.port.apply
+
+    async def late(manifest: Mapping[str, Any], uid: str = "") -> Mapping[str, Any]:
+        world.api.delete("PDCluster", *KEY)
+        world.api.apply(copy.deepcopy(MANIFEST))
+        raise NamespaceTerminating("unable to create: it is being terminated")
+
+    world.port.apply = late  # type: ignore[method-assign]
+    assert await world.reconcile() is None
+    world.port.apply = before  # type: ignore[method-assign]
+    await world.reconcile()
+    assert "status" in world.port.writes
+
+
 async def test_an_api_server_without_pod_groups_makes_no_gang() -> None:
     world = World(scheduling={"gang": "Enabled"})
     world.store.set_served(POD_GROUP_KIND, served=False)

@@ -41,10 +41,17 @@ class EndedNamespaces:
         self._clock = clock
         self._ended: dict[str, _Ended] = {}
 
-    def add(self, namespace: str) -> None:
-        """Take in that a namespace is being deleted. Forget what is not believed any more."""
+    def add(self, namespace: str, uid: str) -> None:
+        """Take in that a namespace is being deleted. Forget what is not believed any more.
+
+        Args:
+            uid: of the PDCluster that was looked at. If it is gone, what was refused may have been
+                of a namespace of the same name, which is gone, too.
+        """
         self._ended = {name: one for name, one in self._ended.items() if self._is_believed(one)}
-        self._ended[namespace] = _Ended(frozenset(self._uids(namespace)), self._clock())
+        there = frozenset(self._uids(namespace))
+        if uid in there:
+            self._ended[namespace] = _Ended(there, self._clock())
 
     def had(self, namespace: str, uid: str) -> bool:
         """Whether a PDCluster goes with its namespace."""

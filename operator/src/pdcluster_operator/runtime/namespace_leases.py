@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from pdcluster_operator.plan.namespace_lease import (
+    Holding,
     Term,
     holding_of,
     lease_manifest,
@@ -108,7 +109,10 @@ class NamespaceLeases:
         version = None if live is None else str(live["metadata"]["resourceVersion"])
         if version != claim.version:
             claim.version, claim.seen = version, began
-        held = holding_of(live)
+        if live is not None:
+            claim.held = holding_of(live)
+        # Somebody may have deleted it, and its holder does not know yet.
+        held = claim.held
         if not may_hold(held, self._me, began - claim.seen):
             claim.until = 0.0
             if claim.other != held.holder:
@@ -123,6 +127,7 @@ class NamespaceLeases:
         # The write may be done and its answer lost. It may give others an earlier turn than before.
         claim.until = min(claim.until, began + term.act_seconds)
         await self._write(claim, live, self._me, term)
+        claim.held = Holding(self._me, term.seconds)
         had = self._clock() < claim.until  # a slow renewal may have come too late
         claim.until, claim.other = began + term.act_seconds, ""
         if not had:
@@ -154,5 +159,6 @@ class _Claim:
         self.until = 0.0  # until when we may act
         self.version: str | None = None  # of the Lease as it was read last
         self.seen = 0.0  # when that version was first read
+        self.held = Holding()  # what it said last
         self.other = ""  # the holder that was named in the log
         self.task: asyncio.Task[None] | None = None

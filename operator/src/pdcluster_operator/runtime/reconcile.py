@@ -119,7 +119,7 @@ class Reconciler:
             return await self._look(key, cluster)
         except NamespaceTerminating as error:
             log.info("%s: nothing more is done in the namespace: %s", key, error)
-            self._ended.add(key.namespace)
+            self._ended.add(key.namespace, cluster["metadata"]["uid"])
             return self._dismiss(key)
 
     def _goes_with_namespace(self, cluster: Manifest) -> bool:
@@ -192,11 +192,11 @@ class Reconciler:
         self._monitor.assign(key, plan.peers)
         self._monitor.route(key, plan.routed)
         wait = await self._write_status(key, cluster, status)
-        if plan.scaler is not None and self._may_write(key):
-            await self._api.write_scaler_status(key, plan.scaler)
         if wait:  # the status of now is still the one before, so the next plan has them, too
             events = [one for one in events if one not in plan.events]
         await self._events.publish(cluster, events)
+        if plan.scaler is not None and self._may_write(key):
+            await self._api.write_scaler_status(key, plan.scaler)
         if failure is not None:
             raise failure
         again = AGAIN_SECONDS if plan.steps else None

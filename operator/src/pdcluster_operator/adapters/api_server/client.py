@@ -110,13 +110,16 @@ class KubeClient:
             NotFound, Conflict, Invalid, ApiError: the server refused or did not answer.
         """
         namespace, written = namespace_of(path), written_namespace(method, path)
+        patience = self._overload.patience()
         for _ in range(TRIES):
-            await self._overload.wait(namespace)
+            await self._overload.wait(namespace, patience)
             async with self._turns.one_for(written) if self._turns else nullcontext():
                 status, text, retry_after = await self._once(method, path, query, body, content)
             if status != TOO_MANY:
                 break
             self._overload.told(namespace, retry_after)
+            if self._overload.is_over(patience):
+                break
         if not 200 <= status < 300:
             raise classified(status, _document(text))
         return _answer(f"{method} {path}", text)

@@ -7,6 +7,7 @@ priority level may be for some namespaces only, and an admission webhook can ans
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,11 @@ from typing import NamedTuple
 
 SHORTEST, LONGEST = 0.5, 10.0
 """Bounds of what a server may ask for, in seconds."""
+MOST_PATIENCE = 30.0
+"""How long one call waits in all. Each refusal of another call makes it wait longer.
+
+If a webhook refuses all of one kind, the status has to say so.
+"""
 SPREAD = 0.5
 """Calls that waited together come back within this share of the time that was asked for."""
 
@@ -38,13 +44,22 @@ class Overload:
         self._sleep = sleep
         self._asked: dict[str, _Asked] = {}
 
-    async def wait(self, namespace: str) -> None:
-        """Return when the server may be called again for a namespace."""
+    def patience(self) -> float:
+        """Return until when a call of this moment waits."""
+        return self._clock() + MOST_PATIENCE
+
+    def is_over(self, patience: float) -> bool:
+        """Whether a call has waited long enough, and has to take the answer that it gets."""
+        return self._clock() >= patience
+
+    async def wait(self, namespace: str, patience: float = math.inf) -> None:
+        """Return when the server may be called again for a namespace, or when patience ends."""
         while True:
             until, asked = self._asked.get(namespace, NOTHING)
-            if (left := until - self._clock()) <= 0:
+            if (left := until - self._clock()) <= 0 or self.is_over(patience):
                 return
-            await self._sleep(left + random.uniform(0, SPREAD) * asked)  # noqa: S311
+            pause = left + random.uniform(0, SPREAD) * asked  # noqa: S311
+            await self._sleep(min(pause, patience - self._clock()))
 
     def told(self, namespace: str, retry_after: str) -> None:
         """Take the ``Retry-After`` of an answer: seconds, or anything else."""
