@@ -123,6 +123,14 @@ ROWS = (
         note="each group has blocks and an alignment of its own",
     ),
     Row(
+        "layers with other numbers or sizes of KV heads than the rest; layers that read the KV of "
+        "an earlier layer",
+        (WINDOWS, "array.heads"),
+        (LAYOUTS, "gemma4-own-heads 1x2→1x1", "gemma4-own-heads 1x1→1x2"),
+        note="a layer without KV of its own is not moved; layers with one head a rank, where the "
+        "model states several numbers of heads that fit, need equal tensor parallel sizes",
+    ),
+    Row(
         "MLA",
         (ATTENTION, "MLA"),
         (LAYOUTS, "deepseek-mla 1x1→1x1", "deepseek-mla 1x2→1x1"),

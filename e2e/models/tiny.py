@@ -113,6 +113,33 @@ RECIPES = {
             "query_pre_attn_scalar": 32,
         },
     ),
+    # Windows with other heads than full attention, and two layers that read the KV of the first.
+    "gemma4-own-heads": Recipe(
+        "Gemma4TextConfig",
+        overrides={
+            **EVERY_OTHER_WINDOW,
+            "num_key_value_heads": 8,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 4,
+            "global_head_dim": 64,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    # More heads in full attention than the model states: with one a rank, which ones is not known.
+    "gemma4-more-heads": Recipe(
+        "Gemma4TextConfig",
+        overrides={
+            **EVERY_OTHER_WINDOW,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
     "gpt-oss": Recipe(
         "GptOssConfig",
         overrides={

@@ -129,7 +129,10 @@ def build(pick: Pick, menu: Menu) -> Case:
     opaque = pick((False, False, True))
     window = pick((5, 8, 13, 21)) if WINDOW in kinds else None
     model = Model(
-        tuple(_group(pick, i, kind, heads, dtype, opaque, window) for i, kind in enumerate(kinds)),
+        tuple(
+            _group(pick, i, kind, pick((heads, 2, 1)) if i else heads, dtype, opaque, window)
+            for i, kind in enumerate(kinds)
+        ),
         dtype,
         DTYPES[dtype][1],
     )

@@ -25,5 +25,10 @@ def test_the_cases_reach_every_kind_of_pair() -> None:
     assert any(first != second for first, second in sizes), "groups with different blocks"
     assert any(case.prefill.numbers != case.decode.numbers for case in made)
     assert any(0 in blocks for case in made for blocks in case.decode_blocks)
+    assert any(
+        len({array.heads for group in case.model.groups for array in group.arrays}) > 1
+        for case in made
+        if MLA not in {group.kind for group in case.model.groups}
+    )
     assert any(case.prefill.pipeline != case.decode.pipeline for case in made)
     assert {len(case.model.groups) for case in made} == {2, 3}

@@ -77,6 +77,8 @@ def contents(
         first = token // group.kv_cache_spec.block_size
         held = {first + i: block for i, block in enumerate(ids) if block > 0}
         for name in group.layer_names:
+            if getattr(layers[name], "kv_sharing_target_layer_name", None):
+                continue  # vLLM's runner lists such layers, too; another layer has their KV
             cache = layers[name].kv_cache
             if isinstance(cache, list | tuple):
                 for part, states in _states(*cache).items():

@@ -112,12 +112,17 @@ HYBRID = {"block": 160, "leaves_last": True, "prefixes": False, "options": NO_PR
 E5M2 = {"kv_cache_dtype": "fp8_e5m2"}
 SKIPS_ONE = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]}
 
+OWN_HEADS = [Kind(8, 2 * 32 * FLOAT, window=64), Kind(4, 2 * 64 * FLOAT)]
+MORE_HEADS = [Kind(1, 2 * 64 * FLOAT, window=64), Kind(2, 2 * 32 * FLOAT)] * 2
+
 CASES = [
     Case("llama", (2, 1), (1, 1), [FULL] * 4),
     Case("llama", (1, 2), (2, 1), [FULL] * 4),
     Case("mistral-window", (1, 1), (1, 1), [windows(128)] * 4, leaves_last=True),
     Case("gemma3-hybrid", (1, 2), (1, 1), [windows(64), FULL] * 2, leaves_last=True),
     Case("gpt-oss", (1, 1), (1, 1), [windows(64), FULL] * 2, leaves_last=True),
+    Case("gemma4-own-heads", (1, 2), (1, 1), OWN_HEADS, leaves_last=True),
+    Case("gemma4-own-heads", (1, 1), (1, 2), OWN_HEADS, leaves_last=True),
     Case("deepseek-mla", (1, 1), (1, 1), [LATENT] * 4, block=16, prefixes=False, options=MLA),
     # With MLA this random model's tokens differ between tensor parallel sizes by themselves.
     Case("deepseek-mla", (1, 2), (1, 1), [LATENT] * 4, block=16, same_tokens=False,

@@ -150,6 +150,17 @@ def test_the_latent_is_one_head_that_every_rank_holds() -> None:
         assert made.shape.layers[0].kv_heads == 1
 
 
+@pytest.mark.parametrize(("rank", "expected"), [(0, (0, 2)), (1, (2, 4))])
+def test_a_layer_with_heads_of_its_own(rank: int, expected: tuple[int, int]) -> None:
+    """Four heads over two ranks, where the model states eight."""
+    views, config = caches(KVCacheLayout.LBHNC, spec=full(2))
+    made = register(views, config, vllm_config(tensor=2, total_heads=8), (0, rank), "digest")
+    region = made.shard.regions[0]
+    assert (region.head_start, region.head_stop) == expected
+    assert made.shape.layers is not None
+    assert made.shape.layers[0].kv_heads == 4
+
+
 def test_groups_carry_their_own_sizes() -> None:
     window = SlidingWindowSpec(
         block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32,

@@ -161,7 +161,11 @@ PAIR_RULES: tuple[Rule, ...] = (
             "kind, KV heads and bytes per token. This rule also refuses a speculative draft model "
             "that only one engine has."
         ),
-        remedy="Serve the same model with the same speculative decoding on both engines.",
+        remedy=(
+            "Serve the same model with the same speculative decoding on both engines. If only the "
+            "numbers of KV heads differ, use the same tensor parallel size on both: the model does "
+            "not say how many KV heads this layer has."
+        ),
         source="definition",
         test=_layers,
     ),

@@ -35,7 +35,8 @@ from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.slices import SLICE_BYTES, joined, sliced
 from pdcluster_connector.vllm.element_types import engine_dtype, layer_dtype, layer_scales
 from pdcluster_connector.vllm.groups import cache_groups
-from pdcluster_connector.vllm.layer_kinds import heads_of, kind_of, token_bytes
+from pdcluster_connector.vllm.kv_heads import heads_of
+from pdcluster_connector.vllm.layer_kinds import kind_of, token_bytes
 from pdcluster_connector.vllm.mamba_states import describe_states
 
 

@@ -1,0 +1,73 @@
+"""Which KV heads of a layer this rank holds.
+
+vLLM gives rank r of t the heads from ``r * total // t`` on. If there are more ranks than heads, it
+replicates heads. A layer does not say how many heads it has in total, only how many are here. Some
+models have layers with another number of heads than they state: MiMo-V2 and Gemma 4 in their
+windows, and draft models. With one head here, the total could then be that of either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pdcluster_connector.compat.shape import LayerKind
+from pdcluster_connector.plan.topology import head_interval
+
+# The fields of Hugging Face configurations that vLLM's models read such a number from.
+COUNTS = re.compile(r"kv_heads|key_value_heads|n_head_kv|attention_groups|query_group")
+
+
+def heads_of(
+    spec: Any, kind: LayerKind, vllm_config: Any, rank: int
+) -> tuple[int, int, int] | None:
+    """(heads of the layer, first head here, one past the last here); None if not known.
+
+    MLA's latent counts as one head that every rank holds. If the total is not certain, each rank
+    counts as holding heads of its own. That is right between equal tensor parallel sizes, and the
+    totals differ between others, so such engines are refused.
+    """
+    tensor = vllm_config.parallel_config.tensor_parallel_size
+    local = getattr(spec, "num_kv_heads", None)
+    if kind is LayerKind.MLA:
+        return (1, 0, 1) if local == 1 else None
+    if kind is LayerKind.MAMBA or local is None:
+        return None
+    fitting = {total for total in stated_totals(vllm_config) if _fits(total, tensor, local)}
+    total = fitting.pop() if len(fitting) == 1 else local * tensor
+    return total, *head_interval(total, tensor, rank)
+
+
+def stated_totals(vllm_config: Any) -> frozenset[int]:
+    """Return each number of KV heads that the model states, and its draft model."""
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    found: set[int] = set()
+    for model in (vllm_config.model_config, draft):
+        if model is not None:
+            found.add(model.get_total_num_kv_heads())
+            found.update(_numbers(_fields(getattr(model, "hf_text_config", None))))
+            layers = getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None)
+            found.update(_numbers(layers))
+    return frozenset(total for total in found if total > 0)
+
+
+def _fits(total: int, tensor: int, local: int) -> bool:
+    """Whether vLLM gives each of ``tensor`` ranks ``local`` heads of this many."""
+    return local == max(1, total // tensor) and (total % tensor == 0 or tensor % total == 0)
+
+
+def _fields(config: Any) -> Any:
+    return config.to_dict() if hasattr(config, "to_dict") else None
+
+
+def _numbers(value: Any, *, counts: bool = False) -> Iterator[int]:
+    """Yield the integers under names of :data:`COUNTS`, at any depth."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _numbers(inner, counts=counts or bool(COUNTS.search(str(name))))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, counts=counts)
+    elif counts and isinstance(value, int) and not isinstance(value, bool):
+        yield value
