@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,3 +109,33 @@ def test_every_place_in_which_a_number_of_heads_is_stated() -> None:
     draft = config(1, 16, n_head_kv=32).model_config
     made.speculative_config = SimpleNamespace(draft_model_config=draft)
     assert stated_totals(made) == {8, 2, 3, 4, 5, 6, 16, 32}
+
+
+@dataclass
+class Attention:
+    n_heads_in_group: int | None
+
+
+@dataclass
+class Block:
+    attention: Attention
+
+
+def test_layers_that_say_how_many_query_heads_share_a_kv_head() -> None:
+    """Nemotron-NAS: its configuration holds an object for each layer. Some have no attention."""
+    layers = [Block(Attention(number)) for number in (8, 16, None)]
+    made = config(8, 8)
+    made.model_config.hf_text_config = Fields(num_attention_heads=64, block_configs=layers)
+    assert stated_totals(made) == {8, 4}
+    spec = full(1)
+    assert heads_of(spec, LayerKind.FULL_ATTENTION, made, 5) == (8, 5, 6), "8 and 4 fit"
+    made.parallel_config.tensor_parallel_size = 4
+    assert heads_of(spec, LayerKind.FULL_ATTENTION, made, 3) == (4, 3, 4)
+
+
+def test_a_configuration_that_contains_itself_ends() -> None:
+    circle: dict[str, Any] = {"num_kv_heads": 4}
+    circle["other"] = circle
+    made = config(1, 8)
+    made.model_config.hf_text_config = Fields(**circle)
+    assert stated_totals(made) == {8, 4}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from pdcluster_connector.compat.shape import LayerKind
@@ -17,6 +18,9 @@ from pdcluster_connector.plan.topology import head_interval
 
 # The fields of Hugging Face configurations that vLLM's models read such a number from.
 COUNTS = re.compile(r"kv_heads|key_value_heads|n_head_kv|attention_groups|query_group")
+# Nemotron-NAS says for each layer how many query heads share a KV head.
+GROUP = re.compile(r"^n_heads_in_group$")
+DEEPEST = 8
 
 
 def heads_of(
@@ -45,10 +49,13 @@ def stated_totals(vllm_config: Any) -> frozenset[int]:
     found: set[int] = set()
     for model in (vllm_config.model_config, draft):
         if model is not None:
-            found.add(model.get_total_num_kv_heads())
-            found.update(_numbers(_fields(getattr(model, "hf_text_config", None))))
+            config = getattr(model, "hf_text_config", None)
+            fields = config.to_dict() if hasattr(config, "to_dict") else {}
             layers = getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None)
-            found.update(_numbers(layers))
+            found.add(model.get_total_num_kv_heads())
+            found.update(_numbers([fields, layers], COUNTS))
+            sharing = [number for number in _numbers(fields, GROUP) if number > 0]
+            found.update(int(fields.get("num_attention_heads") or 0) // one for one in sharing)
     return frozenset(total for total in found if total > 0)
 
 
@@ -57,17 +64,24 @@ def _fits(total: int, tensor: int, local: int) -> bool:
     return local == max(1, total // tensor) and (total % tensor == 0 or tensor % total == 0)
 
 
-def _fields(config: Any) -> Any:
-    return config.to_dict() if hasattr(config, "to_dict") else None
-
-
-def _numbers(value: Any, *, counts: bool = False) -> Iterator[int]:
-    """Yield the integers under names of :data:`COUNTS`, at any depth."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _numbers(inner, counts=counts or bool(COUNTS.search(str(name))))
-    elif isinstance(value, list | tuple):
+def _numbers(value: Any, names: re.Pattern[str], depth: int = 0) -> Iterator[int]:
+    """Yield the integers at any depth under names that match."""
+    if isinstance(value, list | tuple):
         for inner in value:
-            yield from _numbers(inner, counts=counts)
-    elif counts and isinstance(value, int) and not isinstance(value, bool):
-        yield value
+            yield from _numbers(inner, names, depth)
+        return
+    if is_dataclass(value):  # as a remote configuration has for each layer
+        value = vars(value)
+    if not isinstance(value, Mapping) or depth > DEEPEST:
+        return
+    for name, inner in value.items():
+        if names.search(str(name)):
+            yield from _integers(inner)
+        yield from _numbers(inner, names, depth + 1)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """Yield an integer, or those of a list."""
+    for one in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(one, int) and not isinstance(one, bool):
+            yield one
