@@ -126,9 +126,14 @@ ROWS = (
         "layers with other numbers or sizes of KV heads than the rest; layers that read the KV of "
         "an earlier layer",
         (WINDOWS, "array.heads"),
-        (LAYOUTS, "gemma4-own-heads 1x2→1x1", "gemma4-own-heads 1x1→1x2"),
-        note="a layer without KV of its own is not moved; layers with one head a rank, where the "
-        "model states several numbers of heads that fit, need equal tensor parallel sizes",
+        (
+            LAYOUTS,
+            "gemma4-own-heads 1x2→1x1",
+            "gemma4-own-heads 1x1→1x2",
+            "gemma4-more-heads 1x2→1x4",
+        ),
+        note="a layer without KV of its own is not moved; with one head a rank, the model's "
+        "configuration may not say which head it is, and other tensor parallel sizes are refused",
     ),
     Row(
         "MLA",

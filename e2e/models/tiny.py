@@ -135,7 +135,7 @@ RECIPES = {
             "head_dim": 64,
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 2,
-            "global_head_dim": 32,
+            "global_head_dim": 64,
             "num_kv_shared_layers": 0,
             "hidden_size_per_layer_input": 0,
         },

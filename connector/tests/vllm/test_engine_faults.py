@@ -125,36 +125,6 @@ def test_a_refused_pair_follows_the_policy_and_is_never_wrong(
     decode.stop()
 
 
-def test_heads_that_cannot_be_told_are_exchanged_between_equal_sizes_alone(
-    engines: Callable[..., Engine],
-) -> None:
-    """The model states one KV head, and half of its layers have two. Each rank holds one of each.
-
-    Two ranks hold different heads of such a layer. Of four ranks, the first two hold the same.
-    """
-    path = str(model_path("gemma4-more-heads"))
-    single = engines("single", model=path, enable_prefix_caching=False).wait_ready()
-    alone = single.generate(PROMPT, TOKENS).tokens
-    single.stop()
-    prefill = engines("p", connector_config("kv_producer"), model=path, tensor_parallel_size=2)
-    prefill.wait_ready()
-    for size in (2, 4):
-        decode = engines(
-            "d", connector_config("kv_consumer", "recompute"), model=path,
-            tensor_parallel_size=size,
-        ).wait_ready()  # fmt: skip
-        answer = Pair(prefill, decode).generate(PROMPT, TOKENS)
-        assert answer.tokens == alone
-        if size == 2:
-            assert answer.path["outcome"] == "transferred"
-        else:
-            assert (answer.path["outcome"], answer.path["reason"]) == ("failed", "LayerMismatch")
-            assert "2 KV heads" in answer.path["message"]
-            assert "4 KV heads" in answer.path["message"]
-        decode.stop()
-    prefill.stop()
-
-
 def test_windows_on_one_side_only_are_refused(engines: Callable[..., Engine]) -> None:
     """Without vLLM's hybrid manager, layers with a window keep all tokens as the others do."""
     path = str(model_path("gemma3-hybrid"))

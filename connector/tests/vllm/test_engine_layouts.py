@@ -102,6 +102,8 @@ class Case:
     def heads(self, name: str) -> int:
         """Heads of what ``cache_hook`` calls ``name``, over all tensor ranks."""
         attention = max(kind.heads for kind in self.kinds if not kind.state)
+        if not any(kind.state for kind in self.kinds):
+            attention = self.kinds[int(name.split("layers.")[1].split(".", maxsplit=1)[0])].heads
         parts = {"x": CONV.heads, "b": self.groups, "c": self.groups, "ssm": SSM.heads}
         return parts.get(name.rpartition(" ")[2], attention)
 
@@ -113,7 +115,7 @@ E5M2 = {"kv_cache_dtype": "fp8_e5m2"}
 SKIPS_ONE = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]}
 
 OWN_HEADS = [Kind(8, 2 * 32 * FLOAT, window=64), Kind(4, 2 * 64 * FLOAT)]
-MORE_HEADS = [Kind(1, 2 * 64 * FLOAT, window=64), Kind(2, 2 * 32 * FLOAT)] * 2
+MORE_HEADS = [Kind(1, 2 * 64 * FLOAT, window=64), Kind(2, 2 * 64 * FLOAT)] * 2
 
 CASES = [
     Case("llama", (2, 1), (1, 1), [FULL] * 4),
@@ -123,6 +125,8 @@ CASES = [
     Case("gpt-oss", (1, 1), (1, 1), [windows(64), FULL] * 2, leaves_last=True),
     Case("gemma4-own-heads", (1, 2), (1, 1), OWN_HEADS, leaves_last=True),
     Case("gemma4-own-heads", (1, 1), (1, 2), OWN_HEADS, leaves_last=True),
+    # The model states one KV head. Of four ranks, two hold the same of a layer with two heads.
+    Case("gemma4-more-heads", (1, 2), (1, 4), MORE_HEADS, leaves_last=True),
     Case("deepseek-mla", (1, 1), (1, 1), [LATENT] * 4, block=16, prefixes=False, options=MLA),
     # With MLA this random model's tokens differ between tensor parallel sizes by themselves.
     Case("deepseek-mla", (1, 2), (1, 1), [LATENT] * 4, block=16, same_tokens=False,

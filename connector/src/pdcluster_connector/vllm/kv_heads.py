@@ -8,6 +8,7 @@ windows, and draft models. With one head here, the total could then be that of e
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
@@ -17,7 +18,7 @@ from pdcluster_connector.compat.shape import LayerKind
 from pdcluster_connector.plan.topology import head_interval
 
 # The fields of Hugging Face configurations that vLLM's models read such a number from.
-COUNTS = re.compile(r"kv_heads|key_value_heads|n_head_kv|attention_groups|query_group")
+COUNTS = re.compile(r"kv_(n_)?heads|key_value_heads|n_head_kv|attention_groups|query_group")
 # Nemotron-NAS says for each layer how many query heads share a KV head.
 GROUP = re.compile(r"^n_heads_in_group$")
 DEEPEST = 8
@@ -28,9 +29,10 @@ def heads_of(
 ) -> tuple[int, int, int] | None:
     """(heads of the layer, first head here, one past the last here); None if not known.
 
-    MLA's latent counts as one head that every rank holds. If the total is not certain, each rank
-    counts as holding heads of its own. That is right between equal tensor parallel sizes, and the
-    totals differ between others, so such engines are refused.
+    MLA's latent counts as one head that every rank holds. If several stated totals fit, the layer
+    counts as having as many heads as their least common multiple. The real total divides it, so
+    ranks that hold the same of these heads hold the same real one. If the totals of two engines
+    differ, they are refused.
     """
     tensor = vllm_config.parallel_config.tensor_parallel_size
     local = getattr(spec, "num_kv_heads", None)
@@ -38,8 +40,8 @@ def heads_of(
         return (1, 0, 1) if local == 1 else None
     if kind is LayerKind.MAMBA or local is None:
         return None
-    fitting = {total for total in stated_totals(vllm_config) if _fits(total, tensor, local)}
-    total = fitting.pop() if len(fitting) == 1 else local * tensor
+    fitting = [total for total in stated_totals(vllm_config) if _fits(total, tensor, local)]
+    total = math.lcm(*fitting) if fitting else local * tensor
     return total, *head_interval(total, tensor, rank)
 
 
