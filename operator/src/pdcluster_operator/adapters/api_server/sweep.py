@@ -57,16 +57,12 @@ class Sweeper:
         self.done = False
 
     async def first(self) -> None:
-        """Fill the store. Wait for the API server and for the CRD as long as it takes.
-
-        The watches are started when it is done.
-        """
+        """Fill the store. Wait for the API server and for the CRD as long as it takes."""
         while not self.done:
             await self._sweep(list(self._unlisted))
             self.done = len(self._unlisted) < len(self._namespaces)
             if not self.done:
                 await asyncio.sleep(RETRY_SECONDS)
-        self._health.begin()
         self._swept()
 
     async def run(self) -> None:
@@ -125,5 +121,6 @@ class Sweeper:
                 raise NotFound(f"the CRD of {kind.name} is not installed: {error}") from error
             listed, served = [], False
         self._loop.set_served(kind.name, served=served)
-        self._health.listed(kind.name, listed, began, namespace)
+        if namespace not in self._unlisted:  # else its watches are not started, or list it now, too
+            self._health.listed(kind.name, listed, began, namespace)
         self._loop.sweep(kind.name, listed, namespace)

@@ -35,11 +35,6 @@ class WatchHealth:
         self._told: dict[Identity, _Told] = {}
         self._owed: dict[Identity, _Told] = {}
         self._gone: dict[Identity, _Told] = {}  # deleted while a LIST may be under way
-        self._since: float | None = None
-
-    def begin(self) -> None:
-        """Say that the watches have been started. Before, none is late."""
-        self._since = self._clock()
 
     def now(self) -> float:
         """Return the moment, for :meth:`listed`."""
@@ -84,8 +79,7 @@ class WatchHealth:
             if self._told[identity].moment < began:
                 del self._told[identity]
         for identity, listed in found.items():
-            gone = self._gone.get(identity)
-            if gone is not None and gone.version > listed.version:
+            if _is_over(self._gone.get(identity), listed):
                 continue  # the LIST was made before it was deleted, and came later
             if _behind(self._told.get(identity), listed):
                 self._owed.setdefault(identity, listed)
@@ -96,8 +90,6 @@ class WatchHealth:
     def trouble(self) -> str | None:
         """Return which watch is dead; None while all report in time."""
         limit = self._clock() - LATE_SECONDS
-        if self._since is None or self._since >= limit:
-            return None
         for (kind, namespace, name), owed in self._owed.items():
             if owed.moment < limit:
                 return (
@@ -123,6 +115,14 @@ def _behind(told: _Told | None, wanted: _Told | None) -> bool:
     if told is None or told.version < wanted.version:
         return True
     return told.version == wanted.version and told.uid != wanted.uid
+
+
+def _is_over(gone: _Told | None, listed: _Told) -> bool:
+    """Whether the watch has reported that the listed object was deleted.
+
+    A watch that had a gap reports it in the version that was known before.
+    """
+    return gone is not None and (gone.uid == listed.uid or gone.version > listed.version)
 
 
 def _is_in(identity: Identity, kind: str, namespace: str | None) -> bool:
