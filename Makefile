@@ -66,12 +66,13 @@ soak: $(if $(KUBECONFIG),,cluster-programs) ## what is slow and rare, in none of
 	$(PY) -m pytest e2e -m "soak and (cluster or local)" --durations=10
 
 fast: PURE += and not process
-fast: ## the tests that take seconds: those of `make test` that start no launchers and no engines
+fast: export PDCLUSTER_EXAMPLES ?= fast
+fast: ## those of `make test` that start no launchers and no engines, with a quarter of the drawn examples
 	$(PURELY) -q
 
 repeat: RUNS ?= 20
 repeat: COPIES ?= 4
-repeat: ## the tests of `make fast` RUNS times, COPIES at a time, to find tests that fail now and then; JITTER=1: stall them
+repeat: ## the pure tests of `make test` RUNS times, COPIES at a time, to find tests that fail now and then; JITTER=1: stall them
 	$(PY) dev/repeat.py --runs $(RUNS) --copies $(COPIES) $(if $(JITTER),--jitter $(JITTER)) -- -m "$(PURE)" $(TESTS)
 
 cluster-programs: cluster-images ## build what a cluster needs with Go, and the images, once into the cache

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 # What failed here is tried again here, and not in other checkouts.
 EXAMPLES = DirectoryBasedExampleDatabase(Path(__file__).with_name(".hypothesis") / "examples")
+# `make test` draws what hypothesis draws by default, `make fast` a quarter, `make soak` ten times.
 # Time limits on single examples fail on a busy machine and say nothing about the code.
 settings.register_profile("pdcluster", deadline=None, database=EXAMPLES)
+settings.register_profile("fast", deadline=None, database=EXAMPLES, max_examples=25)
 settings.register_profile("soak", deadline=None, database=EXAMPLES, max_examples=1000)
 settings.load_profile(os.environ.get("PDCLUSTER_EXAMPLES", "pdcluster"))
 
@@ -29,12 +31,11 @@ settings.load_profile(os.environ.get("PDCLUSTER_EXAMPLES", "pdcluster"))
 if sys.version_info < (3, 12):
     vars(traceback)["_extract_caret_anchors_from_line_segment"] = lambda _: None
 
-# Most of what these tests take is a wait: for processes that they start, or for deadlines.
-WAITING = (
+# Most of what these tests take is a wait: for deadlines, or for processes that they start.
+DEADLINES = ("connector/tests/sidechannel/", "connector/tests/transfer/")
+PROCESSES = (
     "connector/tests/launcher/",
-    "connector/tests/sidechannel/",
     "connector/tests/testing/",
-    "connector/tests/transfer/",
     "operator/tests/cli/",
     "operator/tests/local/",
 )
@@ -77,19 +78,23 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let all workers begin with tests that wait: at the end, no core would be used beside them.
 
-    With `--dist worksteal`, each worker begins with one of as many equal parts of the list.
+    With `--dist worksteal`, each worker begins with one of as many equal parts of the list. Tests
+    with long deadlines stand side by side in few files, so they are dealt out one by one. Tests
+    of a file that share a process stay together.
     """
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if hasattr(config, "workerinput"):  # each began with other files, and all need one order
         items.sort(key=lambda item: str(item.path))
-    waiting = [item for item in items if item.nodeid.startswith(WAITING)]
-    computing = [item for item in items if not item.nodeid.startswith(WAITING)]
-    items[:] = [
-        item
-        for worker in range(workers)
-        for kind in (waiting, computing)
-        for item in kind[len(kind) * worker // workers : len(kind) * (worker + 1) // workers]
-    ]
+    deadlines = [item for item in items if item.nodeid.startswith(DEADLINES)]
+    processes = [item for item in items if item.nodeid.startswith(PROCESSES)]
+    computing = [item for item in items if not item.nodeid.startswith(DEADLINES + PROCESSES)]
+
+    def parts(worker: int) -> Iterator[list[pytest.Item]]:
+        yield deadlines[worker::workers]
+        for kind in (processes, computing):
+            yield kind[len(kind) * worker // workers : len(kind) * (worker + 1) // workers]
+
+    items[:] = [item for worker in range(workers) for part in parts(worker) for item in part]
 
 
 def _inside(arg: str) -> list[str]:

@@ -179,7 +179,7 @@ def test_a_failing_case_is_shrunk_to_a_small_one() -> None:
         each(MENU, "shrinking", 200, test)
 
 
-@settings(max_examples=50)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.lists(st.integers(0, 400), max_size=80))
 def test_any_choices_make_a_case_that_holds(choices: list[int]) -> None:
     run(build(Choices(given=choices).pick, MENU))

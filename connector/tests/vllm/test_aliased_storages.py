@@ -85,7 +85,7 @@ SHIFTED = [(0, 1024, 3, 16, 0, False, None), (3, 64, 3, 16, 0, False, None)]
 
 
 @example([(0, 0, 3, 1, 0, False, None), *SHIFTED], 7_000)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.lists(layer, min_size=1, max_size=6), st.sampled_from([SIZE * 2, 40_000, 7_000]))
 def test_no_region_is_taken_for_another(drawn: list[Any], slice_bytes: int) -> None:
     raw = torch.zeros(SIZE, dtype=torch.uint8)

@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 
 from pdcluster_operator.api.plain_yaml import to_yaml
 from pdcluster_operator.api.schema.crd import crd, render
@@ -136,7 +136,6 @@ def test_examples_are_valid(path):
             assert parse_cluster(document).errors == ()
 
 
-@settings(max_examples=100, deadline=None)
 @given(manifests())
 def test_what_the_parser_accepts_the_schema_accepts(cluster):
     assert parse_cluster(cluster).errors == ()

@@ -420,7 +420,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples)
 @given(JSON, JSON)
 def test_any_json_gets_an_answer(whole, spec):
     for manifest in (whole, {**MINIMAL, "spec": spec}):

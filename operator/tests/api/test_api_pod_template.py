@@ -240,7 +240,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.dictionaries(KEYS, JSON, max_size=4), st.sampled_from(["prefill", "decode", "router"]))
 def test_any_template_gets_an_answer(template, role):
     for error in findings(template, role).errors:

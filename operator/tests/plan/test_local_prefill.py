@@ -62,7 +62,7 @@ def limits_and_shares(most: int) -> st.SearchStrategy[tuple[int, list[int]]]:
     return st.tuples(st.just(most), st.lists(beside | st.integers(0, 100), min_size=5, max_size=20))
 
 
-@settings(max_examples=20)  # each share costs a whole plan
+@settings(max_examples=settings().max_examples // 5)  # each share costs a whole plan
 @given(st.integers(0, 99).flatmap(limits_and_shares))
 def test_each_flip_crosses_the_whole_distance(drawn: tuple[int, list[int]]):
     most, shares = drawn

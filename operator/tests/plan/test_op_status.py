@@ -739,7 +739,7 @@ def test_a_reason_that_the_crd_does_not_take_is_replaced(world, reason):
     assert failed["reason"] == "ReasonUnreadable"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(
     text=st.text(max_size=3000) | st.sampled_from(["e" * 513, "R" * 300]),
     ready=st.booleans(),
@@ -966,7 +966,7 @@ def test_transition_times_move_only_with_the_status(world):
     assert world.condition("PrefillReady")["lastTransitionTime"] > first
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(manifests())
 def test_no_spec_tells_enough_to_leave_the_handshake_nothing(cluster):
     """So that there is no other reason for an accepted spec."""

@@ -469,7 +469,7 @@ def spec_of(draw: st.DrawFn, number: int) -> Spec:
 
 
 @pytest.mark.parametrize("how", [SURGE, RECREATE])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_from_any_point_a_rollout_ends_where_a_new_cluster_does(how, data) -> None:
     """Writes are lost, engines start in any order, and the spec changes while it rolls."""
@@ -494,7 +494,7 @@ def test_from_any_point_a_rollout_ends_where_a_new_cluster_does(how, data) -> No
     assert world.pairs()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_replace_ends_or_holds_and_always_serves(data) -> None:
     world = fresh(REPLACE, Spec(data.draw(REPLICAS), revisions=("p0", "d0"), key="k0"))

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
@@ -61,7 +61,6 @@ def test_another_cluster_shares_parts() -> None:
     assert len(ones & others) > len(others) / 4
 
 
-@settings(max_examples=100)
 @given(st.lists(DOCUMENTS, min_size=2, max_size=30))
 def test_a_document_stays_what_it_was(documents: list[Any]) -> None:
     """Also while parts are forgotten: a new object may then get the id of one that is gone."""

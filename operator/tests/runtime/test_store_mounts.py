@@ -45,7 +45,7 @@ HOLDERS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.lists(st.tuples(st.sampled_from(["put", "drop", "replace"]), HOLDERS), max_size=15))
 def test_what_is_mounted_is_what_the_objects_say(acts: list[tuple[str, dict[str, Any]]]) -> None:
     store = Store()
@@ -127,7 +127,7 @@ def broken(kind: str, depth: int, value: object) -> dict[str, Any]:
     return slim(manifest, BY_NAME[kind])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.builds(broken, st.sampled_from(sorted(PATHS)), st.integers(0, 6), JSON))
 def test_whatever_others_write_into_an_object_it_can_be_read(manifest: dict[str, Any]) -> None:
     assert shared_connectors_of(manifest) <= set(NAMES)
