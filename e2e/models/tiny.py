@@ -140,6 +140,30 @@ RECIPES = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    # The same, and vLLM keeps no more heads than the model states: layers with a window have two.
+    "mimo-own-heads": Recipe(
+        "MiMoV2FlashConfig",
+        overrides={
+            **EVERY_OTHER_WINDOW,
+            "sliding_window": 128,
+            "mlp_layer_types": ["dense"] * 4,
+            "num_key_value_heads": 1,
+            "v_head_dim": 32,
+            "attention_value_scale": None,
+            # vLLM reads these names of the checkpoint that was published.
+            "hybrid_layer_pattern": [1, 0, 1, 0],
+            "moe_layer_freq": [0] * 4,
+            "layernorm_epsilon": 1e-5,
+            "add_swa_attention_sink_bias": True,
+            "sliding_window_size": 128,
+            "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 32,
+            "swa_v_head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "gpt-oss": Recipe(
         "GptOssConfig",
         overrides={
