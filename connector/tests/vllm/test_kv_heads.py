@@ -133,6 +133,15 @@ def test_layers_that_say_how_many_query_heads_share_a_kv_head() -> None:
     assert heads_of(spec, LayerKind.FULL_ATTENTION, made, 3) == (4, 3, 4)
 
 
+def test_fields_that_hold_no_number() -> None:
+    """transformers' default configuration of Nemotron has None; others have a list, one a layer."""
+    made = config(1, 8)
+    made.model_config.get_total_num_kv_heads = lambda: None
+    fields = {"num_key_value_heads": None, "num_attention_heads": [32, 64]}
+    made.model_config.hf_text_config = Fields(**fields, layers=[{"n_heads_in_group": 8}])
+    assert stated_totals(made) == {4, 8}
+
+
 def test_a_configuration_that_contains_itself_ends() -> None:
     circle: dict[str, Any] = {"num_kv_heads": 4}
     circle["other"] = circle

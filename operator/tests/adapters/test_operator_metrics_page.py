@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SNIPPETS = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 EXPRESSIONS = re.compile(r"```promql\n(.*?)```", re.DOTALL)
 USED = re.compile(
-    r"\b(?:pdcluster_(?:kv|webhook|reconcile|api|queue|clusters|local|not)\w*|vllm:\w+)"
+    r"\b(?:pdcluster_(?:kv|webhook|reconcile|api|queue|clusters|local|not|unlisted)\w*|vllm:\w+)"
 )
 
 

@@ -99,7 +99,7 @@ def test_metrics_name_resources_and_no_objects(path, resource):
 
 def test_the_share_of_a_cluster_that_is_gone_is_gone():
     metrics, shares = Metrics(), {("ns", "a"): 0.25, ("ns", "b"): 0.0}
-    metrics.measure(lambda: 0, lambda: 0, lambda: shares, dict)
+    metrics.measure(lambda: 0, lambda: 0, lambda: shares, dict, tuple)
     line = 'pdcluster_local_prefill_share{cluster="a",cluster_namespace="ns"} 0.25'
     assert line in metrics.text().decode()
     assert 'cluster="b"' in metrics.text().decode()
@@ -108,12 +108,20 @@ def test_the_share_of_a_cluster_that_is_gone_is_gone():
     assert 'cluster="b"' in metrics.text().decode()
 
 
+def test_metrics_name_the_namespaces_that_could_not_be_listed():
+    metrics, unlisted = Metrics(), {"b"}
+    metrics.measure(lambda: 0, lambda: 0, dict, dict, lambda: unlisted)
+    assert 'pdcluster_unlisted_namespace{cluster_namespace="b"} 1.0' in metrics.text().decode()
+    unlisted.clear()
+    assert "pdcluster_unlisted_namespace{" not in metrics.text().decode()
+
+
 def test_metrics_name_a_bounded_number_of_clusters():
     """The worst shares, and the first names; the number of all of them is shown beside."""
     shares = {("ns", f"c{number}"): number / 1000 for number in range(1000)}
     reasons = {("ns", f"c{number:03}"): "LinkFailed" for number in range(1000)}
     metrics = Metrics()
-    metrics.measure(lambda: 0, lambda: 0, lambda: shares, lambda: reasons)
+    metrics.measure(lambda: 0, lambda: 0, lambda: shares, lambda: reasons, tuple)
     lines = metrics.text().decode().splitlines()
     shown = {line for line in lines if line.startswith("pdcluster_local_prefill_share{")}
     assert len(shown) == MOST_SHOWN
@@ -446,7 +454,7 @@ def test_the_webhook_admits_what_its_operator_does():
 
 def test_the_metrics_count_each_reconcile_and_each_call():
     metrics = Metrics()
-    metrics.measure(lambda: 3, lambda: 5, dict, dict)
+    metrics.measure(lambda: 3, lambda: 5, dict, dict, tuple)
     for failed in (False, False, True):
         metrics.reconciled(0.3, failed=failed)
     metrics.called("PATCH", "/api/v1/pods", 409, 0.3)

@@ -200,6 +200,7 @@ def test_nothing_is_done_in_a_namespace_that_was_never_listed_whole() -> None:
         sweeps.loop.see("ADDED", cluster("b", "z"))  # the operator may have regained this right
         assert sweeps.loop.works_in("a")
         assert not sweeps.loop.works_in("b"), "its PrefillScalers may be unknown"
+        assert sweeps.loop.unlisted == {"b"}
         task = asyncio.create_task(sweeps.sweeper.run())
         await asyncio.sleep(100.0)
         assert not sweeps.loop.works_in("b")
@@ -209,6 +210,7 @@ def test_nothing_is_done_in_a_namespace_that_was_never_listed_whole() -> None:
         sweeps.loop.queue.add = lambda key, **_: woken.append(key)  # type: ignore[method-assign]
         await asyncio.sleep(31.0)
         assert sweeps.loop.works_in("b")
+        assert not sweeps.loop.unlisted
         assert Key("b", "z") in woken
         assert Key("a", "x") not in woken, "the period of all is not over"
         task.cancel()
@@ -225,6 +227,8 @@ def test_the_operator_waits_if_no_namespace_can_be_listed(caplog: pytest.LogCapt
         assert not sweeps.sweeper.done
         assert len(caplog.messages) == 2, "each namespace is told of once"
         assert all("cannot list" in line for line in caplog.messages)
+        for namespace, line in zip("ab", caplog.messages, strict=True):
+            assert f"PDClusters in namespace {namespace} until" in line
         sweeps.server.refused = {"b"}
         await task
         assert sweeps.sweeper.done

@@ -54,10 +54,11 @@ def stated_totals(vllm_config: Any) -> frozenset[int]:
             config = getattr(model, "hf_text_config", None)
             fields = config.to_dict() if hasattr(config, "to_dict") else {}
             layers = getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None)
-            found.add(model.get_total_num_kv_heads())
+            found.update(_integers(model.get_total_num_kv_heads()))
             found.update(_numbers([fields, layers], COUNTS))
             sharing = [number for number in _numbers(fields, GROUP) if number > 0]
-            found.update(int(fields.get("num_attention_heads") or 0) // one for one in sharing)
+            queries = list(_integers(fields.get("num_attention_heads")))
+            found.update(heads // one for heads in queries for one in sharing)
     return frozenset(total for total in found if total > 0)
 
 

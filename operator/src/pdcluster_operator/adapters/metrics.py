@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from heapq import nlargest, nsmallest
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -29,6 +29,7 @@ class Metrics:
     def __init__(self) -> None:
         self._shares: Callable[[], Shares] = dict
         self._not_ready: Callable[[], Reasons] = dict
+        self._unlisted: Callable[[], Collection[str]] = tuple
         self.registry = CollectorRegistry()
         self.reconciles = Counter(
             "pdcluster_reconciles",
@@ -65,6 +66,13 @@ class Metrics:
             "1 for a PDCluster whose condition Ready is not True, with its reason. "
             f"The first {MOST_SHOWN} by name are shown.",
             ["cluster_namespace", "cluster", "reason"],
+            registry=self.registry,
+        )
+        self.unlisted = Gauge(
+            "pdcluster_unlisted_namespace",
+            "1 for a watched namespace whose objects could not be listed so far. "
+            "Nothing is done for its PDClusters.",
+            ["cluster_namespace"],
             registry=self.registry,
         )
         self.api_calls = Counter(
@@ -104,6 +112,7 @@ class Metrics:
         clusters: Callable[[], int],
         shares: Callable[[], Shares],
         not_ready: Callable[[], Reasons],
+        unlisted: Callable[[], Collection[str]],
     ) -> None:
         """Read these at every scrape.
 
@@ -112,11 +121,13 @@ class Metrics:
             clusters: returns how many PDClusters are known.
             shares: returns which share of its prompts each PDCluster's decode engines computed.
             not_ready: returns the reason of Ready for each PDCluster that is not Ready.
+            unlisted: returns the watched namespaces that could not be listed so far.
         """
         self.queue_depth.set_function(depth)
         self.clusters.set_function(clusters)
         self._shares = shares
         self._not_ready = not_ready
+        self._unlisted = unlisted
 
     def reconciled(self, seconds: float, *, failed: bool) -> None:
         """Count one reconcile."""
@@ -139,6 +150,9 @@ class Metrics:
         self.not_ready_clusters.set(len(reasons))
         for name in nsmallest(MOST_SHOWN, reasons):
             self.not_ready.labels(*name, reasons[name]).set(1)
+        self.unlisted.clear()
+        for namespace in nsmallest(MOST_SHOWN, self._unlisted()):
+            self.unlisted.labels(namespace).set(1)
         return generate_latest(self.registry)
 
 

@@ -160,6 +160,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             lambda: len(loop.store.keys()),
             loop.local_prefill_shares,
             loop.not_ready,
+            lambda: loop.unlisted,
         )
         sweeper = Sweeper(
             api, loop, watch_health, options.namespaces, options.sweep_seconds, rare_collections()

@@ -86,7 +86,7 @@ class ControlLoop:
             new=lambda: self.queue.new,
         )
         self._resync: asyncio.Task[None] | None = None
-        self._unlisted: frozenset[str] = frozenset()
+        self.unlisted: frozenset[str] = frozenset()
 
     def see(self, event: str, manifest: Manifest) -> None:
         """Take in a watch event: ADDED, MODIFIED or DELETED. It queues a cluster if it is news."""
@@ -143,8 +143,8 @@ class ControlLoop:
 
     def set_unlisted(self, namespaces: Collection[str]) -> None:
         """Say in which namespaces nothing can be done: not all of their objects are known."""
-        known = self._unlisted.difference(namespaces)
-        self._unlisted = frozenset(namespaces)
+        known = self.unlisted.difference(namespaces)
+        self.unlisted = frozenset(namespaces)
         for namespace in known:
             self.wake(namespace)
 
@@ -200,7 +200,7 @@ class ControlLoop:
 
     def _is_ours(self, key: Key) -> bool:
         cluster = self.store.cluster(key)
-        if cluster is None or key.namespace in self._unlisted:
+        if cluster is None or key.namespace in self.unlisted:
             return False
         return belongs_to(cluster, self._place.operator_class)
 

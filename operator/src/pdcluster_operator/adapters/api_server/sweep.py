@@ -87,9 +87,13 @@ class Sweeper:
             try:
                 await self._list_all(namespace)
             except ApiError as error:
-                why = f"{'' if namespace is None else f'{namespace}: '}{error}"
-                if why != self._unlisted[namespace]:
-                    log.warning("nothing is done before all objects are known: %s", why)
+                where = "" if namespace is None else f" in namespace {namespace}"
+                if (why := str(error)) != self._unlisted[namespace]:
+                    log.warning(
+                        "Nothing is done for PDClusters%s until all objects are listed: %s",
+                        where,
+                        why,
+                    )
                 self._unlisted[namespace] = why
             else:
                 self._unlisted.pop(namespace, None)
