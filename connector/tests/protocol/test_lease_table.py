@@ -208,13 +208,13 @@ def test_a_renewal_never_shortens_a_lease() -> None:
     table = LeaseTable()
     table.arm("r", 1)
     table.grant("r", 10.0)
-    assert table.renew("r", 1, "d", 30.0)
-    assert table.renew("r", 1, "d", 20.0)
+    assert table.renew("r", 1, "d", 30.0) is Standing.HELD
+    assert table.renew("r", 1, "d", 20.0) is Standing.HELD
     assert table.expire(29.0) == []
     assert table.expire(30.0) == ["r"]
     table.arm("s", 1)
     table.grant("s", 10.0)
-    assert table.renew("s", 1, "d", 5.0)
+    assert table.renew("s", 1, "d", 5.0) is Standing.HELD
     assert table.expire(9.0) == []
     assert table.expire(10.0) == ["s"]
 

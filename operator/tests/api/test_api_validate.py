@@ -63,6 +63,18 @@ def test_different_block_sizes_are_refused_by_the_compat_rule(rule, spec):
     assert refused.path.startswith("spec.decode.engine.")
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("field", "shared", "own"),
+    [("blockSize", 16, 32), ("kvCacheDtype", "fp8", "fp8_e5m2")],
+)
+def test_a_pair_that_is_refused_names_the_field_of_the_role_that_differs(role, field, shared, own):
+    found = findings(engine={field: shared}, **{role: {"engine": {field: own}}})
+    (refused,) = found.errors
+    assert refused.path == f"spec.{role}.engine.{field}"
+    assert refused.related == (f"spec.engine.{field}",)
+
+
 @pytest.mark.parametrize(
     ("rule", "spec"),
     [
@@ -417,6 +429,8 @@ def test_an_error_of_the_parallel_sizes_names_the_role_at_fault(role):
         assert [error.path for error in found] == [f"spec.{role}.parallelism.data"]
         assert role in found[0].message
         assert other not in found[0].message
+    both = {role: torn, other: {"parallelism": {**torn["parallelism"], "data": 4, "nodes": 8}}}
+    assert findings(**both).errors[0].path == f"spec.{other}.parallelism.data", "the larger one"
 
 
 @pytest.mark.parametrize(

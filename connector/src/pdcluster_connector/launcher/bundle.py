@@ -18,6 +18,8 @@ import pdcluster_connector
 
 # A ConfigMap holds 1 MiB, base64 and metadata included.
 MAX_BUNDLE: Final = 700 * 1024
+# Engines and faults for tests. No engine needs them.
+_LEFT_OUT: Final = "testing"
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 _SHEBANG: Final = b"#!/usr/bin/env python3\n"
 _MAIN: Final = b"""\
@@ -61,7 +63,8 @@ def bundle_bytes(package: Path) -> bytes:
     sources = {
         f"{package.name}/{path.relative_to(package).as_posix()}": path
         for path in package.rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if (path.suffix == ".py" or path.name == "py.typed")
+        and path.relative_to(package).parts[0] != _LEFT_OUT
     }
     buffer = io.BytesIO(_SHEBANG)
     buffer.seek(0, os.SEEK_END)
