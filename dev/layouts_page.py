@@ -166,7 +166,7 @@ ROWS = (
         "hybrid whose sides have different blocks or ratios (34 and 66), without prefix caching",
         (HYBRID, "p.ratio != d.ratio"),
         processes=("hybrids",),
-        note="decode clears what of its last block no token fills (`test_cleared_tails`)",
+        note="decode clears what of its last block no token fills (`test_unfilled_blocks`)",
     ),
     Row(
         "the same with prefix caching possible",
@@ -209,10 +209,9 @@ ROWS = (
     ),
     Row("different dtypes", rule="KVDtypeMismatch"),
     Row(
-        "GPU memory (VRAM) on both sides, in any layout that is carried",
-        note="plans are those of host memory, and descriptors name NIXL's VRAM and the device of "
-        "the engine's own tensors: `test_transfer_plan` holds that a plan keeps that name; no GPU "
-        "has run it",
+        "GPU memory (VRAM) on both sides, in any supported layout",
+        note="the plan is the same as for host memory. Only the memory type and the device in the "
+        "descriptors differ; `test_transfer_plan` checks that a plan keeps them. No GPU has run it",
     ),
     Row("prefill in VRAM, decode in DRAM, or the other way round", rule="MemoryTypeUnsupported"),
     Row("context parallelism", rule="ContextParallelUnsupported"),

@@ -75,7 +75,9 @@ class Watched(Generic[Made]):
         except TlsError as error:
             if stamps != self._refused:  # once for each change; a certificate may become valid
                 self._refused = stamps
-                logger.warning("the new TLS files are not used, the former ones are: %s", error)
+                logger.warning(
+                    "the new TLS files cannot be used: %s. The old ones stay in use", error
+                )
             return
         self._used = self._refused = stamps
         logger.info("TLS files read again: %s", self._files.certificate)

@@ -142,7 +142,9 @@ async def test_one_rank_that_moves_nothing_fails_the_canary_and_is_named():
         outcome = await through_ranks(api, (3, 2))
     assert outcome.state == "Failed"
     assert outcome.bytes == 0
-    assert outcome.message.startswith("data-parallel rank 1 of prefill with rank 1 of decode: ")
+    assert outcome.message.startswith(
+        "data-parallel rank 1 of prefill with data-parallel rank 1 of decode: "
+    )
     assert "0 bytes moved" in outcome.message
     assert served == [(0, 0), (1, 1)]
 

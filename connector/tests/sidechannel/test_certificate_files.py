@@ -54,11 +54,11 @@ def test_files_that_stay_broken_are_warned_of_once(
     (files.folder / "tls.crt").write_text("spoiled")
     for _ in range(5):
         assert files.look() is first
-    assert caplog.text.count("the former ones are") == 1
+    assert caplog.text.count("The old ones stay in use") == 1
     (files.folder / "tls.crt").write_text("spoiled in another way")
     for _ in range(5):
         assert files.look() is first
-    assert caplog.text.count("the former ones are") == 2, "they changed once more"
+    assert caplog.text.count("The old ones stay in use") == 2, "they changed once more"
     files.write()
     second = files.look()
     assert second is not first

@@ -231,7 +231,7 @@ def test_files_that_cannot_be_used_do_not_replace_those_that_can(
     files.key.write_text("half of a ke")
     book = engines.book(DECODE, engines.tls(DECODE))
     assert isinstance(connect(book, server.port).wait(), EngineMetadata)
-    assert "the former ones are" in caplog.text
+    assert "The old ones stay in use" in caplog.text
 
 
 def test_files_are_looked_at_every_few_seconds_and_read_when_they_have_changed(

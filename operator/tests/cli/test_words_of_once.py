@@ -45,11 +45,11 @@ PATH = {
         ({"outcome": "transferred"}, 0, False,
          "prefill -> decode: 0 blocks (0 tokens), 0 bytes in 0.0 ms"),
         ({"outcome": "local", "bytes": 7, "reason": "NoTicket"}, 9, False, ("prefill -> decode: "
-         "nothing was pulled (NoTicket); decode computed the prompt itself")),
-        ({"outcome": "local"}, 0, False, ("prefill -> decode: nothing was pulled (local); decode "
-         "computed the prompt itself")),
+         "no KV was transferred (NoTicket); decode computed the prompt itself")),
+        ({"outcome": "local"}, 0, False, ("prefill -> decode: no KV was transferred (local); "
+         "decode computed the prompt itself")),
         ({}, 4096, True, "4,096 bytes were pulled into decode (from its metrics)"),
-        ({}, 0, False, "no bytes were pulled: decode computed the prompt itself"),
+        ({}, 0, False, "no KV was transferred; decode computed the prompt itself"),
     ],
 )  # fmt: skip
 def test_the_way_of_a_prompt_in_one_sentence(

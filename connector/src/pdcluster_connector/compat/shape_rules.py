@@ -186,7 +186,7 @@ SHAPE_RULES: tuple[Rule, ...] = (
         test=alone(
             "layers",
             _scales,
-            "both engines need the same known scales",
+            "the KV scales must be known, and equal on both engines",
             "layers",
         ),
         alone=True,

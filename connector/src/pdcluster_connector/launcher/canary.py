@@ -133,7 +133,8 @@ async def run_ranks(
         if result.state != "Passed":
             if sizes == (1, 1):
                 return result
-            pair = f"data-parallel rank {ranks[0]} of prefill with rank {ranks[1]} of decode"
+            word = "data-parallel rank"
+            pair = f"{word} {ranks[0]} of prefill with {word} {ranks[1]} of decode"
             return replace(result, message=f"{pair}: {result.message}")
         moved += result.bytes
     return CanaryResult("Passed", moved)

@@ -66,7 +66,7 @@ class PeerEntry(Struct, frozen=True):
         return range(self.data_parallel_size)
 
     def address(self, data_rank: int) -> tuple[str, int]:
-        """Return (host, port) of one rank's side channel, of an entry that was decoded."""
+        """Return (host, port) of a data-parallel rank's side channel; the entry was decoded."""
         host, port = split_address(self.side_channel) or ("", 0)
         hosts = (host, *self.follower_hosts)
         node = node_of_data_rank(data_rank, self.data_parallel_size, len(hosts))

@@ -41,8 +41,9 @@ class DecodeRole:
         keys: gives the keys of which one must have signed a ticket.
         audience: a ticket must be meant for it.
         show_names: tell every client between which engines its KV moved.
-        key: of requests that are told so in any case; empty for none.
-        recomputes: vLLM computes the prompt here if its transfer fails, and fails it otherwise.
+        key: a request with this key is told in any case; empty for no such request.
+        recomputes: whether vLLM computes the prompt here if its transfer fails. Else the request
+            fails.
         pace: of prompts that are computed here while other requests generate.
     """
 

@@ -18,7 +18,7 @@ from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.plan.held_blocks import EngineBlocks, unfilled
 
 
-class Tails:
+class UnfilledBlocks:
     """The caches of one rank whose blocks must be cleared; none if vLLM clears none.
 
     Args:

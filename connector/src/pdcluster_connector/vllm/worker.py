@@ -44,7 +44,7 @@ from pdcluster_connector.vllm.step_messages import (
     StepReport,
     WorkerHandshake,
 )
-from pdcluster_connector.vllm.unfilled_blocks import Tails
+from pdcluster_connector.vllm.unfilled_blocks import UnfilledBlocks
 
 
 class WorkerRole:
@@ -67,7 +67,7 @@ class WorkerRole:
         self._rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._stats = StatsCollector()
         self._registration: Registration | None = None
-        self._tails: Tails | None = None
+        self._unfilled: UnfilledBlocks | None = None
         self._device: torch.device | None = None
         self._serving: ServingAgent | None = None
         self._peers: PeerBook | None = None
@@ -90,7 +90,9 @@ class WorkerRole:
         )
         registration = replace(registration, shape=_of_all_stages(registration.shape))
         self._registration = registration
-        self._tails = Tails(self._kv_cache_config, kv_caches, registration.shard.regions)
+        self._unfilled = UnfilledBlocks(
+            self._kv_cache_config, kv_caches, registration.shard.regions
+        )
         self._device = next((cache.device for cache in kv_caches.values()), None)
         if self._produces:
             # It posts no transfers. Each thread would take doorbell pages of the network card,
@@ -170,9 +172,9 @@ class WorkerRole:
         # Receives start last, and all of them or none: if a line above raises, none has started.
         if orders.receive:
             requests = [self._request(order) for order in orders.receive]
-            if self._tails is not None:
+            if self._unfilled is not None:
                 for request in requests:
-                    self._tails.clear(request.decode_blocks, request.stop)
+                    self._unfilled.clear(request.decode_blocks, request.stop)
             self._receiver.receive(requests)
             self._tell_of_leases(orders)  # those that have just been ordered
 

@@ -87,13 +87,13 @@ def describe_path(answer: Answer) -> str:
     if not path:
         if answer.received:
             return f"{answer.received:,} bytes were pulled into decode (from its metrics)"
-        return "no bytes were pulled: decode computed the prompt itself"
+        return "no KV was transferred; decode computed the prompt itself"
     pair = "prefill -> decode"
     if path.get("prefill") or path.get("decode"):
         pair = f"{short(_logical(path, 'prefill'))} -> {short(_logical(path, 'decode'))}"
     if path.get("outcome") != "transferred":
         reason = path.get("reason") or path.get("outcome")
-        return f"{pair}: nothing was pulled ({reason}); decode computed the prompt itself"
+        return f"{pair}: no KV was transferred ({reason}); decode computed the prompt itself"
     size, seconds = int(path.get("bytes") or 0), float(path.get("seconds") or 0)
     speed = f", {size / seconds / 1e9:.3f} GB/s" if seconds > 0 else ""
     return (

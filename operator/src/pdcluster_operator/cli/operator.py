@@ -89,8 +89,8 @@ def parser() -> argparse.ArgumentParser:
         "--engine-certificate-folder",
         type=Path,
         metavar="DIR",
-        help="folder with ca.crt, tls.crt and tls.key: who the operator is for engines with "
-        "spec.transfer.tls: Mounted; without it, such PDClusters are refused",
+        help="folder with ca.crt, tls.crt and tls.key; the operator shows this certificate to "
+        "engines with spec.transfer.tls: Mounted; without the folder, it refuses such PDClusters",
     )
     webhook = commands.add_parser("webhook", help="answer admission reviews")
     webhook.add_argument(

@@ -66,7 +66,7 @@ class _Known(NamedTuple, Generic[T]):
 
 
 class Executor:
-    """Performs steps through the port, and decides nothing."""
+    """Performs plan steps by calls of ``Api``. It decides nothing."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Workers that found nothing to do, and who wakes them.
 
-One is woken for each key, and not all of them: each one looks through what waits. Whoever finds a
-key while more wait wakes the next one.
+Each new key wakes one worker, and not all of them: a worker that wakes looks through all keys that
+wait. A worker that finds a key while more wait wakes the next worker.
 """
 
 from __future__ import annotations

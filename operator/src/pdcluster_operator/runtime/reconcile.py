@@ -1,7 +1,8 @@
 """One reconcile: observe, plan, perform, and write the status, also when a step failed.
 
-Nothing is decided here. The plan is a pure function of what was observed; this module
-has it carried out, up to the stage in which a step fails, and says so in the status.
+What to do is not decided here. The plan is a pure function of what was observed. This module has
+it carried out, up to the stage in which a plan step fails. The status says so, unless the failure
+will pass by itself.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Rollout:
         Example(900),
         Doc(
             "is how long an engine of several pods may hold nodes while other pods of it fit "
-            "nowhere, in seconds. Then it is released: its pods go, and it is tried again later."
+            "nowhere, in seconds. Then the operator deletes its pods, and tries again later."
         ),
         Whole(30, 86_400),
     ] = 600

@@ -1,6 +1,6 @@
-"""Revisions from before there was ``spec.transfer.tls``: they say nothing of it, and have none.
+"""Revisions that were stored before ``spec.transfer.tls`` existed: they do not mention TLS.
 
-An upgrade replaces no engine, so their engines go on without TLS. Engines with TLS and engines
+An upgrade replaces no engine, so their engines run without TLS. Engines with TLS and engines
 without it never pair. So when one role gets another revision, the other role may need one too.
 Once their engines are gone, such a revision is not used again where the spec wants TLS.
 """

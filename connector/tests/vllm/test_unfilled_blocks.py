@@ -22,7 +22,7 @@ from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, Unfi
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.registration import register
 from pdcluster_connector.vllm.step_messages import ReceiveOrder, StepOrders
-from pdcluster_connector.vllm.unfilled_blocks import Tails
+from pdcluster_connector.vllm.unfilled_blocks import UnfilledBlocks
 from pdcluster_connector.vllm.worker import WorkerRole
 
 pytestmark = pytest.mark.vllm
@@ -74,7 +74,7 @@ def test_what_no_token_fills_is_cleared_and_nothing_else(
     layout: KVCacheLayout, kernel: int, stop: int
 ) -> None:
     views, config, made = engine(layout, kernel)
-    Tails(config, views, made.shard.regions).clear(held(made, OWN, BEGIN), stop)
+    UnfilledBlocks(config, views, made.shard.regions).clear(held(made, OWN, BEGIN), stop)
     expected = np.zeros((BLOCKS, BLOCK), int)
     for index, block in enumerate(OWN):
         for token in range(BLOCK):
@@ -89,7 +89,7 @@ def test_what_no_token_fills_is_cleared_and_nothing_else(
 def test_of_packed_blocks_those_are_cleared_that_hold_no_token(kernel: int, stop: int) -> None:
     """The others are received whole, prefill's cleared rest with them."""
     views, config, made = engine(KVCacheLayout.LBHNC, kernel, "CPU_ATTN")
-    Tails(config, views, made.shard.regions).clear(held(made, OWN, BEGIN), stop)
+    UnfilledBlocks(config, views, made.shard.regions).clear(held(made, OWN, BEGIN), stop)
     expected = np.zeros((BLOCKS, BLOCK), int)
     for index, block in enumerate(OWN):
         for first in range(0, BLOCK, kernel):
@@ -102,7 +102,7 @@ def test_of_packed_blocks_those_are_cleared_that_hold_no_token(kernel: int, stop
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.bfloat16])
 def test_any_dtype(dtype: Any) -> None:
     views, config, made = engine(KVCacheLayout.LBNHC, 16, dtype=dtype)
-    Tails(config, views, made.shard.regions).clear(held(made, OWN, BEGIN), 200)
+    UnfilledBlocks(config, views, made.shard.regions).clear(held(made, OWN, BEGIN), 200)
     assert cleared(views[NAMES[0]], 16).sum() == 256 - 200
 
 
@@ -110,7 +110,7 @@ def test_caches_that_vllm_never_clears_are_left_alone() -> None:
     """Their blocks hold KV from before, of which attention's mask makes nothing."""
     views, config, made = engine(KVCacheLayout.LBHNC, 16, hybrid=False)
     held_here = EngineBlocks(made.shape.groups, [GroupBlocks(OWN, BEGIN)])
-    Tails(config, views, made.shard.regions).clear(held_here, 200)
+    UnfilledBlocks(config, views, made.shard.regions).clear(held_here, 200)
     assert not cleared(views[NAMES[0]], 16).any()
 
 
@@ -142,7 +142,7 @@ def test_a_worker_clears_before_anything_is_posted() -> None:
         SimpleNamespace(kv_transfer_config=transfer), config, SimpleNamespace(), "e/1"
     )
     role._registration, role._receiver = made, Receiver()
-    role._tails = Tails(config, views, made.shard.regions)
+    role._unfilled = UnfilledBlocks(config, views, made.shard.regions)
     ticket = Ticket("e/2", "h", 5, "r", 7, ((1,), (1,)), 16, 250, b"d" * 16, 0.0)
     blocks = GroupBlocks(OWN, BEGIN), GroupBlocks((1,))
     role.start(StepOrders(receive=[ReceiveOrder("d1", ticket, blocks, 64, 250, 60.0)]))
