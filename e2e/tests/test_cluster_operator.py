@@ -74,7 +74,10 @@ def test_deleting_removes_everything_without_an_operator(
     assert idling.children() == [], "an operator that comes back resurrects nothing"
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(30, marks=pytest.mark.soak)])
+# Half a minute a round: each kill waits for the end of a Lease.
+@pytest.mark.parametrize(
+    "rounds", [1, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(2700)])]
+)
 def test_an_operator_killed_at_any_moment_ends_where_another_would(
     idling: ClusterRun, tiny: ClusterRun, operator: Installation, rounds: int
 ) -> None:

@@ -65,13 +65,23 @@ def _hold_handshakes(receiver: Any) -> None:
     """Disconnect, and ask no peer."""
     _disconnect(receiver)
     peers, waiting = receiver._receives._connecting._peers, []
-    connect = peers.connect
-    peers.connect = lambda *args: waiting.append(args)
+    connect, lock, held = peers.connect, threading.Lock(), [True]
+
+    def ask_later(*args: Any) -> None:
+        with lock:
+            if held:
+                waiting.append(args)
+                return
+        connect(*args)  # it was released after this call had begun
 
     def go_on() -> None:
         peers.connect = connect
+        with lock:
+            held.clear()
         for args in waiting:
             connect(*args)
+
+    peers.connect = ask_later
 
     _release.append(go_on)
 

@@ -6,16 +6,48 @@ of real engines run.
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
 import held_receives
 import pytest
-from transfer_rig import Decode, FakePeers, Prefill
+from transfer_rig import Decode, FakePeers, Prefill, eventually
 
 from pdcluster_connector.protocol.receive import State
 from pdcluster_connector.testing.nixl import Fabric
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
+
+
+def test_a_receive_that_shakes_hands_while_they_are_released_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its state says so before it has asked the peer: the transfer thread may pause in between."""
+    fabric, peers = Fabric(), FakePeers()
+    prefill = Prefill(fabric, **CACHE)
+    peers.table[prefill.engine_id] = prefill.metadata
+    decode = Decode(fabric, peers, **CACHE)
+    monkeypatch.setattr(held_receives, "_receiver", lambda: decode.receiver)
+    released = threading.Event()
+    try:
+        held_receives.hold(State.HANDSHAKE.name)
+        connect = peers.connect
+
+        def paused(*args: Any) -> None:
+            released.wait(60)
+            connect(*args)
+
+        monkeypatch.setattr(peers, "connect", paused)
+        ticket = prefill.ticket(1, [3, 4, 5], 10)
+        decode.receiver.receive([decode.request("r", ticket, [28, 27, 26], lease=10.0)])
+        eventually(lambda: held_receives.stands(1, State.HANDSHAKE.name))
+        held_receives.release()
+        released.set()
+        ended = decode.wait("r")
+        assert "r" in ended.received, ended.failed
+    finally:
+        decode.receiver.close()
 
 
 @pytest.mark.parametrize("state", [State.NEW, State.HANDSHAKE, State.POSTED, State.FENCE])
@@ -44,7 +76,8 @@ def test_receives_stand_in_a_state_until_they_are_released(
             time.sleep(0.01)
         assert not decode.take().finished
         held_receives.release()
-        assert set(names) <= set(decode.wait(*names).received)
+        ended = decode.wait(*names)
+        assert set(names) <= set(ended.received), ended.failed
     finally:
         held_receives.release()
         decode.receiver.close()
