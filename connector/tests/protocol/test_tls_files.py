@@ -35,5 +35,5 @@ def test_all_three_files_are_needed_and_nothing_else(wrong: object) -> None:
 
 @pytest.mark.parametrize("wrong", ["pods", 1, None])
 def test_what_certificates_cannot_name(wrong: object) -> None:
-    with pytest.raises(ValueError, match="allowed are engines, roles and hosts"):
+    with pytest.raises(ValueError, match="allowed are engines, roles or hosts"):
         tls_files({**GOOD, "names": wrong})

@@ -45,6 +45,6 @@ def tls_files(value: object) -> TlsFiles:
             raise ValueError(f"holds a {name} that is not a path")
     names = value.get("names", "engines")
     if not isinstance(names, str) or names not in {"engines", "roles", "hosts"}:
-        raise ValueError(f"holds names {names!r}; allowed are engines, roles and hosts")
+        raise ValueError(f"holds names {names!r}; allowed are engines, roles or hosts")
     ca, certificate, key = (Path(value[name]) for name in _PATHS)
     return TlsFiles(ca, certificate, key, named=names != "hosts", by_role=names == "roles")
