@@ -131,6 +131,7 @@ ROWS = (
             "gemma4-own-heads 1x2→1x1",
             "gemma4-own-heads 1x1→1x2",
             "gemma4-more-heads 1x2→1x4",
+            "mimo-own-heads 1x2→1x4",
         ),
         note="a layer without KV of its own is not moved; with one head a rank, the model's "
         "configuration may not say which head it is, and other tensor parallel sizes are refused",

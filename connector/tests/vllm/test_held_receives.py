@@ -7,7 +7,7 @@ of real engines run.
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Iterator
 from typing import Any
 
 import held_receives
@@ -20,64 +20,59 @@ from pdcluster_connector.testing.nixl import Fabric
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 
 
-def test_a_receive_that_shakes_hands_while_they_are_released_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its state says so before it has asked the peer: the transfer thread may pause in between."""
+Pair = tuple[Prefill, Decode, FakePeers]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     fabric, peers = Fabric(), FakePeers()
     prefill = Prefill(fabric, **CACHE)
     peers.table[prefill.engine_id] = prefill.metadata
     decode = Decode(fabric, peers, **CACHE)
     monkeypatch.setattr(held_receives, "_receiver", lambda: decode.receiver)
+    yield prefill, decode, peers
+    held_receives.release()
+    decode.receiver.close()
+
+
+def test_a_receive_that_shakes_hands_while_they_are_released_goes_on(
+    monkeypatch: pytest.MonkeyPatch, pair: Pair
+) -> None:
+    """Its state says so before it has asked the peer: the transfer thread may pause in between."""
+    prefill, decode, peers = pair
     released = threading.Event()
-    try:
-        held_receives.hold(State.HANDSHAKE.name)
-        connect = peers.connect
+    held_receives.hold(State.HANDSHAKE.name)
+    connect = peers.connect
 
-        def paused(*args: Any) -> None:
-            released.wait(60)
-            connect(*args)
+    def paused(*args: Any) -> None:
+        released.wait(60)
+        connect(*args)
 
-        monkeypatch.setattr(peers, "connect", paused)
-        ticket = prefill.ticket(1, [3, 4, 5], 10)
-        decode.receiver.receive([decode.request("r", ticket, [28, 27, 26], lease=10.0)])
-        eventually(lambda: held_receives.stands(1, State.HANDSHAKE.name))
-        held_receives.release()
-        released.set()
-        ended = decode.wait("r")
-        assert "r" in ended.received, ended.failed
-    finally:
-        decode.receiver.close()
+    monkeypatch.setattr(peers, "connect", paused)
+    ticket = prefill.ticket(1, [3, 4, 5], 10)
+    decode.receiver.receive([decode.request("r", ticket, [28, 27, 26], lease=10.0)])
+    eventually(lambda: held_receives.stands(1, State.HANDSHAKE.name))
+    held_receives.release()
+    released.set()
+    ended = decode.wait("r")
+    assert "r" in ended.received, ended.failed
 
 
 @pytest.mark.parametrize("state", [State.NEW, State.HANDSHAKE, State.POSTED, State.FENCE])
-def test_receives_stand_in_a_state_until_they_are_released(
-    monkeypatch: pytest.MonkeyPatch, state: State
-) -> None:
-    fabric, peers = Fabric(), FakePeers()
-    prefill = Prefill(fabric, **CACHE)
-    peers.table[prefill.engine_id] = prefill.metadata
-    decode = Decode(fabric, peers, **CACHE)
-    monkeypatch.setattr(held_receives, "_receiver", lambda: decode.receiver)
+def test_receives_stand_in_a_state_until_they_are_released(pair: Pair, state: State) -> None:
+    prefill, decode, _ = pair
     names = [f"{state.name}-{seed}" for seed in (1, 2)]
-    try:
-        warm = prefill.ticket(3, [9, 10, 11], 10)
-        decode.receiver.receive([decode.request("warm", warm, [22, 21, 20])])
-        assert "warm" in decode.wait("warm").received
-        held_receives.hold(state.name)
-        for seed, name in enumerate(names, 1):
-            first = 3 * seed
-            ticket = prefill.ticket(seed, range(first, first + 3), 10)
-            blocks = [31 - first, 30 - first, 29 - first]
-            decode.receiver.receive([decode.request(name, ticket, blocks)])
-        deadline = time.monotonic() + 60
-        while not held_receives.stands(len(names), state.name):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert not decode.take().finished
-        held_receives.release()
-        ended = decode.wait(*names)
-        assert set(names) <= set(ended.received), ended.failed
-    finally:
-        held_receives.release()
-        decode.receiver.close()
+    warm = prefill.ticket(3, [9, 10, 11], 10)
+    decode.receiver.receive([decode.request("warm", warm, [22, 21, 20])])
+    assert "warm" in decode.wait("warm").received
+    held_receives.hold(state.name)
+    for seed, name in enumerate(names, 1):
+        first = 3 * seed
+        ticket = prefill.ticket(seed, range(first, first + 3), 10)
+        blocks = [31 - first, 30 - first, 29 - first]
+        decode.receiver.receive([decode.request(name, ticket, blocks)])
+    eventually(lambda: held_receives.stands(len(names), state.name), timeout=60)
+    assert not decode.take().finished
+    held_receives.release()
+    ended = decode.wait(*names)
+    assert set(names) <= set(ended.received), ended.failed

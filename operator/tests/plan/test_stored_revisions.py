@@ -340,7 +340,7 @@ def test_a_pause_does_not_hold_back_what_is_no_change() -> None:
     assert world.condition("Ready")["reason"] == "Ready"
 
 
-@settings(max_examples=settings().max_examples // 2)
+@settings(max_examples=settings().max_examples * 3 // 5)
 @given(cluster=manifests())
 def test_whatever_the_spec_an_upgrade_is_no_change(cluster: dict[str, Any]) -> None:
     world = SimulatedCluster(cluster)
