@@ -17,6 +17,7 @@ FILES = {
     "crds/pdcluster.dev_prefillscalers.yaml": "pdcluster_operator.api.schema.scaler_crd",
     "docs/api.md": "dev.api_page",
     "docs/layouts.md": "dev.layouts_page",
+    "docs/map.md": "dev.map_page",
     "docs/reasons.md": "dev.reasons_page",
     "docs/rules.md": "dev.rules_page",
     "operator/src/pdcluster_operator/api/rules/pod_fields.py": "dev.pod_fields",

@@ -19,7 +19,7 @@ from pdcluster_operator.api.ports import (
     ROUTER_METRICS_PORT,
     SIDE_CHANNEL_PORT,
 )
-from pdcluster_operator.plan.merge import merge
+from pdcluster_operator.plan.objects.merge import merge
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster_connector.launcher import door, request_ids
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
 from pdcluster_connector.launcher.identity import Identity, mint_incarnation
+from pdcluster_connector.launcher.inside_vllm import door, request_ids
 
 CONFIG = json.dumps({"kv_connector": "PDClusterConnector", "kv_role": "kv_producer"})
 

@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pdcluster_connector.launcher import canary
-from pdcluster_connector.launcher.canary import keep_running, run, run_ranks
-from pdcluster_connector.launcher.canary_schedule import CanarySchedule
-from pdcluster_connector.launcher.engine_api import DATA_RANK_HEADER, MAX_ANSWER, EngineApi
-from pdcluster_connector.launcher.link_table import CanaryResult, LinkTable
+from pdcluster_connector.launcher.engine.engine_api import DATA_RANK_HEADER, MAX_ANSWER, EngineApi
+from pdcluster_connector.launcher.links import canary
+from pdcluster_connector.launcher.links.canary import keep_running, run, run_ranks
+from pdcluster_connector.launcher.links.canary_schedule import CanarySchedule
+from pdcluster_connector.launcher.links.link_table import CanaryResult, LinkTable
 from pdcluster_connector.protocol.link_documents import (
     LinkReport,
     LinkState,

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from test_launcher_http import PEERS, REPORT, TOKEN, launcher
 
-from pdcluster_connector.launcher.link_table import CanaryResult, LinkRow
-from pdcluster_connector.launcher.revision import revision_of
+from pdcluster_connector.launcher.interface.revision import revision_of
+from pdcluster_connector.launcher.links.link_table import CanaryResult, LinkRow
 from pdcluster_connector.protocol.link_documents import LinkState, PeerEntry
 
 PEER = PeerEntry("ns.c.prefill.r.0", "ns.c.prefill.r.0/aaaa", "10.0.0.1:5600", "http://10.0.0.1")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster_connector.launcher import drain, installed_versions
 from pdcluster_connector.launcher.arguments import EngineCommand, engine_command
-from pdcluster_connector.launcher.checks import (
+from pdcluster_connector.launcher.before_start import installed_versions
+from pdcluster_connector.launcher.before_start.checks import (
     Port,
     clash_problems,
     layout_problems,
@@ -27,11 +27,12 @@ from pdcluster_connector.launcher.checks import (
     port_problems,
     shm_problems,
 )
-from pdcluster_connector.launcher.drain import FORGET_SECONDS, Calm
+from pdcluster_connector.launcher.before_start.memory import GIB, available_bytes, oom_kills
+from pdcluster_connector.launcher.engine import drain
+from pdcluster_connector.launcher.engine.drain import FORGET_SECONDS, Calm
+from pdcluster_connector.launcher.engine.readiness import Readiness
+from pdcluster_connector.launcher.engine.remaining_work import Work, work
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.memory import GIB, available_bytes, oom_kills
-from pdcluster_connector.launcher.readiness import Readiness
-from pdcluster_connector.launcher.remaining_work import Work, work
 
 
 def command(model: str, *flags: str) -> EngineCommand:

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from pdcluster_connector.launcher import door
-from pdcluster_connector.launcher.door import VARIABLE, Door, DoorFile
+from pdcluster_connector.launcher.inside_vllm import door
+from pdcluster_connector.launcher.inside_vllm.door import VARIABLE, Door, DoorFile
 
 
 @pytest.fixture

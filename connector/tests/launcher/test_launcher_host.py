@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pdcluster_connector.launcher import installed_versions
+from pdcluster_connector.launcher.before_start import installed_versions
 from pdcluster_connector.launcher.host import visible_gpus
 
 HEAVY = {"vllm", "torch", "nixl", "aiohttp"}

@@ -13,10 +13,10 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from pdcluster_connector.launcher.arguments import engine_command
-from pdcluster_connector.launcher.http import LauncherServer
+from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.link_table import LinkTable
-from pdcluster_connector.launcher.readiness import Readiness
+from pdcluster_connector.launcher.interface.http import LauncherServer
+from pdcluster_connector.launcher.links.link_table import LinkTable
 
 TOKEN = {"Authorization": "Bearer secret"}
 PEER = {

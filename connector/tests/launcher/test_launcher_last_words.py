@@ -7,8 +7,14 @@ import signal
 import pytest
 from launched import HERE
 
-from pdcluster_connector.launcher.deaths import obituary
-from pdcluster_connector.launcher.last_words import MAX_LINE, MAX_WORDS, LastLines, choose, death
+from pdcluster_connector.launcher.engine.last_words import (
+    MAX_LINE,
+    MAX_WORDS,
+    LastLines,
+    choose,
+    death,
+)
+from pdcluster_connector.launcher.inside_vllm.deaths import obituary
 
 REASONS = {
     "unknown-flag": "unrecognized arguments: --no-such-flag 3",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster_connector.launcher.link_table import REPORT_LIFETIME, CanaryResult, LinkTable
+from pdcluster_connector.launcher.links.link_table import REPORT_LIFETIME, CanaryResult, LinkTable
 from pdcluster_connector.protocol.link_documents import (
     LinkReport,
     LinkState,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launched import HERE
 
-from pdcluster_connector.launcher.progress import EngineState, Progress, advance
+from pdcluster_connector.launcher.engine.progress import EngineState, Progress, advance
 
 BEGIN = Progress(EngineState.STARTING, "starting vLLM")
 

@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestServer
 from launched import Launched, http, wait_for
 
 from loopback import free_port
-from pdcluster_connector.launcher import rendezvous
-from pdcluster_connector.launcher.rendezvous import SILENCE, Followers, Leader
+from pdcluster_connector.launcher.multi_node import rendezvous
+from pdcluster_connector.launcher.multi_node.rendezvous import SILENCE, Followers, Leader
 
 pytestmark = pytest.mark.process
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launched import http, wait_for
 
-from pdcluster_connector.launcher.prompt_window import (
+from pdcluster_connector.launcher.engine.prompt_window import (
     SILENCE_SECONDS,
     PromptWindow,
     count_prompts,

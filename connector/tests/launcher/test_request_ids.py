@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster_connector.launcher import door
 from pdcluster_connector.launcher.arguments import engine_command
-from pdcluster_connector.launcher.request_ids import MIDDLEWARE, PlainRequestIds, plain
+from pdcluster_connector.launcher.inside_vllm import door
+from pdcluster_connector.launcher.inside_vllm.request_ids import MIDDLEWARE, PlainRequestIds, plain
 
 UUID = str(uuid.UUID(int=0x1234 << 100))
 HEX = uuid.UUID(int=0x1234 << 100).hex

@@ -13,10 +13,10 @@ import pytest
 from loopback_engines import probed, until
 
 from pdcluster_connector.launcher.arguments import engine_command
-from pdcluster_connector.launcher.http import LauncherServer
+from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
-from pdcluster_connector.launcher.link_table import LinkTable
-from pdcluster_connector.launcher.readiness import Readiness
+from pdcluster_connector.launcher.interface.http import LauncherServer
+from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.link_health.launcher_client import LauncherClient
 from pdcluster_connector.nixl_io.probe import ProbeResult
 from pdcluster_connector.protocol.messages import EngineMetadata

@@ -25,7 +25,7 @@ _received: OrderedDict[str, Contents] = OrderedDict()
 
 def install() -> None:
     """Have every worker side keep a copy of what its last receives brought."""
-    from pdcluster_connector.vllm.worker import WorkerRole
+    from pdcluster_connector.vllm.worker_side.worker import WorkerRole
 
     start, results = WorkerRole.start, WorkerRole.results
 

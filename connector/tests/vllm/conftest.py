@@ -43,4 +43,4 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker side believes itself the only rank: vLLM's groups are made by its executors."""
     one = SimpleNamespace(rank_in_group=0, world_size=1)
     for group in ("get_pp_group", "get_tp_group"):
-        monkeypatch.setattr(f"pdcluster_connector.vllm.worker.{group}", lambda: one)
+        monkeypatch.setattr(f"pdcluster_connector.vllm.worker_side.worker.{group}", lambda: one)

@@ -40,8 +40,8 @@ def _host(folder: Path) -> None:
 
     import pdcluster_connector.launcher.vllm_shim
     import pdcluster_connector.vllm.connector
-    import pdcluster_connector.vllm.scheduler
-    import pdcluster_connector.vllm.worker  # noqa: F401
+    import pdcluster_connector.vllm.scheduler_side.scheduler
+    import pdcluster_connector.vllm.worker_side.worker  # noqa: F401
 
     cache_hook.install()
     _pipeline_buffers()

@@ -29,7 +29,7 @@ from pdcluster_connector.plan.bounds import region_extent
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.slices import seams
-from pdcluster_connector.vllm.registration import Registration, register
+from pdcluster_connector.vllm.kv_caches.registration import Registration, register
 
 pytestmark = pytest.mark.vllm
 

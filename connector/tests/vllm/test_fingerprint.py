@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster_connector.vllm.fingerprint import PIECE_BYTES, context_variant, model_digest
+from pdcluster_connector.vllm.worker_side.fingerprint import (
+    PIECE_BYTES,
+    context_variant,
+    model_digest,
+)
 
 CONFIG = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2}
 
@@ -137,7 +141,7 @@ def test_a_broken_file_has_a_digest_too(tmp_path: Path, raw: bytes) -> None:
 
 def test_reading_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_weights(tmp_path, tensors=200, fill=1, size=PIECE_BYTES + 1)
-    monkeypatch.setattr("pdcluster_connector.vllm.fingerprint.MAX_PIECES", 10)
+    monkeypatch.setattr("pdcluster_connector.vllm.worker_side.fingerprint.MAX_PIECES", 10)
     limited = model_digest(CONFIG, tmp_path)
-    monkeypatch.setattr("pdcluster_connector.vllm.fingerprint.MAX_PIECES", 1000)
+    monkeypatch.setattr("pdcluster_connector.vllm.worker_side.fingerprint.MAX_PIECES", 1000)
     assert model_digest(CONFIG, tmp_path) != limited

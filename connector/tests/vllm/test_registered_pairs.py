@@ -27,7 +27,7 @@ from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, grou
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request import plan_request
 from pdcluster_connector.plan.topology import head_interval
-from pdcluster_connector.vllm.registration import Registration, register
+from pdcluster_connector.vllm.kv_caches.registration import Registration, register
 
 pytestmark = pytest.mark.vllm
 

@@ -19,8 +19,8 @@ from pdcluster_connector.compat.shape import PartShape
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, groups_of
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.request import plan_request
-from pdcluster_connector.vllm import mamba_states as states
-from pdcluster_connector.vllm.registration import Registration, register
+from pdcluster_connector.vllm.kv_caches import mamba_states as states
+from pdcluster_connector.vllm.kv_caches.registration import Registration, register
 
 pytestmark = pytest.mark.vllm
 

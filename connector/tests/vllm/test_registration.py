@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pdcluster_connector.compat.shape import GroupShape, LayerKind, Memory
 from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.vllm.registration import register
+from pdcluster_connector.vllm.kv_caches.registration import register
 
 pytestmark = pytest.mark.vllm
 

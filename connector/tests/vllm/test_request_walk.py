@@ -72,7 +72,8 @@ def test_a_request_goes_the_way_of_the_walk(
 ) -> None:
     fabric, parked = Fabric(), threading.Event()
     monkeypatch.setattr(
-        "pdcluster_connector.vllm.worker.NixlAgent", lambda name, **_: fabric.agent(name)
+        "pdcluster_connector.vllm.worker_side.worker.NixlAgent",
+        lambda name, **_: fabric.agent(name),
     )
     with Calls("request") as calls:
         prefill, decode = engines("producer"), engines("consumer")

@@ -23,8 +23,8 @@ from pdcluster_connector.protocol.prompt_digest import prompt_digest
 from pdcluster_connector.protocol.ticket import Ticket, encode
 from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
 from pdcluster_connector.protocol.transfer_params import ticket_of
-from pdcluster_connector.vllm import decode as decode_role
-from pdcluster_connector.vllm import ticket_check
+from pdcluster_connector.vllm.scheduler_side import decode as decode_role
+from pdcluster_connector.vllm.scheduler_side import ticket_check
 from ticket_key import KEYS
 
 pytestmark = pytest.mark.vllm

@@ -10,8 +10,8 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.lease import Standing
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel.lease_client import LeaseAnswer
-from pdcluster_connector.vllm import ticket_book
-from pdcluster_connector.vllm.ticket_book import TicketBook
+from pdcluster_connector.vllm.scheduler_side import ticket_book
+from pdcluster_connector.vllm.scheduler_side.ticket_book import TicketBook
 
 
 class Sender:

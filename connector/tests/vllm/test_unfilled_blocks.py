@@ -20,10 +20,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks, Unfilled, unfilled
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.vllm.registration import register
+from pdcluster_connector.vllm.kv_caches.registration import register
 from pdcluster_connector.vllm.step_messages import ReceiveOrder, StepOrders
-from pdcluster_connector.vllm.unfilled_blocks import UnfilledBlocks
-from pdcluster_connector.vllm.worker import WorkerRole
+from pdcluster_connector.vllm.worker_side.unfilled_blocks import UnfilledBlocks
+from pdcluster_connector.vllm.worker_side.worker import WorkerRole
 
 pytestmark = pytest.mark.vllm
 

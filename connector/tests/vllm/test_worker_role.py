@@ -24,9 +24,9 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.vllm.config import ConfigError, parse_options
 from pdcluster_connector.vllm.connector import PDClusterConnector
-from pdcluster_connector.vllm.peer_news import NEWS_SECONDS, PeerNews
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder, StepOrders, StepReport
-from pdcluster_connector.vllm.worker import receiver_options
+from pdcluster_connector.vllm.worker_side.peer_news import NEWS_SECONDS, PeerNews
+from pdcluster_connector.vllm.worker_side.worker import receiver_options
 from ticket_key import KEY_FILE
 
 pytestmark = pytest.mark.vllm
@@ -228,8 +228,8 @@ def test_importing_the_module_stays_light() -> None:
         "import sys, pdcluster_connector.vllm.connector\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('nixl', 'nixl_cu12', 'nixl_cu13')"
         " or m.startswith(('pdcluster_connector.nixl_io', 'pdcluster_connector.transfer',"
-        " 'pdcluster_connector.vllm.worker',"
-        " 'pdcluster_connector.vllm.scheduler'))])"
+        " 'pdcluster_connector.vllm.worker_side.worker',"
+        " 'pdcluster_connector.vllm.scheduler_side.scheduler'))])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

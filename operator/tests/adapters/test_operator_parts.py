@@ -48,7 +48,7 @@ from pdcluster_operator.adapters.tls.certificate_keeper import WebhookPlace
 from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli import operator as command
-from pdcluster_operator.plan.deletions import MANAGED_KINDS
+from pdcluster_operator.plan.children.deletions import MANAGED_KINDS
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.store import Store
 

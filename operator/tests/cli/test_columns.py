@@ -10,20 +10,20 @@ from rich.console import Console
 from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.snapshot import Condition, PodLine
 from pdcluster_operator.cli.tables import conditions_table, links_table, pods_table
-from pdcluster_operator.plan.reports import CanaryReport, LinkReport, LinkState
+from pdcluster_operator.plan.reports import CanaryReport, LinkRow, ReportedState
 
 PODS = [
     PodLine("tiny-prefill-ddrn9-0-0", "prefill", "127.0.0.2", "LoadingWeights", "loading", None, 0),
     PodLine("tiny-decode-gwr2t-0-0", "decode", "127.0.0.3", "Starting", "starting vLLM", None, 1),
 ]
-LINK = LinkReport(
+LINK = LinkRow(
     "ns.tiny.prefill.abcde.0",
-    state=LinkState.FAILED,
+    state=ReportedState.FAILED,
     reason="BlockSizesDiffer",
     message="prefill has blocks of 16 tokens and decode of 32: set one size for both",
     shards="0/1",
     bytes_per_second=1e9,
-    canary=CanaryReport(LinkState.PENDING),
+    canary=CanaryReport(ReportedState.PENDING),
 )
 CONDITIONS = [
     Condition("KVLinksEstablished", "True", "LinksEstablished", "1 of 1 links established"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pdcluster_connector.launcher.installed_versions import SUPPORTED
+from pdcluster_connector.launcher.before_start.installed_versions import SUPPORTED
 
 ROOT = Path(__file__).parents[3]
 PAGES = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.plan.contents import MARK, SHORT, without_contents
-from pdcluster_operator.plan.drift import is_applied
 from pdcluster_operator.plan.model import ConnectorBundle
-from pdcluster_operator.plan.rewrites import rewrite_of
+from pdcluster_operator.plan.objects.contents import MARK, SHORT, without_contents
+from pdcluster_operator.plan.objects.drift import is_applied
+from pdcluster_operator.plan.objects.rewrites import rewrite_of
 
 CONFIG_MAP = {
     "kind": "ConfigMap",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcluster_operator.plan.drift import repair, stamped, without_manager
+from pdcluster_operator.plan.objects.drift import repair, stamped, without_manager
 
 LIVE = {
     "metadata": {"name": "tiny", "resourceVersion": "7"},

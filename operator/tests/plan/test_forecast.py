@@ -11,7 +11,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.labels import PAIRING_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
 from pdcluster_operator.plan.builders.certificates import entry_of
-from pdcluster_operator.plan.certificates import certificates_as_due
+from pdcluster_operator.plan.children.restarts import POD_REVISION_LABEL
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
 from pdcluster_operator.plan.forecast.from_status import reports_in
 from pdcluster_operator.plan.forecast.kubectl_apply import (
@@ -21,11 +21,11 @@ from pdcluster_operator.plan.forecast.kubectl_apply import (
 )
 from pdcluster_operator.plan.forecast.world import GONE, ROUTED, VERIFIED, World
 from pdcluster_operator.plan.model import Apply, Delete, Observed
-from pdcluster_operator.plan.ownership import identity
+from pdcluster_operator.plan.objects.ownership import identity
+from pdcluster_operator.plan.observed.pods import is_pod_ready
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.pods import is_pod_ready
-from pdcluster_operator.plan.reports import LinkState
-from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
+from pdcluster_operator.plan.reports import ReportedState
+from pdcluster_operator.plan.secrets.certificates import certificates_as_due
 
 GPUS = {"transfer": {"device": "CUDA"}, "engine": {"blockSize": 16}}
 
@@ -429,8 +429,8 @@ def test_a_link_counts_as_verified_if_the_status_tells_that_kv_moved(
     said(world, KVPathVerified=verified, Available=available)
     _, links = reports_in(world.cluster, world.children.values())
     [link] = [link for report in links.values() for link in report.links]
-    assert (link.canary.state is LinkState.PASSED) is moved
-    assert link.state is LinkState.ESTABLISHED
+    assert (link.canary.state is ReportedState.PASSED) is moved
+    assert link.state is ReportedState.ESTABLISHED
 
 
 def test_an_engine_that_the_status_does_not_call_ready_has_reported_nothing() -> None:

@@ -13,9 +13,9 @@ from simulated_cluster import manifest as cluster
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import engine_of
-from pdcluster_operator.plan.certificates import PERIOD_SECONDS
 from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.model import Apply, HeldCertificates, WriteCertificates
+from pdcluster_operator.plan.secrets.certificates import PERIOD_SECONDS
 
 A_DAY = 24 * 60 * 60
 

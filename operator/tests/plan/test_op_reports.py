@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_connector.launcher.link_table import CanaryResult, LinkTable
-from pdcluster_connector.protocol.link_documents import LinkReport as WireLink
-from pdcluster_connector.protocol.link_documents import LinkState as WireState
+from pdcluster_connector.launcher.links.link_table import CanaryResult, LinkTable
 from pdcluster_connector.protocol.link_documents import (
+    LinkReport,
+    LinkState,
     PeersDocument,
     RankReport,
     decode_peers,
 )
 from pdcluster_operator.plan.reports import (
-    LinkState,
+    ReportedState,
     parse_engine_report,
     parse_links_report,
 )
@@ -49,7 +49,7 @@ def test_numbers_and_texts_are_bounded():
     (read,) = parse_links_report({"links": [link, {"no": "prefill"}, 7]}).links
     assert len(read.prefill) == 1024
     assert read.bytes_per_second == 0.0
-    assert read.state is LinkState.PENDING
+    assert read.state is ReportedState.PENDING
     assert parse_links_report({"links": [{"prefill": "p"}] * 9999}).links.__len__() == 4096
 
 
@@ -94,8 +94,8 @@ def test_both_ends_of_the_peers_document_and_of_the_link_table():
     table = LinkTable(shards=(1, 1))
     assert table.set_peers(document)
     (peer,) = document.peers
-    report = WireLink(
-        peer.engine, peer.engine_id, WireState.ESTABLISHED, bytes_per_second=2e9, establishment=1
+    report = LinkReport(
+        peer.engine, peer.engine_id, LinkState.ESTABLISHED, bytes_per_second=2e9, establishment=1
     )
     assert table.add(RankReport((0, 0), (1, 1), (report,)), 0.0) is None
     [row] = table.rows(0.0)

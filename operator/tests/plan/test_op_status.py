@@ -15,15 +15,15 @@ from valid_specs import manifests
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.api.schema.status_schema import status_schema
-from pdcluster_operator.plan.certificates import DAY
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.reports import (
     CanaryReport,
     EngineReport,
-    LinkState,
+    ReportedState,
     parse_engine_report,
     parse_links_report,
 )
+from pdcluster_operator.plan.secrets.certificates import DAY
 from pdcluster_operator.plan.status.failed_step import with_failure
 
 STATUS = jsonschema.Draft202012Validator(status_schema())
@@ -69,7 +69,7 @@ def test_from_nothing_to_ready(world):
     world.step()
     is_(world, "PrefillReady", "True", "EnginesReady", "1 of 1")
     is_(world, "DecodeReady", "True", "EnginesReady")
-    world.link(state=LinkState.PENDING)
+    world.link(state=ReportedState.PENDING)
     world.step()
     is_(world, "KVLinksEstablished", "Unknown", "LinksPending")
     world.link(canary=CanaryReport())
@@ -102,7 +102,7 @@ def test_a_start_that_goes_well_is_one_event(world):
     told += world.step().events
     world.speak()
     told += world.step().events
-    world.link(state=LinkState.PENDING)
+    world.link(state=ReportedState.PENDING)
     world.route()
     told += world.step().events
     world.link(canary=CanaryReport())
@@ -118,7 +118,7 @@ def test_trouble_is_an_event_whether_it_comes_in_a_start_or_later(world):
     world.run_pods()
     world.speak()
     world.step()
-    world.link(state=LinkState.FAILED, reason="HandshakeFailed")
+    world.link(state=ReportedState.FAILED, reason="HandshakeFailed")
     events = world.step().events
     assert {e.message.split(" is ")[0] for e in events} == {"KVLinksEstablished"}
     world.link()
@@ -390,7 +390,7 @@ def test_an_engine_whose_first_pod_is_missing_lacks_a_pod_however_many_others_it
 def test_a_failed_link_names_the_pair_and_both_values(world):
     world.bring_up()
     message = "block size in tokens differs (prefill 16, decode 32)"
-    world.link(state=LinkState.FAILED, reason="BlockInteriorOpaque", message=message)
+    world.link(state=ReportedState.FAILED, reason="BlockInteriorOpaque", message=message)
     world.step()
     is_(world, "KVLinksEstablished", "False", "BlockInteriorOpaque", message, "llama-prefill")
     is_(world, "KVPathVerified", "False", "CanaryPending", "link failed")
@@ -408,7 +408,7 @@ def test_a_failed_link_names_the_pair_and_both_values(world):
 def test_failed_links_are_bounded():
     world = SimulatedCluster(manifest(prefill={"replicas": 6}, decode={"replicas": 6}))
     world.bring_up()
-    world.link(state=LinkState.FAILED, reason="SideChannelUnreachable", message="x" * 5000)
+    world.link(state=ReportedState.FAILED, reason="SideChannelUnreachable", message="x" * 5000)
     world.step()
     assert len(world.cluster["status"]["failedLinks"]) == 16
     assert max(len(f["message"]) for f in world.cluster["status"]["failedLinks"]) <= 1024
@@ -426,7 +426,9 @@ def test_prefill_dies_and_comes_back(world):
     is_(world, "KVLinksEstablished", "False", "WaitingForEngines")
     decode = next(iter(world.links))
     row = world.links[decode].links[0]
-    gone = replace(row, state=LinkState.FAILED, reason="SideChannelUnreachable", message="refused")
+    gone = replace(
+        row, state=ReportedState.FAILED, reason="SideChannelUnreachable", message="refused"
+    )
     world.links[decode] = replace(world.links[decode], links=(gone,))
     world.step()
     is_(world, "KVLinksEstablished", "False", "SideChannelUnreachable", "refused")
@@ -443,7 +445,7 @@ def test_prefill_dies_and_comes_back(world):
 
 def test_a_canary_that_moves_nothing(world):
     world.bring_up()
-    failed = CanaryReport(LinkState.FAILED, 0, "decode computed the prompt itself")
+    failed = CanaryReport(ReportedState.FAILED, 0, "decode computed the prompt itself")
     world.link(canary=failed)
     world.step()
     is_(world, "KVLinksEstablished", "True", "LinksEstablished")
@@ -464,7 +466,7 @@ def test_a_canary_that_moves_nothing(world):
 
 def test_a_link_that_was_lost_needs_another_canary(world):
     world.bring_up()
-    world.link(state=LinkState.FAILED, reason="TransferStalled", message="a read did not land")
+    world.link(state=ReportedState.FAILED, reason="TransferStalled", message="a read did not land")
     world.step()
     is_(world, "Ready", "False", "TransferStalled", "llama-prefill", "a read did not land")
     world.link(canary=CanaryReport(message="connection refused"))
@@ -496,7 +498,7 @@ def test_a_slow_link_is_probably_tcp(transfer):
     world.link(bytes_per_second=0.0)
     world.step()
     is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
-    world.link(bytes_per_second=999e6, state=LinkState.FAILED)  # measured before it failed
+    world.link(bytes_per_second=999e6, state=ReportedState.FAILED)  # measured before it failed
     world.step()
     is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
 
@@ -528,7 +530,7 @@ def test_of_several_engines_the_one_that_waiting_does_not_cure_is_named():
 
 def test_a_link_that_failed_with_the_former_incarnation_has_failed(world):
     world.bring_up()
-    world.link(prefill_engine_id="former/1", state=LinkState.FAILED, reason="PeerRestarted")
+    world.link(prefill_engine_id="former/1", state=ReportedState.FAILED, reason="PeerRestarted")
     world.step()
     is_(world, "KVLinksEstablished", "False", "PeerRestarted")
 
@@ -731,7 +733,7 @@ def test_replicas_counts_the_decode_engines_that_exist():
 def test_a_reason_that_the_crd_does_not_take_is_replaced(world, reason):
     """One such reason would make the API server refuse every later write of the status."""
     world.bring_up()
-    world.link(state=LinkState.FAILED, reason=reason, message="why")
+    world.link(state=ReportedState.FAILED, reason=reason, message="why")
     world.step()
     is_(world, "KVLinksEstablished", "False", "ReasonUnreadable", "why")
     is_(world, "Ready", "False", "ReasonUnreadable", "why")
@@ -755,9 +757,9 @@ def test_whatever_launchers_say_the_crd_takes_the_status(text, ready, state):
         assert told is not None
         world.engines[name] = replace(told, role=report.role)
     for decode in list(world.links):
-        link = {"prefill": world.leaders("prefill")[0].logical, "state": LinkState[state].value,
+        link = {"prefill": world.leaders("prefill")[0].logical, "state": ReportedState[state].value,
                 "reason": text, "message": text,
-                "canary": {"state": LinkState.FAILED.value, "message": text}}  # fmt: skip
+                "canary": {"state": ReportedState.FAILED.value, "message": text}}  # fmt: skip
         told = parse_links_report({"engine": decode, "engine_id": text, "links": [link]})
         assert told is not None
         world.links[decode] = told
@@ -784,7 +786,7 @@ def test_engines_are_judged_by_the_pods_that_they_have(change):
 def test_a_transport_is_not_healthy_without_evidence(world):
     world.bring_up()
     is_(world, "TransportHealthy", "True", "NoThreshold")
-    world.link(state=LinkState.FAILED, reason="TransferStalled", message="no byte came")
+    world.link(state=ReportedState.FAILED, reason="TransferStalled", message="no byte came")
     world.step()
     is_(world, "TransportHealthy", "Unknown", "BandwidthUnmeasured")
     world.links.clear()

@@ -11,7 +11,6 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.protocol.link_documents import PeersDocument, decode_peers
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.certificates import DAY
 from pdcluster_operator.plan.model import (
     Apply,
     Delete,
@@ -19,6 +18,7 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
+from pdcluster_operator.plan.secrets.certificates import DAY
 
 
 def kinds(plan):

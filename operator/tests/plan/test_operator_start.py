@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS, wait_before_judging
+from pdcluster_operator.plan.operators.operator_start import (
+    LONGEST_WAIT_SECONDS,
+    wait_before_judging,
+)
 
 KNOWN: dict[str, Any] = {"status": {"engines": [{"name": "tiny-decode-a-0", "engineId": "d/1"}]}}
 NEVER_HEARD: dict[str, Any] = {"status": {"engines": [{"name": "tiny-decode-a-0", "engineId": ""}]}}

@@ -10,17 +10,17 @@ from pdcluster_operator.api.conditions import Status, StatusReason, Verdict
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Transfer
-from pdcluster_operator.plan.engines import EngineView
-from pdcluster_operator.plan.links import PairState, PairView
-from pdcluster_operator.plan.reports import CanaryReport, LinkState
+from pdcluster_operator.plan.observed.engines import EngineView
+from pdcluster_operator.plan.observed.links import PairState, PairView
+from pdcluster_operator.plan.reports import CanaryReport, ReportedState
 from pdcluster_operator.plan.status.link_conditions import (
     links_established,
     path_verified,
     transport_healthy,
 )
 
-PASSED = CanaryReport(LinkState.PASSED)
-FAILED = CanaryReport(LinkState.FAILED, message="no KV moved")
+PASSED = CanaryReport(ReportedState.PASSED)
+FAILED = CanaryReport(ReportedState.FAILED, message="no KV moved")
 
 
 def engine(role: Role, index: int) -> EngineView:
@@ -74,8 +74,8 @@ def test_the_worst_link_says_why_no_kv_was_seen_to_move(
 
 
 def test_the_first_canary_that_failed_is_told_with_its_own_words() -> None:
-    other = CanaryReport(LinkState.FAILED, message="the request timed out")
-    wordless = CanaryReport(LinkState.FAILED)
+    other = CanaryReport(ReportedState.FAILED, message="the request timed out")
+    wordless = CanaryReport(ReportedState.FAILED)
     links = [good(0), *(link(n, canary=one) for n, one in ((1, FAILED), (2, other), (3, wordless)))]
     found = path_verified(links, {})
     assert found.message == f"{label(1)}: no KV moved"

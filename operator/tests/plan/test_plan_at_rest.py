@@ -15,11 +15,11 @@ import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.certificates import PERIOD_SECONDS
 from pdcluster_operator.plan.lost import LOST_SECONDS, lost_pods
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Observed
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.secrets.certificates import PERIOD_SECONDS
 
 MOST_CALLS = 190
 """There were 150, with any number of engines. In 0.5 ms, CPython calls some 3,000 functions."""

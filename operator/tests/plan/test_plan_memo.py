@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from simulated_cluster import CheckedMemo, SimulatedCluster, manifest
 
-from pdcluster_operator.plan import drift, links, planner, rewrites
+from pdcluster_operator.plan import planner
 from pdcluster_operator.plan.builders import connector_configmap
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply
+from pdcluster_operator.plan.objects import drift, rewrites
+from pdcluster_operator.plan.observed import links
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.rollout import targets, wanted_children
 

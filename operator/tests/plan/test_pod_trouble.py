@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.plan.pods import (
+from pdcluster_operator.plan.observed.pods import (
     Trouble,
     describe_end,
     is_pod_ready,

@@ -11,7 +11,7 @@ from simulated_cluster import SimulatedCluster, manifest
 from pdcluster_operator.api.conditions import StatusReason, timestamp
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.reports import LinkState
+from pdcluster_operator.plan.reports import ReportedState
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 
 ENV = {"decode": {"engine": {"env": [{"name": "A", "value": "2"}]}}}
@@ -574,7 +574,7 @@ def test_replace_holds_with_one_engine_of_a_role_and_says_why() -> None:
 
 def test_replace_goes_on_where_no_pair_ever_served() -> None:
     world = up("Replace")
-    world.link(state=LinkState.FAILED)
+    world.link(state=ReportedState.FAILED)
     old = engines(world)
     world.edit(**KEY)
     for _ in range(4):
@@ -805,7 +805,7 @@ def test_replace_spares_no_engine_whose_links_have_all_failed() -> None:
         world = up("Replace")
         before = engines(world)
         if failed:
-            world.link(state=LinkState.FAILED, reason="BackendError", message="no route")
+            world.link(state=ReportedState.FAILED, reason="BackendError", message="no route")
         else:
             world.engines, world.links = {}, {}
         world.edit(**ENV)

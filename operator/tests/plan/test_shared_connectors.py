@@ -22,13 +22,16 @@ from pdcluster_operator.api.object_names import (
     is_connector_name,
     own_connector_name,
 )
-from pdcluster_operator.plan.connector_mounts import MOUNTING_KINDS, shared_connectors_of
-from pdcluster_operator.plan.drift import stamped
-from pdcluster_operator.plan.forged_connectors import is_forged
+from pdcluster_operator.plan.children.name_conflicts import may_be_taken
 from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, RestartPod
-from pdcluster_operator.plan.name_conflicts import may_be_taken
+from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.unused_connectors import (
+from pdcluster_operator.plan.shared_connectors.connector_mounts import (
+    MOUNTING_KINDS,
+    shared_connectors_of,
+)
+from pdcluster_operator.plan.shared_connectors.forged_connectors import is_forged
+from pdcluster_operator.plan.shared_connectors.unused_connectors import (
     KEEP_SECONDS,
     MarkConnector,
     step_for_connector,

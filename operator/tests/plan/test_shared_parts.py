@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.plan import shared_parts
-from pdcluster_operator.plan.shared_parts import FEW, LEVELS, SHORT, with_shared_parts
+from pdcluster_operator.plan.objects import shared_parts
+from pdcluster_operator.plan.objects.shared_parts import FEW, LEVELS, SHORT, with_shared_parts
 
 LEAVES = st.sampled_from(
     [True, False, 1, 0, 1.0, 0.0, -0.0, None, "", "a", "b", "x" * (SHORT + 1), 10**30, {}, []]

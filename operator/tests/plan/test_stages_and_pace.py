@@ -8,7 +8,6 @@ import pytest
 from simulated_cluster import START, SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.certificates import DAY
 from pdcluster_operator.plan.model import (
     Apply,
     Delete,
@@ -19,6 +18,7 @@ from pdcluster_operator.plan.model import (
     WriteTicketKey,
 )
 from pdcluster_operator.plan.planner import BUSY_SECONDS, make_plan
+from pdcluster_operator.plan.secrets.certificates import DAY
 from pdcluster_operator.plan.stages import stages
 from pdcluster_operator.plan.status.pace import (
     CROWD,

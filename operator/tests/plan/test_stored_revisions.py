@@ -16,7 +16,6 @@ from pdcluster_operator.api.rules import extra_args
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders import engine_pod
-from pdcluster_operator.plan.connector_mounts import shared_connectors_of
 from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, TryOut
 from pdcluster_operator.plan.rollout import targets
 from pdcluster_operator.plan.rollout.changes import (
@@ -33,6 +32,7 @@ from pdcluster_operator.plan.rollout.stored import (
     revisions_in,
     stored_revisions,
 )
+from pdcluster_operator.plan.shared_connectors.connector_mounts import shared_connectors_of
 
 NEWER = ConnectorBundle("d" * 64, b"newer")
 OLD_CONNECTOR = "pdcluster-connector-c0ffee0000000000"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.plan.namespace_lease import (
+from pdcluster_operator.plan.operators.namespace_lease import (
     LONGEST_SECONDS,
     SHORTEST_SECONDS,
     Holding,

@@ -44,7 +44,7 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.operator_start import LONGEST_WAIT_SECONDS
+from pdcluster_operator.plan.operators.operator_start import LONGEST_WAIT_SECONDS
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.runtime import reconcile

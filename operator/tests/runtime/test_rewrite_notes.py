@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from pdcluster_operator.plan.drift import stamped
+from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
 

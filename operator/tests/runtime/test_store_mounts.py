@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
-from pdcluster_operator.plan.connector_mounts import shared_connectors_of
+from pdcluster_operator.plan.shared_connectors.connector_mounts import shared_connectors_of
 from pdcluster_operator.runtime import object_places
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store

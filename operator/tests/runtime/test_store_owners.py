@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.plan import ownership
+from pdcluster_operator.plan.objects import ownership
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store

@@ -1,0 +1,1 @@
+"""Whether two engine shapes can exchange KV: the rules that admission and the handshake share."""

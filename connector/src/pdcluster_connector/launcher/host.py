@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdcluster_connector.launcher import installed_versions
+from pdcluster_connector.launcher.before_start import installed_versions
 
 _CUDA_LIBRARY: Final = "libcuda.so.1"
 _CUDA_ERROR_NO_DEVICE: Final = 100

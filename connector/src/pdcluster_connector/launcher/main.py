@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import pdcluster_connector
-from pdcluster_connector.launcher import checks, installed_versions
 from pdcluster_connector.launcher.arguments import ArgumentError, EngineCommand, engine_command
+from pdcluster_connector.launcher.before_start import checks, installed_versions
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.options import Options, UsageError, parse
 from pdcluster_connector.launcher.terminal import say

@@ -15,23 +15,24 @@ from typing import Any
 
 import aiohttp
 
-from pdcluster_connector.launcher import canary, door
 from pdcluster_connector.launcher.arguments import EngineCommand
-from pdcluster_connector.launcher.drain import wait_until_idle
-from pdcluster_connector.launcher.engine_api import EngineApi
-from pdcluster_connector.launcher.engine_polls import keep_counting, watch_health
-from pdcluster_connector.launcher.engine_process import EngineProcess, engine_environment
-from pdcluster_connector.launcher.http import LauncherServer
+from pdcluster_connector.launcher.before_start.memory import oom_kills
+from pdcluster_connector.launcher.engine.drain import wait_until_idle
+from pdcluster_connector.launcher.engine.engine_api import EngineApi
+from pdcluster_connector.launcher.engine.engine_polls import keep_counting, watch_health
+from pdcluster_connector.launcher.engine.engine_process import EngineProcess, engine_environment
+from pdcluster_connector.launcher.engine.last_words import LastLines, death
+from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
+from pdcluster_connector.launcher.engine.readiness import Readiness, reachable
 from pdcluster_connector.launcher.identity import Identity, mint_incarnation
-from pdcluster_connector.launcher.last_words import LastLines, death
-from pdcluster_connector.launcher.link_table import LinkTable
-from pdcluster_connector.launcher.memory import oom_kills
-from pdcluster_connector.launcher.metrics_page import MetricsPage
-from pdcluster_connector.launcher.nodes import join, watch_followers, watch_leader
+from pdcluster_connector.launcher.inside_vllm import door
+from pdcluster_connector.launcher.interface.http import LauncherServer
+from pdcluster_connector.launcher.interface.metrics_page import MetricsPage
+from pdcluster_connector.launcher.links import canary
+from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.launcher.multi_node.nodes import join, watch_followers, watch_leader
+from pdcluster_connector.launcher.multi_node.rendezvous import Followers, Leader
 from pdcluster_connector.launcher.options import Options
-from pdcluster_connector.launcher.prompt_window import PromptWindow
-from pdcluster_connector.launcher.readiness import Readiness, reachable
-from pdcluster_connector.launcher.rendezvous import Followers, Leader
 from pdcluster_connector.launcher.terminal import say
 from pdcluster_connector.protocol import api_key
 from pdcluster_connector.protocol.addresses import url

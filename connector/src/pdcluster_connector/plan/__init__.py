@@ -1,0 +1,1 @@
+"""Which bytes of a peer go where: from two shapes to descriptors."""

@@ -1,0 +1,1 @@
+"""What engines tell each other: handshakes, tickets, leases, and the states of a receive."""

@@ -1,0 +1,1 @@
+"""The HTTP server and clients between the engines of a cluster."""

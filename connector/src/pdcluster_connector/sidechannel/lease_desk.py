@@ -5,8 +5,8 @@ long the engine step lasts. One lock makes each of these whole: a lease that the
 renewed does not expire in the same moment.
 
 ``protocol/lease.py`` judges which leases have expired, and who may renew or release one. When a
-lease has ended, ``vllm/prefill.py`` has the ranks report its request as sent. Then vLLM frees the
-blocks.
+lease has ended, ``vllm/scheduler_side/prefill.py`` has the ranks report its request as sent. Then
+vLLM frees the blocks.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, PeerBook
 from pdcluster_connector.testing.engine_size import FREED, KEYS, Size, digest_of
 from pdcluster_connector.testing.nixl import Fabric
 from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, ReceiverOptions
-from pdcluster_connector.vllm.ticket_book import TicketBook
+from pdcluster_connector.vllm.scheduler_side.ticket_book import TicketBook
 
 
 @dataclass(slots=True)

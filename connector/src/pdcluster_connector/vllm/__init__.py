@@ -1,0 +1,1 @@
+"""The connector as vLLM loads it."""

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from pdcluster_connector.vllm.scheduler import SchedulerRole
+    from pdcluster_connector.vllm.scheduler_side.scheduler import SchedulerRole
     from pdcluster_connector.vllm.step_messages import StepOrders, StepReport
-    from pdcluster_connector.vllm.worker import WorkerRole
+    from pdcluster_connector.vllm.worker_side.worker import WorkerRole
 
 NAME = "PDClusterConnector"
 
@@ -73,11 +73,11 @@ class PDClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         if role is KVConnectorRole.SCHEDULER:
-            from pdcluster_connector.vllm.scheduler import SchedulerRole
+            from pdcluster_connector.vllm.scheduler_side.scheduler import SchedulerRole
 
             self._scheduler = SchedulerRole(vllm_config, kv_cache_config, options, engine_id)
         else:
-            from pdcluster_connector.vllm.worker import WorkerRole
+            from pdcluster_connector.vllm.worker_side.worker import WorkerRole
 
             self._worker = WorkerRole(vllm_config, kv_cache_config, options, engine_id)
 

@@ -1,0 +1,1 @@
+"""What speaks to the API server, to engines and to files."""

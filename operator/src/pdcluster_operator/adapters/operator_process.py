@@ -32,8 +32,8 @@ from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper
 from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.tls.mounted_identity import IdentityError, MountedIdentity
 from pdcluster_operator.adapters.tls.small_buffers import use_small_buffers
-from pdcluster_operator.plan.namespace_lease import lease_name
-from pdcluster_operator.plan.unused_connectors import KEEP_SECONDS
+from pdcluster_operator.plan.operators.namespace_lease import lease_name
+from pdcluster_operator.plan.shared_connectors.unused_connectors import KEEP_SECONDS
 from pdcluster_operator.runtime.connector_collector import PERIOD_SECONDS, ConnectorCollector
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases

@@ -1,0 +1,1 @@
+"""The PDCluster API: its words, names, labels and ports."""

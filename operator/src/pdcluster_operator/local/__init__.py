@@ -1,0 +1,1 @@
+"""`pdcluster up`: a PDCluster as processes on this machine, without Kubernetes."""

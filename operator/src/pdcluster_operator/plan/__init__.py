@@ -1,0 +1,1 @@
+"""What to do, as pure functions of what was observed."""

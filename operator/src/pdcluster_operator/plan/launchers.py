@@ -9,9 +9,9 @@ from typing import Any
 from pdcluster_operator.api.labels import POD_INDEX_LABEL, engine_of
 from pdcluster_operator.api.ports import LAUNCHER_PORT
 from pdcluster_operator.api.spec.enums import Certificates, Role
-from pdcluster_operator.plan.engine_certificates import certificates_by_engine
 from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.reports import LinksReport
+from pdcluster_operator.plan.secrets.engine_certificates import certificates_by_engine
 
 MISSES = 2
 """Polls in a row that must fail before an engine counts as unreachable."""

@@ -7,7 +7,7 @@ replaced under another index.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.conditions import seconds
@@ -56,20 +56,3 @@ def lost_engines(pods: Iterable[Manifest], lost: AbstractSet[str]) -> frozenset[
 def is_lost(pod: Manifest, lost: AbstractSet[str]) -> bool:
     """Whether a pod is one of those that are lost."""
     return str(pod["metadata"].get("name")) in lost
-
-
-def choose_indexes(
-    replicas: int, live: Iterable[int], lost: AbstractSet[int] = frozenset()
-) -> Sequence[int]:
-    """Return the indexes of the engines to have, in order.
-
-    Engines that exist stay: an index that was free for a while is not asked for again while
-    another one has its place. Of too many, those with the highest indexes go.
-    """
-    kept = sorted(index for index in set(live) if index not in lost)[:replicas]
-    free = (index for index in range(replicas + len(lost) + len(kept)))
-    while len(kept) < replicas:
-        index = next(free)
-        if index not in kept and index not in lost:
-            kept.append(index)
-    return sorted(kept)

@@ -15,10 +15,10 @@ from typing import Any
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.ports import HTTP_PORT, SIDE_CHANNEL_PORT
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.engines import EngineView
 from pdcluster_operator.plan.launchers import url_host
-from pdcluster_operator.plan.links import links_of
 from pdcluster_operator.plan.model import PeerAssignment
+from pdcluster_operator.plan.observed.engines import EngineView
+from pdcluster_operator.plan.observed.links import links_of
 from pdcluster_operator.plan.reports import LinksReport
 
 GENERATION_DIGITS = 12

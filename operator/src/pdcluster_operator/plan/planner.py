@@ -19,16 +19,12 @@ from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import RolloutType
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.certificates import has_certificates
-from pdcluster_operator.plan.certificates import (
-    are_needed,
-    certificates_step,
-    period_start,
-    seconds_to_renewal,
+from pdcluster_operator.plan.children.changed_children import steps_to
+from pdcluster_operator.plan.children.name_conflicts import (
+    may_be_taken,
+    strange_connectors,
+    why_strange,
 )
-from pdcluster_operator.plan.changed_children import steps_to
-from pdcluster_operator.plan.deletions import is_being_deleted
-from pdcluster_operator.plan.engines import observe_engines
-from pdcluster_operator.plan.links import by_pairing_key, observe_pairs, to_sample
 from pdcluster_operator.plan.lost import lost_pods, seconds_to_loss
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
@@ -39,27 +35,31 @@ from pdcluster_operator.plan.model import (
     Step,
     WriteCertificates,
 )
-from pdcluster_operator.plan.name_conflicts import (
-    may_be_taken,
-    strange_connectors,
-    why_strange,
+from pdcluster_operator.plan.objects.ownership import is_being_deleted
+from pdcluster_operator.plan.observed.engines import observe_engines
+from pdcluster_operator.plan.observed.links import by_pairing_key, observe_pairs, to_sample
+from pdcluster_operator.plan.observed.routers import (
+    routed_engines,
+    router_available,
+    router_behind,
+    router_trouble,
 )
 from pdcluster_operator.plan.peers import assign_peers
 from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
 from pdcluster_operator.plan.rollout.desired import Desired, desire, live_engines
 from pdcluster_operator.plan.rollout.fleet import engine_keys
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
-from pdcluster_operator.plan.routers import (
-    routed_engines,
-    router_available,
-    router_behind,
-    router_trouble,
+from pdcluster_operator.plan.secrets.certificates import (
+    are_needed,
+    certificates_step,
+    period_start,
+    seconds_to_renewal,
 )
+from pdcluster_operator.plan.secrets.ticket_key import ticket_key_step
 from pdcluster_operator.plan.status.build import View, build_status
 from pdcluster_operator.plan.status.events import transitions
 from pdcluster_operator.plan.status.failed_step import with_failure
 from pdcluster_operator.plan.status.progress import ChangeView
-from pdcluster_operator.plan.ticket_key import ticket_key_step
 
 BUSY_SECONDS = 10.0
 """How often a cluster on its way to Ready is looked at without an event, to be sure."""

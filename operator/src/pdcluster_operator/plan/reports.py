@@ -24,7 +24,7 @@ LEAST_PROMPTS = 20
 """With fewer prompts, one of them would be more than five percent."""
 
 
-class LinkState(StrEnum):
+class ReportedState(StrEnum):
     """How far a link, or the canary on it, has come."""
 
     PENDING = "Pending"
@@ -68,13 +68,13 @@ class EngineReport:
 class CanaryReport:
     """The last canary request over one link."""
 
-    state: LinkState = LinkState.PENDING
+    state: ReportedState = ReportedState.PENDING
     bytes: int = 0
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class LinkReport:
+class LinkRow:
     """One prefill engine as a decode engine sees it.
 
     Attributes:
@@ -84,7 +84,7 @@ class LinkReport:
 
     prefill: str
     prefill_engine_id: str = ""
-    state: LinkState = LinkState.PENDING
+    state: ReportedState = ReportedState.PENDING
     reason: str = ""
     message: str = ""
     shards: str = ""
@@ -120,7 +120,7 @@ class LinksReport:
 
     engine: str
     engine_id: str
-    links: tuple[LinkReport, ...] = ()
+    links: tuple[LinkRow, ...] = ()
     prompts: PromptsReport | None = None
 
 
@@ -202,9 +202,9 @@ def _prompts(entry: object) -> PromptsReport:
     return PromptsReport(percent if told else None, cause, prompts, local)
 
 
-def _link(entry: Mapping[str, Any]) -> LinkReport:
+def _link(entry: Mapping[str, Any]) -> LinkRow:
     canary = entry.get("canary")
-    return LinkReport(
+    return LinkRow(
         prefill=_text(entry, "prefill"),
         prefill_engine_id=_id(entry, "prefill_engine_id"),
         state=_state(entry),
@@ -220,9 +220,9 @@ def _canary(entry: Mapping[str, Any]) -> CanaryReport:
     return CanaryReport(_state(entry), int(_number(entry, "bytes")), _text(entry, "message"))
 
 
-def _state(entry: Mapping[str, Any]) -> LinkState:
+def _state(entry: Mapping[str, Any]) -> ReportedState:
     text = _text(entry, "state")
-    return LinkState(text) if text in set(LinkState) else LinkState.PENDING
+    return ReportedState(text) if text in set(ReportedState) else ReportedState.PENDING
 
 
 def _text(entry: Mapping[str, Any], key: str) -> str:

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from pdcluster_operator.plan.connector_mounts import shared_connectors_of
 from pdcluster_operator.plan.model import Delete
-from pdcluster_operator.plan.unused_connectors import (
+from pdcluster_operator.plan.shared_connectors.connector_mounts import shared_connectors_of
+from pdcluster_operator.plan.shared_connectors.unused_connectors import (
     KEEP_SECONDS,
     MarkConnector,
     step_for_connector,

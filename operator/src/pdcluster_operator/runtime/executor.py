@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from pdcluster_operator.plan.connector_mounts import is_shared_connector
 from pdcluster_operator.plan.model import (
     Apply,
     Event,
@@ -24,6 +23,7 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
+from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
 from pdcluster_operator.plan.stages import stages
 from pdcluster_operator.runtime.interfaces import Api, Manifest
 from pdcluster_operator.runtime.queue import Key

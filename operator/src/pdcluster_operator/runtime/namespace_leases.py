@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from pdcluster_operator.plan.namespace_lease import (
+from pdcluster_operator.plan.operators.namespace_lease import (
     Holding,
     Term,
     holding_of,

@@ -18,11 +18,11 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import own_status
 from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
-from pdcluster_operator.plan.deletions import is_being_deleted
 from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Observed, Plan
-from pdcluster_operator.plan.operator_start import wait_before_judging
+from pdcluster_operator.plan.objects.ownership import is_being_deleted
+from pdcluster_operator.plan.operators.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.status.failed_step import with_failure
 from pdcluster_operator.plan.status.pace import wait_before_writing

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.plan.model import Event, Rewrite, Rewrites
-from pdcluster_operator.plan.rewrites import rewrite_of, rewritten_event
+from pdcluster_operator.plan.objects.rewrites import rewrite_of, rewritten_event
 from pdcluster_operator.runtime.queue import Key
 
 Manifest = Mapping[str, Any]

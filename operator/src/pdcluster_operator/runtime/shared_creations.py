@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pdcluster_operator.plan.connector_mounts import is_shared_connector
+from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
 from pdcluster_operator.runtime.interfaces import Api, Manifest
 
 Name = tuple[str, str]

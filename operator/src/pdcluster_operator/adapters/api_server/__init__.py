@@ -1,0 +1,1 @@
+"""Calls to the API server and watches of it."""

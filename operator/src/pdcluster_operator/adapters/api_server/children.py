@@ -31,7 +31,7 @@ from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER
 from pdcluster_operator.api.object_names import certificates_name, ticket_key_name
-from pdcluster_operator.plan.deletions import is_being_deleted
+from pdcluster_operator.plan.children.name_conflicts import name_conflict
 from pdcluster_operator.plan.model import (
     Delete,
     HeldCertificates,
@@ -42,10 +42,9 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.name_conflicts import name_conflict
-from pdcluster_operator.plan.ownership import controller_uid
+from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
+from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
 from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
-from pdcluster_operator.plan.shared_parts import with_shared_parts
 from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key

@@ -17,7 +17,7 @@ from pdcluster_operator.api.labels import (
 )
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
 from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
-from pdcluster_operator.plan.contents import (
+from pdcluster_operator.plan.objects.contents import (
     pod_spec_that_is_read,
     status_that_is_read,
     without_contents,

@@ -12,8 +12,8 @@ from typing import Any
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME
 from pdcluster_operator.api.labels import FIELD_MANAGER
-from pdcluster_operator.plan.drift import repair, without_manager
-from pdcluster_operator.plan.name_conflicts import why_not_applied
+from pdcluster_operator.plan.children.name_conflicts import why_not_applied
+from pdcluster_operator.plan.objects.drift import repair, without_manager
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 
 Manifest = Mapping[str, Any]

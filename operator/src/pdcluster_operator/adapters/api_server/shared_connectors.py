@@ -11,9 +11,9 @@ from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED
 from pdcluster_operator.adapters.api_server.server_side_apply import ServerSideApply
 from pdcluster_operator.api.labels import FIELD_MANAGER, UNUSED_ANNOTATION
-from pdcluster_operator.plan.connector_mounts import MOUNTING_KINDS
 from pdcluster_operator.plan.model import Delete
-from pdcluster_operator.plan.unused_connectors import MarkConnector
+from pdcluster_operator.plan.shared_connectors.connector_mounts import MOUNTING_KINDS
+from pdcluster_operator.plan.shared_connectors.unused_connectors import MarkConnector
 
 CONFIG_MAP = BY_NAME["ConfigMap"]
 MARKER = f"{FIELD_MANAGER}-collector"

@@ -1,0 +1,1 @@
+"""Certificates: who signs them, which Secret holds them, and connections that use them."""

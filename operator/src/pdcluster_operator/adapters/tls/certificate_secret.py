@@ -1,7 +1,7 @@
 """Puts the engines' certificates into the Secret that a plan describes, and reads what is there.
 
-``engine_authority.py`` signs each certificate. ``plan/certificates.py`` decides which engines get
-one, and when all of them are made again.
+``engine_authority.py`` signs each certificate. ``plan/secrets/certificates.py`` decides which
+engines get one, and when all of them are made again.
 """
 
 from __future__ import annotations

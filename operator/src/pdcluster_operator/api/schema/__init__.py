@@ -1,0 +1,1 @@
+"""The OpenAPI schema of the CRDs, made from the spec's types."""

@@ -1,0 +1,1 @@
+"""The spec: its types, its parsing, and its defaults."""

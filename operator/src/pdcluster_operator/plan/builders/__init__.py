@@ -1,0 +1,1 @@
+"""The objects of a cluster, each made from its spec."""

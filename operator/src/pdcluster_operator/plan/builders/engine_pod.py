@@ -35,7 +35,7 @@ from pdcluster_operator.plan.builders.connector_configmap import (
 from pdcluster_operator.plan.builders.model_volumes import model_env, model_mounts, model_volumes
 from pdcluster_operator.plan.builders.ticket_key import ticket_key_mount, ticket_key_volume
 from pdcluster_operator.plan.builders.vllm_args import NODE_RANK_VARIABLE, vllm_args
-from pdcluster_operator.plan.merge import merge
+from pdcluster_operator.plan.objects.merge import merge
 
 SHARED_MEMORY = {Device.CUDA: "8Gi", Device.CPU: "2Gi"}
 TERMINATION_LOG = "/dev/termination-log"

@@ -24,7 +24,7 @@ from pdcluster_operator.plan.builders.connector_configmap import (
     connector_volume,
 )
 from pdcluster_operator.plan.builders.metadata import child_metadata
-from pdcluster_operator.plan.merge import merge
+from pdcluster_operator.plan.objects.merge import merge
 
 ROUTER_COMPONENT = "router"
 POLICIES = {

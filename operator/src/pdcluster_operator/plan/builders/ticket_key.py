@@ -1,7 +1,7 @@
 """The Secret with the keys that sign tickets: all of it but the keys, and where pods mount it.
 
-``plan/ticket_key.py`` says when it is written, and ``runtime/ticket_keys.py`` makes the keys then.
-No plan, status or log ever holds one.
+``plan/secrets/ticket_key.py`` says when it is written, and ``runtime/ticket_keys.py`` makes the
+keys then. No plan, status or log ever holds one.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from pdcluster_operator.api.conditions import (
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.plan.drift import applied_hash
 from pdcluster_operator.plan.forecast.world import World
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Observed, Rewrite, Step
-from pdcluster_operator.plan.ownership import identity
+from pdcluster_operator.plan.objects.drift import applied_hash
+from pdcluster_operator.plan.objects.ownership import identity
+from pdcluster_operator.plan.objects.rewrites import rewrite_of
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.prefill_scaler import as_scaled
-from pdcluster_operator.plan.rewrites import rewrite_of
 from pdcluster_operator.plan.rollout.changes import spec_of_engines, why_replaced
 from pdcluster_operator.plan.rollout.targets import find_targets, live_by_role
 from pdcluster_operator.plan.stages import stages

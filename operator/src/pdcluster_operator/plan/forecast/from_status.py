@@ -11,14 +11,14 @@ from pdcluster_operator.api.conditions import ConditionType, Status, find_condit
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.engines import known_ids
 from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.reports import (
     CanaryReport,
     EngineReport,
-    LinkReport,
+    LinkRow,
     LinksReport,
-    LinkState,
+    ReportedState,
 )
 
 
@@ -49,16 +49,16 @@ def reports_in(
         find_condition(status, kind).get("status") == Status.TRUE
         for kind in (ConditionType.KV_PATH_VERIFIED, ConditionType.AVAILABLE)
     )
-    canary = CanaryReport(LinkState.PASSED if moved else LinkState.PENDING)
+    canary = CanaryReport(ReportedState.PASSED if moved else ReportedState.PENDING)
     links = {
         decode.logical: LinksReport(
             decode.logical,
             ids.get(decode.stateful_set, ""),
             tuple(
-                LinkReport(
+                LinkRow(
                     one.logical,
                     engines[one.logical].engine_id,
-                    LinkState.ESTABLISHED,
+                    ReportedState.ESTABLISHED,
                     canary=canary,
                 )
                 for one in sorted(keys)

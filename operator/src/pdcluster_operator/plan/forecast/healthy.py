@@ -6,14 +6,14 @@ from typing import Any
 
 from pdcluster_operator.api.labels import POD_INDEX_LABEL
 from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.plan.children.restarts import POD_REVISION_LABEL
 from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.reports import (
     CanaryReport,
     EngineReport,
-    LinkReport,
-    LinkState,
+    LinkRow,
+    ReportedState,
 )
-from pdcluster_operator.plan.restarts import POD_REVISION_LABEL
 
 
 def running_pod(name: EngineName, node: int, child: Manifest, number: int) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def ready_engine(name: EngineName, incarnation: str = "forecast") -> EngineRepor
     )
 
 
-def verified_link(prefill: str, engine_id: str, nbytes: int = 1) -> LinkReport:
+def verified_link(prefill: str, engine_id: str, nbytes: int = 1) -> LinkRow:
     """Return what a decode launcher reports of a link whose canary moved ``nbytes`` bytes."""
-    canary = CanaryReport(LinkState.PASSED, nbytes)
-    return LinkReport(prefill, engine_id, LinkState.ESTABLISHED, canary=canary)
+    canary = CanaryReport(ReportedState.PASSED, nbytes)
+    return LinkRow(prefill, engine_id, ReportedState.ESTABLISHED, canary=canary)

@@ -19,15 +19,12 @@ from pdcluster_operator.api.labels import (
 )
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.connector_mounts import is_shared_connector
-from pdcluster_operator.plan.drift import covers
 from pdcluster_operator.plan.forecast.healthy import (
     is_ready,
     ready_engine,
     running_pod,
     verified_link,
 )
-from pdcluster_operator.plan.gpus import accelerators
 from pdcluster_operator.plan.model import (
     Apply,
     Manifest,
@@ -39,9 +36,12 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.ownership import identity
+from pdcluster_operator.plan.objects.drift import covers
+from pdcluster_operator.plan.objects.ownership import identity
+from pdcluster_operator.plan.observed.gpus import accelerators
 from pdcluster_operator.plan.reports import LinksReport
 from pdcluster_operator.plan.rollout.revision import short_hash
+from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
 
 GONE = "the pods that were told to end are gone"
 VERIFIED = "the new engines have loaded their weights, and KV was seen to move"

@@ -9,9 +9,9 @@ from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_
 from pdcluster_operator.api.labels import PAIRING_LABEL
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.connector_mounts import digest_in, mounted_connector
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.rollout.stored import Revision, nameless, renamed, without_group
+from pdcluster_operator.plan.shared_connectors.connector_mounts import digest_in, mounted_connector
 
 
 def adopted_revisions(

@@ -14,12 +14,11 @@ from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import RolloutType, Switch
 from pdcluster_operator.api.spec.types import Cluster, Role
-from pdcluster_operator.plan.builders.engine_statefulset import engine_names
-from pdcluster_operator.plan.connector_mounts import config_maps_seen
 from pdcluster_operator.plan.lost import lost_engines
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed, TryOut
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, why_replaced
+from pdcluster_operator.plan.rollout.engine_names import engine_names
 from pdcluster_operator.plan.rollout.fleet import engine_keys, observe_fleet
 from pdcluster_operator.plan.rollout.gangs import GangEngines, find_gangs, without
 from pdcluster_operator.plan.rollout.history import keep_history
@@ -36,6 +35,7 @@ from pdcluster_operator.plan.rollout.targets import (
 )
 from pdcluster_operator.plan.rollout.try_out import try_out
 from pdcluster_operator.plan.rollout.wanted_children import Build, Wanted, wanted_children
+from pdcluster_operator.plan.shared_connectors.connector_mounts import config_maps_seen
 
 
 @dataclass(frozen=True, slots=True)

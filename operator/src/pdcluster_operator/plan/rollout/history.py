@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pdcluster_operator.api.object_names import EngineName, own_connector_name, revision_name
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.connector_mounts import mounted_connector
 from pdcluster_operator.plan.rollout.targets import Targets
+from pdcluster_operator.plan.shared_connectors.connector_mounts import mounted_connector
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Revision:
         connector: digest of the operator's connector when it was rendered, or its beginning.
             The pods mount it, unless the image holds a connector.
         nodes: pods of an engine.
-        template: the pod template, for an engine that has no name yet; see :func:`bound`.
+        template: the pod template, for an engine that has no name yet; see :func:`engine_template`.
         spec: what the user wrote, without replicas and rollout.
         renew: ``rollout.renew`` when it was rendered.
         number: 1 for the first one that was stored; 0 for one that is not stored.
@@ -98,7 +98,7 @@ def nameless(namespace: str, cluster: str, role: Role) -> EngineName:
     return EngineName(namespace, cluster, role, "", 0)
 
 
-def bound(revision: Revision, name: EngineName) -> dict[str, Any]:
+def engine_template(revision: Revision, name: EngineName) -> dict[str, Any]:
     """Return the pod template of one engine."""
     nobody = nameless(name.namespace, name.cluster, name.role)
     return renamed(revision.template, nobody, name, revision.pairing_key)

@@ -19,9 +19,9 @@ from pdcluster_operator.plan.builders.router_deployment import (
     build_router_template,
     router_selector,
 )
-from pdcluster_operator.plan.connector_mounts import mounted_connector
 from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.rollout.stored import is_pod_template
+from pdcluster_operator.plan.shared_connectors.connector_mounts import mounted_connector
 
 PARTS = ("router", "requestTimeoutSeconds")
 """What routers are made from in the spec."""

@@ -20,12 +20,8 @@ from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
-from pdcluster_operator.plan.connector_mounts import (
-    config_maps_seen,
-    mounted_connector,
-)
-from pdcluster_operator.plan.drift import covers
 from pdcluster_operator.plan.model import Manifest, Observed
+from pdcluster_operator.plan.objects.drift import covers
 from pdcluster_operator.plan.rollout.adopted import adopted_revisions
 from pdcluster_operator.plan.rollout.before_tls import (
     speaking_alike,
@@ -39,6 +35,10 @@ from pdcluster_operator.plan.rollout.stored import (
     Revision,
     nameless,
     stored_revisions,
+)
+from pdcluster_operator.plan.shared_connectors.connector_mounts import (
+    config_maps_seen,
+    mounted_connector,
 )
 
 NO_CONNECTOR = ""

@@ -12,10 +12,10 @@ from pdcluster_operator.api.labels import POD_INDEX_LABEL
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_statefulset import build_engine_statefulset
-from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.model import TryOut
+from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
-from pdcluster_operator.plan.rollout.stored import Revision, build_revision
+from pdcluster_operator.plan.rollout.stored import Revision, build_revision, engine_template
 
 REFUSALS = frozenset({"Invalid", "Forbidden", "BadRequest"})
 """What an API server answers to an object that it does not take. Anything else is its trouble."""
@@ -29,7 +29,13 @@ def try_out(cluster: Cluster, revision: Revision, *, beside: bool) -> TryOut:
         beside: the new engines are to run while the old ones do.
     """
     name = EngineName(cluster.namespace, cluster.name, revision.role, revision.name, 0)
-    engine = build_engine_statefulset(cluster, revision, name)
+    engine = build_engine_statefulset(
+        cluster,
+        name,
+        engine_template(revision, name),
+        pairing_key=revision.pairing_key,
+        nodes=revision.nodes,
+    )
     why = f"would the API server take {revision.role} engines of revision {revision.name}?"
     return TryOut(
         (engine, _pod_of(engine)), stamped(build_revision(cluster, revision)), beside, why

@@ -36,15 +36,23 @@ from pdcluster_operator.plan.builders.pod_group import build_pod_group
 from pdcluster_operator.plan.builders.router_deployment import bound, build_router_deployment
 from pdcluster_operator.plan.builders.router_service import build_router_service
 from pdcluster_operator.plan.builders.service_account import build_service_account
-from pdcluster_operator.plan.connector_mounts import is_shared_connector, mounted_connector
-from pdcluster_operator.plan.drift import stamped
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import ConnectorBundle
-from pdcluster_operator.plan.ownership import identity
+from pdcluster_operator.plan.objects.drift import stamped
+from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.rollout.gangs import Gangs
 from pdcluster_operator.plan.rollout.routing import Members, Routing
-from pdcluster_operator.plan.rollout.stored import Revision, build_revision
+from pdcluster_operator.plan.rollout.stored import (
+    Revision,
+    build_revision,
+    engine_template,
+    in_group,
+)
 from pdcluster_operator.plan.rollout.stored_router import router_template
+from pdcluster_operator.plan.shared_connectors.connector_mounts import (
+    is_shared_connector,
+    mounted_connector,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +192,14 @@ class Build:
         yield Wanted(service, f"addresses of {name.role} engine {name.index}")
         queue = self.queues.get(name, self.cluster.spec.scheduling.queue_name or "")
         group = self.gangs.of.get(name, "")
-        engine = build_engine_statefulset(self.cluster, revision, name, group=group, queue=queue)
+        engine = build_engine_statefulset(
+            self.cluster,
+            name,
+            in_group(engine_template(revision, name), group),
+            pairing_key=revision.pairing_key,
+            nodes=revision.nodes,
+            queue=queue,
+        )
         yield Wanted(engine, f"{name.role} engine {name.index}")
 
 

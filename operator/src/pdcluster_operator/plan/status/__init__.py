@@ -1,0 +1,1 @@
+"""The status of a PDCluster: its conditions, links, events and when they are written."""

@@ -24,11 +24,11 @@ from pdcluster_operator.api.labels import role_selector
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
 from pdcluster_operator.api.spec.types import Cluster, Role
 from pdcluster_operator.plan.builders.router_service import endpoint
-from pdcluster_operator.plan.deletions import existing_engines
-from pdcluster_operator.plan.engines import EngineView
-from pdcluster_operator.plan.links import PairState, PairView
+from pdcluster_operator.plan.children.deletions import existing_engines
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Observed
+from pdcluster_operator.plan.observed.engines import EngineView
+from pdcluster_operator.plan.observed.links import PairState, PairView
 from pdcluster_operator.plan.prefill_scaler import who_decides
 from pdcluster_operator.plan.reports import LinksReport
 from pdcluster_operator.plan.status.certificates import transfer_status

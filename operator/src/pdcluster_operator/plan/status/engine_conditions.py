@@ -9,7 +9,7 @@ from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import StatusReason, Verdict, no, unknown, yes
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.unchecked import unchecked_message
-from pdcluster_operator.plan.engines import EngineView
+from pdcluster_operator.plan.observed.engines import EngineView
 
 MAX_SHOWN_ERRORS = 5
 NEED_HELP = (

@@ -12,7 +12,7 @@ from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no, unknown, yes
 from pdcluster_operator.api.spec.types import Transfer
-from pdcluster_operator.plan.links import PairState, PairView
+from pdcluster_operator.plan.observed.links import PairState, PairView
 
 MEGABYTE = 1_000_000
 # Slower than this over RDMA hardware means that another transport was taken.

@@ -16,7 +16,7 @@ from typing import Any
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no, unknown
-from pdcluster_operator.plan.engines import EngineView
+from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.reports import LinksReport
 
 OFF = 100

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, Status
-from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
+from pdcluster_operator.plan.children.name_conflicts import NAME_CONFLICT
 from pdcluster_operator.plan.status.engine_conditions import NEED_HELP
 
 QUIET_SECONDS = 5.0

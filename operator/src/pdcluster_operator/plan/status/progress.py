@@ -1,7 +1,7 @@
 """Progressing: whether something is on its way to Ready, and since when.
 
-``ready.py`` computes Ready. What is said of pods comes through Ready: ``plan/pods.py`` judges a
-pod, and ``engine_conditions.py`` a role.
+``ready.py`` computes Ready. What is said of pods comes through Ready: ``plan/observed/pods.py``
+judges a pod, and ``engine_conditions.py`` a role.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no, seconds, yes
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.plan.pods import IN_QUEUE
+from pdcluster_operator.plan.observed.pods import IN_QUEUE
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 
 HELD_BY_OTHERS = (

@@ -18,7 +18,7 @@ from pdcluster_operator.api.conditions import (
     unknown,
     yes,
 )
-from pdcluster_operator.plan.links import PairState, PairView
+from pdcluster_operator.plan.observed.links import PairState, PairView
 from pdcluster_operator.plan.status.engine_conditions import urgency
 from pdcluster_operator.plan.status.progress import ChangeView
 

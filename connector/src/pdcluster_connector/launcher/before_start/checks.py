@@ -1,0 +1,245 @@
+"""Checks before an engine starts. Each problem becomes one sentence.
+
+vLLM finds most of these problems too, but only after half a minute, and it reports them at the end
+of a long traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pdcluster_connector.compat import rules
+from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.launcher.arguments import EngineCommand
+from pdcluster_connector.launcher.before_start import installed_versions
+from pdcluster_connector.launcher.before_start.memory import GIB, MIB, available_bytes
+from pdcluster_connector.launcher.engine.readiness import WILDCARDS
+from pdcluster_connector.protocol import api_key
+
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_CONFIGS: Final = ("config.json", "params.json")
+# vLLM's message rings between its processes are sparse files of up to 240 MiB; this much of them
+# is in use once an engine serves.
+_SHM_PER_PROCESS: Final = 24 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An address that this pod is about to bind, its use, and the flag that changes it."""
+
+    host: str
+    port: int
+    use: str
+    remedy: str
+
+
+def problems(
+    command: EngineCommand,
+    found: Mapping[str, str],
+    environment: Mapping[str, str],
+    launcher: Sequence[Port],
+    shm: Path = Path("/dev/shm"),  # noqa: S108 - where POSIX shared memory is
+) -> list[str]:
+    """Return everything that prevents the start of this engine; empty if nothing does.
+
+    Args:
+        command: the engine's command line.
+        found: ``installed_versions.installed()``.
+        environment: of the engine.
+        launcher: the launcher's own addresses.
+        shm: the shared-memory file system.
+    """
+    told = installed_versions.problems(found, environment)
+    told += key_problems(environment)
+    told += model_problems(command.model, command.load_format)
+    told += layout_problems(command)
+    ports = (*launcher, *_engine_ports(command))
+    told += clash_problems(ports)
+    for port in ports:
+        told += port_problems(port)
+    workers = command.tensor * command.pipeline * command.data // command.nodes or 1
+    told += shm_problems(shm, workers)
+    if found.get("vllm", "").endswith("+cpu"):
+        told += pipeline_problems(command)
+        told += memory_problems(command, environment, workers, available_bytes())
+    return told
+
+
+def key_problems(environment: Mapping[str, str]) -> Iterator[str]:
+    """Tell why nobody could send the API key that this engine is given."""
+    key = environment.get(api_key.VARIABLE)
+    if key is not None and (wrong := api_key.problem(key)) is not None:
+        yield wrong
+
+
+def layout_problems(command: EngineCommand) -> Iterator[str]:
+    """Tell which rules the engine's sizes break, whoever its peers are."""
+    shape = EngineShape(
+        tensor=command.tensor, pipeline=command.pipeline, data=command.data, nodes=command.nodes
+    )
+    for finding in rules.check_engine(shape):
+        if finding.verdict is rules.Verdict.REFUSED:
+            yield (
+                f"rule {finding.rule} refuses an engine of tensor {command.tensor} x pipeline "
+                f"{command.pipeline} x data {command.data} on {counted(command.nodes, 'node')}; "
+                f"{finding.remedy[:1].lower()}{finding.remedy[1:]}"
+            )
+
+
+def clash_problems(ports: Sequence[Port]) -> Iterator[str]:
+    """Tell which of an engine's own addresses are equal: a try of each alone would not show it."""
+    taken: dict[int, Port] = {}
+    for port in ports:
+        other = taken.setdefault(port.port, port)
+        same = port.host == other.host or not {port.host, other.host}.isdisjoint(WILDCARDS)
+        if other is not port and same:
+            yield f"port {port.port} is {other.use}'s and {port.use}'s at once; {port.remedy}"
+
+
+def model_problems(model: str, load_format: str = "auto") -> Iterator[str]:
+    """Tell what is wrong with a model's folder. A repository's name is not looked at."""
+    folder = Path(model).expanduser()
+    if not (model.startswith(("/", ".", "~")) or folder.exists()):
+        return
+    if folder.is_file():
+        return  # a single GGUF file
+    if not folder.is_dir():
+        yield (
+            f"the model folder {model} does not exist; mount it, or correct spec.model.source (the "
+            "first argument after --)"
+        )
+        return
+    try:
+        names = os.listdir(folder)
+        config = next((name for name in _CONFIGS if name in names), None)
+        text = (folder / config).read_bytes() if config else b"{}"
+    except OSError as error:
+        yield (
+            f"the model folder {model} cannot be read ({_why(error)}); give uid {os.getuid()} "
+            "read access to it"
+        )
+        return
+    if config is None:
+        yield (
+            f"the model folder {model} holds no config.json; point to the folder of the model "
+            "itself, with its config, tokenizer and weights"
+        )
+        return
+    try:
+        json.loads(text)
+    except ValueError as error:
+        yield f"{folder / config} is not valid JSON ({error}); copy the model again"
+    unreadable = [path for path in _weights(folder) if not os.access(path, os.R_OK)]
+    if unreadable:
+        yield f"{unreadable[0]} cannot be read by uid {os.getuid()}; correct its permissions"
+    elif load_format in {"auto", "safetensors"} and not _weights(folder):
+        yield (
+            f"the model folder {model} holds no weights ({', '.join(_WEIGHTS)}); copy them "
+            "there, or pass --load-format dummy for random ones"
+        )
+
+
+def port_problems(port: Port) -> Iterator[str]:
+    """Try whether an address can be bound, as a server would bind it."""
+    family = socket.AF_INET6 if ":" in port.host else socket.AF_INET
+    where = f"{port.host or '0.0.0.0'}:{port.port}"  # noqa: S104 - named, not bound to
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((port.host, port.port))
+            probe.listen(1)
+    except socket.gaierror:
+        yield f"{port.host!r} ({port.use}) is not an address of this machine; {port.remedy}"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            yield f"port {where} ({port.use}) is in use by another process; end it or {port.remedy}"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            yield f"{port.host} ({port.use}) is not an address of this machine; {port.remedy}"
+        else:
+            yield f"{where} ({port.use}) cannot be bound: {_why(error)}; {port.remedy}"
+
+
+def shm_problems(shm: Path, workers: int) -> Iterator[str]:
+    """Whether shared memory has room for the messages of ``workers`` processes."""
+    needed = _SHM_PER_PROCESS * (workers + 1)
+    try:
+        status = os.statvfs(shm)
+    except OSError as error:
+        yield f"{shm} is not there ({_why(error)}); mount a memory-backed volume at {shm}"
+        return
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    if size < needed:
+        yield (
+            f"{shm} has {size // MIB} MiB, but {counted(workers, 'worker')} must have at least "
+            f"{needed // MIB} MiB; "
+            "raise its size (in a pod: sizeLimit of the emptyDir mounted there)"
+        )
+    elif free < needed:
+        yield (
+            f"{shm} is full: {free // MIB} of {size // MIB} MiB are free, but "
+            f"{counted(workers, 'worker')} must have at least {needed // MIB} MiB; remove the "
+            "files that ended processes left there"
+        )
+
+
+def pipeline_problems(command: EngineCommand) -> Iterator[str]:
+    """Whether vLLM's CPU runner makes the buffers between pipeline stages (vLLM 0.32)."""
+    words = [word.replace("_", "-") for word in command.arguments]
+    if command.pipeline > 1 and "--enforce-eager" in words:
+        yield (
+            f"--enforce-eager with --pipeline-parallel-size {command.pipeline}: vLLM's CPU runner "
+            "then skips the profile run that makes the buffers between stages, and the first "
+            "request would end the engine; pass --compilation-config "
+            """'{"mode":3,"backend":"eager"}' instead"""
+        )
+
+
+def memory_problems(
+    command: EngineCommand, environment: Mapping[str, str], workers: int, available: int
+) -> Iterator[str]:
+    """Whether ``available`` bytes hold the weights and the KV cache of a CPU engine."""
+    text = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
+    if not text:
+        return
+    if not text.isdecimal():
+        yield f"VLLM_CPU_KVCACHE_SPACE is {text!r}; it must be a whole number of GiB"
+        return
+    cache = int(text) * GIB * workers
+    weights = sum(path.stat().st_size for path in _weights(Path(command.model)))
+    if cache + weights > available:
+        yield (
+            f"not enough memory: the KV cache needs {cache / GIB:.1f} GiB (VLLM_CPU_KVCACHE_SPACE="
+            f"{text} for each of {counted(workers, 'worker')}) and the weights "
+            f"{weights / GIB:.1f} GiB, but {available / GIB:.1f} GiB are available; "
+            "lower VLLM_CPU_KVCACHE_SPACE, or raise the memory limit"
+        )
+
+
+def _engine_ports(command: EngineCommand) -> Sequence[Port]:
+    api = Port(command.host, command.port, "the engine's API", "pass another --port")
+    side = [
+        Port(
+            command.side_channel_host,
+            command.side_channel_port + rank,
+            "the connector's side channel" + (f" of data-parallel rank {rank}" if rank else ""),
+            "set another side_channel_port in --kv-transfer-config",
+        )
+        for rank in command.data_ranks
+    ]
+    return [api, *side] if command.is_leader else side
+
+
+def _weights(folder: Path) -> list[Path]:
+    return [path for pattern in _WEIGHTS for path in folder.glob(pattern)]
+
+
+def _why(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

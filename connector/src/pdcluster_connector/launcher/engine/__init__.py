@@ -1,0 +1,1 @@
+"""What the launcher knows of its engine: the process, its start, its work, its end."""

@@ -1,0 +1,119 @@
+"""What the launcher says of its engine: state, message, addresses, versions.
+
+``http.py`` serves it at ``/readyz``: with 200 while the engine is ready, else with 503.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from pdcluster_connector.launcher.arguments import EngineCommand
+from pdcluster_connector.launcher.engine.progress import EngineState, Progress, advance
+from pdcluster_connector.launcher.identity import Identity
+from pdcluster_connector.protocol.addresses import url
+
+WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
+
+
+def reachable(host: str, otherwise: str) -> str:
+    """Choose an address to connect to; ``host`` may be the wildcard address."""
+    return otherwise if host in WILDCARDS else host
+
+
+class Readiness:
+    """State of one engine, from its output (any thread), its API's health and the launcher.
+
+    Attributes:
+        routed: whether routers may send it requests, as the operator said last.
+    """
+
+    def __init__(
+        self, identity: Identity, role: str, command: EngineCommand, versions: Mapping[str, str]
+    ) -> None:
+        self.identity = identity
+        self.role = role
+        self.versions = dict(versions)
+        self.data_parallel_size = command.data
+        # Other pods use the API and the side channel. If the API binds every address, the side
+        # channel's address is the one that they know.
+        self.api = url(reachable(command.host, command.side_channel_host), command.port)
+        self.side_channel = f"{command.side_channel_host}:{command.side_channel_port}"
+        self.routed = False
+        self._lock = threading.Lock()
+        self._progress = Progress(EngineState.STARTING, "starting vLLM")
+        self._served = False
+
+    @property
+    def progress(self) -> Progress:
+        """The current state and its message."""
+        return self._progress
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine may get requests."""
+        return self._progress.state is EngineState.READY
+
+    @property
+    def loading(self) -> bool:
+        """Whether the engine has never been ready yet."""
+        return not self._served and self._progress.state in {
+            EngineState.STARTING,
+            EngineState.LOADING_WEIGHTS,
+            EngineState.WARMING_UP,
+        }
+
+    def line(self, text: str) -> None:
+        """Take one line of the engine's output."""
+        with self._lock:
+            if self.loading:
+                self._progress = advance(self._progress, text)
+
+    def healthy(self, message: str = "") -> None:
+        """Take note that the API answers (of a follower: that its process runs)."""
+        with self._lock:
+            if self._progress.state not in {EngineState.DRAINING, EngineState.FAILED}:
+                self._progress = Progress(EngineState.READY, message)
+                self._served = True
+
+    def waiting(self, message: str) -> None:
+        """Say what the start waits for."""
+        with self._lock:
+            if self._progress.state is EngineState.STARTING:
+                self._progress = Progress(EngineState.STARTING, message)
+
+    def unhealthy(self, message: str) -> None:
+        """Take note that the API of an engine that was ready does not answer any more."""
+        with self._lock:
+            if self._progress.state is EngineState.READY:
+                self._progress = Progress(EngineState.WARMING_UP, message)
+
+    def draining(self, message: str) -> None:
+        """Ask for no new requests. Running requests and leases continue."""
+        self._set(EngineState.DRAINING, message)
+
+    def failed(self, message: str) -> None:
+        """Take note that the engine is gone."""
+        self._set(EngineState.FAILED, message)
+
+    def document(self) -> dict[str, Any]:
+        """``GET /readyz``."""
+        progress = self._progress
+        return {
+            "ready": progress.state is EngineState.READY,
+            "engine": self.identity.logical,
+            "engine_id": self.identity.engine_id,
+            "role": self.role,
+            "state": progress.state.value,
+            "message": progress.message,
+            "versions": self.versions,
+            "side_channel": self.side_channel,
+            "data_parallel_size": self.data_parallel_size,
+            "api": self.api,
+            "routed": self.routed,
+        }
+
+    def _set(self, state: EngineState, message: str) -> None:
+        with self._lock:
+            self._progress = Progress(state, message)

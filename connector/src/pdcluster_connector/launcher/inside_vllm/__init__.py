@@ -1,0 +1,1 @@
+"""What the launcher puts into vLLM's own processes."""

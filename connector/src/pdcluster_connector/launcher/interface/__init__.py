@@ -1,0 +1,1 @@
+"""What the launcher answers over HTTP."""

@@ -1,0 +1,264 @@
+"""The launcher's HTTP interface: for the operator, the kubelet and this engine's own workers.
+
+A request gets one answer, whatever it contains. Bodies are bounded, parsers accept any bytes, and
+an error is a status code with one sentence in JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
+from pdcluster_connector.launcher.engine.readiness import Readiness
+from pdcluster_connector.launcher.interface.revision import revision_of
+from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.launcher.multi_node.rendezvous import Followers, Rendezvous
+from pdcluster_connector.protocol.link_documents import (
+    MAX_DOCUMENT_BYTES,
+    decode_peers,
+    decode_report,
+)
+from pdcluster_connector.protocol.messages import Malformed
+from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in
+from pdcluster_connector.sidechannel.tls import Tls
+
+MAX_WAIT_SECONDS: Final = 30.0
+LOOK_SECONDS: Final = 0.25  # how often somebody who waits for news has it looked for
+
+_Document = TypeVar("_Document")
+_Decode = Callable[[bytes], _Document | Malformed]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class LauncherServer:
+    """Serves one engine's readiness, peers, links and drain.
+
+    Args:
+        readiness: what ``/readyz`` tells.
+        links: what ``/v1/links`` tells; peers and reports go into it.
+        token: this engine's workers send it with their reports.
+        drain: called once for every ``POST /v1/drain``; must not block.
+        followers: the followers of a multi-node engine's leader. Without them, the server has no
+            rendezvous.
+        tls: serve HTTPS. Everything but ``/readyz``, which the kubelet asks without a certificate,
+            is then for the operator and for this engine alone.
+        prompts: the latest prompts of a decode engine, for ``/v1/links``.
+    """
+
+    def __init__(
+        self,
+        readiness: Readiness,
+        links: LinkTable,
+        token: str,
+        drain: Callable[[], None],
+        followers: Followers | None = None,
+        tls: Tls | None = None,
+        prompts: PromptWindow | None = None,
+    ) -> None:
+        self._readiness = readiness
+        self._links = links
+        self._token = token
+        self._drain = drain
+        self._followers = followers
+        self._tls = tls
+        self._prompts = prompts
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._runner: web.AppRunner | None = None
+
+    def application(self) -> web.Application:
+        """Build the aiohttp application."""
+        checks = [_errors_as_json, self._known_clients]
+        app = web.Application(client_max_size=MAX_DOCUMENT_BYTES, middlewares=checks)
+        app.router.add_get("/readyz", self._get_readyz)
+        app.router.add_put("/v1/peers", self._put_peers)
+        app.router.add_get("/v1/peers", self._get_peers)
+        app.router.add_post("/v1/reports", self._post_reports)
+        app.router.add_get("/v1/links", self._get_links)
+        app.router.add_get("/v1/changes", self._get_changes)
+        app.router.add_post("/v1/drain", self._post_drain)
+        app.router.add_put("/v1/routed", self._put_routed)
+        app.router.add_delete("/v1/routed", self._delete_routed)
+        if self._followers is not None:
+            app.router.add_get("/v1/rendezvous", self._get_rendezvous)
+        return app
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; raises OSError where the address cannot be bound."""
+        self._runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=0.2)
+        await self._runner.setup()
+        context = None if self._tls is None else self._tls.open_server()
+        await web.TCPSite(self._runner, host or None, port, ssl_context=context).start()
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where the server listens: (host, port) of each socket."""
+        return [(str(a[0]), int(a[1])) for a in self._runner.addresses] if self._runner else []
+
+    async def stop(self) -> None:
+        """Stop listening; requests that wait are answered or dropped within 0.2 s."""
+        self._stopping = True
+        self._changed.set()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _known_clients(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let strangers ask for ``/readyz`` and nothing else."""
+        if self._tls is not None and request.path != "/readyz":
+            certificate = request.transport and request.transport.get_extra_info("peercert")
+            names = names_in(certificate)
+            known = {OPERATOR_NAME, self._tls.server_name(self._tls.engine_id)}
+            if not (known.intersection(names) if self._tls.named else certificate):
+                shown = ", ".join(names)[:300] or "without a name"
+                return _error(
+                    403,
+                    f"{request.path} is for the operator and for this engine; the certificate of "
+                    f"this client is {shown}",
+                )
+        return await handler(request)
+
+    async def _get_readyz(self, _: web.Request) -> web.Response:
+        document = self._state()
+        return web.json_response(document, status=200 if document["ready"] else 503)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what ``/readyz`` tells: the engine's state, and when its certificate expires."""
+        expires = None if self._tls is None else self._tls.expires
+        return {**self._readiness.document(), "certificate_expires": expires}
+
+    async def _put_peers(self, request: web.Request) -> web.Response:
+        if self._links.set_peers(await _body(request, decode_peers)):
+            self._changed.set()
+            self._changed = asyncio.Event()
+        return web.Response(status=204)
+
+    async def _get_peers(self, request: web.Request) -> web.Response:
+        after = int(_number(request, "after", -1))
+        deadline = time.monotonic() + min(_number(request, "wait", 0), MAX_WAIT_SECONDS)
+        while self._links.peers.generation == after and not self._stopping:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                break
+        return _json(self._links.peers)
+
+    async def _post_reports(self, request: web.Request) -> web.Response:
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            return _error(401, "reports need this engine's token (PDCLUSTER_CONTROL_TOKEN)")
+        wrong = self._links.add(await _body(request, decode_report), time.monotonic())
+        return _error(400, wrong) if wrong else web.Response(status=204)
+
+    async def _get_links(self, _: web.Request) -> web.Response:
+        return _json(self._links_document())
+
+    def _links_document(self) -> dict[str, Any]:
+        """Return what ``/v1/links`` tells."""
+        identity, now = self._readiness.identity, time.monotonic()
+        rows = [row.document() for row in self._links.rows(now)]
+        document = {"engine": identity.logical, "engine_id": identity.engine_id, "links": rows}
+        if self._prompts is not None:
+            document["prompts"] = self._prompts.document(now)
+        return document
+
+    async def _get_changes(self, request: web.Request) -> web.Response:
+        """Answer as soon as the revision is another than ``seen``, or after ``wait`` seconds.
+
+        News come with what ``/readyz`` and ``/v1/links`` tell, so that nobody has to ask for these.
+        """
+        seen = request.query.get("seen", "")
+        deadline = time.monotonic() + min(_number(request, "wait", 0), MAX_WAIT_SECONDS)
+        while (revision := self._revision()) == seen and not self._stopping:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left, LOOK_SECONDS))
+        if revision == seen:
+            return _json({"revision": revision})
+        links = self._links_document()
+        return _json({"revision": revision, "readyz": self._state(), "links": links})
+
+    def _revision(self) -> str:
+        now = time.monotonic()
+        prompts = None if self._prompts is None else self._prompts.document(now)
+        return revision_of(self._state(), self._links.rows(now), prompts)
+
+    async def _get_rendezvous(self, request: web.Request) -> web.Response:
+        if self._followers is None:
+            raise web.HTTPNotFound
+        rank, start = int(_number(request, "rank", 0)), request.query.get("start", "")
+        leaving = request.query.get("leaving") == "1"
+        engine_id, now = self._readiness.identity.engine_id, time.monotonic()
+        if request.query.get("of", engine_id) == engine_id:
+            if wrong := self._followers.heard(rank, start, now, leaving=leaving):
+                return _error(400, wrong)
+            if loss := self._followers.loss(now):
+                return _error(409, f"{loss}: the engine ends and starts again")
+        return _json(Rendezvous(engine_id, self._token, self._readiness.ready))
+
+    async def _put_routed(self, _: web.Request) -> web.Response:
+        """Routers may send requests from now on."""
+        self._readiness.routed = True
+        return web.Response(status=204)
+
+    async def _delete_routed(self, _: web.Request) -> web.Response:
+        """No router sends requests any more, so a drain need not wait for one."""
+        self._readiness.routed = False
+        return web.Response(status=204)
+
+    async def _post_drain(self, _: web.Request) -> web.Response:
+        self._drain()
+        return web.Response(status=202)
+
+
+class _BadRequestError(Exception):
+    """A request whose content is wrong. The message says where."""
+
+
+async def _body(request: web.Request, decode: _Decode[_Document]) -> _Document:
+    document = decode(await request.read())
+    if isinstance(document, Malformed):
+        raise _BadRequestError(f"{request.method} {request.path}: {document.message}")
+    return document
+
+
+def _number(request: web.Request, name: str, default: float) -> float:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise _BadRequestError(f"{name} must be a whole number of at most 18 digits")
+    return float(int(text)) if name == "wait" else int(text)
+
+
+def _json(document: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(document), content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message}, status=status)
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except _BadRequestError as error:
+        return _error(400, str(error))
+    except web.HTTPRequestEntityTooLarge:
+        return _error(413, f"the body is larger than {MAX_DOCUMENT_BYTES} bytes")
+    except web.HTTPException as error:
+        return _error(error.status, error.reason)

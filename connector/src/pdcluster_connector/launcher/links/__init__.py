@@ -1,0 +1,1 @@
+"""The links of this engine, and the canaries that prove them."""

@@ -1,0 +1,222 @@
+"""The canary: a request of the launcher's own that goes through prefill and decode.
+
+A link is verified only when the KV of a real request went through it. The launcher asks prefill's
+API for one token. It then asks decode's API for the next token, with the parameters that prefill
+returned. Decode's answer says what its KV path did for this request. Each data-parallel rank of
+either engine gets one canary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from pdcluster_connector.launcher.arguments import EngineCommand
+from pdcluster_connector.launcher.engine.engine_api import ApiError, ApiUnreachableError, EngineApi
+from pdcluster_connector.launcher.links.canary_schedule import CanarySchedule
+from pdcluster_connector.launcher.links.link_table import CanaryResult, LinkTable
+from pdcluster_connector.protocol.engine_id import id_of_rank
+from pdcluster_connector.protocol.kv_path import KEY_PARAMETER
+
+TIMEOUT_SECONDS: Final = 120.0
+_BLOCKS: Final = 3
+# The block size that vLLM chooses on CPU. On GPUs it is smaller, and a canary moves more blocks.
+_USUAL_BLOCK: Final = 128
+_LOOK_EVERY: Final = 0.5
+
+
+def prompt(block_tokens: int, vocabulary: int, limit: int | None) -> list[int]:
+    """Random token ids: three blocks and one token, or fewer if ``limit`` (tokens a request) asks.
+
+    Ids, not text, because a tokenizer could shorten a text. Random, because no prefix cache may
+    have them.
+    """
+    length = _BLOCKS * block_tokens + 1
+    if limit is not None:
+        length = max(1, min(length, limit - 2))
+    low = min(10, vocabulary - 1)
+    draw = random.SystemRandom()
+    return [draw.randrange(low, vocabulary) for _ in range(length)]
+
+
+def prompt_maker(command: EngineCommand) -> Callable[[], list[int]]:
+    """Return what makes prompts for an engine with this command line."""
+    size = vocabulary(model_config(command.model))
+    block = command.block_tokens or _USUAL_BLOCK
+    return lambda: prompt(block, size, command.max_tokens)
+
+
+async def run(
+    prefill: EngineApi,
+    decode: EngineApi,
+    *,
+    prefill_engine_id: str,
+    decode_engine_id: str,
+    model: str,
+    tokens: list[int],
+    ranks: tuple[int, int] = (0, 0),
+    names_key: str = "",
+    seconds: float = TIMEOUT_SECONDS,
+) -> CanaryResult:
+    """Send one request through both engines and judge what the KV path did.
+
+    The engine ids are those of the data-parallel ``ranks`` (prefill's, decode's) under test. With
+    ``names_key``, decode's answer names the engines. Clients do not get these names.
+
+    The result is Passed if KV moved between these two engines, Pending if an API does not answer
+    (nothing is known then), and Failed otherwise. Never raises.
+    """
+    request = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
+    try:
+        async with asyncio.timeout(seconds):
+            asked = {**request, "kv_transfer_params": {"do_remote_decode": True}}
+            first = await prefill.complete(asked, seconds, ranks[0])
+            parameters = first.get("kv_transfer_params")
+            if not isinstance(parameters, dict) or parameters.get("do_remote_prefill") is not True:
+                return CanaryResult(
+                    "Failed",
+                    message=f"prefill at {prefill.address} handed over no KV: its answer holds no "
+                    "kv_transfer_params",
+                )
+            asked = {**request, "kv_transfer_params": {**parameters, KEY_PARAMETER: names_key}}
+            second = await decode.complete(asked, seconds, ranks[1])
+    except ApiUnreachableError as error:
+        return CanaryResult("Pending", message=str(error))
+    except ApiError as error:
+        return CanaryResult("Failed", message=str(error))
+    except TimeoutError:
+        return CanaryResult("Failed", message=f"no answer within {seconds:g} s")
+    return judge(second.get("kv_transfer_params"), prefill_engine_id, decode_engine_id)
+
+
+async def run_ranks(
+    prefill: EngineApi,
+    decode: EngineApi,
+    *,
+    prefill_engine_id: str,
+    decode_engine_id: str,
+    sizes: tuple[int, int],
+    model: str,
+    make_prompt: Callable[[], list[int]],
+    names_key: str = "",
+) -> CanaryResult:
+    """Send requests until each data-parallel rank of both engines has had one.
+
+    Args:
+        sizes: prefill's and decode's number of ranks. If they differ, the ranks of the smaller
+            engine get several canaries.
+
+    Returns:
+        Passed with the bytes of all requests, or the first other result.
+    """
+    moved = 0
+    for number in range(max(sizes)):
+        ranks = number % sizes[0], number % sizes[1]
+        result = await run(
+            prefill,
+            decode,
+            prefill_engine_id=id_of_rank(prefill_engine_id, ranks[0], sizes[0]),
+            decode_engine_id=id_of_rank(decode_engine_id, ranks[1], sizes[1]),
+            model=model,
+            tokens=make_prompt(),
+            ranks=ranks,
+            names_key=names_key,
+        )
+        if result.state != "Passed":
+            if sizes == (1, 1):
+                return result
+            word = "data-parallel rank"
+            pair = f"{word} {ranks[0]} of prefill with {word} {ranks[1]} of decode"
+            return replace(result, message=f"{pair}: {result.message}")
+        moved += result.bytes
+    return CanaryResult("Passed", moved)
+
+
+def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> CanaryResult:
+    """Judge by what decode's ``kv_transfer_params`` say of the KV path of that request."""
+    path = answer.get("kv_path") if isinstance(answer, Mapping) else None
+    if not isinstance(path, Mapping):
+        return _failed("decode's answer holds no kv_path: is its connector PDClusterConnector?")
+    outcome, moved, reason = path.get("outcome"), path.get("bytes"), path.get("reason")
+    why = f" ({reason})" if isinstance(reason, str) and reason else ""
+    if outcome == "local":
+        return _failed(f"decode computed the prompt itself instead of receiving its KV{why}")
+    if outcome != "transferred":
+        return _failed(f"the KV transfer ended as {outcome!r}{why}")
+    for name, wanted in (("prefill", prefill_engine_id), ("decode", decode_engine_id)):
+        if (named := path.get(name)) != wanted:
+            unnamed = f"decode's answer names no {name} engine: it did not accept our key"
+            another = f"the KV went through another {name} engine: {named!r}"
+            return _failed(another if named else unnamed)
+    if not isinstance(moved, int) or isinstance(moved, bool) or moved <= 0:
+        return _failed(f"the transfer is reported as done, but {moved!r} bytes moved")
+    return CanaryResult("Passed", moved)
+
+
+def _failed(message: str) -> CanaryResult:
+    return CanaryResult("Failed", message=message)
+
+
+async def keep_running(
+    links: LinkTable,
+    session: aiohttp.ClientSession,
+    decode: EngineApi,
+    *,
+    decode_engine_id: str,
+    decode_ranks: int,
+    ready: Callable[[], bool],
+    make_prompt: Callable[[], list[int]],
+    names_key: str,
+    api_key: str | None = None,
+) -> None:
+    """Run canaries until this task is cancelled: one at a time, for the link that is due.
+
+    ``api_key`` is the API key of the cluster's engines, if they ask for one.
+    """
+    schedule = CanarySchedule()
+    while True:
+        now = time.monotonic()
+        row = schedule.due(links.rows(now), now) if ready() else None
+        if row is None:
+            await asyncio.sleep(_LOOK_EVERY)
+            continue
+        prefill = EngineApi(session, row.peer.api.rstrip("/"), api_key)
+        result = await run_ranks(
+            prefill,
+            decode,
+            prefill_engine_id=row.engine_id,
+            decode_engine_id=decode_engine_id,
+            sizes=(row.peer.data_parallel_size, decode_ranks),
+            model=links.peers.model,
+            make_prompt=make_prompt,
+            names_key=names_key,
+        )
+        links.set_canary(row, result)
+        interval = links.peers.canary_interval_seconds
+        schedule.ran(row, result, interval, time.monotonic())
+
+
+def vocabulary(config: Mapping[str, Any] | None) -> int:
+    """Look up the size of a model's vocabulary in its config.json; 1000 if it is not known."""
+    for place in (config or {}, (config or {}).get("text_config")):
+        size = place.get("vocab_size") if isinstance(place, Mapping) else None
+        if isinstance(size, int) and 2 <= size <= 10_000_000:
+            return size
+    return 1000
+
+
+def model_config(model: str) -> Mapping[str, Any] | None:
+    """Read a model folder's config.json; None for a repository or anything unreadable."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None

@@ -1,0 +1,1 @@
+"""Engines whose ranks run in several pods."""

@@ -1,0 +1,1 @@
+"""From vLLM's KV caches to the shape that engines exchange."""

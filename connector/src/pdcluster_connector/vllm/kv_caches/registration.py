@@ -1,0 +1,220 @@
+"""From vLLM's KV cache tensors to regions, memory ranges and this rank's shape.
+
+vLLM hands over one strided view ``[block, head, token, content]`` for each layer (vLLM RFC #42082),
+whatever the physical order is. A region is read from the view's strides. A Mamba layer's view is
+``[slot, 1, 1, bytes]`` (:mod:`mamba_states`). The strides do not tell whether a block can be cut by
+token; the attention backend does. For example, CPU_ATTN keeps, for each (block, head), all K tokens
+and then all V tokens, packed for the host's instruction set. Only backends that are known to keep K
+and V of one token together count as sliceable.
+
+The shape also describes layers whose rules this connector does not know, and a rule refuses them by
+name at the handshake. They get no region. Their engine starts and serves normally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+
+from pdcluster_connector.compat.backends import token_sliceable
+from pdcluster_connector.compat.dtypes import SCALED
+from pdcluster_connector.compat.shape import (
+    EngineShape,
+    GroupShape,
+    LayerKind,
+    LayerShape,
+    Memory,
+    PartShape,
+)
+from pdcluster_connector.nixl_io.interface import MemoryRange
+from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.slices import SLICE_BYTES, joined, sliced
+from pdcluster_connector.vllm.groups import cache_groups
+from pdcluster_connector.vllm.kv_caches.element_types import engine_dtype, layer_dtype, layer_scales
+from pdcluster_connector.vllm.kv_caches.kv_heads import heads_of
+from pdcluster_connector.vllm.kv_caches.layer_kinds import kind_of, token_bytes
+from pdcluster_connector.vllm.kv_caches.mamba_states import describe_states
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One worker's caches, described for the handshake (shape, shard) and for NIXL (memory)."""
+
+    shape: EngineShape
+    shard: Shard
+    memory: tuple[MemoryRange, ...]
+
+
+def register(
+    kv_caches: Mapping[str, torch.Tensor],
+    kv_cache_config: KVCacheConfig,
+    vllm_config: Any,
+    rank: tuple[int, int],
+    model: str,
+    *,
+    slice_bytes: int = SLICE_BYTES,
+) -> Registration:
+    """Describe ``kv_caches`` (layer name -> tensor) of the worker at ``rank``.
+
+    Layers without a spec of their own share another layer's cache and are left out.
+    ``model`` is the model's digest (:mod:`fingerprint`). Memory is registered in slices of at
+    most ``slice_bytes`` (:mod:`plan.slices`).
+    """
+    parallel = vllm_config.parallel_config
+    cache_config = vllm_config.cache_config
+    layers: list[LayerShape] = []
+    regions: list[Region] = []
+    storages: set[MemoryRange] = set()
+    packings: set[str | None] = set()
+    ratios: dict[int, set[int]] = {}
+    dtype: str | None = None
+    modules = vllm_config.compilation_config.static_forward_context
+
+    for name, (group, spec) in _specs(kv_cache_config).items():
+        cache = kv_caches.get(name)
+        if cache is None:
+            continue
+        kind = kind_of(spec)
+        heads = heads_of(spec, kind, vllm_config, rank[1])
+        parts: tuple[PartShape, ...] = ()
+        held: list[Region] = []
+        own_dtype, scales = "", ""
+        module = modules.get(name)
+        if kind is not LayerKind.MAMBA and hasattr(spec, "dtype"):
+            dtype = engine_dtype(vllm_config)
+            own_dtype = layer_dtype(module, spec)
+            scales = layer_scales(module, own_dtype)
+        if kind is LayerKind.MAMBA:
+            ranks = rank[1], parallel.tensor_parallel_size
+            parts, held = describe_states(name, cache, spec, group, module, ranks)
+        elif cache.dim() != 4 or heads is None:
+            kind = LayerKind.OTHER
+        elif kind is not LayerKind.OTHER:
+            packing = _packing(module, own_dtype)
+            packings.add(packing)
+            ratio = max(1, cache.shape[0] // max(1, kv_cache_config.num_blocks))
+            ratios.setdefault(group, set()).add(ratio)
+            held = [_region(name, cache, (heads[1], heads[2]), packing is None, group)]
+        layers.append(
+            LayerShape(
+                name=name,
+                kind=kind,
+                group=group,
+                kv_heads=1 if kind is LayerKind.MAMBA or heads is None else heads[0],
+                token_bytes=token_bytes(spec, parts),
+                window=getattr(spec, "sliding_window", None) or None,
+                dtype="" if own_dtype == dtype else own_dtype,
+                scales=scales,
+                parts=parts,
+            )
+        )
+        regions += held
+        if held:
+            storage = cache.untyped_storage()
+            place = held[0].device, held[0].memory
+            storages.add(MemoryRange(storage.data_ptr(), storage.nbytes(), *place))
+
+    shape = EngineShape(
+        model=model,
+        kv_dtype=dtype,
+        block_size=cache_config.block_size,
+        kernel_blocks_per_block=_only(set().union(*ratios.values())),
+        prefix_caching=bool(cache_config.enable_prefix_caching),
+        tensor=parallel.tensor_parallel_size,
+        pipeline=parallel.pipeline_parallel_size,
+        data=parallel.data_parallel_size,
+        context=max(
+            parallel.decode_context_parallel_size,
+            getattr(parallel, "prefill_context_parallel_size", 1),
+        ),
+        nodes=parallel.nnodes,
+        memory=_only({region.memory for region in regions}),
+        token_sliceable=(packings == {None}) if packings else None,
+        packing="+".join(sorted(p for p in packings if p is not None)) or None,
+        layers=tuple(layers),
+        groups=_groups(kv_cache_config, ratios),
+        layout=kv_cache_config.kv_cache_layout,
+    )
+    shard = Shard(rank=rank, regions=tuple(regions))
+    return Registration(shape=shape, shard=shard, memory=_memory(storages, regions, slice_bytes))
+
+
+def _memory(
+    storages: Collection[MemoryRange], regions: Sequence[Region], slice_bytes: int
+) -> tuple[MemoryRange, ...]:
+    """Return the memory to register, each byte once: storages can overlap or share an address."""
+    found = []
+    for place in sorted({(storage.device, storage.memory) for storage in storages}):
+        here = [region for region in regions if (region.device, region.memory) == place]
+        for span in joined(s.span for s in storages if (s.device, s.memory) == place):
+            held = [region for region in here if span[0] <= region.base < span[1]]
+            slices = sliced(span, held, slice_bytes)
+            found += [MemoryRange(start, stop - start, *place) for start, stop in slices]
+    return tuple(found)
+
+
+def _groups(config: KVCacheConfig, ratios: Mapping[int, set[int]]) -> tuple[GroupShape, ...]:
+    """Return every group of the engine. The ratio is 1 if this rank has no layer of the group."""
+    return tuple(
+        GroupShape(
+            kind_of(group.spec), group.block_size, max(ratios.get(number, {1})), group.window
+        )
+        for number, group in enumerate(cache_groups(config))
+    )
+
+
+def _specs(config: KVCacheConfig) -> dict[str, tuple[int, Any]]:
+    """Layer name -> (KV cache group, spec), for layers that take part in transfers."""
+    found: dict[str, tuple[int, Any]] = {}
+    for index, group in enumerate(config.transfer_groups):
+        spec = group.kv_cache_spec
+        for name in group.layer_names:
+            single = (
+                spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            )
+            found[name] = (index, single)
+    return found
+
+
+def _packing(attention: Any, dtype: str) -> str | None:
+    """Return the id of a packed block interior; None if the interior can be cut by token."""
+    if attention is None:
+        return "unknown"
+    backend = attention.get_attn_backend().get_name()
+    if token_sliceable(backend):
+        return None
+    words = [backend, getattr(attention, "isa", None)]
+    if dtype in SCALED:  # the packing depends on the type that the kernels compute with
+        words.append(str(getattr(attention, "dtype", "")).removeprefix("torch."))
+    return "/".join(filter(None, words))
+
+
+def _region(
+    name: str, cache: torch.Tensor, heads: tuple[int, int], sliceable: bool, group: int
+) -> Region:
+    size = cache.element_size()
+    blocks, _, tokens, content = cache.shape
+    return Region(
+        layer=name,
+        base=cache.data_ptr(),
+        num_blocks=blocks,
+        block_stride=cache.stride(0) * size,
+        block_tokens=tokens,
+        head_start=heads[0],
+        head_stop=heads[1],
+        head_stride=cache.stride(1) * size,
+        token_stride=cache.stride(2) * size if sliceable else None,
+        token_bytes=content * size,
+        device=max(cache.get_device(), 0),
+        memory=Memory.DRAM if cache.device.type == "cpu" else Memory.VRAM,
+        group=group,
+    )
+
+
+def _only(values: set[Any]) -> Any:
+    """Return the only value of a set; None if it has no value, or more than one."""
+    return next(iter(values)) if len(values) == 1 else None

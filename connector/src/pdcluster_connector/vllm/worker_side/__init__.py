@@ -1,0 +1,1 @@
+"""The role of the connector in each of vLLM's workers."""

@@ -1,0 +1,256 @@
+"""Worker side: registers this rank's caches, starts receives and reports what ended.
+
+The engine step only swaps queues: NIXL belongs to the receiver's transfer thread
+(transfer.receiver), handshakes to the peer book's (sidechannel.peers).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.link_health.launcher_client import LauncherClient
+from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
+from pdcluster_connector.nixl_io.serving_agent import ServingAgent
+from pdcluster_connector.plan.held_blocks import EngineBlocks, groups_of
+from pdcluster_connector.protocol.messages import encode
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.tls import tls_of
+from pdcluster_connector.transfer.receiver import (
+    Receiver,
+    ReceiveRequest,
+    ReceiveResults,
+    ReceiverOptions,
+)
+from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm.kv_caches.registration import Registration, register
+from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
+from pdcluster_connector.vllm.step_messages import (
+    ReceiveOrder,
+    StepOrders,
+    StepReport,
+    WorkerHandshake,
+)
+from pdcluster_connector.vllm.worker_side.fingerprint import digest_of_engine
+from pdcluster_connector.vllm.worker_side.joined_shape import (
+    decode_shape,
+    encode_shape,
+    join_shapes,
+)
+from pdcluster_connector.vllm.worker_side.peer_news import PeerNews
+from pdcluster_connector.vllm.worker_side.rank_results import RankResults
+from pdcluster_connector.vllm.worker_side.unfilled_blocks import UnfilledBlocks
+
+
+class WorkerRole:
+    """One rank's worker side. Not thread-safe: lives on the worker's main thread."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: KVCacheConfig,
+        options: ConnectorOptions,
+        engine_id: str,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._engine_id = engine_id
+        self._produces: bool = transfer.is_kv_producer
+        self._consumes: bool = transfer.is_kv_consumer
+        self._rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        self._stats = StatsCollector()
+        self._registration: Registration | None = None
+        self._unfilled: UnfilledBlocks | None = None
+        self._device: torch.device | None = None
+        self._serving: ServingAgent | None = None
+        self._peers: PeerBook | None = None
+        self._peer_news: PeerNews | None = None
+        self._receiver: Receiver | None = None
+        self._launcher: LauncherClient | None = None
+        self._bound_at = inf
+        self._results = RankResults(self._stats)
+
+    # At start.
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register this rank's caches with NIXL and start the transfer thread."""
+        registration = register(
+            kv_caches,
+            self._kv_cache_config,
+            self._vllm_config,
+            self._rank,
+            digest_of_engine(self._vllm_config.model_config),
+        )
+        registration = replace(registration, shape=_of_all_stages(registration.shape))
+        self._registration = registration
+        self._unfilled = UnfilledBlocks(
+            self._kv_cache_config, kv_caches, registration.shard.regions
+        )
+        self._device = next((cache.device for cache in kv_caches.values()), None)
+        if self._produces:
+            # It posts no transfers. Each thread would take doorbell pages of the network card,
+            # of which DeepEP's kernels need some too.
+            self._serving = ServingAgent(lambda: self._new_agent(threads=0), registration.memory)
+        if not self._consumes:
+            return
+        tls = tls_of(self._options.tls, self._engine_id)
+        self._peers = PeerBook(self._engine_id, registration.shape, self._rank, tls)
+        self._peer_news = PeerNews(self._rank, self._peers)
+        self._receiver = Receiver(
+            shard=registration.shard,
+            memory=registration.memory,
+            make_agent=lambda: self._new_agent(threads=self._options.num_threads),
+            peers=self._peers,
+            options=receiver_options(self._options),
+            prepare_thread=self._select_device,
+        )
+        self._peers.start()
+        self._receiver.start()
+        parallel = self._vllm_config.parallel_config
+        self._launcher = LauncherClient.from_environment(
+            os.environ,
+            rank=self._rank,
+            of=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
+            data_rank=parallel.data_parallel_index,
+            peers=self._peers,
+            probe=self._receiver.probe,
+            tls=tls,
+        )
+        if self._launcher is not None:
+            self._launcher.start()
+
+    def handshake(self) -> WorkerHandshake | None:
+        """What the scheduler side publishes on behalf of this rank."""
+        if self._registration is None:
+            return None
+        shard = None
+        if self._serving is not None:
+            regions = self._registration.shard.regions
+            shard = encode(self._serving.metadata(self._engine_id, self._rank, regions))
+        return WorkerHandshake(self._engine_id, encode_shape(self._registration.shape), shard)
+
+    def _new_agent(self, threads: int) -> NixlAgent:
+        options = self._options
+        return NixlAgent(
+            f"{self._engine_id}/{self._rank[0]}/{self._rank[1]}",
+            backends=options.backends,
+            num_threads=threads,
+            backend_options=options.backend_options,
+        )
+
+    def _select_device(self) -> None:
+        """On a GPU: without a current device on its thread, UCX turns cuda_ipc off."""
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    # Every step.
+
+    def bound(self, orders: StepOrders) -> None:
+        """Before the forward pass: tell the transfer thread what became of leases and peers."""
+        self._bound_at = time.monotonic()
+        if self._peer_news is not None:
+            self._peer_news.hear(orders.gone)
+        self._tell_of_leases(orders)
+
+    def start(self, orders: StepOrders) -> None:
+        """Write lease words, and hand orders to the transfer thread."""
+        if self._serving is not None:
+            self._serving.lease_words.write(orders.lease_words)
+        self._results.sent.update(orders.sent)  # not before: vLLM gives these blocks to others
+        self._results.unreceivable.update(orders.unreceivable)
+        if self._receiver is None:
+            return
+        if orders.abandon:
+            self._receiver.abandon(orders.abandon)
+        # Receives start last, and all of them or none: if a line above raises, none has started.
+        if orders.receive:
+            requests = [self._request(order) for order in orders.receive]
+            if self._unfilled is not None:
+                for request in requests:
+                    self._unfilled.clear(request.decode_blocks, request.stop)
+            self._receiver.receive(requests)
+            self._tell_of_leases(orders)  # those that have just been ordered
+
+    def _tell_of_leases(self, orders: StepOrders) -> None:
+        if self._receiver is not None:
+            self._receiver.acknowledge(
+                {request_id: self._until(left) for request_id, left in orders.renewed.items()}
+            )
+            self._receiver.refuse(orders.lost)
+
+    def _until(self, seconds: float) -> float:
+        """Return when a lease ends that had ``seconds`` left at the beginning of this step."""
+        return min(self._bound_at, time.monotonic()) + seconds
+
+    def fail_orders(self, orders: StepOrders, error: Exception) -> None:
+        """Report every receive of these orders as failed: starting them went wrong."""
+        for order in orders.receive:
+            self._results.unreceivable[order.request_id] = repr(error)
+
+    def results(self) -> KVConnectorTransferResults:
+        """Requests that this rank is through with, each exactly once."""
+        # The receiver comes first: it may raise, and taking the results empties them.
+        ended = ReceiveResults() if self._receiver is None else self._receiver.results()
+        return self._results.take(ended)
+
+    def report(self) -> StepReport | None:
+        """What became of the receives in :meth:`results`, and which peers are gone."""
+        gone = {} if self._peer_news is None else self._peer_news.take()
+        receipts = self._results.take_receipts()
+        return StepReport(receipts, gone) if receipts or gone else None
+
+    def fault(self, method: str) -> None:
+        """Count an exception that the guard caught."""
+        self._stats.fault(method)
+
+    def stats(self) -> ConnectorStats | None:
+        """Counts since the last call."""
+        return self._stats.take()
+
+    def close(self) -> None:
+        """End the threads and NIXL's agents."""
+        for part in (self._launcher, self._receiver, self._peers, self._serving):
+            if part is not None:
+                part.close()
+
+    def _request(self, order: ReceiveOrder) -> ReceiveRequest:
+        shape = EngineShape() if self._registration is None else self._registration.shape
+        return ReceiveRequest(
+            request_id=order.request_id,
+            ticket=order.ticket,
+            decode_blocks=EngineBlocks(groups_of(shape), order.blocks),
+            start=order.start,
+            stop=order.stop,
+            deadline=self._until(order.seconds),
+            claimed=order.claimed,
+        )
+
+
+def _of_all_stages(shape: EngineShape) -> EngineShape:
+    """The engine's shape from this pipeline rank's; every rank calls it at the same time."""
+    group = get_pp_group()
+    if group.world_size == 1:
+        return shape
+    stages: list[bytes] = [b""] * group.world_size
+    torch.distributed.all_gather_object(stages, encode_shape(shape), group=group.cpu_group)
+    tensor = get_tp_group().rank_in_group
+    return join_shapes({(stage, tensor): decode_shape(raw) for stage, raw in enumerate(stages)})
+
+
+def receiver_options(options: ConnectorOptions) -> ReceiverOptions:
+    """Return what a user may set of the receiver's limits."""
+    return ReceiverOptions(
+        drain_deadline_seconds=options.drain_deadline_seconds,
+        transfer_stall_seconds=options.transfer_stall_seconds,
+    )

@@ -1,0 +1,1 @@
+"""Which steps take a cluster's children to what is desired."""

@@ -1,0 +1,112 @@
+"""When a child must not be applied although it is wanted.
+
+Two reasons: another object has the child's name, or an object of that name is still being
+deleted. A ConfigMap that PDClusters share belongs to none of them, so its content decides. No pods
+are started that would mount a connector whose content is not the one of its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from pdcluster_operator.api.object_names import connector_name, own_connector_name
+from pdcluster_operator.plan.model import Apply, Manifest, Observed, RestartPod, Step
+from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
+from pdcluster_operator.plan.shared_connectors.connector_mounts import (
+    connector_of,
+    is_shared_connector,
+)
+from pdcluster_operator.plan.shared_connectors.forged_connectors import is_forged
+
+NAME_CONFLICT = "NameConflict"
+STILL_BEING_DELETED = "StillBeingDeleted"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an apply is not tried: the reason and the message of a condition."""
+
+    reason: str
+    message: str
+
+
+def why_not_applied(desired: Manifest, live: Manifest | None) -> Refusal | None:
+    """Return why ``desired`` must not be applied over ``live``; None if it may be.
+
+    Args:
+        live: the object of that kind and name on the server; None if there is none.
+    """
+    if live is None:
+        return None
+    kind, name = str(desired["kind"]), str(desired["metadata"]["name"])
+    if is_shared_connector(desired):
+        return _why_not_shared(desired, live)
+    if controller_uid(desired) != controller_uid(live):
+        return name_conflict(kind, name)
+    if is_being_deleted(live):
+        return Refusal(STILL_BEING_DELETED, f"{kind} {name} is still being deleted")
+    return None
+
+
+def strange_connectors(observed: Observed, children: Iterable[Manifest]) -> frozenset[str]:
+    """Return the ConfigMaps that pods of ``children`` mount as connectors, and that are not known.
+
+    One that is missing counts, too: somebody may have put another one into its place that the
+    operator's watch does not see. The operator's own connector is compared when it is applied.
+    """
+    digest, cluster = observed.connector.digest, str(observed.cluster["metadata"]["name"])
+    own = {connector_name(digest), own_connector_name(cluster, digest)}
+    live = (*observed.connectors, *(one for one in observed.children if one["kind"] == "ConfigMap"))
+    known = {str(one["metadata"]["name"]) for one in live if not is_forged(one)}
+    mounted = {connector_of(cluster, child) for child in children} - {""}
+    return frozenset(mounted - known - own)
+
+
+def may_be_taken(step: Step, observed: Observed, strange: AbstractSet[str]) -> bool:
+    """Whether no pod starts with a strange connector because of a step."""
+    cluster = str(observed.cluster["metadata"]["name"])
+    if isinstance(step, Apply):
+        return connector_of(cluster, step.manifest) not in strange
+    if isinstance(step, RestartPod):
+        owner = step.name.rpartition("-")[0]
+        sets = (one for one in observed.children if one["kind"] == "StatefulSet")
+        named = (one for one in sets if one["metadata"]["name"] == owner)
+        return not any(connector_of(cluster, one) in strange for one in named)
+    return True
+
+
+def why_strange(strange: AbstractSet[str]) -> Refusal:
+    """Return what the status says of strange connectors."""
+    return Refusal(
+        NAME_CONFLICT,
+        f"ConfigMap {min(strange)} is missing, or does not hold the connector that its name says: "
+        "somebody deleted or replaced it, and pods may have started with another connector. Delete "
+        "it if it exists, and set spec.rollout.renew to a new value: engines then mount the "
+        "operator's own connector",
+    )
+
+
+def _why_not_shared(desired: Manifest, live: Manifest) -> Refusal | None:
+    """Judge by the content: whoever wrote the same bytes, they may be mounted if immutable."""
+    name = desired["metadata"]["name"]
+    same = all(live.get(part) == desired.get(part) for part in ("immutable", "binaryData", "data"))
+    if controller_uid(live) or not same:
+        return Refusal(
+            NAME_CONFLICT,
+            f"ConfigMap {name} exists and does not hold this operator's connector, or is not "
+            "immutable: delete it, and the operator makes the right one",
+        )
+    if is_being_deleted(live):
+        return Refusal(STILL_BEING_DELETED, f"ConfigMap {name} is still being deleted")
+    return None
+
+
+def name_conflict(kind: str, name: str) -> Refusal:
+    """Return the refusal for an object that has the name of a child and another owner."""
+    return Refusal(
+        NAME_CONFLICT,
+        f"{kind} {name} exists and does not belong to this PDCluster: "
+        "rename it, or give the PDCluster another name",
+    )

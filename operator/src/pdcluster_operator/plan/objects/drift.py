@@ -1,0 +1,147 @@
+"""Drift: whether a live object is still as wanted, and how it is repaired.
+
+A live object holds more than was applied: defaults, the status and fields of other owners.
+The API server also rewrites values: it normalizes quantities and drops empty values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pdcluster_operator.api.labels import APPLIED_ANNOTATION
+from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.objects.contents import without_contents
+from pdcluster_operator.plan.objects.merge import KEYED_LISTS
+
+QUANTITY_FIELDS = frozenset({"requests", "limits", "sizeLimit"})
+
+
+def stamped(desired: Manifest) -> dict[str, Any]:
+    """Return the manifest with a hash of itself in an annotation.
+
+    When a field is removed from what is wanted, the live object still covers the rest. The hash
+    shows that such an object has to be applied again.
+    """
+    text = json.dumps(desired, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    metadata = dict(desired["metadata"])
+    metadata["annotations"] = {**metadata.get("annotations", {}), APPLIED_ANNOTATION: digest}
+    return {**desired, "metadata": metadata}
+
+
+def applied_hash(manifest: Manifest) -> str:
+    """Return the hash in a stamped manifest; empty if it is not stamped."""
+    annotations = manifest["metadata"].get("annotations") or {}
+    return str(annotations.get(APPLIED_ANNOTATION, ""))
+
+
+def is_applied(live: Manifest | None, desired: Manifest) -> bool:
+    """Whether applying ``desired`` (stamped) would change nothing."""
+    return live is not None and covers(without_contents(live), without_contents(desired))
+
+
+def repair(live: Manifest, desired: Manifest) -> dict[str, Any] | None:
+    """Return a merge patch that takes an object back to what is wanted; None if there is none.
+
+    It is for an object whose apply the API server calls invalid. An apply keeps the list items
+    of other managers beside ours. If somebody changed the number of our port by hand, the list
+    then holds two ports with one name. A merge patch replaces whole lists.
+    """
+    if "spec" not in desired:
+        return None
+    version = live["metadata"]["resourceVersion"]
+    return {"metadata": {"resourceVersion": version}, "spec": desired["spec"]}
+
+
+def without_manager(live: Manifest, manager: str) -> dict[str, Any] | None:
+    """Return a merge patch that takes all fields from a field manager; None if it has none.
+
+    A repair leaves every field to two managers: to the patch's and to the apply's. A field that
+    the next apply omits would stay, because the patch's manager still owns it.
+    """
+    metadata = live["metadata"]
+    entries = metadata.get("managedFields") or []
+    kept = [entry for entry in entries if entry.get("manager") != manager]
+    if len(kept) == len(entries):
+        return None
+    return {"metadata": {"resourceVersion": metadata["resourceVersion"], "managedFields": kept}}
+
+
+def covers(live: Any, desired: Any, key: str = "", *, quantities: bool = False) -> bool:
+    """Whether ``live`` holds everything that ``desired`` says."""
+    if live == desired:
+        return True
+    if _is_empty(desired):
+        return _is_empty(live)
+    quantities = quantities or key in QUANTITY_FIELDS
+    if isinstance(desired, Mapping):
+        return isinstance(live, Mapping) and all(
+            covers(live.get(name), value, name, quantities=quantities)
+            for name, value in desired.items()
+        )
+    if _is_list(desired):
+        return _is_list(live) and _covers_items(live, desired, KEYED_LISTS.get(key))
+    if quantities:
+        return _same_quantity(live, desired)
+    return False
+
+
+def differences(
+    live: Any, desired: Any, key: str = "", path: str = "", *, quantities: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the live value of each field that is not as ``desired`` says.
+
+    They are as few and as deep as possible; where ``live`` covers ``desired`` there are none.
+    """
+    if covers(live, desired, key, quantities=quantities):
+        return
+    quantities = quantities or key in QUANTITY_FIELDS
+    if isinstance(live, Mapping) and isinstance(desired, Mapping) and not _is_empty(desired):
+        for name, value in desired.items():
+            below = f"{path}.{name}" if path else name
+            yield from differences(live.get(name), value, name, below, quantities=quantities)
+        return
+    field = KEYED_LISTS.get(key)
+    ours, theirs = _by_key(desired, field), _by_key(live, field)
+    if not ours or not theirs:
+        yield path, live
+        return
+    for name, item in ours.items():
+        yield from differences(theirs.get(name), item, "", f"{path}[{name}]")
+    for name in theirs.keys() - ours.keys():
+        yield f"{path}[{name}]", theirs[name]
+
+
+def _by_key(items: Any, field: str | None) -> Mapping[Any, Any]:
+    """Return a list's items by what identifies them; empty if that is not unique."""
+    if field is None or not _is_list(items):
+        return {}
+    named = [item for item in items if isinstance(item, Mapping) and item.get(field) is not None]
+    found = {str(item[field]): item for item in named}
+    return found if len(found) == len(items) else {}
+
+
+def _covers_items(live: Sequence[Any], desired: Sequence[Any], field: str | None) -> bool:
+    if len(live) != len(desired):
+        return False
+    if field and all(isinstance(item, Mapping) and field in item for item in (*live, *desired)):
+        places = {item[field]: item for item in live}
+        return all(covers(places.get(item[field]), item) for item in desired)
+    return all(covers(ours, item) for ours, item in zip(live, desired, strict=True))
+
+
+def _same_quantity(live: Any, desired: Any) -> bool:
+    wanted = parse_quantity(str(desired))
+    return live is not None and parse_quantity(str(live)) == wanted is not None
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value in ("", [], {}, ())
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

@@ -1,0 +1,1 @@
+"""What is known of a cluster: its engines, pods, links and routers."""

@@ -1,0 +1,188 @@
+"""What is known of each engine, from its pods and from its launcher.
+
+An engine is ready, not ready for a stated reason, or unknown. It is unknown only if its pods are
+ready and its launcher does not answer the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from pdcluster_connector.compat.counted import counted
+from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.spec.engine_types import Parallelism
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.model import Manifest, Observed
+from pdcluster_operator.plan.observed.half_scheduled import released
+from pdcluster_operator.plan.observed.pods import (
+    Trouble,
+    is_pod_ready,
+    joined,
+    metadata_of,
+    pod_trouble,
+    pods_by_engine,
+    started_again,
+    status_of,
+    text_of,
+)
+from pdcluster_operator.plan.reports import EngineReport
+
+REPORTED_STATES = {
+    "Starting": StatusReason.STARTING,
+    "LoadingWeights": StatusReason.LOADING_WEIGHTS,
+    "WarmingUp": StatusReason.WARMING_UP,
+    "Draining": StatusReason.DRAINING,
+    "Failed": StatusReason.ENGINE_FAILED,
+}
+HELD = "waits until the first prefill engine and the first decode engine have their nodes"
+STARTS = (StatusReason.STARTING, StatusReason.LOADING_WEIGHTS, StatusReason.WARMING_UP)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One wanted engine as it was seen.
+
+    Attributes:
+        ready: None if unknown.
+        reason: why it is not ready; EnginesReady if it is.
+        message: the reason in a sentence, with the engine's last words where it died.
+        engine_id: of the running incarnation, or the last one known; empty if none was.
+        address: IP of the leader's pod; empty if it has none.
+        data_parallel_size: number of its data-parallel ranks: as it reports, or as the spec says.
+        follower_addresses: IPs of its other pods in their order; empty ones for those without.
+    """
+
+    name: EngineName
+    ready: bool | None
+    reason: StatusReason
+    message: str
+    engine_id: str
+    address: str
+    data_parallel_size: int
+    follower_addresses: tuple[str, ...] = ()
+
+
+def observe_engines(
+    observed: Observed,
+    names: Iterable[EngineName],
+    parallelism: Mapping[Role, Parallelism],
+    memo: Memo,
+    held: AbstractSet[EngineName] = frozenset(),
+) -> tuple[EngineView, ...]:
+    """Return a view of each engine.
+
+    Args:
+        held: engines that are not created before the first pair has its nodes.
+        parallelism: of each role's engines, as the spec has it. An engine that exists is judged by
+            the number of pods that its StatefulSet has: a change of the spec may be paused.
+    """
+    pods = memo.get("pods of engines", (observed.pods,), pods_by_engine)
+    known = memo.get("known ids", (observed.cluster,), known_ids)
+    sizes, without_pods = memo.get("sizes", (observed.children,), _sizes)
+    views = []
+    for name in names:
+        inputs = (
+            name,
+            pods.get(name.stateful_set, ()),
+            observed.engines.get(name.logical),
+            parallelism[name.role],
+            known.get(name.stateful_set, ""),
+            sizes.get(name.stateful_set, parallelism[name.role].nodes),
+            HELD if name in held else without_pods.get(name.stateful_set, ""),
+        )
+        views.append(memo.get(("engine", name), inputs, _view))
+    return tuple(views)
+
+
+def _view(
+    name: EngineName,
+    pods: Sequence[Manifest],
+    report: EngineReport | None,
+    asked: Parallelism,
+    known_id: str,
+    nodes: int,
+    kept_back: str,
+) -> EngineView:
+    own = sorted(pods, key=_name)
+    addresses = {_name(pod): text_of(status_of(pod).get("podIP")) for pod in own}
+    ready, why = _judge(name, nodes, own, report)
+    if kept_back:
+        ready, why = False, Trouble(StatusReason.UNSCHEDULABLE, kept_back)
+    return EngineView(
+        name,
+        ready,
+        why.reason,
+        why.message,
+        (report.engine_id if report else "") or known_id,
+        addresses.get(name.pod(), ""),
+        (report.data_parallel_size if report else None) or asked.data,
+        tuple(addresses.get(name.pod(node), "") for node in range(1, nodes)),
+    )
+
+
+def _sizes(children: Iterable[Manifest]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return, by name, how many pods each StatefulSet has, and why it has none for now."""
+    sizes, without_pods = {}, {}
+    for child in children:
+        if child.get("kind") != "StatefulSet":
+            continue
+        size = (child.get("spec") or {}).get("replicas")
+        if isinstance(size, int) and size >= 1:
+            sizes[_name(child)] = size
+        if words := released(child)[1]:
+            without_pods[_name(child)] = words
+    return sizes, without_pods
+
+
+def _judge(
+    name: EngineName, nodes: int, pods: Sequence[Manifest], report: EngineReport | None
+) -> tuple[bool | None, Trouble]:
+    if len(pods) < nodes or _name(pods[0]) != name.pod():
+        return False, Trouble(
+            StatusReason.PODS_MISSING, f"{len(pods)} of {counted(nodes, 'pod')} so far"
+        )
+    for pod in pods:
+        trouble = pod_trouble(pod)
+        if trouble is not None:
+            return False, Trouble(trouble.reason, joined(_name(pod), trouble.message))
+    waiting = [pod for pod in pods if not is_pod_ready(pod)]
+    if report is None:
+        return _silent(name, waiting)
+    if not report.ready:
+        reason = REPORTED_STATES.get(report.state, StatusReason.STARTING)
+        starts = reason in STARTS
+        message = started_again(pods[0], report.message) if starts else report.message
+        return False, Trouble(reason, message)
+    followers = [pod for pod in waiting if _name(pod) != name.pod()]
+    if followers:
+        return False, Trouble(StatusReason.STARTING, f"{_name(followers[0])} is not ready")
+    return True, Trouble(StatusReason.ENGINES_READY, "")
+
+
+def _silent(name: EngineName, waiting: Sequence[Manifest]) -> tuple[bool | None, Trouble]:
+    """Judge an engine whose launcher does not answer: by its pods, or as unknown."""
+    if waiting:
+        words = started_again(waiting[0], "the launcher does not answer yet")
+        return False, Trouble(StatusReason.STARTING, words)
+    message = (
+        f"{name.pod()} is ready, but its launcher does not answer the operator, whose log says why"
+    )
+    return None, Trouble(StatusReason.LAUNCHER_UNREACHABLE, message)
+
+
+def known_ids(cluster: Manifest) -> dict[str, str]:
+    """Return the engine ids in the status, by engine; empty if an engine has never answered."""
+    entries = status_of(cluster).get("engines")
+    return {
+        str(entry.get("name")): text_of(entry.get("engineId"))
+        for entry in (entries if isinstance(entries, list) else ())
+        if isinstance(entry, Mapping)
+    }
+
+
+def _name(pod: Manifest) -> str:
+    return text_of(metadata_of(pod).get("name"))

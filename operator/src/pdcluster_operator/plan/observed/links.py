@@ -1,0 +1,178 @@
+"""The link table: the pairs of a prefill and a decode engine, and what is known of each.
+
+The connector judges each link: ``launcher/links/link_table.py`` joins what an engine's ranks
+report, and ``link_health/link_keeper.py`` keeps their links. ``status/link_conditions.py`` makes
+conditions of the pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.observed.engines import EngineView
+from pdcluster_operator.plan.observed.link_sample import ALL_LINKS, sample_links
+from pdcluster_operator.plan.reports import CanaryReport, LinkRow, LinksReport, ReportedState
+
+Group = tuple[tuple[EngineView, ...], tuple[EngineView, ...]]
+"""The prefill engines and the decode engines of one pairing key."""
+
+
+class PairState(StrEnum):
+    """What is known of a pair."""
+
+    ESTABLISHED = "Established"
+    FAILED = "Failed"
+    PENDING = "Pending"
+    WAITING = "Waiting"
+    UNKNOWN = "Unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class PairView:
+    """One pair.
+
+    Attributes:
+        state: Waiting while one of the engines is known not to be ready, Unknown where the
+            decode engine's launcher does not answer.
+        canary: the last one between these incarnations, since the link was established.
+    """
+
+    prefill: EngineView
+    decode: EngineView
+    state: PairState
+    reason: str = ""
+    message: str = ""
+    bytes_per_second: float = 0.0
+    canary: CanaryReport = CanaryReport()  # noqa: RUF009 (frozen)
+
+    @property
+    def label(self) -> str:
+        """The pair, for a message."""
+        return f"{self.prefill.name.stateful_set} -> {self.decode.name.stateful_set}"
+
+    @property
+    def verified(self) -> bool:
+        """Whether KV was seen to move over this link."""
+        return self.state is PairState.ESTABLISHED and self.canary.state is ReportedState.PASSED
+
+    @property
+    def canary_failed(self) -> bool:
+        """Whether the link is established, and the last canary through it moved no KV."""
+        return self.state is PairState.ESTABLISHED and self.canary.state is ReportedState.FAILED
+
+
+def observe_pairs(
+    prefill: tuple[EngineView, ...],
+    decode: tuple[EngineView, ...],
+    links: Mapping[str, LinksReport],
+    memo: Memo,
+) -> tuple[PairView, ...]:
+    """Return the pairs of one pairing key that have a link, in a stable order."""
+    kept = links_of(prefill, decode)
+    rows = (
+        memo.get(("pairs", one.name), (peers, one, links.get(one.name.logical)), _row)
+        for one, peers in zip(decode, kept, strict=True)
+    )
+    return tuple(pair for row in rows for pair in row)
+
+
+def links_of(
+    prefill: tuple[EngineView, ...], decode: tuple[EngineView, ...]
+) -> list[tuple[EngineView, ...]]:
+    """Return for each decode engine of one pairing key the prefill engines that it has links to."""
+    names, readers = _names(prefill), _names(decode)
+    sample = sample_links(names, readers)
+    place = {name: number for number, name in enumerate(names)}
+    return [
+        prefill
+        if len(sample[reader]) == len(prefill)
+        else tuple(prefill[number] for number in sorted(map(place.__getitem__, sample[reader])))
+        for reader in readers
+    ]
+
+
+def by_pairing_key(
+    prefill: Iterable[EngineView], decode: Iterable[EngineView], keys: Mapping[EngineName, str]
+) -> Iterator[Group]:
+    """Yield the engines of each pairing key. Engines of two keys are never paired."""
+    prefill, decode = tuple(prefill), tuple(decode)
+    for key in sorted({keys.get(view.name, "") for view in (*prefill, *decode)}):
+        yield (
+            tuple(view for view in prefill if keys.get(view.name, "") == key),
+            tuple(view for view in decode if keys.get(view.name, "") == key),
+        )
+
+
+def to_sample(group: Group, blocked: AbstractSet[EngineName] = frozenset()) -> Group:
+    """Return the engines of one pairing key among which links are kept.
+
+    A sample that counted engines which may not be made yet could give those that exist no link.
+    They would never be verified, and the others wait for that.
+
+    Args:
+        blocked: engines that wait until others are gone.
+    """
+    prefill, decode = group
+    if len(prefill) * len(decode) <= ALL_LINKS:
+        return group
+    made = tuple(tuple(one for one in side if one.name not in blocked) for side in group)
+    return (made[0], made[1]) if all(made) else group
+
+
+def _names(engines: tuple[EngineView, ...]) -> tuple[str, ...]:
+    return tuple(engine.name.logical for engine in engines)
+
+
+def _row(
+    prefill: tuple[EngineView, ...], decode: EngineView, report: LinksReport | None
+) -> tuple[PairView, ...]:
+    """Return the pairs of one decode engine."""
+    told = {link.prefill: link for link in report.links} if report else {}
+    return tuple(_pair(one, decode, report, told.get(one.name.logical)) for one in prefill)
+
+
+def _pair(
+    prefill: EngineView, decode: EngineView, report: LinksReport | None, link: LinkRow | None
+) -> PairView:
+    if decode.ready is False:
+        return _waiting(prefill, decode, decode)
+    if report is None:
+        return PairView(
+            prefill,
+            decode,
+            PairState.UNKNOWN,
+            StatusReason.LAUNCHER_UNREACHABLE,
+            f"the launcher of {decode.name.stateful_set} does not answer the operator",
+        )
+    if link is not None and link.state is ReportedState.FAILED:
+        # The decode engine knows why the link failed. The kubelet only knows that a pod died.
+        return _seen(prefill, decode, PairState.FAILED, link)
+    if prefill.ready is False:
+        return _waiting(prefill, decode, prefill)
+    if link is None or _stale(link, prefill) or link.state is ReportedState.PENDING:
+        message = link.message if link is not None else ""
+        return PairView(prefill, decode, PairState.PENDING, StatusReason.LINKS_PENDING, message)
+    return _seen(prefill, decode, PairState.ESTABLISHED, link)
+
+
+def _seen(prefill: EngineView, decode: EngineView, state: PairState, link: LinkRow) -> PairView:
+    return PairView(
+        prefill, decode, state, link.reason, link.message, link.bytes_per_second, link.canary
+    )
+
+
+def _waiting(prefill: EngineView, decode: EngineView, cause: EngineView) -> PairView:
+    message = f"{cause.name.stateful_set} is not ready: {cause.reason}"
+    return PairView(prefill, decode, PairState.WAITING, StatusReason.WAITING_FOR_ENGINES, message)
+
+
+def _stale(link: LinkRow, prefill: EngineView) -> bool:
+    return bool(
+        link.prefill_engine_id and prefill.engine_id and link.prefill_engine_id != prefill.engine_id
+    )

@@ -1,0 +1,132 @@
+"""What is known of a cluster's routers, from the Deployment and from the pods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+
+from pdcluster_operator.api.labels import PAIRING_LABEL
+from pdcluster_operator.api.object_names import EngineName, router_name
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT
+from pdcluster_operator.plan.lost import is_lost
+from pdcluster_operator.plan.model import Apply, Manifest, Observed, Step
+from pdcluster_operator.plan.observed.pods import metadata_of, pod_trouble, status_of
+
+CHANGED = "the routers' Deployment has changed"
+NOT_READY = "not every router pod is new and ready"
+
+
+def router_available(observed: Observed, cluster: Cluster) -> bool | None:
+    """Whether a router pod serves; None if the spec wants no router."""
+    if cluster.spec.router.replicas == 0:
+        return None
+    return any(status_of(child).get("availableReplicas") for child in _deployments(observed))
+
+
+def router_behind(observed: Observed, steps: Iterable[Step] = ()) -> str:
+    """Return what the routers' Deployments still have to do; empty if nothing.
+
+    Old pods serve until new ones are ready. So a new template whose pods never start is seen here,
+    and not by whether a router is available.
+
+    Args:
+        steps: those of the plan. They may be about to change a Deployment.
+    """
+    if any(isinstance(step, Apply) and step.manifest["kind"] == "Deployment" for step in steps):
+        return CHANGED
+    for deployment in _deployments(observed):
+        if behind := _behind(deployment):
+            trouble = router_trouble(observed)
+            return behind + (f": {trouble}" if trouble and behind is NOT_READY else "")
+    return ""
+
+
+def _behind(deployment: Manifest) -> str:
+    metadata, status = metadata_of(deployment), status_of(deployment)
+    if status.get("observedGeneration", 0) < metadata.get("generation", 0):
+        return CHANGED
+    wanted = deployment["spec"]["replicas"]
+    ready = min(status.get("updatedReplicas", 0), status.get("availableReplicas", 0))
+    return NOT_READY if ready < wanted or status.get("replicas", wanted) > wanted else ""
+
+
+def routers_run(observed: Observed, pairing_key: str) -> bool:
+    """Whether all router pods of a pairing key are new and ready."""
+    found = [child for child in _deployments(observed) if _key(child) == pairing_key]
+    return bool(found) and not any(map(_behind, found))
+
+
+def routed_engines(
+    observed: Observed, engines: Iterable[EngineName], lost: AbstractSet[str]
+) -> frozenset[EngineName]:
+    """Return the engines that some router may send requests to.
+
+    While routers are replaced, that is every engine: a pod that ends still has its streams. A pod
+    whose Deployment is gone is about to end. Nobody waits for a pod that is lost with its node.
+
+    Args:
+        lost: names of the pods that are lost.
+    """
+    keys = {_key(deployment) for deployment in _deployments(observed)}
+    ending = any(
+        (metadata_of(pod).get("deletionTimestamp") or _key(pod) not in keys)
+        and not is_lost(pod, lost)
+        for pod in _pods(observed)
+    )
+    if ending or router_behind(observed):
+        return frozenset(engines)
+    return listed_engines(observed, engines)
+
+
+def listed_engines(observed: Observed, engines: Iterable[EngineName]) -> frozenset[EngineName]:
+    """Return the engines in the templates of the routers' Deployments."""
+    known = {
+        word
+        for deployment in _deployments(observed)
+        for container in deployment["spec"]["template"]["spec"]["containers"]
+        for word in container.get("args") or ()
+    }
+    return frozenset(name for name in engines if name.api_url in known)
+
+
+def routed_keys(observed: Observed) -> frozenset[str]:
+    """Return the pairing keys that have routers."""
+    return frozenset(map(_key, _deployments(observed)))
+
+
+def served_key(observed: Observed, cluster: Cluster) -> str:
+    """Return the pairing key that the Service for clients selects; empty if it selects none."""
+    for child in observed.children:
+        if child.get("kind") == "Service" and metadata_of(child)["name"] == router_name(
+            cluster.name
+        ):
+            return str((child["spec"].get("selector") or {}).get(PAIRING_LABEL, ""))
+    return ""
+
+
+def router_trouble(observed: Observed) -> str:
+    """Return why a router pod does not run; empty if all run, or none exists.
+
+    A pod that is being deleted comes last: it serves until another one is ready.
+    """
+    pods = sorted(_pods(observed), key=lambda pod: bool(metadata_of(pod).get("deletionTimestamp")))
+    for pod in pods:
+        if found := pod_trouble(pod):
+            return f"{metadata_of(pod)['name']}: {found.message}"
+    return ""
+
+
+def _key(manifest: Manifest) -> str:
+    return str((metadata_of(manifest).get("labels") or {}).get(PAIRING_LABEL, ""))
+
+
+def _deployments(observed: Observed) -> Iterator[Manifest]:
+    return (child for child in observed.children if child.get("kind") == "Deployment")
+
+
+def _pods(observed: Observed) -> Iterator[Manifest]:
+    for pod in observed.pods:
+        labels = metadata_of(pod).get("labels") or {}
+        if labels.get("app.kubernetes.io/component") == ROUTER_COMPONENT:
+            yield pod

@@ -1,0 +1,1 @@
+"""Which operator works on a PDCluster, and when."""

@@ -1,0 +1,1 @@
+"""When the Secrets with certificates and ticket keys are written."""

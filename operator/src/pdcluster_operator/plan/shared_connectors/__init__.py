@@ -1,0 +1,1 @@
+"""The ConfigMaps with the connector, which the clusters of a namespace share."""
