@@ -27,12 +27,12 @@ from pdcluster_connector.launcher.before_start.checks import (
     port_problems,
     shm_problems,
 )
-from pdcluster_connector.launcher.before_start.memory import GIB, available_bytes, oom_kills
 from pdcluster_connector.launcher.engine import drain
 from pdcluster_connector.launcher.engine.drain import FORGET_SECONDS, Calm
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.engine.remaining_work import Work, work
 from pdcluster_connector.launcher.identity import Identity
+from pdcluster_connector.launcher.memory import GIB, available_bytes, oom_kills
 
 
 def command(model: str, *flags: str) -> EngineCommand:

@@ -47,8 +47,8 @@ from loopback import free_port
 from models.tiny import model_path
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata, encode
+from pdcluster_connector.vllm.joined_shape import encode_shape
 from pdcluster_connector.vllm.step_messages import Receipt, WorkerHandshake
-from pdcluster_connector.vllm.worker_side.joined_shape import encode_shape
 from ticket_key import KEY_FILE
 
 BLOCK = 16

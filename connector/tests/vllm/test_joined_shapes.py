@@ -8,7 +8,7 @@ from msgspec.structs import replace
 pytest.importorskip("vllm")
 
 from pdcluster_connector.compat.shape import EngineShape, GroupShape, LayerKind, LayerShape, Memory
-from pdcluster_connector.vllm.worker_side.joined_shape import (
+from pdcluster_connector.vllm.joined_shape import (
     decode_shape,
     encode_shape,
     join_shapes,

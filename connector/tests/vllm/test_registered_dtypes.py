@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import (
 
 from pdcluster_connector.compat.rules import check, refused
 from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_connector.vllm.joined_shape import join_shapes
 from pdcluster_connector.vllm.kv_caches.registration import register
-from pdcluster_connector.vllm.worker_side.joined_shape import join_shapes
 
 pytestmark = pytest.mark.vllm
 

@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.messages import LeaseRequest
-from pdcluster_connector.vllm.worker_side.joined_shape import encode_shape
+from pdcluster_connector.vllm.joined_shape import encode_shape
 
 pytestmark = pytest.mark.vllm
 

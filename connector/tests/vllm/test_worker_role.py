@@ -228,8 +228,7 @@ def test_importing_the_module_stays_light() -> None:
         "import sys, pdcluster_connector.vllm.connector\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('nixl', 'nixl_cu12', 'nixl_cu13')"
         " or m.startswith(('pdcluster_connector.nixl_io', 'pdcluster_connector.transfer',"
-        " 'pdcluster_connector.vllm.worker_side.worker',"
-        " 'pdcluster_connector.vllm.scheduler_side.scheduler'))])"
+        " 'pdcluster_connector.vllm.worker_side', 'pdcluster_connector.vllm.scheduler_side'))])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -10,13 +10,13 @@ from rich.console import Console
 from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.snapshot import Condition, PodLine
 from pdcluster_operator.cli.tables import conditions_table, links_table, pods_table
-from pdcluster_operator.plan.reports import CanaryReport, LinkRow, ReportedState
+from pdcluster_operator.plan.reports import CanaryReport, ReportedLink, ReportedState
 
 PODS = [
     PodLine("tiny-prefill-ddrn9-0-0", "prefill", "127.0.0.2", "LoadingWeights", "loading", None, 0),
     PodLine("tiny-decode-gwr2t-0-0", "decode", "127.0.0.3", "Starting", "starting vLLM", None, 1),
 ]
-LINK = LinkRow(
+LINK = ReportedLink(
     "ns.tiny.prefill.abcde.0",
     state=ReportedState.FAILED,
     reason="BlockSizesDiffer",

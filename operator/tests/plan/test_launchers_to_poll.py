@@ -8,7 +8,7 @@ import pytest
 
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import is_unreachable, knows_other_peers, launchers_to_poll
-from pdcluster_operator.plan.reports import LinkRow, LinksReport, PromptsReport
+from pdcluster_operator.plan.reports import LinksReport, PromptsReport, ReportedLink
 
 MADE = {
     "kind": "StatefulSet",
@@ -77,7 +77,7 @@ def test_one_missed_poll_is_forgiven() -> None:
 def test_links_that_another_document_made(
     told: tuple[str, ...], linked: tuple[str, ...], other: bool
 ) -> None:
-    links = tuple(LinkRow(prefill=name, prefill_engine_id="p/1") for name in linked)
+    links = tuple(ReportedLink(prefill=name, prefill_engine_id="p/1") for name in linked)
     report = LinksReport("d", "d/1", links, PromptsReport(0, "", 0, 0))
     body = {"generation": 1, "peers": [{"engine": name} for name in told]}
     assert knows_other_peers(body, report) is other

@@ -10,7 +10,7 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import PairState, PairView, observe_pairs
-from pdcluster_operator.plan.reports import LinkRow, LinksReport, ReportedState
+from pdcluster_operator.plan.reports import LinksReport, ReportedLink, ReportedState
 
 
 def engine(role: Role, ready: bool | None, engine_id: str) -> EngineView:
@@ -21,7 +21,7 @@ def engine(role: Role, ready: bool | None, engine_id: str) -> EngineView:
 
 def pair(prefill: EngineView, decode: EngineView, told: str = "p/1") -> PairView:
     """Return the pair, where decode's launcher has an established link to incarnation ``told``."""
-    link = LinkRow(prefill.name.logical, told, ReportedState.ESTABLISHED)
+    link = ReportedLink(prefill.name.logical, told, ReportedState.ESTABLISHED)
     links = {decode.name.logical: LinksReport(decode.name.logical, "d/1", (link,))}
     [found] = observe_pairs((prefill,), (decode,), links, Memo())
     return found
@@ -67,7 +67,7 @@ def test_a_launcher_that_names_no_incarnation_is_not_contradicted() -> None:
 
 def test_a_link_on_its_way_says_what_its_launcher_says() -> None:
     prefill, decode = engine(Role.PREFILL, True, "p/1"), engine(Role.DECODE, True, "d/1")
-    link = LinkRow("c", "p/1", ReportedState.PENDING, "Ignored", "1 of 2 ranks")
+    link = ReportedLink("c", "p/1", ReportedState.PENDING, "Ignored", "1 of 2 ranks")
     for told, words in ((replace(link, prefill=prefill.name.logical), "1 of 2 ranks"), (link, "")):
         links = {decode.name.logical: LinksReport(decode.name.logical, "d/1", (told,))}
         [found] = observe_pairs((prefill,), (decode,), links, Memo())

@@ -15,9 +15,9 @@ import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.lost import LOST_SECONDS, lost_pods
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Observed
+from pdcluster_operator.plan.observed.lost import LOST_SECONDS, lost_pods
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.secrets.certificates import PERIOD_SECONDS
 

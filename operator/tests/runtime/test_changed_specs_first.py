@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.plan.operators.changed_specs import is_changed_spec
+from pdcluster_operator.plan.queueing.changed_specs import is_changed_spec
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.queue import Key
 

@@ -16,9 +16,9 @@ from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.reports import (
     EngineReport,
     LauncherNews,
-    LinkRow,
     LinksReport,
     PromptsReport,
+    ReportedLink,
     local_share,
 )
 from pdcluster_operator.runtime import launcher_watch
@@ -53,7 +53,7 @@ class Launchers:
         self.asked: list[tuple[Role, bool]] = []  # who was asked for news, whether to wait
         self.revision: str | None = None  # of launchers that can tell when they have news
         self.tells_all = False  # whether their news come with what they tell
-        self.linked: tuple[LinkRow, ...] = ()
+        self.linked: tuple[ReportedLink, ...] = ()
         self.prompts = PromptsReport(0, "", 0, 0)
 
     async def ready(self, target: Target) -> EngineReport:
@@ -284,7 +284,7 @@ async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:
     monitor.follow(KEY, [D])
     monitor.assign(KEY, [PeerAssignment(D.engine, body)])
     await until(lambda: len(launchers.told) >= 2)  # as long as its links do not name the peer
-    launchers.linked = (LinkRow(prefill=P.engine, prefill_engine_id="p/1"),)
+    launchers.linked = (ReportedLink(prefill=P.engine, prefill_engine_id="p/1"),)
     await until(lambda: monitor.links(KEY)[D.engine].links)
     told = len(launchers.told)
     await asyncio.sleep(0.1)
@@ -295,7 +295,8 @@ async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:
 async def test_peers_that_an_older_document_brought_back_are_taken_away_again() -> None:
     launchers = Launchers()
     here, gone = (
-        LinkRow(prefill=name, prefill_engine_id="p/1") for name in (P.engine, "ns.tiny.prefill.a.1")
+        ReportedLink(prefill=name, prefill_engine_id="p/1")
+        for name in (P.engine, "ns.tiny.prefill.a.1")
     )
     launchers.linked = (here,)
     body = {"generation": 2, "peers": [{"engine": P.engine}]}
@@ -316,7 +317,7 @@ async def test_an_engine_without_links_is_not_told_that_there_are_no_peers() -> 
     monitor.assign(KEY, [nobody])
     await until(lambda: launchers.links_asked > 3)
     assert launchers.told == []
-    launchers.linked = (LinkRow(prefill=P.engine),)  # another operator told it
+    launchers.linked = (ReportedLink(prefill=P.engine),)  # another operator told it
     await until(lambda: launchers.told == [("d/1", nobody.body)])
     await monitor.stop()
 
@@ -494,7 +495,7 @@ async def test_news_that_come_with_all_that_is_told_need_no_other_question() -> 
     monitor.assign(KEY, [peers(1)])
     await until(lambda: launchers.told)
     assert launchers.asked == [(Role.DECODE, False), (Role.DECODE, True)], "one still waits"
-    launchers.linked, launchers.revision = (LinkRow(prefill=P.engine),), "2"
+    launchers.linked, launchers.revision = (ReportedLink(prefill=P.engine),), "2"
     await until(lambda: monitor.links(KEY)[D.engine].links)
     await until(lambda: launchers.waits == 2)
     assert (launchers.polls, launchers.links_asked) == (0, 0)

@@ -1,1 +1,1 @@
-"""PID 1 of an engine's container: it starts the engine, tells its state and proves its links."""
+"""Runs an engine as PID 1 of its container, and holds what else pods run beside vLLM."""

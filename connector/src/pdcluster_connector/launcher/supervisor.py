@@ -16,7 +16,6 @@ from typing import Any
 import aiohttp
 
 from pdcluster_connector.launcher.arguments import EngineCommand
-from pdcluster_connector.launcher.before_start.memory import oom_kills
 from pdcluster_connector.launcher.engine.drain import wait_until_idle
 from pdcluster_connector.launcher.engine.engine_api import EngineApi
 from pdcluster_connector.launcher.engine.engine_polls import keep_counting, watch_health
@@ -30,6 +29,7 @@ from pdcluster_connector.launcher.interface.http import LauncherServer
 from pdcluster_connector.launcher.interface.metrics_page import MetricsPage
 from pdcluster_connector.launcher.links import canary
 from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.launcher.memory import oom_kills
 from pdcluster_connector.launcher.multi_node.nodes import join, watch_followers, watch_leader
 from pdcluster_connector.launcher.multi_node.rendezvous import Followers, Leader
 from pdcluster_connector.launcher.options import Options

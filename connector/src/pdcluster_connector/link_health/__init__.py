@@ -1,1 +1,1 @@
-"""Links to the peers that the launcher names: made, checked, and noticed when they are lost."""
+"""Makes and checks links to the peers that the launcher names, and notices when one is lost."""

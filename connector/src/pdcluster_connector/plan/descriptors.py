@@ -112,7 +112,7 @@ def stride_classes(assignments: Sequence[Assignment]) -> dict[ClassKey, Runs]:
     """Cut assignments into runs, by stride class. Layers of equal geometry are cut together.
 
     Args:
-        assignments: all from one prefill shard; the regions passed :func:`check_region`.
+        assignments: all from one prefill shard; the regions passed :func:`.bounds.check_region`.
 
     Raises:
         PlanError: the two sides' bytes do not correspond.

@@ -5,7 +5,7 @@ A layer's cache in vLLM is logically ``[block, head, token, content]``, whatever
 CPU_ATTN keeps K of all tokens of a head, then V of all of them. Such a region has no token stride.
 It can be cut by head and not by token.
 
-``vllm.registration`` makes these regions for each layer of its rank:
+``vllm/kv_caches/registration.py`` makes these regions for each layer of its rank:
 
 * attention: one region (``part`` empty), or one for K and one for V where a backend keeps them
   apart; ``block_tokens`` is the kernel block's: the group's block size divided by its ratio;

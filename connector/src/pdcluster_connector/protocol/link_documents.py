@@ -87,7 +87,7 @@ class LinkReport(Struct, frozen=True):
 
     Attributes:
         engine_id: the incarnation, without ``_dpN``; that is ``data_rank``.
-        reason: a :class:`Reason` value, or empty.
+        reason: a value of ``compat/reasons.py``, or empty.
         establishment: a new number each time that the link is established; 0 while it is not.
     """
 

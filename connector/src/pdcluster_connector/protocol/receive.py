@@ -103,7 +103,7 @@ class Receive:
 
     @property
     def next_tick(self) -> float:
-        """When a :class:`Tick` is due; infinite when time changes nothing any more."""
+        """When a ``Tick`` is due; infinite when time changes nothing any more."""
         if self.finished:
             return inf
         if self.state is State.QUARANTINE:

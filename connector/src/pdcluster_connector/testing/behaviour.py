@@ -17,8 +17,9 @@ class Behaviour:
         reorder: the bytes land from the last descriptor to the first.
         drop: the last descriptor's bytes never come, and the transfer is DONE all the same.
         corrupt: the first byte that lands is a wrong one.
-        late: DONE is answered while the bytes are still under way; :meth:`Fabric.land` brings them.
-        hang: every poll answers PROC; bytes move only by :meth:`Fabric.land`.
+        late: DONE is answered while the bytes are still under way; :meth:`.nixl.Fabric.land` brings
+            them.
+        hang: every poll answers PROC; bytes move only by :meth:`.nixl.Fabric.land`.
         post_error: posting raises this. With ``hang``, the bytes are under way nevertheless
             (not for DISCONNECTED).
         poll_error: polling raises this. DISCONNECTED and TRANSPORT end the transfer. After the

@@ -1,1 +1,1 @@
-"""What speaks to the API server, to engines and to files."""
+"""What reaches outside of the process: the API server, engines, certificates, logs and metrics."""

@@ -1,1 +1,1 @@
-"""The commands of `pdcluster`."""
+"""The commands `pdcluster` and `pdcluster-operator`."""

@@ -12,7 +12,7 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.local.controllers import is_ready
 from pdcluster_operator.plan.observed.pods import describe_end
-from pdcluster_operator.plan.reports import EngineReport, LinkRow
+from pdcluster_operator.plan.reports import EngineReport, ReportedLink
 from pdcluster_operator.runtime.queue import Key
 
 WAITS_FOR_ENGINES = "waits until every engine answers"
@@ -56,7 +56,7 @@ class Snapshot:
 
     pods: tuple[PodLine, ...]
     conditions: tuple[Condition, ...]
-    links: tuple[tuple[str, LinkRow], ...]
+    links: tuple[tuple[str, ReportedLink], ...]
 
     @property
     def ready(self) -> bool:

@@ -25,7 +25,6 @@ from pdcluster_operator.plan.children.name_conflicts import (
     strange_connectors,
     why_strange,
 )
-from pdcluster_operator.plan.lost import lost_pods, seconds_to_loss
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import (
     Manifest,
@@ -38,6 +37,7 @@ from pdcluster_operator.plan.model import (
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.observed.engines import observe_engines
 from pdcluster_operator.plan.observed.links import by_pairing_key, observe_pairs, to_sample
+from pdcluster_operator.plan.observed.lost import lost_pods, seconds_to_loss
 from pdcluster_operator.plan.observed.routers import (
     routed_engines,
     router_available,

@@ -74,7 +74,7 @@ class CanaryReport:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkRow:
+class ReportedLink:
     """One prefill engine as a decode engine sees it.
 
     Attributes:
@@ -120,7 +120,7 @@ class LinksReport:
 
     engine: str
     engine_id: str
-    links: tuple[LinkRow, ...] = ()
+    links: tuple[ReportedLink, ...] = ()
     prompts: PromptsReport | None = None
 
 
@@ -202,9 +202,9 @@ def _prompts(entry: object) -> PromptsReport:
     return PromptsReport(percent if told else None, cause, prompts, local)
 
 
-def _link(entry: Mapping[str, Any]) -> LinkRow:
+def _link(entry: Mapping[str, Any]) -> ReportedLink:
     canary = entry.get("canary")
-    return LinkRow(
+    return ReportedLink(
         prefill=_text(entry, "prefill"),
         prefill_engine_id=_id(entry, "prefill_engine_id"),
         state=_state(entry),

@@ -29,7 +29,7 @@ Manifest = Mapping[str, Any]
 
 
 class Api(Protocol):
-    """Writes, and the reads that must be live. Failures are :class:`ApiError`."""
+    """Writes, and the reads that must be live. Failures are :class:`.errors.ApiError`."""
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the cluster's UID as the server has it now; None when it is gone."""
@@ -95,17 +95,18 @@ class Launchers(Protocol):
     """
 
     async def ready(self, target: Target) -> EngineReport:
-        """``GET /readyz``, answered with 200 or 503. Raises :class:`LauncherError`."""
+        """``GET /readyz``, answered with 200 or 503. Raises :class:`.errors.LauncherError`."""
         ...
 
     async def links(self, target: Target) -> LinksReport:
-        """``GET /v1/links`` of a decode engine. Raises :class:`LauncherError`."""
+        """``GET /v1/links`` of a decode engine. Raises :class:`.errors.LauncherError`."""
         ...
 
     async def news(self, target: Target, seen: str, *, wait: bool) -> LauncherNews | None:
         """``GET /v1/changes``: what a launcher tells when its revision is another than ``seen``.
 
-        Return None if the launcher is of a version that cannot tell. Raises :class:`LauncherError`.
+        Return None if the launcher is of a version that cannot tell. Raises
+        :class:`.errors.LauncherError`.
 
         Args:
             wait: whether to wait for a while until there are news. Without news, the revision that
@@ -114,13 +115,13 @@ class Launchers(Protocol):
         ...
 
     async def put_peers(self, target: Target, body: Manifest) -> None:
-        """``PUT /v1/peers`` of a decode engine. Raises :class:`LauncherError`."""
+        """``PUT /v1/peers`` of a decode engine. Raises :class:`.errors.LauncherError`."""
         ...
 
     async def tell_routed(self, target: Target, *, routed: bool) -> None:
         """``PUT`` or ``DELETE /v1/routed``: whether routers may send the engine requests.
 
-        Raises :class:`LauncherError`.
+        Raises :class:`.errors.LauncherError`.
         """
         ...
 

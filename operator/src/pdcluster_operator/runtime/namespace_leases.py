@@ -1,7 +1,7 @@
 """Holds a Lease in each namespace that has PDClusters of ours, and says whether it is held.
 
-``plan.namespace_lease`` has the rules. Without the Lease of its namespace, no PDCluster is worked
-on.
+``plan/operators/namespace_lease.py`` has the rules. Without the Lease of its namespace,
+no PDCluster is worked on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NamespaceLeases:
 
     Args:
         me: who holds them; differs between processes that may run at the same time.
-        renew: seconds between two renewals; as ``plan.namespace_lease`` says if None.
+        renew: seconds between two renewals; as ``plan/operators/namespace_lease.py`` says if None.
 
     Attributes:
         needed: whether a namespace has PDClusters of ours.

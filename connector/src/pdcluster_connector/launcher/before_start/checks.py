@@ -20,8 +20,8 @@ from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.before_start import installed_versions
-from pdcluster_connector.launcher.before_start.memory import GIB, MIB, available_bytes
 from pdcluster_connector.launcher.engine.readiness import WILDCARDS
+from pdcluster_connector.launcher.memory import GIB, MIB, available_bytes
 from pdcluster_connector.protocol import api_key
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")

@@ -1,6 +1,7 @@
 """A drain: the engine serves on until it has nothing left to do, and will get nothing more.
 
-``remaining_work.py`` says what it still has to do. ``supervisor.py`` decides when a drain begins.
+``remaining_work.py`` says what it still has to do. ``launcher/supervisor.py`` decides
+when a drain begins.
 """
 
 from __future__ import annotations

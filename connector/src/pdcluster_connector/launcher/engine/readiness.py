@@ -1,6 +1,6 @@
 """What the launcher says of its engine: state, message, addresses, versions.
 
-``http.py`` serves it at ``/readyz``: with 200 while the engine is ready, else with 503.
+``interface/http.py`` serves it at ``/readyz``: with 200 while the engine is ready, else with 503.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Only a parent learns how its child ended. vLLM's API server learns this about its engine core but
 does not print it. If the engine core was killed, the log only says that a handler failed. So the
 parent prints a line of ours for each child that was ended by a signal from somebody else.
-:mod:`.last_words` reads that line.
+:mod:`..engine.last_words` reads that line.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _is_ending(pid: int) -> bool:
 
 
 def obituary(name: str, pid: int, number: int) -> str:
-    """Return the line that :data:`.last_words.KILLED` reads."""
+    """Return the line that :data:`..engine.last_words.KILLED` reads."""
     try:
         how = signal.Signals(number).name
     except ValueError:

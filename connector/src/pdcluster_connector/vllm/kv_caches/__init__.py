@@ -1,1 +1,1 @@
-"""From vLLM's KV caches to the shape that engines exchange."""
+"""From vLLM's KV caches and their groups to the shape that engines exchange."""

@@ -33,8 +33,8 @@ from pdcluster_connector.compat.shape import (
 from pdcluster_connector.nixl_io.interface import MemoryRange
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.slices import SLICE_BYTES, joined, sliced
-from pdcluster_connector.vllm.groups import cache_groups
 from pdcluster_connector.vllm.kv_caches.element_types import engine_dtype, layer_dtype, layer_scales
+from pdcluster_connector.vllm.kv_caches.groups import cache_groups
 from pdcluster_connector.vllm.kv_caches.kv_heads import heads_of
 from pdcluster_connector.vllm.kv_caches.layer_kinds import kind_of, token_bytes
 from pdcluster_connector.vllm.kv_caches.mamba_states import describe_states
@@ -61,8 +61,8 @@ def register(
     """Describe ``kv_caches`` (layer name -> tensor) of the worker at ``rank``.
 
     Layers without a spec of their own share another layer's cache and are left out.
-    ``model`` is the model's digest (:mod:`fingerprint`). Memory is registered in slices of at
-    most ``slice_bytes`` (:mod:`plan.slices`).
+    ``model`` is the model's digest (:mod:`..worker_side.fingerprint`). Memory is registered
+    in slices of at most ``slice_bytes`` (``plan/slices.py``).
     """
     parallel = vllm_config.parallel_config
     cache_config = vllm_config.cache_config

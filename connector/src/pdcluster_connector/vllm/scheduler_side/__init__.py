@@ -1,1 +1,1 @@
-"""The role of the connector in vLLM's scheduler."""
+"""The side of the connector that runs in vLLM's scheduler."""

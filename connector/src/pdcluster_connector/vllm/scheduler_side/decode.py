@@ -21,7 +21,7 @@ from pdcluster_connector.protocol.prompt_pace import PromptPace
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.protocol.transfer_params import passed_on
-from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token, smallest_block
+from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.incoming import Incoming, Stage
 from pdcluster_connector.vllm.scheduler_side.local_prompts import LocalPrompts

@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 from pdcluster_connector.plan.held_blocks import GroupBlocks
 from pdcluster_connector.protocol.prompt_digest import PromptDigest
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.vllm.groups import CacheGroup
+from pdcluster_connector.vllm.kv_caches.groups import CacheGroup
 from pdcluster_connector.vllm.step_messages import Receipt
 
 

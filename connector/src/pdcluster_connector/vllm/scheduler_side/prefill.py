@@ -24,7 +24,7 @@ from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.protocol.transfer_params import kv_transfer_params, passed_on
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.vllm.config import ConnectorOptions
-from pdcluster_connector.vllm.groups import CacheGroup, leaves_last_token
+from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.scheduler_side.block_lists import BlockLists
 from pdcluster_connector.vllm.scheduler_side.prompt import digest_of_prompt, prompt_reader

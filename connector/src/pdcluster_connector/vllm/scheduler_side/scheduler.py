@@ -30,7 +30,7 @@ from pdcluster_connector.sidechannel.server import SideChannelServer
 from pdcluster_connector.sidechannel.ticket_key_file import TicketKeyFile
 from pdcluster_connector.sidechannel.tls import tls_of
 from pdcluster_connector.vllm.config import ConnectorOptions
-from pdcluster_connector.vllm.groups import cache_groups
+from pdcluster_connector.vllm.kv_caches.groups import cache_groups
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.scheduler_side.block_lists import BlockLists
 from pdcluster_connector.vllm.scheduler_side.decode import DecodeRole

@@ -8,8 +8,8 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.protocol.messages import Malformed, decode_shard
+from pdcluster_connector.vllm.joined_shape import decode_shape, join_shapes
 from pdcluster_connector.vllm.step_messages import WorkerHandshake
-from pdcluster_connector.vllm.worker_side.joined_shape import decode_shape, join_shapes
 
 
 class HandshakeError(RuntimeError):

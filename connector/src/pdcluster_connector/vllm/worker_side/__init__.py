@@ -1,1 +1,1 @@
-"""The role of the connector in each of vLLM's workers."""
+"""The side of the connector that runs in each of vLLM's workers."""

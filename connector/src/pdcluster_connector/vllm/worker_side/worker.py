@@ -32,6 +32,11 @@ from pdcluster_connector.transfer.receiver import (
     ReceiverOptions,
 )
 from pdcluster_connector.vllm.config import ConnectorOptions
+from pdcluster_connector.vllm.joined_shape import (
+    decode_shape,
+    encode_shape,
+    join_shapes,
+)
 from pdcluster_connector.vllm.kv_caches.registration import Registration, register
 from pdcluster_connector.vllm.metrics import ConnectorStats, StatsCollector
 from pdcluster_connector.vllm.step_messages import (
@@ -41,11 +46,6 @@ from pdcluster_connector.vllm.step_messages import (
     WorkerHandshake,
 )
 from pdcluster_connector.vllm.worker_side.fingerprint import digest_of_engine
-from pdcluster_connector.vllm.worker_side.joined_shape import (
-    decode_shape,
-    encode_shape,
-    join_shapes,
-)
 from pdcluster_connector.vllm.worker_side.peer_news import PeerNews
 from pdcluster_connector.vllm.worker_side.rank_results import RankResults
 from pdcluster_connector.vllm.worker_side.unfilled_blocks import UnfilledBlocks

@@ -1,1 +1,1 @@
-"""Calls to the API server and watches of it."""
+"""Everything that speaks to the API server, and what answers its admission reviews."""

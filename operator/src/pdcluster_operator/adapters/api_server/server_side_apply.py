@@ -30,7 +30,7 @@ class ServerSideApply:
         self._client = client
 
     async def apply(self, manifest: Manifest, uid: str = "") -> dict[str, Any]:
-        """Apply a child, unless ``plan.name_conflicts`` has a reason against it; return it.
+        """Apply a child and return it, unless ``plan/children/name_conflicts.py`` objects.
 
         The request carries what was seen: the live object's UID, or that there is none. If the
         API server has it otherwise, it answers with a conflict, and only then we look.

@@ -1,4 +1,4 @@
-"""What one TLS connection costs.
+"""TLS connections with one small buffer in common, so that a thousand of them need little memory.
 
 asyncio gives each TLS connection a buffer of 256 KiB. The operator holds a connection to each
 launcher while the launcher has no news, so with a thousand PDClusters these buffers would be half a

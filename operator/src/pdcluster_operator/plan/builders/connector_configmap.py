@@ -1,7 +1,8 @@
 """The ConfigMap that carries the connector into engine pods.
 
-All PDClusters of a namespace share one. It has no owner, and :mod:`..unused_connectors` says when
-it goes. Older operators made a copy for each PDCluster, and stored revisions may mount that one.
+All PDClusters of a namespace share one. It has no owner, and
+``shared_connectors/unused_connectors.py`` says when it goes. Older operators made a copy for each
+PDCluster, and stored revisions may mount that one.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def build_engine_statefulset(
     """Return the StatefulSet; ``OnDelete`` because only the planner restarts pods.
 
     Args:
-        template: the pod template of this engine; see :func:`.stored.engine_template`.
+        template: the pod template of this engine; see :func:`..rollout.stored.engine_template`.
         nodes: pods of the engine.
         queue: Kueue's queue; empty for none.
     """

@@ -1,1 +1,1 @@
-"""Which steps take a cluster's children to what is desired."""
+"""The steps that take the objects of a PDCluster, its children, to what is desired."""

@@ -7,13 +7,13 @@ from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.children.deletions import deletions
+from pdcluster_operator.plan.children.half_scheduled import with_releases
 from pdcluster_operator.plan.children.restarts import restarts
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Apply, Manifest, Observed, Step
 from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.plan.objects.ownership import identity, is_being_deleted
 from pdcluster_operator.plan.objects.rewrites import is_settled
-from pdcluster_operator.plan.observed.half_scheduled import with_releases
 from pdcluster_operator.plan.rollout.desired import Desired
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
 

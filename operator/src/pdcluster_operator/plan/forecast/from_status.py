@@ -16,8 +16,8 @@ from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.reports import (
     CanaryReport,
     EngineReport,
-    LinkRow,
     LinksReport,
+    ReportedLink,
     ReportedState,
 )
 
@@ -55,7 +55,7 @@ def reports_in(
             decode.logical,
             ids.get(decode.stateful_set, ""),
             tuple(
-                LinkRow(
+                ReportedLink(
                     one.logical,
                     engines[one.logical].engine_id,
                     ReportedState.ESTABLISHED,

@@ -11,7 +11,7 @@ from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.reports import (
     CanaryReport,
     EngineReport,
-    LinkRow,
+    ReportedLink,
     ReportedState,
 )
 
@@ -68,7 +68,7 @@ def ready_engine(name: EngineName, incarnation: str = "forecast") -> EngineRepor
     )
 
 
-def verified_link(prefill: str, engine_id: str, nbytes: int = 1) -> LinkRow:
+def verified_link(prefill: str, engine_id: str, nbytes: int = 1) -> ReportedLink:
     """Return what a decode launcher reports of a link whose canary moved ``nbytes`` bytes."""
     canary = CanaryReport(ReportedState.PASSED, nbytes)
-    return LinkRow(prefill, engine_id, ReportedState.ESTABLISHED, canary=canary)
+    return ReportedLink(prefill, engine_id, ReportedState.ESTABLISHED, canary=canary)

@@ -1,4 +1,4 @@
-"""Equal parts of many objects, held once.
+"""Holds equal parts of many objects once in memory.
 
 Each JSON document brings strings, numbers and dicts of its own. The objects of a thousand clusters
 have the same keys, images, probes, ports and volumes, and would hold each of them thousands of

@@ -11,13 +11,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_connector.compat.counted import counted
-from pdcluster_operator.api.conditions import StatusReason
+from pdcluster_operator.api.conditions import StatusReason, seconds
+from pdcluster_operator.api.labels import RELEASED_ANNOTATION, RELEASED_BECAUSE_ANNOTATION
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed
-from pdcluster_operator.plan.observed.half_scheduled import released
 from pdcluster_operator.plan.observed.pods import (
     Trouble,
     is_pod_ready,
@@ -186,3 +186,10 @@ def known_ids(cluster: Manifest) -> dict[str, str]:
 
 def _name(pod: Manifest) -> str:
     return text_of(metadata_of(pod).get("name"))
+
+
+def released(engine: Manifest | None) -> tuple[float | None, str]:
+    """Return when and why a live StatefulSet was released; None and empty if it was not."""
+    annotations = metadata_of(engine or {}).get("annotations") or {}
+    moment = seconds(annotations.get(RELEASED_ANNOTATION))
+    return moment, text_of(annotations.get(RELEASED_BECAUSE_ANNOTATION)) if moment else ""

@@ -1,4 +1,4 @@
-"""The link table: the pairs of a prefill and a decode engine, and what is known of each.
+"""The pairs of a prefill and a decode engine, and what is known of the link of each.
 
 The connector judges each link: ``launcher/links/link_table.py`` joins what an engine's ranks
 report, and ``link_health/link_keeper.py`` keeps their links. ``status/link_conditions.py`` makes
@@ -17,7 +17,7 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.link_sample import ALL_LINKS, sample_links
-from pdcluster_operator.plan.reports import CanaryReport, LinkRow, LinksReport, ReportedState
+from pdcluster_operator.plan.reports import CanaryReport, LinksReport, ReportedLink, ReportedState
 
 Group = tuple[tuple[EngineView, ...], tuple[EngineView, ...]]
 """The prefill engines and the decode engines of one pairing key."""
@@ -138,7 +138,7 @@ def _row(
 
 
 def _pair(
-    prefill: EngineView, decode: EngineView, report: LinksReport | None, link: LinkRow | None
+    prefill: EngineView, decode: EngineView, report: LinksReport | None, link: ReportedLink | None
 ) -> PairView:
     if decode.ready is False:
         return _waiting(prefill, decode, decode)
@@ -161,7 +161,9 @@ def _pair(
     return _seen(prefill, decode, PairState.ESTABLISHED, link)
 
 
-def _seen(prefill: EngineView, decode: EngineView, state: PairState, link: LinkRow) -> PairView:
+def _seen(
+    prefill: EngineView, decode: EngineView, state: PairState, link: ReportedLink
+) -> PairView:
     return PairView(
         prefill, decode, state, link.reason, link.message, link.bytes_per_second, link.canary
     )
@@ -172,7 +174,7 @@ def _waiting(prefill: EngineView, decode: EngineView, cause: EngineView) -> Pair
     return PairView(prefill, decode, PairState.WAITING, StatusReason.WAITING_FOR_ENGINES, message)
 
 
-def _stale(link: LinkRow, prefill: EngineView) -> bool:
+def _stale(link: ReportedLink, prefill: EngineView) -> bool:
     return bool(
         link.prefill_engine_id and prefill.engine_id and link.prefill_engine_id != prefill.engine_id
     )

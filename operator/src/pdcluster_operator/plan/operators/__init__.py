@@ -1,1 +1,1 @@
-"""Which operator works on a PDCluster, and when."""
+"""Which operator works on a PDCluster, and from when on."""

@@ -14,9 +14,9 @@ from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import RolloutType, Switch
 from pdcluster_operator.api.spec.types import Cluster, Role
-from pdcluster_operator.plan.lost import lost_engines
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed, TryOut
+from pdcluster_operator.plan.observed.lost import lost_engines
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, why_replaced
 from pdcluster_operator.plan.rollout.engine_names import engine_names
 from pdcluster_operator.plan.rollout.fleet import engine_keys, observe_fleet

@@ -2,7 +2,7 @@
 
 A connector's bytes exist only in its ConfigMap, and in the operator that brought it. So a
 ConfigMap of the cluster's own stays for as long as a revision that names it. What stays of those
-that a namespace shares, :mod:`..unused_connectors` decides.
+that a namespace shares, :mod:`..shared_connectors.unused_connectors` decides.
 """
 
 from __future__ import annotations

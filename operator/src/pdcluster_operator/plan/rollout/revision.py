@@ -1,4 +1,4 @@
-"""Two notions of revision, never mixed.
+"""A role's revision, and the pairing key: what each of them is made from.
 
 A role's revision is what forces its pods to restart: see :mod:`.targets`. ``pairing_key`` names
 what decides whether KV can be exchanged. The key is part of the pod template, so a change of it

@@ -1,1 +1,1 @@
-"""When the Secrets with certificates and ticket keys are written."""
+"""Certificates and ticket keys: which engines have them, and when their Secrets are written."""

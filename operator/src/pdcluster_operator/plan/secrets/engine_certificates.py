@@ -24,7 +24,7 @@ def certificates_by_engine(
     """Return which certificates the engine of each pod has.
 
     Args:
-        pods: the pods that the cluster's own workloads made; see :mod:`.ownership`.
+        pods: the pods that the cluster's own workloads made; see :mod:`..objects.ownership`.
         children: the objects that the cluster controls.
     """
     children = tuple(children)

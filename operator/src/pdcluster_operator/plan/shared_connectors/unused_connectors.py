@@ -12,7 +12,7 @@ another operator goes on where the first one stopped.
 
 ``connector_mounts.py`` says what mounts one. ``runtime/connector_collector.py`` looks at the API
 server and carries it out. A copy that an older operator made for one PDCluster is deleted by
-``deletions.py``, when ``rollout/history.py`` keeps no revision that mounts it.
+``children/deletions.py``, when ``rollout/history.py`` keeps no revision that mounts it.
 """
 
 from __future__ import annotations

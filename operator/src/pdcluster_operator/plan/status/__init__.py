@@ -1,1 +1,1 @@
-"""The status of a PDCluster: its conditions, links, events and when they are written."""
+"""The status of a PDCluster and its events: what they say, and when they are written."""

@@ -16,8 +16,8 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.certificates import has_certificates
-from pdcluster_operator.plan.lost import is_lost
 from pdcluster_operator.plan.model import Observed
+from pdcluster_operator.plan.observed.lost import is_lost
 from pdcluster_operator.plan.secrets.engine_certificates import certificates_by_engine
 from pdcluster_operator.plan.status.progress import ChangeView
 

@@ -18,7 +18,8 @@ from pdcluster_operator.api.labels import (
     RELEASED_BECAUSE_ANNOTATION,
 )
 from pdcluster_operator.plan.model import Manifest, Observed
-from pdcluster_operator.plan.observed.pods import metadata_of, pods_by_engine, status_of, text_of
+from pdcluster_operator.plan.observed.engines import released
+from pdcluster_operator.plan.observed.pods import pods_by_engine, status_of, text_of
 
 LONGEST_WORDS = 512
 
@@ -61,13 +62,6 @@ def with_releases(
             found[name] = _without_pods(engine, timestamp(now), because[:LONGEST_WORDS])
             break
     return found
-
-
-def released(engine: Manifest | None) -> tuple[float | None, str]:
-    """Return when and why a live StatefulSet was released; None and empty if it was not."""
-    annotations = metadata_of(engine or {}).get("annotations") or {}
-    moment = seconds(annotations.get(RELEASED_ANNOTATION))
-    return moment, text_of(annotations.get(RELEASED_BECAUSE_ANNOTATION)) if moment else ""
 
 
 def _pause(name: str, timeout: float) -> float:

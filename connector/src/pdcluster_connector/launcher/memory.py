@@ -1,4 +1,4 @@
-"""How much memory a process can still allocate: what the machine and the cgroup leave."""
+"""How much memory is left to a process, and how many processes died because none was left."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Which PDClusters are looked at first, and which changes of one are looked at together."""
