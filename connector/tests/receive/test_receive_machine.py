@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol import receive
+from pdcluster_connector.protocol import receive_machine as receive
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive import Receive
 from pdcluster_connector.protocol.receive_events import (
     Abandoned,
     Acknowledged,
@@ -36,6 +35,7 @@ from pdcluster_connector.protocol.receive_events import (
     State,
     Tick,
 )
+from pdcluster_connector.protocol.receive_machine import Receive
 
 LEASE_END = 10.0
 RENEWED = 30.0

@@ -6,7 +6,6 @@ import pytest
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive import Receive
 from pdcluster_connector.protocol.receive_events import (
     Abandoned,
     Connected,
@@ -17,6 +16,7 @@ from pdcluster_connector.protocol.receive_events import (
     Posted,
     Started,
 )
+from pdcluster_connector.protocol.receive_machine import Receive
 from pdcluster_connector.transfer.handover import Received, ReceiveResults, ReceiverOptions
 
 DATA, WORD = 0, 1

@@ -1,1 +1,1 @@
-"""What engines tell each other: handshakes, tickets, leases, and the states of a receive."""
+"""What engines tell each other: handshakes, tickets, leases. And the states of a receive."""

@@ -1,6 +1,6 @@
 """The states of a receive, what can happen to it, and what its executor has to do next.
 
-:mod:`pdcluster_connector.protocol.receive` is the machine between them.
+:mod:`pdcluster_connector.protocol.receive_machine` is the machine between them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Runs on decode's scheduler side. A message is one HTTP request to one engine and carries
 everything that waits for that engine; it is repeated until it arrives or its deadline has
 passed (the lease has ended by itself then). What prefill says of a lease comes back as a
-:class:`LeaseAnswer`. ``vllm/scheduler_side/ticket_book.py`` decides when a lease is renewed or
+:class:`LeaseAnswer`. ``vllm/scheduler_side/decode_leases.py`` decides when a lease is renewed or
 released. Prefill answers in ``lease_desk.py``.
 """
 

@@ -18,7 +18,7 @@ from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, PeerBook
 from pdcluster_connector.testing.engine_size import FREED, KEYS, Size, digest_of
 from pdcluster_connector.testing.nixl import Fabric
 from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, ReceiverOptions
-from pdcluster_connector.vllm.scheduler_side.ticket_book import TicketBook
+from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class DecodeEngine:
         self._keys = keys
         self._leases = LeaseClient(engine_id)
         self._leases.start()
-        self.tickets = TicketBook(self._leases, lease_seconds, time.monotonic)
+        self.tickets = DecodeLeases(self._leases, lease_seconds, time.monotonic)
         self._peers: list[PeerBook] = []
         self.receivers: dict[tuple[int, int], Receiver] = {}
         for cache in self.caches:

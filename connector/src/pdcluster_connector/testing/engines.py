@@ -1,7 +1,7 @@
 """Whole engines without a GPU and without vLLM: all that moves KV is real, the model is not.
 
 A :class:`PrefillEngine` has KV caches, lease words, the lease desk and the side channel; a
-:class:`DecodeEngine` has the peer book, the ticket book, the lease client and a receiver for each
+:class:`DecodeEngine` has the peer book, its leases, the lease client and a receiver for each
 rank. They speak the real handshake, the real tickets and the real lease messages over 127.0.0.1.
 The bytes move over the in-memory NIXL (:mod:`pdcluster_connector.testing.nixl`), which fails as a
 test asks. A request is a number, its *seed*: every byte of its KV follows from it.

@@ -1,9 +1,11 @@
 """All receives of one worker, from the engine step's request to the report.
 
+``protocol/receive_machine.py`` decides what comes next for a receive; this module carries it out.
+
 The way of one receive: :meth:`Receives.receive` starts its machine, which asks for a connection;
 ``_connect`` finds one, or has :class:`Connecting` make one; ``_prepare`` has the reads planned;
-:class:`Transfers` posts and polls them; ``_report`` hands the result over. The machine decides what
-comes next (:mod:`pdcluster_connector.protocol.receive`); ``_tell`` carries it out.
+:class:`Transfers` posts and polls them; ``_report`` hands the result over. ``_tell`` carries out
+what the machine decides.
 
 Everything here runs on the transfer thread. An error of one request fails that request. Any other
 error is left to the thread, which destroys the agent and goes on.
@@ -21,7 +23,6 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.protocol.receive import Receive
 from pdcluster_connector.protocol.receive_events import (
     Abandoned,
     Acknowledged,
@@ -33,6 +34,7 @@ from pdcluster_connector.protocol.receive_events import (
     Started,
     Tick,
 )
+from pdcluster_connector.protocol.receive_machine import Receive
 from pdcluster_connector.sidechannel.peer_source import PeerSource
 from pdcluster_connector.transfer.agent_rebuild import AgentRebuild
 from pdcluster_connector.transfer.connecting import Answer, Connecting

@@ -1,1 +1,1 @@
-"""What the launcher knows of its engine: the process, its start, its work, its end."""
+"""The launcher's engine: its process, whether it is ready, what it has to do, why it ended."""

@@ -1,6 +1,7 @@
-"""What the launcher says of its engine: state, message, addresses, versions.
+"""Whether an engine is ready, and what the launcher says of it: state, addresses, versions.
 
-``interface/http.py`` serves it at ``/readyz``: with 200 while the engine is ready, else with 503.
+``progress.py`` has the rule for the state. ``interface/http.py`` serves it at ``/readyz``: with 200
+while the engine is ready, else with 503.
 """
 
 from __future__ import annotations

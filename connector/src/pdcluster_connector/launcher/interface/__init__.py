@@ -1,1 +1,1 @@
-"""What the launcher answers over HTTP."""
+"""Serves over HTTP what `engine` and `links` decide."""

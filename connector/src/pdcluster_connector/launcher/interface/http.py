@@ -1,7 +1,8 @@
 """The launcher's HTTP interface: for the operator, the kubelet and this engine's own workers.
 
 A request gets one answer, whatever it contains. Bodies are bounded, parsers accept any bytes, and
-an error is a status code with one sentence in JSON.
+an error is a status code with one sentence in JSON. What it serves is decided in
+``launcher/engine/readiness.py`` and ``launcher/links/link_table.py``.
 """
 
 from __future__ import annotations

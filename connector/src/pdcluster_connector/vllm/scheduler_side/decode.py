@@ -1,8 +1,9 @@
 """Scheduler side of a decode engine: which prompt tokens come from a prefill engine.
 
 Each live request has an :class:`Incoming`. Its ticket is judged when it arrives
-(:mod:`ticket_check`), and released as soon as its KV is no longer needed: after the receive (also a
-failed one), or without one when the request never got that far.
+(:mod:`.ticket_check`). Its lease is renewed by :mod:`.decode_leases`. It is released as soon as the
+KV is no longer needed: after the receive (also a failed one), or without one when the request never
+got that far.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.protocol.transfer_params import passed_on
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup, leaves_last_token, smallest_block
 from pdcluster_connector.vllm.metrics import StatsCollector
+from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases, LeaseSender
 from pdcluster_connector.vllm.scheduler_side.incoming import Incoming, Stage
 from pdcluster_connector.vllm.scheduler_side.local_prompts import LocalPrompts
 from pdcluster_connector.vllm.scheduler_side.prefill import is_prefill
 from pdcluster_connector.vllm.scheduler_side.prompt_counts import PromptCounts
-from pdcluster_connector.vllm.scheduler_side.ticket_book import LeaseSender, TicketBook
 from pdcluster_connector.vllm.scheduler_side.ticket_check import TicketCheck
 from pdcluster_connector.vllm.step_messages import Receipt, ReceiveOrder
 
@@ -66,7 +67,7 @@ class DecodeRole:
     ) -> None:
         self._engine_id = engine_id
         self._groups = groups
-        self._tickets = TicketBook(leases, lease_seconds, clock)
+        self._tickets = DecodeLeases(leases, lease_seconds, clock)
         self._counts = PromptCounts(stats, smallest_block(groups), recomputes=recomputes)
         self.local = LocalPrompts(pace or PromptPace(), smallest_block(groups), stats, clock)
         self._check = TicketCheck(

@@ -18,10 +18,10 @@ from pdcluster_connector.protocol.prompt_outcomes import LocalReason
 from pdcluster_connector.protocol.ticket import Rejected, Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.protocol.transfer_params import ticket_of
+from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 from pdcluster_connector.vllm.scheduler_side.incoming import Incoming, Stage
 from pdcluster_connector.vllm.scheduler_side.prefill import DIGEST_TOKENS_A_STEP
 from pdcluster_connector.vllm.scheduler_side.prompt import digest_of_prompt, prompt_reader
-from pdcluster_connector.vllm.scheduler_side.ticket_book import TicketBook
 
 LEASE_EXPIRED: Final = Reason.LEASE_EXPIRED.value
 PREFIX_HIT: Final = LocalReason.PREFIX_HIT.value
@@ -45,7 +45,7 @@ class TicketCheck:
 
     def __init__(
         self,
-        tickets: TicketBook,
+        tickets: DecodeLeases,
         wall_clock: Callable[[], float],
         *,
         leaves_last_token: bool,

@@ -10,8 +10,8 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.lease import Standing
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.sidechannel.lease_client import LeaseAnswer
-from pdcluster_connector.vllm.scheduler_side import ticket_book
-from pdcluster_connector.vllm.scheduler_side.ticket_book import TicketBook
+from pdcluster_connector.vllm.scheduler_side import decode_leases
+from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 
 
 class Sender:
@@ -50,7 +50,7 @@ def ticket(request: str = "r", token: int = 7, lease_seconds: float = 60.0) -> T
 
 def test_the_last_user_releases_once() -> None:
     sender, clock = Sender(), Clock()
-    book = TicketBook(sender, 60.0, clock)
+    book = DecodeLeases(sender, 60.0, clock)
     book.use(ticket())
     book.use(ticket())
     assert len(book) == 1
@@ -71,7 +71,7 @@ def test_the_last_user_releases_once() -> None:
 def test_renewals_keep_up_with_the_shorter_lease(said: float, every: float) -> None:
     """Each lease at its own pace: one short lease causes no more messages about the others."""
     sender, clock = Sender(), Clock()
-    book = TicketBook(sender, 60.0, clock)
+    book = DecodeLeases(sender, 60.0, clock)
     book.use(ticket(lease_seconds=said))
     book.use(ticket("other"))
     sender.sent.clear()
@@ -89,8 +89,8 @@ def test_renewals_keep_up_with_the_shorter_lease(said: float, every: float) -> N
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticket_book, "MAX_SPENT", 3)
-    book = TicketBook(Sender(), 60.0, Clock())
+    monkeypatch.setattr(decode_leases, "MAX_SPENT", 3)
+    book = DecodeLeases(Sender(), 60.0, Clock())
     for i in range(5):
         book.use(ticket(f"r{i}"))
         book.done(ticket(f"r{i}"))
@@ -99,7 +99,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_ticket_is_good_only_while_its_last_answer_stands() -> None:
     sender, clock = Sender(), Clock()
-    book = TicketBook(sender, 60.0, clock)
+    book = DecodeLeases(sender, 60.0, clock)
     book.use(ticket())
     assert book.objection(ticket()) is None, "the claim is under way, and the data need not wait"
     sender.say(Standing.HELD, until=150.0)
@@ -118,7 +118,7 @@ def test_a_ticket_is_good_only_while_its_last_answer_stands() -> None:
 
 def test_without_any_answer_a_ticket_is_good_for_one_lease() -> None:
     clock = Clock()
-    book = TicketBook(Sender(), 60.0, clock)
+    book = DecodeLeases(Sender(), 60.0, clock)
     book.use(ticket())
     clock.now = 159.0
     assert book.park(ticket(), "d") == (1.0, False)
@@ -134,7 +134,7 @@ def test_without_any_answer_a_ticket_is_good_for_one_lease() -> None:
 )
 def test_a_lost_lease_is_told_to_those_that_wait(standing: Standing, reason: Reason) -> None:
     sender, clock = Sender(), Clock()
-    book = TicketBook(sender, 60.0, clock)
+    book = DecodeLeases(sender, 60.0, clock)
     book.use(ticket())
     book.use(ticket())
     book.park(ticket(), "d1")

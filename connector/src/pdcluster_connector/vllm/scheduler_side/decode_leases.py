@@ -1,8 +1,8 @@
-"""The tickets that a decode engine holds: renewed while in use, released once, never reused.
+"""The leases that a decode engine holds: when each is renewed, and when it is released.
 
-One ticket can come with several requests (``n=4``, a list of prompts): it is released when the
-last of them no longer needs it. Afterwards prefill may reuse the blocks at any time, so a
-released ticket is remembered and refused.
+Each lease has a ticket. One ticket can come with several requests (``n=4``, a list of prompts): it
+is released when the last of them no longer needs it. Afterwards prefill may reuse the blocks at any
+time, so a released ticket is remembered and refused.
 
 Prefill answers each renewal. The first answer claims the lease for this engine, and a ticket
 may be used only while the last one stands.
@@ -80,7 +80,7 @@ class _Lease:
     parked: set[str] = field(default_factory=set)
 
 
-class TicketBook:
+class DecodeLeases:
     """Not thread-safe. ``clock`` gives monotonic seconds."""
 
     def __init__(
