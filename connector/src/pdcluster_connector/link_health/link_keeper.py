@@ -4,9 +4,10 @@ The other end is one data-parallel rank of a prefill engine, with a side channel
 keeper asks the peer itself which incarnation listens. So a prefill engine that has restarted is
 linked again at once, before the operator notices.
 
-Three files say why a link fails. ``sidechannel/handshake.py`` applies the rules.
+Three other files also say why a link fails. ``sidechannel/handshake.py`` applies the rules.
 ``sidechannel/peer_liveness.py`` says when a peer is gone. ``transfer/probe_run.py`` says when a
-probe or a check fails. A NIXL connection of a receive breaks apart from that
+probe or a check fails. The keeper itself fails a link if the wrong engine or rank answers, or if a
+probe takes too long. A NIXL connection of a receive breaks apart from that
 (``transfer/connecting.py``).
 """
 

@@ -3,7 +3,7 @@
 A lease is armed when a request is scheduled, so that its token exists before its blocks hold
 anything, and granted when the request finishes. When it has ended (release, expiry), every rank
 is ordered to clear its lease word and to report the request as sent, once: vLLM frees the
-blocks when all ranks have.
+blocks when all ranks have. ``protocol/lease.py`` judges which leases have expired.
 """
 
 from __future__ import annotations
