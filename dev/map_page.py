@@ -61,13 +61,13 @@ def rooms(source: Path) -> Iterator[str]:
             yield f"| [{path.name}](../{path.relative_to(ROOT)}) | {first_line(path)} |"
 
 
-def main() -> None:
-    print(INTRODUCTION)
+def page() -> str:
+    """Return the page."""
+    lines = [INTRODUCTION]
     for half, source in HALVES.items():
-        print(f"\n## {half}\n")
-        for line in (*overview(ROOT / source), *rooms(ROOT / source)):
-            print(line)
+        lines += [f"## {half}\n", *overview(ROOT / source), *rooms(ROOT / source), ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    print(page(), end="")

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
+from module_names import declared
 
 from design_walk import HOMES, NAMED, asked_about, rows, text
 
 ROOT = Path(__file__).parents[2]
-
-
-def defined(path: Path) -> set[str]:
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{item.name}" for item in node.body if hasattr(item, "name")}
-    return names
 
 
 @pytest.mark.parametrize("walk", HOMES)
@@ -30,7 +20,7 @@ def test_a_walk_names_what_exists(walk: str) -> None:
     for file, name in found:
         path = HOMES[walk] / file
         assert path.exists(), file
-        assert not name or name in defined(path), f"{file} has no {name}"
+        assert not name or name in declared(path), f"{file} has no {name}"
 
 
 def test_each_call_of_each_row_is_shown_to_happen_by_some_test() -> None:

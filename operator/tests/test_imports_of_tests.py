@@ -6,10 +6,10 @@ a cluster: a module that is renamed would be missed there until those tests are 
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+from module_names import bound
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
@@ -36,24 +36,6 @@ def module_file(dotted: str, asking: Path = ROOT) -> Path | None:
     place = SOURCES[first].joinpath(*rest)
     package, module = place / "__init__.py", place.with_name(place.name + ".py")
     return next((path for path in (package, module) if path.is_file()), None)
-
-
-@cache
-def defined(path: Path) -> frozenset[str]:
-    """The names that a module binds anywhere outside of its functions and classes."""
-    names: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
-    while waiting:
-        for node in ast.iter_child_nodes(waiting.pop()):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                names.add(node.name)
-                continue
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-            waiting.append(node)
-    return frozenset(names)
 
 
 def submodules(file: Path) -> frozenset[str]:
@@ -96,7 +78,7 @@ def missing(source: str, asking: Path = ROOT) -> list[str]:
             file = module_file(module, asking)
             if file is None:
                 found.append(module)
-            elif name and name not in defined(file) | submodules(file):
+            elif name and name not in bound(file) | submodules(file):
                 found.append(f"{module}.{name}")
     return found
 

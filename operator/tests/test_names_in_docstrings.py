@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from module_names import attributes, bound, declared
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [ROOT / "operator/src", ROOT / "connector/src"]
@@ -18,28 +17,8 @@ ROLE = re.compile(r":(?:mod|class|func|data|meth|attr|exc):`~?(\.*)([\w.]+)`")
 PATH = re.compile(r"``((?:\w+/)*\w+\.py)``")
 
 
-@cache
 def names_in(file: Path) -> frozenset[str]:
-    """Return what a module defines or imports, and what its classes define: ``Class.name``."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
-            if isinstance(node, ast.ClassDef):
-                inner = [getattr(one, "name", "") for one in node.body]
-                inner += [ast.unparse(t) for one in node.body for t in targets(one)]
-                found |= {f"{node.name}.{name}" for name in inner}
-        else:
-            found |= {ast.unparse(target) for target in targets(node)}
-    return frozenset(found)
-
-
-def targets(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, ast.Assign):
-        return node.targets
-    return [node.target] if isinstance(node, ast.AnnAssign) else []
+    return bound(file) | declared(file) | attributes(file)
 
 
 def stands_under(folder: Path, words: list[str]) -> bool:
