@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol import receive_machine as receive
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive_events import (
+from pdcluster_connector.transfer import receive
+from pdcluster_connector.transfer.receive import (
     Abandoned,
     Acknowledged,
     Action,
@@ -31,11 +31,11 @@ from pdcluster_connector.protocol.receive_events import (
     Landed,
     Opened,
     Posted,
+    Receive,
     Started,
     State,
     Tick,
 )
-from pdcluster_connector.protocol.receive_machine import Receive
 
 LEASE_END = 10.0
 RENEWED = 30.0

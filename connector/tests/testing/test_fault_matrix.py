@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from fault_world import LEASE_SECONDS, World
 
-from pdcluster_connector.protocol.receive_events import State
 from pdcluster_connector.testing.engines import FREED, DecodeEngine
 from pdcluster_connector.testing.judge import Judge, Verdict
+from pdcluster_connector.transfer.receive import State
 
 STATES = (State.NEW, State.HANDSHAKE, State.POSTED, State.FENCE)
 # A machine may stall for longer than a short lease lasts; then the case begins again.

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pdcluster_connector.protocol.receive_events import Connected, Posted, Started, State
-from pdcluster_connector.protocol.receive_machine import Receive
 from pdcluster_connector.transfer.job import FENCE_WORDS, FenceWords, Job, Read
+from pdcluster_connector.transfer.receive import Connected, Posted, Receive, Started, State
 from pdcluster_connector.transfer.transfers import Transfers
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive_events import (
+from pdcluster_connector.transfer.handover import Received, ReceiveResults, ReceiverOptions
+from pdcluster_connector.transfer.receive import (
     Abandoned,
     Connected,
     Event,
@@ -14,10 +15,9 @@ from pdcluster_connector.protocol.receive_events import (
     Landed,
     Opened,
     Posted,
+    Receive,
     Started,
 )
-from pdcluster_connector.protocol.receive_machine import Receive
-from pdcluster_connector.transfer.handover import Received, ReceiveResults, ReceiverOptions
 
 DATA, WORD = 0, 1
 GONE = Failure(Reason.PEER_RESTARTED, "gone")

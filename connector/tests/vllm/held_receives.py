@@ -14,7 +14,7 @@ import aiohttp
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive_machine import State
+from pdcluster_connector.transfer.receive import State
 
 _release: list[Callable[[], None]] = []
 _queued: list[Any] = []  # orders that wait in the transfer thread's queue

@@ -14,8 +14,8 @@ import held_receives
 import pytest
 from transfer_rig import Decode, FakePeers, Prefill, eventually
 
-from pdcluster_connector.protocol.receive_machine import State
 from pdcluster_connector.testing.nixl import Fabric
+from pdcluster_connector.transfer.receive import State
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 

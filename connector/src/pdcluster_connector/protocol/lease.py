@@ -21,6 +21,7 @@ from typing import Final
 
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 
+LEASE_SECONDS: Final = 60.0  # the default of the option `lease_seconds`, and of spec.transfer
 SLOTS: Final = 16_384  # lease words of a rank: 128 KiB
 CLEARED: Final = 0  # the word of a slot without a lease; never a token
 

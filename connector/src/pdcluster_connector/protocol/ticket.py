@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from pdcluster_connector.compat.field_types import Count, Identifier, ParallelSize
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
+from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.messages import Malformed, Token, bounded
 from pdcluster_connector.protocol.prompt_digest import DIGEST_BYTES
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
@@ -64,7 +65,7 @@ class Ticket(Struct, frozen=True):
     tensor: ParallelSize = 1
     pipeline: ParallelSize = 1
     fence_slot: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
-    lease_seconds: Annotated[float, Meta(ge=1, le=86400)] = 60.0
+    lease_seconds: Annotated[float, Meta(ge=1, le=86400)] = LEASE_SECONDS
     audience: Annotated[str, Meta(max_length=512)] = ""
 
     @property

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
+from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.messages import ShardMetadata
 from pdcluster_connector.protocol.peer_name import names_in
 from pdcluster_connector.sidechannel.answers import Answer, Answers, Names
@@ -62,7 +63,7 @@ class SideChannelServer:
         tls: Tls | None = None,
         allow_insecure: bool = False,
         role: str = "prefill",
-        lease_seconds: float = 60.0,
+        lease_seconds: float = LEASE_SECONDS,
         versions: Mapping[str, str] | None = None,
     ) -> None:
         self.host = host

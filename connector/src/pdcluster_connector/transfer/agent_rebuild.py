@@ -14,9 +14,9 @@ from math import inf
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentSurvivedError, NixlError
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive_events import AgentDestroyed, Event, Failed, State
 from pdcluster_connector.transfer.connections import Connections
 from pdcluster_connector.transfer.job import Job
+from pdcluster_connector.transfer.receive import AgentDestroyed, Event, Failed, State
 from pdcluster_connector.transfer.transfers import Transfers
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.protocol.receive_events import Connected, Failed, State
 from pdcluster_connector.sidechannel.peer_source import PeerSource
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
 from pdcluster_connector.transfer.job import Job, Tell, guarded
+from pdcluster_connector.transfer.receive import Connected, Failed, State
 
 logger = logging.getLogger(__name__)
 

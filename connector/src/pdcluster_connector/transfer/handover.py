@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.held_blocks import EngineBlocks
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive_events import State
-from pdcluster_connector.protocol.receive_machine import Receive
 from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.transfer.receive import Receive, State
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,8 @@ from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.request import plan_request
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED
-from pdcluster_connector.protocol.receive_events import Event, Failed, State
-from pdcluster_connector.protocol.receive_machine import Receive
 from pdcluster_connector.transfer.handover import ReceiveRequest
+from pdcluster_connector.transfer.receive import Event, Failed, Receive, State
 
 FENCE_WORDS = 16_384
 HANDSHAKE_GRACE_SECONDS = 0.25  # time for the peer source to say why the handshake failed

@@ -1,6 +1,6 @@
 """All receives of one worker, from the engine step's request to the report.
 
-``protocol/receive_machine.py`` decides what comes next for a receive; this module carries it out.
+``transfer/receive.py`` decides what comes next for a receive; this module carries it out.
 
 The way of one receive: :meth:`Receives.receive` starts its machine, which asks for a connection;
 ``_connect`` finds one, or has :class:`Connecting` make one; ``_prepare`` has the reads planned;
@@ -23,7 +23,13 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.protocol.receive_events import (
+from pdcluster_connector.sidechannel.peer_source import PeerSource
+from pdcluster_connector.transfer.agent_rebuild import AgentRebuild
+from pdcluster_connector.transfer.connecting import Answer, Connecting
+from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
+from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.job import Job, guarded, plan_fence, plan_reads
+from pdcluster_connector.transfer.receive import (
     Abandoned,
     Acknowledged,
     Action,
@@ -31,16 +37,10 @@ from pdcluster_connector.protocol.receive_events import (
     Event,
     Failed,
     Posted,
+    Receive,
     Started,
     Tick,
 )
-from pdcluster_connector.protocol.receive_machine import Receive
-from pdcluster_connector.sidechannel.peer_source import PeerSource
-from pdcluster_connector.transfer.agent_rebuild import AgentRebuild
-from pdcluster_connector.transfer.connecting import Answer, Connecting
-from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
-from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiverOptions
-from pdcluster_connector.transfer.job import Job, guarded, plan_fence, plan_reads
 from pdcluster_connector.transfer.transfer_thread import Timers
 from pdcluster_connector.transfer.transfers import Transfers
 

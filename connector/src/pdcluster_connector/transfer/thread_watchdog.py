@@ -2,7 +2,7 @@
 
 Deadlines and quarantines are kept by the transfer thread itself. While a call of NIXL does not
 return, no receive fails and none ends. A process cannot end such a call. So the worker ends, and
-the launcher starts the engine anew. It watches no receive: ``protocol/receive_machine.py``
+the launcher starts the engine anew. It watches no receive: ``transfer/receive.py``
 decides when a receive is given up.
 
 The clock alone proves nothing: it also goes on while the whole process is stopped (a frozen cgroup,

@@ -18,7 +18,8 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, Handle, NixlError
 from pdcluster_connector.nixl_io.reading_agent import Connection, Source
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive_events import (
+from pdcluster_connector.transfer.job import FenceWords, Job
+from pdcluster_connector.transfer.receive import (
     Broken,
     Event,
     Failed,
@@ -27,7 +28,6 @@ from pdcluster_connector.protocol.receive_events import (
     Posted,
     State,
 )
-from pdcluster_connector.transfer.job import FenceWords, Job
 
 logger = logging.getLogger(__name__)
 

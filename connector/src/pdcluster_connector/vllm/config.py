@@ -14,6 +14,7 @@ from typing import Any, Final
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
+from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.prompt_pace import MOST_TOKENS_PER_STEP, TOKENS_PER_STEP
 from pdcluster_connector.protocol.ticket_keys import MAKE_A_KEY_FILE
 from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
@@ -51,7 +52,7 @@ class ConnectorOptions:
 
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = 5600
-    lease_seconds: float = 60.0
+    lease_seconds: float = LEASE_SECONDS
     drain_deadline_seconds: float = 30.0
     transfer_stall_seconds: float = 300.0
     allow_insecure: bool = False

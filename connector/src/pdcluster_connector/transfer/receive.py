@@ -1,4 +1,4 @@
-"""One request's receive on one rank: events and time in, decisions out.
+"""One request's receive on one rank: events and time go in, actions come out.
 
 ::
 
@@ -8,41 +8,145 @@
               |            +-> QUARANTINE -> FAILED
               +--------------------------------^
 
-The machine does no I/O and reads no clock. Its executor (``transfer.receives``) tells
-it what happened and carries out the actions that come back. Three promises rest here:
+The state machine does no I/O and reads no clock. Its executor (``transfer/receives.py``) passes
+events to it and carries out the actions that it returns. It keeps three promises:
 
-* exactly one :attr:`Action.REPORT` per request, whatever happens in whatever order;
+* exactly one :attr:`Action.REPORT` for each request, whatever happens in whatever order;
 * a request is DONE only when three things agree, in whatever order the last two come: the data
   was seen to land; every lease word, read after that, was the ticket's (the fence); prefill
   has acknowledged the lease for this engine (the claim), and that acknowledgement still stands;
 * a request is not reported while a transfer of it may still write into its blocks. Releasing
-  a NIXL handle does not stop the DMA, so only three things end a transfer: it was seen done,
+  a NIXL handle does not stop the DMA. So only three things end a transfer: it was seen done,
   it was seen broken by the transport, or the agent that ran it was destroyed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, StrEnum
 from math import inf
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.receive_events import (
-    Abandoned,
-    Acknowledged,
-    Action,
-    AgentDestroyed,
-    Broken,
-    Connected,
-    Event,
-    Failed,
-    Landed,
-    Opened,
-    Posted,
-    Started,
-    State,
+
+
+class State(StrEnum):
+    """Where a receive stands."""
+
+    NEW = "new"
+    HANDSHAKE = "handshake"
+    POSTED = "posted"
+    FENCE = "fence"
+    DONE = "done"
+    QUARANTINE = "quarantine"
+    FAILED = "failed"
+
+
+class Action(Enum):
+    """What the executor has to do next."""
+
+    CONNECT = "find the peer and prepare its descriptor lists"
+    POST = "post the transfers, each between an Opened and, at the end, one Posted"
+    FENCE = "post the reads of the lease words, in the same way"
+    DESTROY_AGENT = "destroy the reading agent: nothing else stops what is still under way"
+    REPORT = "tell the engine: DONE or FAILED, with failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine handed the request over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The peer is known and its descriptor lists are prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Transfer ``transfer`` is about to be posted.
+
+    It may be posted only if the machine has it in ``Receive.open`` afterwards: the lease may have
+    ended in this very moment.
+    """
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """No further transfer will be opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Transfer ``transfer`` was seen done: all its bytes are there; a lease word is right."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Transfer ``transfer`` can write no more and is of no use.
+
+    It met a transport error, was never posted, or brought a wrong lease word.
+    """
+
+    transfer: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """Prefill has renewed the lease for this engine: it stands until ``until``."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something else went wrong: handshake, plan, a peer that is gone, an exception."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The engine gave the request up (abort)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDestroyed:
+    """The agent that ran this request's transfers is gone, and its DMA with it.
+
+    Attributes:
+        crashed: whether the transfer thread failed. If not, another request's transfer hung.
+    """
+
+    failure: Failure
+    crashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    Started
+    | Connected
+    | Opened
+    | Posted
+    | Landed
+    | Broken
+    | Acknowledged
+    | Failed
+    | Abandoned
+    | AgentDestroyed
+    | Tick
 )
+
 
 MAX_CRASHES = 3
 ABANDONED = "given up by the engine before all data had landed"
