@@ -23,7 +23,7 @@ from aiohttp import web
 
 from bench_operator.certificates import Certificates, follow_secrets, known_clients
 from bench_operator.watching import events
-from pdcluster_operator.adapters.tls.small_buffers import use_small_buffers
+from pdcluster_operator.adapters.engines_http import use_small_buffers
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.api.ports import LAUNCHER_PORT
 

@@ -20,8 +20,8 @@ from cluster import audit, cgroups
 from cluster.session import Cluster
 from images.for_cluster import load_engine_image, operator_values
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
-from pdcluster_operator.adapters.tls.authority_secret import CERTIFICATE, KEY
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.own_secrets import CERTIFICATE, KEY
 from waiting import until
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "pdcluster"

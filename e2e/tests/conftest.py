@@ -9,7 +9,7 @@ from cluster_run import ClusterRun, manifest, running
 
 from cluster.session import Cluster
 from images.for_cluster import missing_variables
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.engine_authority import EngineAuthority
 
 
 @pytest.fixture(scope="session")

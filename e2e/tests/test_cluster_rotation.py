@@ -11,8 +11,7 @@ from cluster_run import ClusterRun
 from kv_load import Load, text
 
 from cluster.report import ClusterError
-from pdcluster_operator.adapters.tls.certificate_secret import with_certificates
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_certificates
 from pdcluster_operator.api.labels import CERTIFICATES_ANNOTATION
 from pdcluster_operator.api.object_names import certificates_name
 from pdcluster_operator.plan.model import WriteCertificates

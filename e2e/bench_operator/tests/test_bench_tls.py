@@ -12,9 +12,8 @@ from aiohttp.test_utils import TestServer
 
 from bench_operator.certificates import Certificates
 from bench_operator.launchers import Launcher, server
+from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_certificates
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.adapters.tls.certificate_secret import with_certificates
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import WriteCertificates

@@ -26,8 +26,8 @@ from conftest import may
 from loopback import free_ports
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
-from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
-from pdcluster_operator.adapters.tls.webhook_certificate import LIFETIME, read_certificates
+from pdcluster_operator.adapters.own_secrets import CertificateKeeper, WebhookPlace
+from pdcluster_operator.adapters.webhook_certificate import LIFETIME, read_certificates
 
 pytestmark = pytest.mark.cluster
 

@@ -22,12 +22,13 @@ from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in, why_
 from pdcluster_connector.protocol.tls_files import tls_files
 from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_operator.adapters import engines_http
-from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.adapters.tls.certificate_secret import (
+from pdcluster_operator.adapters.engine_authority import (
+    AuthorityError,
+    EngineAuthority,
     held_certificates,
     with_certificates,
 )
-from pdcluster_operator.adapters.tls.engine_authority import AuthorityError, EngineAuthority
+from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.labels import CERTIFICATES_HASH_ANNOTATION
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target

@@ -13,8 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pdcluster_operator.adapters import engines_http
+from pdcluster_operator.adapters.engine_authority import EngineAuthority, Signed
 from pdcluster_operator.adapters.engines_http import MAX_ANSWER, EnginesHttp
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority, Signed
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.reports import EngineReport, LauncherNews, LinksReport, parse_news

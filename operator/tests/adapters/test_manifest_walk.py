@@ -23,8 +23,8 @@ from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED
 from pdcluster_operator.adapters.api_server.watches import watch
+from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.api.ports import LAUNCHER_PORT
 from pdcluster_operator.api.rules.admission import review

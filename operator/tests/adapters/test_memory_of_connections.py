@@ -10,9 +10,8 @@ from asyncio import sslproto
 
 import pytest
 
-from pdcluster_operator.adapters import operator_process
-from pdcluster_operator.adapters.tls import small_buffers
-from pdcluster_operator.adapters.tls.small_buffers import (
+from pdcluster_operator.adapters import engines_http, operator_process
+from pdcluster_operator.adapters.engines_http import (
     BUFFER_BYTES,
     SharedBuffer,
     use_small_buffers,
@@ -57,7 +56,7 @@ async def bytes_of_buffers(connections: int) -> float:
             writer.write(message)
         came = await asyncio.gather(*(reader.readexactly(LARGE) for reader, _ in held))
         assert came == sent, "long messages arrive, too, side by side"
-        only = [tracemalloc.Filter(True, one.__file__) for one in (sslproto, small_buffers)]
+        only = [tracemalloc.Filter(True, one.__file__) for one in (sslproto, engines_http)]
         found = tracemalloc.take_snapshot().filter_traces(only).statistics("filename")
         return sum(one.size for one in found) / connections / 2
     finally:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import json
 import logging
 import sys
-import weakref
 from pathlib import Path
 
 import jsonschema
@@ -17,12 +15,11 @@ from kubernetes.aio import client as kubernetes
 from operator_runs import cluster
 
 from loopback import free_ports
-from pdcluster_operator.adapters import connector_bundle, logs, operator_process, status_pages
-from pdcluster_operator.adapters.admission import webhook_process
-from pdcluster_operator.adapters.admission.webhook_process import (
-    Judge,
-    WebhookOptions,
-    ask_review,
+from pdcluster_operator.adapters import (
+    connector_bundle,
+    operator_process,
+    status_pages,
+    webhook_process,
 )
 from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.client import NotFound
@@ -33,21 +30,24 @@ from pdcluster_operator.adapters.api_server.kinds import (
     as_kept,
     slim,
 )
-from pdcluster_operator.adapters.api_server.namespace_leases import own_identity
 from pdcluster_operator.adapters.api_server.sweep import Sweeper
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
-from pdcluster_operator.adapters.logs import JsonLines
 from pdcluster_operator.adapters.metrics import MOST_SHOWN, Metrics, resource_of
 from pdcluster_operator.adapters.operator_process import (
-    SWEEPS_OF_A_WHOLE_LOOK,
     OperatorOptions,
-    rare_collections,
+    own_identity,
     run_operator,
 )
-from pdcluster_operator.adapters.tls.certificate_keeper import WebhookPlace
+from pdcluster_operator.adapters.own_secrets import WebhookPlace
+from pdcluster_operator.adapters.webhook_process import (
+    Judge,
+    WebhookOptions,
+    ask_review,
+)
 from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli import operator as command
+from pdcluster_operator.cli.operator import JsonLines
 from pdcluster_operator.plan.children.deletions import MANAGED_KINDS
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.store import Store
@@ -343,7 +343,7 @@ def started(monkeypatch):
 
     monkeypatch.setattr(operator_process, "run_operator", start)
     monkeypatch.setattr(webhook_process, "run_webhook", start)
-    monkeypatch.setattr(logs, "set_up_logs", lambda *_: None)
+    monkeypatch.setattr(command, "set_up_logs", lambda *_: None)
     return taken
 
 
@@ -568,44 +568,3 @@ async def test_leases_do_not_wait_behind_other_calls(monkeypatch):
     with pytest.raises(EnoughError):
         await run_operator(options, asyncio.Event())
     assert made["leases"] is not made["api"]
-
-
-def test_what_is_loaded_is_out_of_the_garbage_collectors_sight():
-    stays = [{"number": number} for number in range(1000)]
-    before = gc.get_threshold()
-    try:
-        rare_collections()()
-        watched = {id(one) for one in gc.get_objects()}
-        assert not watched.intersection(map(id, stays))
-        new = [[number] for number in range(10)]
-        assert {id(one) for one in gc.get_objects()}.issuperset(map(id, new))
-        assert gc.get_threshold() > before
-        assert gc.get_threshold()[2] > before[2], "what is old is left to the next sweep"
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)
-
-
-class Node:
-    """What is in a circle of references."""
-
-    def __init__(self):
-        self.other: object = self
-
-
-def test_garbage_that_a_sweep_has_seen_while_it_was_in_use_goes_with_a_later_sweep():
-    before = gc.get_threshold()
-    try:
-        used = [Node() for _ in range(10)]
-        seen = weakref.WeakSet(used)
-        collect = rare_collections()
-        collect()
-        used.clear()
-        collect()
-        assert len(seen) == 10, "the next sweeps do not look at all that stays"
-        for _ in range(SWEEPS_OF_A_WHOLE_LOOK):
-            collect()
-        assert not seen
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from reached import reaching
 
 from pdcluster_operator.adapters.api_server.children import KubeApi
-from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.adapters.api_server.documents import (
+from pdcluster_operator.adapters.api_server.client import (
     LEVELS,
+    KubeClient,
     document_of,
     lines_of,
     without_depths,
 )
 from pdcluster_operator.adapters.api_server.kinds import POD
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.runtime.errors import ApiError
 
 DEEPEST = 9_990  # the API server refuses what has more than 10,000 levels

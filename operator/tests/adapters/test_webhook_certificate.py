@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from pdcluster_operator.adapters.tls import live_certificate
-from pdcluster_operator.adapters.tls.live_certificate import keep_loaded, tls_problem
-from pdcluster_operator.adapters.tls.webhook_certificate import (
+from pdcluster_operator.adapters import webhook_process
+from pdcluster_operator.adapters.webhook_certificate import (
     Certificate,
     expiry,
     make_certificate,
     read_certificates,
     why_renew,
 )
+from pdcluster_operator.adapters.webhook_process import keep_loaded, tls_problem
 
 NAMES = ("hook.system.svc", "hook.system", "localhost", "127.0.0.1")
 NOW = 1_800_000_000.0
@@ -142,7 +142,7 @@ async def test_a_spoiled_certificate_of_the_webhook_is_warned_of_once(
         looks += 1
         return tls_problem(folder)
 
-    monkeypatch.setattr(live_certificate, "tls_problem", problem)
+    monkeypatch.setattr(webhook_process, "tls_problem", problem)
     made = make_certificate(["webhook.svc"], NOW)
     (tmp_path / "tls.crt").write_bytes(made.certificate)
     (tmp_path / "tls.key").write_text("spoiled")

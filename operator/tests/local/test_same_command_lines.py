@@ -19,8 +19,7 @@ from loopback import free_network
 from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_connector.protocol.tls_files import tls_files
 from pdcluster_connector.sidechannel.tls import Tls
-from pdcluster_operator.adapters.tls.certificate_secret import with_certificates
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_certificates
 from pdcluster_operator.local.addresses import AddressBook
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.controllers import Workloads

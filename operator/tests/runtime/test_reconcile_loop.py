@@ -17,13 +17,12 @@ import pytest
 
 from authority import Authority
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
-from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.adapters.tls.certificate_secret import (
+from pdcluster_operator.adapters.engine_authority import (
+    EngineAuthority,
     held_certificates,
     with_certificates,
 )
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
-from pdcluster_operator.adapters.tls.mounted_identity import MountedIdentity
+from pdcluster_operator.adapters.engines_http import EnginesHttp, MountedIdentity
 from pdcluster_operator.api.labels import API_VERSION, ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.api.object_names import certificates_name
 from pdcluster_operator.local.api import LocalApi

@@ -2,24 +2,32 @@
 
 A redirect is a failure. A pod that carries an engine's labels could otherwise have the operator,
 which reaches every namespace, send its requests somewhere else.
+
+Engines whose certificates a user mounts do not know the operator's own CA. So somebody else has to
+give the operator a certificate that they trust, and the CA of theirs: :class:`MountedIdentity`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import ssl
+import threading
 import time
+from asyncio import sslproto
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
 
+from pdcluster_connector.certificate_files import TlsError, Watched, client_context
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name, role_name
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
-from pdcluster_operator.adapters.tls.mounted_identity import IdentityError, MountedIdentity
+from pdcluster_connector.protocol.tls_files import TlsFiles
+from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.reports import (
@@ -42,6 +50,9 @@ MAX_ANSWER = 4 << 20
 OWN_SECONDS = 86_400.0
 """How long the operator uses a certificate of its own before it makes another one."""
 CLOCKS_DIFFER = 86_400.0
+FILES = ("ca.crt", "tls.crt", "tls.key")
+BUFFER_BYTES = 16 * 1024
+_held = threading.local()
 
 
 class EnginesHttp:
@@ -186,3 +197,64 @@ async def _read(stream: aiohttp.StreamReader) -> bytes:
             raise LauncherError(f"the answer is longer than {MAX_ANSWER} bytes")
         parts.append(part)
     return b"".join(parts)
+
+
+class IdentityError(Exception):
+    """The files cannot be used. The message names the folder and says what to do."""
+
+
+class MountedIdentity:
+    """Makes the TLS context of the operator's requests. Changed files hold for new connections.
+
+    Args:
+        folder: holds ``ca.crt``, ``tls.crt`` and ``tls.key``.
+        clock: seconds; says when to look at the files again.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._watched: Watched[ssl.SSLContext] | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context. It checks the server's name.
+
+        Raises:
+            IdentityError: there are no files that can be used, and there were none before.
+        """
+        if self._watched is None:
+            ca, certificate, key = (self._folder / name for name in FILES)
+            files = TlsFiles(ca, certificate, key)
+            try:
+                self._watched = Watched(files, client_context, self._clock)
+            except TlsError as error:
+                raise IdentityError(
+                    f"{self._folder} holds no usable {', '.join(FILES)}: {error}. Put the "
+                    f"operator's certificate there, with the DNS name {OPERATOR_NAME}"
+                ) from error
+        return self._watched.present()
+
+
+class SharedBuffer(sslproto.SSLProtocol):
+    """asyncio's TLS, with one receive buffer of one TLS record for all connections of a thread.
+
+    asyncio gives each TLS connection a buffer of 256 KiB, and the operator holds a connection to
+    each launcher. 1,000 connections take 44 KiB of memory each so, and 303 KiB each without
+    (``operator/tests/adapters/test_memory_of_connections.py``). Sharing is safe where an event loop
+    reads into the buffer and hands it to OpenSSL in one step, as it does everywhere but on Windows.
+    """
+
+    max_size = BUFFER_BYTES
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *rest: Any, **more: Any) -> None:
+        super().__init__(loop, *rest, **more)
+        if isinstance(loop, asyncio.SelectorEventLoop):
+            if not hasattr(_held, "buffer"):
+                _held.buffer = bytearray(BUFFER_BYTES)
+            self._ssl_buffer = _held.buffer
+            self._ssl_buffer_view = memoryview(_held.buffer)
+
+
+def use_small_buffers() -> None:
+    """Let all TLS connections that this process makes from now on have small buffers."""
+    sslproto.SSLProtocol = SharedBuffer  # type: ignore[misc]

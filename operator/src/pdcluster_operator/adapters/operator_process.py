@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import itertools
 import logging
+import os
 import resource
+import secrets
+import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pdcluster_operator.adapters.api_server import watches
-from pdcluster_operator.adapters.api_server.children import KubeApi
-from pdcluster_operator.adapters.api_server.client import KubeClient
+from pdcluster_operator.adapters.api_server.children import KubeApi, KubeConnectors
+from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.events import KubeEvents
+from pdcluster_operator.adapters.api_server.kinds import LEASE
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration, own_namespace
-from pdcluster_operator.adapters.api_server.namespace_leases import KubeLeases, own_identity
-from pdcluster_operator.adapters.api_server.shared_connectors import KubeConnectors
 from pdcluster_operator.adapters.api_server.sweep import Sweeper
 from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
-from pdcluster_operator.adapters.engines_http import EnginesHttp
+from pdcluster_operator.adapters.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.engines_http import (
+    EnginesHttp,
+    IdentityError,
+    MountedIdentity,
+    use_small_buffers,
+)
 from pdcluster_operator.adapters.metrics import Metrics
+from pdcluster_operator.adapters.own_secrets import CertificateKeeper, WebhookPlace, find_authority
 from pdcluster_operator.adapters.status_pages import serve_pages
-from pdcluster_operator.adapters.tls.authority_secret import find_authority
-from pdcluster_operator.adapters.tls.certificate_keeper import CertificateKeeper, WebhookPlace
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
-from pdcluster_operator.adapters.tls.mounted_identity import IdentityError, MountedIdentity
-from pdcluster_operator.adapters.tls.small_buffers import use_small_buffers
 from pdcluster_operator.plan.operators.namespace_lease import lease_name
 from pdcluster_operator.plan.shared_connectors.unused_connectors import KEEP_SECONDS
 from pdcluster_operator.runtime.connector_collector import PERIOD_SECONDS, ConnectorCollector
@@ -43,15 +45,6 @@ log = logging.getLogger(__name__)
 
 RENEWALS_AT_ONCE = 256
 """Connections for Leases. One that hangs keeps one for half a minute."""
-NEW_OBJECTS = 10_000
-"""After so many new objects the garbage collector runs. One page of a LIST has more than 700."""
-SWEEPS_OF_A_WHOLE_LOOK = 12
-"""After so many sweeps, an hour by default, one looks at all objects for garbage."""
-OLD_OBJECTS = 1_000
-"""After so many runs, each of some that are short, it also looks at all that is not new.
-
-That is hundreds of millions of objects: it is left to the sweeps.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +155,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             loop.not_ready,
             lambda: loop.unlisted,
         )
-        sweeper = Sweeper(
-            api, loop, watch_health, options.namespaces, options.sweep_seconds, rare_collections()
-        )
+        sweeper = Sweeper(api, loop, watch_health, options.namespaces, options.sweep_seconds)
         ready.append(sweeper)
         if not await _unless_stopped(sweeper.first(), stop):
             return
@@ -216,27 +207,6 @@ def _identity(folder: Path) -> MountedIdentity:
     return identity
 
 
-def rare_collections() -> Callable[[], None]:
-    """Return what to call after each sweep: it collects garbage.
-
-    Between sweeps, the collector then looks only at what is made from now on, and rarely. The
-    objects of a thousand clusters are hundreds of thousands of dicts and lists, which stay. To look
-    at all of them takes a large part of a second, and the event loop stands still meanwhile. So
-    most sweeps do not look again at what had stayed until the sweep before. Some of it has become
-    garbage since, and a sweep now and then looks at everything.
-    """
-    sweeps = itertools.count()
-
-    def collect() -> None:
-        if next(sweeps) % SWEEPS_OF_A_WHOLE_LOOK == 0:
-            gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(NEW_OBJECTS, gc.get_threshold()[1], OLD_OBJECTS)
-
-    return collect
-
-
 def _allow_many_connections() -> None:
     """Raise the limit of open files: each launcher holds a connection while it has no news."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -266,3 +236,34 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
         one.cancel()
     await asyncio.gather(task, stopped, return_exceptions=True)
     return finished
+
+
+Manifest = Mapping[str, Any]
+
+
+class KubeLeases:
+    """The Lease objects of an API server; see ``runtime/namespace_leases.py``."""
+
+    def __init__(self, client: KubeClient) -> None:
+        self._client = client
+
+    async def read_lease(self, namespace: str, name: str) -> Manifest | None:
+        """Return the Lease; None if there is none."""
+        try:
+            return await self._client.call("GET", LEASE.path(namespace, name))
+        except NotFound:
+            return None
+
+    async def write_lease(self, manifest: Manifest) -> None:
+        """Create the Lease, or replace the version that was read."""
+        metadata = manifest["metadata"]
+        if "resourceVersion" not in metadata:
+            await self._client.call("POST", LEASE.path(metadata["namespace"]), body=manifest)
+            return
+        path = LEASE.path(metadata["namespace"], metadata["name"])
+        await self._client.call("PUT", path, body=manifest)
+
+
+def own_identity() -> str:
+    """Return who this process is: its pod, whose earlier process has ended, or a random name."""
+    return os.environ.get("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pdcluster_operator.cli.exits import Exit
 log = logging.getLogger(__name__)
 
 SOMETHING_FAILED = 1
+PLAIN = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -141,8 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(given) and not all(given):
         root.error("--webhook-configuration, --webhook-service and --webhook-secret go together")
 
-    from pdcluster_operator.adapters.logs import set_up_logs
-
     set_up_logs(options.log_level, options.log_format)
     work = _operator(options) if options.command == "run" else _webhook(options)
     try:
@@ -161,7 +162,7 @@ Work = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 def _operator(options: argparse.Namespace) -> Work:
     from pdcluster_operator.adapters.operator_process import OperatorOptions, run_operator
-    from pdcluster_operator.adapters.tls.certificate_keeper import WebhookPlace
+    from pdcluster_operator.adapters.own_secrets import WebhookPlace
 
     place = None
     if options.webhook_configuration is not None:
@@ -186,7 +187,7 @@ def _operator(options: argparse.Namespace) -> Work:
 
 
 def _webhook(options: argparse.Namespace) -> Work:
-    from pdcluster_operator.adapters.admission.webhook_process import WebhookOptions, run_webhook
+    from pdcluster_operator.adapters.webhook_process import WebhookOptions, run_webhook
 
     chosen = WebhookOptions(
         folder=options.certificate_folder,
@@ -207,6 +208,31 @@ async def _until_signal(work: Work) -> None:
         # The adapter sets handlers of its own once it runs. They end it the same way.
         loop.add_signal_handler(number, stop.set)
     await work(stop)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as JSON."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def set_up_logs(level: str, form: str) -> None:
+    """Send every logger's lines to stderr; ``form`` is json or plain."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(PLAIN))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # kopf logs every manifest that our webhook refuses.
+    logging.getLogger("kopf.objects").setLevel(logging.CRITICAL)
 
 
 def _pair(text: str) -> tuple[str, str]:

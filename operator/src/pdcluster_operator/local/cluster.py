@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
-from pdcluster_operator.adapters.engines_http import EnginesHttp
-from pdcluster_operator.adapters.tls.certificate_secret import (
+from pdcluster_operator.adapters.engine_authority import (
+    EngineAuthority,
     held_certificates,
     with_certificates,
 )
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.labels import KIND, SCALER_KIND
 from pdcluster_operator.api.object_names import certificates_name, ticket_key_name
 from pdcluster_operator.api.ports import (

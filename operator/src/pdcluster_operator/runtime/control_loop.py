@@ -155,7 +155,7 @@ class ControlLoop:
             for key in keys:
                 self.queue.add(key)
 
-    def local_prefill_shares(self) -> dict[Key, float]:
+    def local_prefill_shares(self) -> dict[tuple[str, str], float]:
         """Return which share of its latest prompts each cluster's decode engines computed.
 
         A cluster without prompts has no entry.
@@ -164,9 +164,9 @@ class ControlLoop:
         shares = {key: local_share(self.monitor.links(key).values()) for key in keys}
         return {key: share for key, share in shares.items() if share is not None}
 
-    def not_ready(self) -> dict[Key, str]:
+    def not_ready(self) -> dict[tuple[str, str], str]:
         """Return the reason of the condition Ready for each cluster of ours that is not Ready."""
-        found = {}
+        found: dict[tuple[str, str], str] = {}
         for key in filter(self._is_ours, self.store.keys()):
             ready = find_condition(
                 (self.store.cluster(key) or {}).get("status"), ConditionType.READY

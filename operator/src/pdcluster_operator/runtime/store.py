@@ -245,7 +245,7 @@ class Store:
             return ()
         return tuple(self._at(OWNER, key.namespace, uid_of(cluster)))
 
-    def pods(self, key: Key) -> tuple[Manifest, ...]:
+    def pods(self, key: Key) -> tuple[Mapping[str, Any], ...]:
         """Return the pods that the cluster's workloads made."""
         cluster = self.cluster(key)
         if cluster is None:

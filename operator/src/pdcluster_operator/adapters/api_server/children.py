@@ -1,37 +1,41 @@
 """Reads and writes a cluster's objects on a real API server.
 
-It writes with :mod:`.server_side_apply`, and deletes only the object that was seen.
+Writes are server-side applies, and only onto the object that was seen or that is ours. Another
+client may change an object so that the API server refuses our apply. Then a second field manager
+sets those fields again, and gives up their ownership afterwards. A deletion names the UID and the
+resourceVersion that were seen.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from pdcluster_operator.adapters.api_server.client import MERGE, KubeClient, NotFound
+from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import (
     BY_NAME,
     PDCLUSTER,
     POD,
     PREFILL_SCALER,
     SECRET,
+    WATCHED,
     Kind,
     Same,
     as_kept,
     nothing_is_kept,
     slim,
 )
-from pdcluster_operator.adapters.api_server.server_side_apply import ServerSideApply
-from pdcluster_operator.adapters.tls.certificate_secret import (
+from pdcluster_operator.adapters.engine_authority import (
+    EngineAuthority,
     held_certificates,
     with_certificates,
 )
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER
+from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, UNUSED_ANNOTATION
 from pdcluster_operator.api.object_names import certificates_name, ticket_key_name
-from pdcluster_operator.plan.children.name_conflicts import name_conflict
+from pdcluster_operator.plan.children.name_conflicts import name_conflict, why_not_applied
 from pdcluster_operator.plan.model import (
     Delete,
     HeldCertificates,
@@ -42,14 +46,24 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
+from pdcluster_operator.plan.objects.drift import repair, without_manager
 from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
 from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
 from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
-from pdcluster_operator.runtime.errors import ApiError, Conflict
+from pdcluster_operator.plan.shared_connectors.connector_mounts import MOUNTING_KINDS
+from pdcluster_operator.plan.shared_connectors.unused_connectors import MarkConnector
+from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 Manifest = Mapping[str, Any]
+NO_OBJECT = "1"
+"""A resourceVersion that no object has: the one of an empty etcd. An apply with it only creates."""
+ABSENT = {"resourceVersion": NO_OBJECT}
+REPAIR_MANAGER = f"{FIELD_MANAGER}-repair"
+CONFIG_MAP = BY_NAME["ConfigMap"]
+MARKER = f"{FIELD_MANAGER}-collector"
+"""A field manager that owns the mark alone, so that its applies leave out the content."""
 
 
 class KubeApi:
@@ -233,3 +247,95 @@ class KubeApi:
         if kind is SECRET:  # whose content is not for the store
             return
         self.remember(as_kept(live, kind, self.same))
+
+
+class ServerSideApply:
+    """Applies objects with the operator's field manager."""
+
+    def __init__(self, client: KubeClient) -> None:
+        self._client = client
+
+    async def apply(self, manifest: Manifest, uid: str = "") -> dict[str, Any]:
+        """Apply a child and return it, unless ``plan/children/name_conflicts.py`` objects.
+
+        The request carries what was seen: the live object's UID, or that there is none. If the
+        API server has it otherwise, it answers with a conflict, and only then we look.
+        """
+        metadata = manifest["metadata"]
+        seen = {"uid": uid} if uid else ABSENT
+        path = BY_NAME[manifest["kind"]].path(metadata["namespace"], metadata["name"])
+        try:
+            answer = await self.patch(path, {**manifest, "metadata": {**metadata, **seen}})
+        except (Conflict, Invalid):
+            answer = await self._apply_to_live(path, manifest)
+        if without_manager(answer, REPAIR_MANAGER) is not None:  # a repair that was cut off
+            answer = await self._apply_to_live(path, manifest)
+        return answer
+
+    async def _apply_to_live(self, path: str, manifest: Manifest) -> dict[str, Any]:
+        metadata = manifest["metadata"]
+        live = await self._client.read(path)
+        if (refusal := why_not_applied(manifest, live)) is not None:
+            raise ApiError(refusal.reason, refusal.message)
+        if live is None:
+            return await self.patch(path, {**manifest, "metadata": {**metadata, **ABSENT}})
+        body = {**manifest, "metadata": {**metadata, "uid": live["metadata"]["uid"]}}
+        live = await self._disown(path, live)
+        try:
+            return await self.patch(path, body)
+        except Invalid:
+            if (patch := repair(live, body)) is None:
+                raise
+            await self._repair(path, patch)
+            return await self._disown(path, await self.patch(path, body))
+
+    async def patch(
+        self, path: str, body: Manifest, *, manager: str = FIELD_MANAGER, dry_run: bool = False
+    ) -> dict[str, Any]:
+        """Send one apply, and take over the fields that another manager has."""
+        query = {"fieldManager": manager, "force": "true"}
+        if dry_run:
+            query["dryRun"] = "All"
+        return await self._client.call("PATCH", path, query=query, body=body, content=APPLY)
+
+    async def _disown(self, path: str, live: dict[str, Any]) -> dict[str, Any]:
+        """Give up what the repair's manager owns; return the object as it is then."""
+        patch = without_manager(live, REPAIR_MANAGER)
+        return live if patch is None else await self._repair(path, patch)
+
+    async def _repair(self, path: str, patch: Manifest) -> dict[str, Any]:
+        query = {"fieldManager": REPAIR_MANAGER}
+        return await self._client.call("PATCH", path, query=query, body=patch, content=MERGE)
+
+
+class KubeConnectors:
+    """Marks and deletes ConfigMaps with a connector; see ``runtime/connector_collector.py``."""
+
+    def __init__(self, client: KubeClient, api: KubeApi) -> None:
+        self._writes = ServerSideApply(client)
+        self._api = api
+
+    async def list_mounting(self, namespace: str) -> list[Mapping[str, Any]]:
+        """Return all workloads, stored revisions and pods of a namespace, whoever made them."""
+        kinds = [replace(kind, selector="") for kind in WATCHED if kind.name in MOUNTING_KINDS]
+        return [one for kind in kinds for one in await self._api.list(kind, (namespace,))]
+
+    async def mark_connector(self, step: MarkConnector) -> None:
+        """Write the mark, if the ConfigMap is still the version that was seen."""
+        body = {
+            "apiVersion": CONFIG_MAP.api_version,
+            "kind": CONFIG_MAP.name,
+            "metadata": {
+                "name": step.name,
+                "namespace": step.namespace,
+                "uid": step.uid,
+                "resourceVersion": step.resource_version,
+                "annotations": {UNUSED_ANNOTATION: step.since},
+            },
+        }
+        path = CONFIG_MAP.path(step.namespace, step.name)
+        await self._writes.patch(path, body, manager=MARKER)
+
+    async def delete(self, step: Delete) -> None:
+        """Delete with UID and resourceVersion preconditions; an absent object is no error."""
+        await self._api.delete(step)

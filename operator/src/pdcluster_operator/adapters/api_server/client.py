@@ -3,14 +3,21 @@
 Of ``kubernetes.aio``, only the configuration, TLS and the authentication are used. Its models drop
 fields that they do not know, and write nulls for those that were not set. To turn a document into a
 request, the library took as long as we take for everything else of a request.
+
+A document holds what anybody may have written. A pod template of a PDCluster and the data of a
+ControllerRevision may have any fields, 10,000 levels deep, and parsers give up at about 1,000. An
+error here would end the operator, and would end it again after each start. An object may also be
+longer than the lines that aiohttp reads: a ConfigMap of one megabyte is six megabytes of JSON if
+its text is ``<<<``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +33,6 @@ from pdcluster_operator.adapters.api_server.connections import (
     namespace_of,
     written_namespace,
 )
-from pdcluster_operator.adapters.api_server.documents import document_of, lines_of
 from pdcluster_operator.adapters.api_server.overload import Overload
 from pdcluster_operator.runtime.errors import (
     ApiError,
@@ -57,6 +63,13 @@ OK = 200
 NOT_FOUND, CONFLICT, INVALID, TOO_MANY = 404, 409, 422, 429
 TERMINAL = frozenset({400, 405, 406, 413, 415})
 TERMINATING = "NamespaceTerminating"
+LEVELS = 200
+"""What is deeper is cut off, in a document that cannot be read otherwise.
+
+The deepest field that Kubernetes knows is not half as deep, so it refuses what remains of a field.
+"""
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
+_OPENING = (b"[", b"{")
 
 
 class KubeClient:
@@ -91,7 +104,7 @@ class KubeClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._client.close()
+        await self._client.close()  # type: ignore[no-untyped-call]
         if self._http is not None:
             await self._http.close()
 
@@ -267,3 +280,49 @@ def _text(body: Mapping[str, Any]) -> bytes:
         return msgspec.json.encode(body)
     except UnicodeEncodeError:  # half a character, which only an escape can write
         return json.dumps(body).encode()
+
+
+def document_of(text: bytes) -> Any:
+    """Return what a JSON document says; null stands for what is too deep.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError:
+        return msgspec.json.decode(without_depths(text))
+
+
+def without_depths(text: bytes) -> bytes:
+    """Return a document with null for what is too deep."""
+    return b"".join(_shallow_parts(text))
+
+
+def _shallow_parts(text: bytes) -> Iterator[bytes]:
+    level = written = 0
+    for token in _TOKEN.finditer(text):
+        if token[0] in _OPENING:
+            level += 1
+            if level == LEVELS + 1:
+                yield text[written : token.start()]
+        elif token[0][:1] != b'"':
+            if level == LEVELS + 1:
+                yield b"null"
+                written = token.end()
+            level -= 1
+    if level <= LEVELS:  # what is cut off has an end
+        yield text[written:]
+
+
+async def lines_of(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield each line of a stream, however long it is."""
+    begun: list[bytes] = []
+    async for piece in pieces:
+        first, *others = piece.split(b"\n")
+        begun.append(first)
+        for other in others:
+            yield b"".join(begun)
+            begun = [other]
+    if any(begun):
+        yield b"".join(begun)

@@ -13,7 +13,7 @@ from typing import Any
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, slim
-from pdcluster_operator.adapters.tls.engine_authority import EngineAuthority
+from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
 from pdcluster_operator.plan.builders.network_policies import operator_namespace_in
 from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND

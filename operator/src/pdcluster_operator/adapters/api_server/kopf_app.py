@@ -16,7 +16,6 @@ from typing import Any
 import kopf
 
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
-from pdcluster_operator.adapters.tls.live_certificate import keep_loaded
 from pdcluster_operator.api.labels import GROUP
 from pdcluster_operator.api.rules.admission import Review
 
@@ -38,16 +37,16 @@ async def serve_webhook(
     *,
     host: str,
     port: int,
+    context: ssl.SSLContext,
     folder: Path,
     stop: asyncio.Event,
-    check_seconds: float = 10.0,
 ) -> None:
     """Answer admission reviews on ``/validate`` until ``stop`` or a signal.
 
     Args:
-        folder: holds ``tls.crt`` and ``tls.key``, read again every ``check_seconds``.
+        context: has the certificate; whoever calls loads a renewed one into it.
+        folder: holds ``tls.crt`` and ``tls.key``.
     """
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     registry = kopf.OperatorRegistry()
     _login(registry)
     settings = _settings()
@@ -73,11 +72,7 @@ async def serve_webhook(
         if answer.errors:
             raise kopf.AdmissionError(answer.message, code=REFUSED)
 
-    following = asyncio.create_task(keep_loaded(context, folder, check_seconds))
-    try:
-        await _run(registry, settings, stop)
-    finally:
-        following.cancel()
+    await _run(registry, settings, stop)
 
 
 def _login(registry: kopf.OperatorRegistry) -> None:

@@ -35,9 +35,11 @@ async def find_configuration(
     configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     try:
         if kubeconfig is None and context is None and (ACCOUNT / "token").exists():
-            config.load_incluster_config(client_configuration=configuration)
+            config.load_incluster_config(  # type: ignore[no-untyped-call]
+                client_configuration=configuration
+            )
         else:
-            await config.load_kube_config(
+            await config.load_kube_config(  # type: ignore[no-untyped-call]
                 config_file=kubeconfig, context=context, client_configuration=configuration
             )
     except (config.ConfigException, OSError) as error:
@@ -51,7 +53,7 @@ async def find_configuration(
 def namespace_of_context(context: str | None) -> str:
     """Return the namespace that a context of the kubeconfig names, as kubectl takes it."""
     try:
-        known, current = config.list_kube_config_contexts()
+        known, current = config.list_kube_config_contexts()  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError):
         return own_namespace() or DEFAULT_NAMESPACE
     named = [one for one in known if one["name"] == context]

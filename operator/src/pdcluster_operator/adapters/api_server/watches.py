@@ -21,8 +21,13 @@ from typing import Any
 
 import msgspec
 
-from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound, classified
-from pdcluster_operator.adapters.api_server.documents import document_of, without_depths
+from pdcluster_operator.adapters.api_server.client import (
+    KubeClient,
+    NotFound,
+    classified,
+    document_of,
+    without_depths,
+)
 from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, Same, as_kept, slim
 from pdcluster_operator.runtime.errors import ApiError
 

@@ -1,9 +1,15 @@
-"""The webhook as a process. It is ready when it answers a review that it sends to itself."""
+"""The webhook as a process. It is ready when it answers a review that it sends to itself.
+
+A renewed certificate is loaded into the running server. kopf would restart its server for it, and
+the API server refuses every change whose review arrives during a restart.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import ssl
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -12,11 +18,11 @@ from typing import Any
 
 import aiohttp
 
+from pdcluster_connector.certificate_files import no_password
 from pdcluster_operator.adapters.api_server import kopf_app
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
-from pdcluster_operator.adapters.tls.live_certificate import tls_problem
 from pdcluster_operator.api.rules.admission import Review, review
 
 log = logging.getLogger(__name__)
@@ -67,13 +73,16 @@ async def run_webhook(options: WebhookOptions, stop: asyncio.Event) -> None:
         )
         if not await _certificate(options.folder, stop):
             return
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        following = asyncio.create_task(keep_loaded(context, options.folder, options.check_seconds))
+        stack.callback(following.cancel)
         await kopf_app.serve_webhook(
             judge,
             host=options.host,
             port=options.port,
+            context=context,
             folder=options.folder,
             stop=stop,
-            check_seconds=options.check_seconds,
         )
 
 
@@ -164,3 +173,51 @@ async def _certificate(folder: Path, stop: asyncio.Event) -> bool:
             return False
         await asyncio.sleep(WAIT_SECONDS)
     return True
+
+
+def tls_problem(folder: Path) -> str | None:
+    """Return why the folder's certificate cannot serve; None if it can."""
+    try:
+        load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), folder)
+    except (OSError, ValueError) as error:
+        return f"{folder} holds no usable tls.crt and tls.key: {error}"
+    return None
+
+
+def load(context: ssl.SSLContext, folder: Path) -> None:
+    """Use the folder's certificate for new connections; open ones keep theirs.
+
+    Raises:
+        OSError: it cannot be read, or is none (ssl.SSLError).
+        ValueError: its key has a password.
+    """
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=no_password)
+
+
+async def keep_loaded(context: ssl.SSLContext, folder: Path, seconds: float) -> None:
+    """Load the folder's certificate when it changes. Look every ``seconds``; never return."""
+    loaded = refused = b""
+    while True:
+        await asyncio.sleep(seconds)
+        found = _digest(folder)
+        if found == loaded:
+            continue
+        # Try it in another context first. While only one of the two files is new, every new
+        # connection would fail.
+        if (problem := tls_problem(folder)) is not None:
+            if found != refused:
+                refused = found
+                log.warning("%s; the former certificate stays in use", problem)
+            continue
+        load(context, folder)
+        loaded = refused = found
+
+
+def _digest(folder: Path) -> bytes:
+    digest = hashlib.sha256()
+    for name in ("tls.crt", "tls.key"):
+        try:
+            digest.update((folder / name).read_bytes())
+        except OSError:
+            return b""
+    return digest.digest()

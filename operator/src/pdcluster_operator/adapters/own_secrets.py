@@ -1,4 +1,9 @@
-"""Keeps the webhook's certificate in a Secret, and its CA where the API server looks for it."""
+"""The Secrets in the operator's own namespace: the engines' CA, and the webhook's certificate.
+
+The engines' CA is made at the first start and is never replaced. Its key enters no pod but the
+operator's. The webhook's certificate is renewed, and its CA is written where the API server looks
+for it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,8 @@ from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import SECRET, WEBHOOK_CONFIGURATION
-from pdcluster_operator.adapters.tls.webhook_certificate import (
+from pdcluster_operator.adapters.engine_authority import AuthorityError, EngineAuthority
+from pdcluster_operator.adapters.webhook_certificate import (
     Certificate,
     expiry,
     make_certificate,
@@ -26,6 +32,9 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 600.0
 RETRY_SECONDS = 5.0
 KEYS = ("tls.crt", "tls.key", "ca.crt")
+WAIT_SECONDS = 2.0
+"""How long to wait for an API server that does not give the engines' CA."""
+CERTIFICATE, KEY = "ca.crt", "ca.key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +150,45 @@ def _decoded(data: Mapping[str, Any], key: str) -> bytes:
         return base64.b64decode(str(data.get(key) or ""), validate=True)
     except ValueError:
         return b""
+
+
+async def find_authority(client: KubeClient, place: tuple[str, str]) -> EngineAuthority:
+    """Return the CA that the Secret holds. Make it if there is none; wait for the API server.
+
+    Args:
+        place: namespace and name of the Secret.
+    """
+    while True:
+        try:
+            return await _find(client, place)
+        except (ApiError, AuthorityError) as error:
+            log.warning("waiting for Secret %s/%s, which holds the engines' CA: %s", *place, error)
+        await asyncio.sleep(WAIT_SECONDS)
+
+
+async def _find(client: KubeClient, place: tuple[str, str]) -> EngineAuthority:
+    namespace, name = place
+    query = {"fieldManager": FIELD_MANAGER}
+    try:
+        live = await client.call("GET", SECRET.path(namespace, name))
+    except NotFound:
+        authority, data = _new()
+        metadata = {"name": name, "namespace": namespace}
+        body = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
+        await client.call("POST", SECRET.path(namespace), query=query, body=body)
+        return authority
+    if held := live.get("data"):
+        return EngineAuthority(_decoded(held, CERTIFICATE), _decoded(held, KEY))
+    authority, data = _new()
+    # With the version, another operator that was faster makes this a conflict.
+    version = {"resourceVersion": live["metadata"]["resourceVersion"]}
+    body = {"metadata": version, "data": data}
+    path = SECRET.path(namespace, name)
+    await client.call("PATCH", path, query=query, body=body, content=MERGE)
+    return authority
+
+
+def _new() -> tuple[EngineAuthority, dict[str, str]]:
+    authority, stored = EngineAuthority.new(time.time())
+    parts = {CERTIFICATE: stored.certificate, KEY: stored.key}
+    return authority, {name: base64.b64encode(part).decode() for name, part in parts.items()}

@@ -1,18 +1,24 @@
 """The CA that signs the certificates of all engines, and the operator's own certificate.
 
 A certificate and its key follow from the CA's key, the name and the first moment of validity. So
-they can be made again at any time, and what is made is the same as before.
+they can be made again at any time, and what is made is the same as before. The engines of a
+PDCluster find theirs in one Secret: ``plan/secrets/certificates.py`` decides which engines get one,
+and when all of them are made again.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import os
 import ssl
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -21,8 +27,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pdcluster_operator.adapters.tls.key_usage import key_usage
+from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_operator.api.labels import CERTIFICATES_ANNOTATION, CERTIFICATES_HASH_ANNOTATION
+from pdcluster_operator.plan.builders.certificates import AUTHORITY_FILE
+from pdcluster_operator.plan.model import HeldCertificates, WriteCertificates
 
+Manifest = Mapping[str, Any]
 LIFETIME = timedelta(days=20 * 365)
 CLOCKS_DIFFER = timedelta(days=1)
 KEY_BYTES = 32
@@ -145,3 +155,69 @@ def _private_pem(key: Ed25519PrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
+
+
+def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    """Return what a key may do: sign certificates, or be shown in a handshake."""
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def held_certificates(secret: Manifest | None, authority: EngineAuthority) -> HeldCertificates:
+    """Return what the planner may know of the live Secret.
+
+    What is not as it was written does not count, so it is made again. Entries that somebody else
+    added are left alone.
+    """
+    if secret is None:
+        return HeldCertificates(authority.fingerprint)
+    annotations = secret["metadata"].get("annotations") or {}
+    data = secret.get("data") or {}
+    written = _written(annotations.get(CERTIFICATES_HASH_ANNOTATION, ""))
+    whole = {entry for entry, value in written.items() if value == _hash(data, entry)}
+    issue = str(annotations.get(CERTIFICATES_ANNOTATION, ""))
+    if AUTHORITY_FILE not in whole:
+        issue = ""
+    uid = str(secret["metadata"].get("uid") or "")
+    return HeldCertificates(authority.fingerprint, issue, frozenset(whole - {AUTHORITY_FILE}), uid)
+
+
+def with_certificates(step: WriteCertificates, authority: EngineAuthority) -> dict[str, Any]:
+    """Return the Secret with a certificate and a key for each engine."""
+    files = {AUTHORITY_FILE: authority.pem}
+    for entry, logical in step.engines.items():
+        signed = authority.sign(engine_name(logical), step.start, step.end)
+        files |= {f"{entry}.crt": signed.certificate, f"{entry}.key": signed.key}
+    data = {name: base64.b64encode(text).decode() for name, text in files.items()}
+    hashes = {entry: _hash(data, entry) for entry in (AUTHORITY_FILE, *step.engines)}
+    metadata = step.manifest["metadata"]
+    annotations = {
+        **metadata["annotations"],
+        CERTIFICATES_HASH_ANNOTATION: json.dumps(hashes, sort_keys=True),
+    }
+    return {**step.manifest, "metadata": {**metadata, "annotations": annotations}, "data": data}
+
+
+def _written(annotation: str) -> dict[str, str]:
+    """Return the hash of each entry that was written; nothing if somebody spoiled the note."""
+    try:
+        found = json.loads(annotation or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _hash(data: Mapping[str, Any], entry: str) -> str:
+    """Return a short hash of an entry's files. Keys are random, so it tells nothing of them."""
+    names = (entry, f"{entry}.crt", f"{entry}.key")
+    text = json.dumps([data.get(name) for name in names])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -2,8 +2,8 @@
 
 Each certificate is signed by a CA of its own. The key of that CA signs once and is then thrown
 away, so nobody can steal it. After a renewal clients trust the former CA until it expires, so
-webhook pods can take up the new certificate at different times. ``certificate_keeper.py`` stores
-it. The certificates of engines are signed in ``engine_authority.py``.
+webhook pods can take up the new certificate at different times. ``own_secrets.py`` stores it.
+The certificates of engines are signed in ``engine_authority.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pdcluster_operator.adapters.tls.key_usage import key_usage
+from pdcluster_operator.adapters.engine_authority import key_usage
 
 LIFETIME = timedelta(days=365)
 RENEW_BEFORE = timedelta(days=120)

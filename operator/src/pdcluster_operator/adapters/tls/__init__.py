@@ -1,1 +1,0 @@
-"""Certificates: who signs them, which Secret holds them, and connections that use them."""
