@@ -15,7 +15,7 @@ from pdcluster_operator.local.volumes import volume_folder
 from pdcluster_operator.plan.builders.ticket_key import TICKET_KEY_FILE, TICKET_KEY_VOLUME
 from pdcluster_operator.plan.model import Apply, Observed, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.runtime.ticket_keys import with_a_new_key
+from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 
 
 def test_the_key_is_a_file_that_the_connector_reads(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from pdcluster_operator.local.kubelet.translate import Substitutions, expand
 from pdcluster_operator.local.names import Names
 from pdcluster_operator.plan.model import Apply, Observed, WriteCertificates, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.runtime.ticket_keys import with_a_new_key
+from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 
 
 async def test_arguments_and_environment_equal_the_clusters(tmp_path: Path) -> None:

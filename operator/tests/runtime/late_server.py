@@ -21,10 +21,10 @@ from pdcluster_operator.plan.model import (
     WriteTicketKey,
 )
 from pdcluster_operator.plan.objects.ownership import controller_uid
+from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.queue import Key
-from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 NAMESPACE = "ns"
 KINDS = [kind for kind in WATCHED if not kind.optional]
@@ -65,7 +65,7 @@ class Port:
         live = await self._get("Secret", f"{key.name}-ticket-key")
         if live is not None and controller_uid(live) != uid:
             raise ApiError("NameConflict", "the Secret of one that is gone")
-        return live and what_is_held(live)
+        return live and ticket_key_of(live)
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
         live = await self._get("Secret", step.manifest["metadata"]["name"])

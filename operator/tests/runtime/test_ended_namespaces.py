@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pdcluster_operator.runtime.control_loop import RESYNC_SECONDS
-from pdcluster_operator.runtime.ended_namespaces import BELIEVED_SECONDS, EndedNamespaces
+from pdcluster_operator.runtime.reconcile import BELIEVED_SECONDS, EndedNamespaces
 
 
 class Time:

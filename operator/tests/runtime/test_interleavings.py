@@ -23,8 +23,8 @@ from pdcluster_operator.plan.objects.ownership import controller_uid
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
 from pdcluster_operator.runtime import reconcile
+from pdcluster_operator.runtime.cluster_secrets import ticket_key_of
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.ticket_keys import what_is_held
 
 BUSY_SECONDS, QUIET_SECONDS = 30.0, 90.0
 
@@ -107,7 +107,7 @@ def wrong(server: Server, loop: ControlLoop) -> list[object]:
             {},
             {},
             CONNECTOR,
-            secret and what_is_held(secret),
+            secret and ticket_key_of(secret),
             CERTIFICATES,
             connectors=tuple(one for one in live if is_shared_connector(one)),
         )
@@ -135,7 +135,7 @@ async def story(seed: int) -> list[object]:
     }
     loop = ControlLoop(api=port, **parts)  # type: ignore[arg-type]
     port.loop_of = lambda: loop
-    loop.store._clock = loop._reconciler._executor._clock = now
+    loop.store._clock = loop._reconciler._secrets._clock = now
     watches = Watches(server, loop, random)
     users = Users(server, watches, random)
     loop.start()

@@ -30,6 +30,7 @@ from pdcluster_operator.plan import launchers
 from pdcluster_operator.plan.builders.network_policies import operator_namespace_in
 from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
 from pdcluster_operator.plan.launchers import Target, launchers_to_poll
+from pdcluster_operator.plan.lifecycle import FIRST_CHILDREN_SECONDS, JUST_REPORTED_SECONDS
 from pdcluster_operator.plan.model import (
     ConnectorBundle,
     Delete,
@@ -47,14 +48,13 @@ from pdcluster_operator.plan.operators.operator_start import LONGEST_WAIT_SECOND
 from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.runtime import reconcile
+from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import ApiError, Conflict, NamespaceTerminating
-from pdcluster_operator.runtime.executor import FIRST_SECONDS, JUST_SECONDS
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.reconcile import Place, Reconciler
 from pdcluster_operator.runtime.store import Store
-from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 KEY = Key("ns", "tiny")
 MANIFEST: dict[str, Any] = {
@@ -93,7 +93,7 @@ class RecordingApi:
         if "read Secret" in self.fail:
             raise self.fail["read Secret"]
         live = self.api.get("Secret", key.namespace, f"{key.name}-ticket-key")
-        return None if live is None else what_is_held(live)
+        return None if live is None else ticket_key_of(live)
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
         self._write("write Secret")
@@ -670,7 +670,7 @@ async def test_a_bug_in_the_planner_stands_in_the_status(monkeypatch: pytest.Mon
 
 async def test_a_ghost_in_the_store_has_no_children() -> None:
     world = World()
-    world.now += FIRST_SECONDS
+    world.now += FIRST_CHILDREN_SECONDS
     world.port.uid = "made-anew-meanwhile"
     assert await world.reconcile() == 2.0, "by then the store may know"
     assert world.port.writes == []
@@ -686,7 +686,7 @@ async def test_a_new_cluster_is_written_without_a_read(monkeypatch: pytest.Monke
     await world.reconciler.reconcile(Key("ns", "other"))
     assert world.port.reads == ["certificates"], "once, to learn what it is to have none"
     world.port.reads.clear()
-    world.now += FIRST_SECONDS - 1
+    world.now += FIRST_CHILDREN_SECONDS - 1
     await world.reconcile()
     await world.reconcile()
     assert world.port.reads == []
@@ -695,7 +695,7 @@ async def test_a_new_cluster_is_written_without_a_read(monkeypatch: pytest.Monke
 async def test_children_that_come_later_are_made_only_for_a_cluster_that_is_there() -> None:
     world = World()
     await world.reconcile()
-    world.now += JUST_SECONDS
+    world.now += JUST_REPORTED_SECONDS
     engine = world.api.list("StatefulSet")[0]
     world.api.delete("StatefulSet", "ns", engine["metadata"]["name"])
     world.port.reads.clear()

@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 from pdcluster_operator.plan.objects.drift import stamped
+from pdcluster_operator.runtime.executor import RewriteNotes
 from pdcluster_operator.runtime.queue import Key
-from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
 
 KEY, OTHER = Key("ns", "llama"), Key("ns", "other")
 

@@ -45,11 +45,11 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
+from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.interfaces import ConnectorSource
 from pdcluster_operator.runtime.queue import Backoff, Key
 from pdcluster_operator.runtime.reconcile import Place
-from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class _ApiPort:
 
     async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
         live = self._api.get("Secret", key.namespace, ticket_key_name(key.name))
-        return None if live is None else what_is_held(live)
+        return None if live is None else ticket_key_of(live)
 
     async def write_ticket_key(self, step: WriteTicketKey) -> None:
         metadata = step.manifest["metadata"]

@@ -1,4 +1,4 @@
-"""Which steps of a plan may be carried out side by side.
+"""Which steps of a plan may be carried out concurrently, and which of them create something.
 
 A stage begins when the one before it has ended. Within a stage the steps do not need each other.
 """
@@ -30,6 +30,16 @@ def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
     for step in steps:
         staged.setdefault(_stage(step), []).append(step)
     return [tuple(staged[number]) for number in sorted(staged)]
+
+
+def creates(steps: Iterable[Step]) -> bool:
+    """Whether any step creates an object."""
+    return any(
+        not step.uid
+        if isinstance(step, Apply)
+        else isinstance(step, WriteTicketKey | WriteCertificates | TryOut)
+        for step in steps
+    )
 
 
 def _stage(step: Step) -> int:

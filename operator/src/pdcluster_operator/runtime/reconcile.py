@@ -1,38 +1,38 @@
 """One reconcile: observe, plan, perform, and write the status, also when a step failed.
 
-What to do is not decided here. The plan is a pure function of what was observed. This module has
-it carried out, up to the stage in which a plan step fails. The status says so, unless the failure
-will pass by itself.
+What to do is not decided here: the plan is a pure function of what was observed. The executor
+carries it out, up to the stage in which a step fails. The status says so, unless the failure will
+pass by itself.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdcluster_operator.api.conditions import own_status
 from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
 from pdcluster_operator.plan.launchers import launchers_to_poll
+from pdcluster_operator.plan.lifecycle import Stage, needs_live_check, stage_of
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Observed, Plan
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.operators.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.stages import creates
 from pdcluster_operator.plan.status.failed_step import with_failure
 from pdcluster_operator.plan.status.pace import wait_before_writing
-from pdcluster_operator.runtime.ended_namespaces import EndedNamespaces
+from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
 from pdcluster_operator.runtime.errors import ApiError, NamespaceTerminating
-from pdcluster_operator.runtime.executor import Executor
+from pdcluster_operator.runtime.executor import Executor, RewriteNotes
 from pdcluster_operator.runtime.interfaces import Api, Clock, ConnectorSource, EventSink
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
 from pdcluster_operator.runtime.queue import Key
-from pdcluster_operator.runtime.rewrite_notes import RewriteNotes
 from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,13 @@ MOST_MEMOS = 256
 """How many clusters keep the results of their last plan.
 
 The results of all clusters were a third of the memory that the operator held for them.
+"""
+
+BELIEVED_SECONDS = 240.0
+"""How long a refusal of a namespace that is being deleted holds. Then one request is made again.
+
+If the answer came late, the namespace may be gone, and the PDClusters may be those of a new one of
+its name. It is shorter than the resync period.
 """
 
 
@@ -95,13 +102,8 @@ class Reconciler:
         self._may_write = may_write
         self._new = new  # how many new clusters wait for their turn
         self._rewrites = RewriteNotes()
-        self._executor = Executor(
-            api,
-            self._rewrites,
-            may_write,
-            held=store.held,
-            reported_seconds=store.reported_seconds,
-        )
+        self._secrets = ClusterSecrets(api)
+        self._executor = Executor(api, self._secrets, self._rewrites, may_write)
         self._ended = EndedNamespaces(store.uids)
         self._memos: OrderedDict[Key, Memo] = OrderedDict()
         self._wrote: dict[Key, float] = {}  # when each status was written, or was first missing
@@ -115,13 +117,15 @@ class Reconciler:
         """
         cluster = self._store.cluster(key)
         if cluster is None or is_being_deleted(cluster) or self._goes_with_namespace(cluster):
-            return self._dismiss(key)
+            self._dismiss(key)
+            return None
         try:
             return await self._look(key, cluster)
         except NamespaceTerminating as error:
             log.info("%s: nothing more is done in the namespace: %s", key, error)
             self._ended.add(key.namespace, cluster["metadata"]["uid"])
-            return self._dismiss(key)
+            self._dismiss(key)
+            return None
 
     def _goes_with_namespace(self, cluster: Manifest) -> bool:
         metadata = cluster["metadata"]
@@ -143,8 +147,9 @@ class Reconciler:
         if wait > 0:
             return wait
         now = self._clock.now()
+        stage = stage_of(cluster, has_children=bool(children))
         try:
-            observed = await self._observe(key, cluster, children, pods)
+            observed = await self._observe(key, cluster, children, pods, new=stage is Stage.NEW)
             plan = make_plan(observed, now, self._memo(key))
         except ApiError as error:
             before = cluster.get("status") or {}
@@ -159,14 +164,14 @@ class Reconciler:
             )
             await self._write_status(key, cluster, status)
             raise failure from error
-        return await self._carry_out(key, cluster, plan, now)
+        return await self._carry_out(key, cluster, stage, plan, now)
 
     def leave(self, key: Key) -> None:
         """Forget a cluster that is gone, or that another operator may change from now on."""
         self._memos.pop(key, None)
         self._wrote.pop(key, None)
         self._held_back.discard(key)
-        self._executor.forget(key)
+        self._secrets.forget(key)
         self._rewrites.forget(key)
         self._monitor.forget(key)
 
@@ -177,11 +182,16 @@ class Reconciler:
             self._memos.popitem(last=False)
         return memo
 
-    async def _carry_out(self, key: Key, cluster: Manifest, plan: Plan, now: float) -> float | None:
+    async def _carry_out(
+        self, key: Key, cluster: Manifest, stage: Stage, plan: Plan, now: float
+    ) -> float | None:
         failure: ApiError | None = None
         events = list(plan.events)
         try:
-            if not await self._executor.perform(key, cluster, plan.steps, events):
+            if not await self._is_still_there(key, cluster, stage, plan):
+                log.info("%s: the cluster is gone, or was created again; nothing was done", key)
+                return STALE_SECONDS
+            if not await self._executor.perform(key, plan.steps, events):
                 return STALE_SECONDS
         except NamespaceTerminating:
             raise
@@ -202,6 +212,15 @@ class Reconciler:
             raise failure
         again = AGAIN_SECONDS if plan.steps else None
         return min((one for one in (wait, plan.requeue_after, again) if one), default=None)
+
+    async def _is_still_there(self, key: Key, cluster: Manifest, stage: Stage, plan: Plan) -> bool:
+        """Whether the steps of a plan may be performed: the store may hold a deleted cluster."""
+        if not creates(plan.steps) or not self._may_write(key):
+            return True
+        uid = str(cluster["metadata"]["uid"])
+        if not needs_live_check(stage, self._store.reported_seconds(key, uid)):
+            return True
+        return await self._api.read_uid(key) == uid
 
     async def _write_status(self, key: Key, cluster: Manifest, status: Manifest) -> float:
         """Write a status that changed; return how many seconds it has to wait instead."""
@@ -230,17 +249,12 @@ class Reconciler:
         cluster: Manifest,
         children: tuple[Manifest, ...],
         pods: tuple[Manifest, ...],
+        *,
+        new: bool,
     ) -> Observed:
         uid = cluster["metadata"]["uid"]
-        new = not (children or cluster.get("status"))
-        reads = (
-            self._executor.ticket_key(key, uid, new=new),
-            self._executor.certificates(key, uid, new=new),
-        )
-        if new or self._executor.knows(key, uid):  # two tasks would take longer than both
-            ticket_key, certificates = await reads[0], await reads[1]
-        else:
-            ticket_key, certificates = await asyncio.gather(*reads)
+        ticket_key = await self._secrets.ticket_key(key, uid, new=new)
+        certificates = await self._secrets.certificates(key, uid, new=new)
         return Observed(
             cluster=cluster,
             children=children,
@@ -259,3 +273,51 @@ class Reconciler:
             scaler=self._store.scaler(key),
             connectors=self._store.connectors(key.namespace),
         )
+
+
+class _Ended(NamedTuple):
+    uids: frozenset[str]
+    since: float
+
+
+class EndedNamespaces:
+    """The namespaces that are being deleted, as the refusals of the API server said.
+
+    Kubernetes deletes what a namespace holds kind by kind. As long as the PDClusters are there,
+    each object that is gone looks like one to create again, and each pod that is gone like a
+    failure. No watch reports that a namespace ends: the operator may have no right to read
+    namespaces.
+
+    A namespace of the same name may come later. So the UIDs of the PDClusters are remembered.
+
+    Args:
+        uids: returns the UIDs of the PDClusters that a namespace has now.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self, uids: Callable[[str], Iterable[str]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._uids = uids
+        self._clock = clock
+        self._ended: dict[str, _Ended] = {}
+
+    def add(self, namespace: str, uid: str) -> None:
+        """Remember that a namespace is being deleted. Forget what is too old.
+
+        Args:
+            uid: of the PDCluster that was reconciled. If it is gone, what was refused may have
+                been of a namespace of the same name, which is gone, too.
+        """
+        self._ended = {name: one for name, one in self._ended.items() if self._is_believed(one)}
+        there = frozenset(self._uids(namespace))
+        if uid in there:
+            self._ended[namespace] = _Ended(there, self._clock())
+
+    def had(self, namespace: str, uid: str) -> bool:
+        """Whether a PDCluster will be deleted with its namespace."""
+        ended = self._ended.get(namespace)
+        return ended is not None and uid in ended.uids and self._is_believed(ended)
+
+    def _is_believed(self, ended: _Ended) -> bool:
+        return self._clock() - ended.since < BELIEVED_SECONDS

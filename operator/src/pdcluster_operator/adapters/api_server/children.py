@@ -52,9 +52,9 @@ from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
 from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
 from pdcluster_operator.plan.shared_connectors.connector_mounts import MOUNTING_KINDS
 from pdcluster_operator.plan.shared_connectors.unused_connectors import MarkConnector
+from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 from pdcluster_operator.runtime.queue import Key
-from pdcluster_operator.runtime.ticket_keys import what_is_held, with_a_new_key
 
 Manifest = Mapping[str, Any]
 NO_OBJECT = "1"
@@ -99,7 +99,7 @@ class KubeApi:
     async def read_ticket_key(self, key: Key, uid: str) -> TicketKey | None:
         """Return what the cluster's Secret says beside its keys; None when there is none."""
         live = await self._own_secret(key.namespace, ticket_key_name(key.name), uid)
-        return None if live is None else what_is_held(live)
+        return None if live is None else ticket_key_of(live)
 
     async def read_certificates(self, key: Key, uid: str) -> HeldCertificates:
         """Return what the Secret with the engines' certificates says beside their keys."""

@@ -1,6 +1,6 @@
 """The Secret with the keys that sign tickets: all of it but the keys, and where pods mount it.
 
-``plan/secrets/ticket_key.py`` says when it is written, and ``runtime/ticket_keys.py`` makes the
+``plan/secrets/ticket_key.py`` says when it is written, and ``runtime/cluster_secrets.py`` makes the
 keys then. No plan, status or log ever holds one.
 """
 

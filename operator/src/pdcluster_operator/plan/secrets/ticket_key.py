@@ -1,6 +1,6 @@
 """When the Secret with the ticket keys is written: once, and again for each rotation.
 
-``runtime/ticket_keys.py`` makes the keys and keeps an old one. The connector's
+``runtime/cluster_secrets.py`` makes the keys and keeps an old one. The connector's
 ``protocol/ticket_keys.py`` says when a new key begins to sign.
 """
 

@@ -1,0 +1,60 @@
+"""How far a PDCluster has come, as its status and its children say.
+
+The queue, the reconcile and the pace of status writes all ask :func:`stage_of`, so they agree on
+which PDCluster is new.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pdcluster_operator.api.conditions import ConditionType, Status, find_condition
+from pdcluster_operator.plan.model import Manifest
+
+JUST_REPORTED_SECONDS = 5.0
+FIRST_CHILDREN_SECONDS = 300.0
+
+
+class Stage(StrEnum):
+    """A stage of a PDCluster's life; see :func:`stage_of`."""
+
+    NEW = "New"
+    """It has neither children nor a status: nothing was done for it yet."""
+    CREATED = "Created"
+    """It has children, and no status yet."""
+    CHANGED = "Changed"
+    """Its spec was changed, and its status is still about the spec before."""
+    STARTING = "Starting"
+    """Its status is about the present spec, and it is not Available."""
+    AVAILABLE = "Available"
+    """Its status is about the present spec, and it is Available."""
+
+
+def stage_of(cluster: Manifest, *, has_children: bool) -> Stage:
+    """Return the stage of a live PDCluster.
+
+    Args:
+        has_children: whether it owns any object that the operator creates.
+    """
+    status = cluster.get("status") or {}
+    if not status:
+        return Stage.CREATED if has_children else Stage.NEW
+    observed = status.get("observedGeneration")
+    if observed is not None and observed != cluster["metadata"].get("generation"):
+        return Stage.CHANGED
+    available = find_condition(status, ConditionType.AVAILABLE)
+    return Stage.AVAILABLE if available.get("status") == Status.TRUE else Stage.STARTING
+
+
+def needs_live_check(stage: Stage, reported_seconds: float) -> bool:
+    """Whether to read a PDCluster from the API server before children are created for it.
+
+    The cache may still hold one that was deleted, and children that are created for it afterwards
+    stay until Kubernetes' garbage collector finds them. The first children are created after an
+    older report: if it was wrong, the next reconcile finds children, and reads.
+
+    Args:
+        reported_seconds: how long ago the API server reported the PDCluster.
+    """
+    first = stage is Stage.NEW
+    return reported_seconds >= (FIRST_CHILDREN_SECONDS if first else JUST_REPORTED_SECONDS)

@@ -1,0 +1,138 @@
+"""The two Secrets of a PDCluster, its ticket keys and its certificates, read and written.
+
+Secrets are neither listed nor watched, because the operator has no right to do so. What a Secret
+says is remembered for four minutes: reading both for each plan would be most of the requests that a
+cluster at rest costs. The keys themselves are never remembered.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pdcluster_connector.protocol.ticket_keys import KEY_BYTES
+from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
+from pdcluster_operator.plan.builders.ticket_key import TICKET_KEY_FILE
+from pdcluster_operator.plan.model import (
+    HeldCertificates,
+    TicketKey,
+    WriteCertificates,
+    WriteTicketKey,
+)
+from pdcluster_operator.runtime.interfaces import Api
+from pdcluster_operator.runtime.queue import Key
+
+Manifest = Mapping[str, Any]
+SECRET_SECONDS = 240.0
+"""How long what a Secret says is remembered. Then it is read again, and a deletion is noticed.
+
+It is shorter than the resync period, so each resync reads the Secrets of each cluster.
+"""
+
+T = TypeVar("T")
+
+
+class _Remembered(NamedTuple, Generic[T]):
+    uid: str
+    content: T
+    since: float
+
+
+class ClusterSecrets:
+    """Reads and writes the Secrets of all clusters, and remembers what they say."""
+
+    def __init__(self, api: Api, clock: Callable[[], float] = time.monotonic) -> None:
+        self._api = api
+        self._clock = clock
+        self._ticket_keys: dict[Key, _Remembered[TicketKey]] = {}
+        self._certificates: dict[Key, _Remembered[HeldCertificates]] = {}
+        self._no_certificates: HeldCertificates | None = None
+
+    async def ticket_key(self, key: Key, uid: str, *, new: bool = False) -> TicketKey | None:
+        """Return what the cluster's Secret says beside its keys; see ``Api.read_ticket_key``.
+
+        Args:
+            uid: of the PDCluster.
+            new: the cluster has no children yet, so the Secret is not read. The operator only
+                creates it, and the API server refuses that if there is one. The next plan sees
+                children, and then the Secret is read.
+        """
+        known = self._ticket_keys.get(key)
+        if known and self._is_valid(known, uid):
+            return known.content
+        if new:
+            return None
+        content = await self._api.read_ticket_key(key, uid)
+        if content is None:
+            self._ticket_keys.pop(key, None)
+        else:
+            self._ticket_keys[key] = _Remembered(uid, content, self._clock())
+        return content
+
+    async def certificates(self, key: Key, uid: str, *, new: bool = False) -> HeldCertificates:
+        """Return what the Secret with the certificates says; see ``Api.read_certificates``.
+
+        That there is no such Secret is also remembered, because most clusters never have one.
+
+        Args:
+            uid: of the PDCluster.
+            new: the cluster has no children yet, so no engine has a certificate.
+        """
+        known = self._certificates.get(key)
+        if known and self._is_valid(known, uid):
+            return known.content
+        held = self._no_certificates if new else None
+        if held is None:
+            held = await self._api.read_certificates(key, uid)
+        if held.issue is None:
+            self._no_certificates = held
+        self._certificates[key] = _Remembered(uid, held, self._clock())
+        return held
+
+    async def write_ticket_key(self, key: Key, step: WriteTicketKey) -> None:
+        """Carry out a step; see ``Api.write_ticket_key``."""
+        self._ticket_keys.pop(key, None)  # if the write fails, nobody knows what is there
+        await self._api.write_ticket_key(step)
+        uid = str(step.manifest["metadata"]["ownerReferences"][0]["uid"])
+        written = ticket_key_of(step.manifest)
+        self._ticket_keys[key] = _Remembered(uid, written, self._clock())
+
+    async def write_certificates(self, key: Key, step: WriteCertificates) -> None:
+        """Carry out a step; see ``Api.write_certificates``."""
+        known = self._certificates.pop(key, None)
+        held = await self._api.write_certificates(step)
+        if known is not None:
+            self._certificates[key] = _Remembered(known.uid, held, self._clock())
+
+    def forget(self, key: Key) -> None:
+        """Forget the Secrets of a cluster that is gone, or that another operator may change."""
+        self._ticket_keys.pop(key, None)
+        self._certificates.pop(key, None)
+
+    def _is_valid(self, known: _Remembered[Any], uid: str) -> bool:
+        return known.uid == uid and self._clock() - known.since < SECRET_SECONDS
+
+
+def ticket_key_of(secret: Manifest) -> TicketKey:
+    """Return what the planner may read of the Secret with the ticket keys: its annotation."""
+    annotations = secret["metadata"].get("annotations") or {}
+    return TicketKey(str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, "")))
+
+
+def with_a_new_key(step: WriteTicketKey, live: Manifest | None) -> dict[str, Any]:
+    """Return the Secret with a new random key first, and the first key of ``live`` second."""
+    lines = [secrets.token_hex(KEY_BYTES), *_keys_in(live)[:1]]
+    text = "".join(f"{line}\n" for line in lines)
+    return {**step.manifest, "data": {TICKET_KEY_FILE: base64.b64encode(text.encode()).decode()}}
+
+
+def _keys_in(live: Manifest | None) -> list[str]:
+    encoded = ((live or {}).get("data") or {}).get(TICKET_KEY_FILE) or ""
+    try:
+        return base64.b64decode(encoded, validate=True).decode("ascii").split()
+    except (binascii.Error, UnicodeDecodeError):  # somebody else wrote it
+        return []

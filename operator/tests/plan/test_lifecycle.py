@@ -1,0 +1,68 @@
+"""The stage of a PDCluster, and when it has to be read before children are created."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdcluster_operator.plan.lifecycle import (
+    FIRST_CHILDREN_SECONDS,
+    JUST_REPORTED_SECONDS,
+    Stage,
+    needs_live_check,
+    stage_of,
+)
+from pdcluster_operator.plan.model import Apply, Delete, RestartPod, TryOut, WriteTicketKey
+from pdcluster_operator.plan.stages import creates
+
+
+def cluster(observed: int | None, available: str = "", generation: int = 2) -> dict[str, Any]:
+    conditions = [{"type": "Available", "status": available}] if available else []
+    status = {} if observed is None else {"observedGeneration": observed, "conditions": conditions}
+    return {"metadata": {"generation": generation}, "status": status}
+
+
+@pytest.mark.parametrize(
+    ("live", "has_children", "stage"),
+    [
+        (cluster(None), False, Stage.NEW),
+        ({"metadata": {}, "status": None}, False, Stage.NEW),
+        ({"metadata": {}}, True, Stage.CREATED),
+        (cluster(None), True, Stage.CREATED),
+        (cluster(1), True, Stage.CHANGED),
+        (cluster(1, "True"), False, Stage.CHANGED),
+        (cluster(2), True, Stage.STARTING),
+        (cluster(2, "False"), True, Stage.STARTING),
+        (cluster(2, "Unknown"), False, Stage.STARTING),
+        (cluster(2, "True"), True, Stage.AVAILABLE),
+        ({"metadata": {"generation": 2}, "status": {"model": "m"}}, True, Stage.STARTING),
+    ],
+)
+def test_the_stage_follows_from_status_and_children(
+    live: dict[str, Any], has_children: bool, stage: Stage
+) -> None:
+    assert stage_of(live, has_children=has_children) is stage
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+def test_only_the_first_children_are_created_after_an_old_report(stage: Stage) -> None:
+    limit = FIRST_CHILDREN_SECONDS if stage is Stage.NEW else JUST_REPORTED_SECONDS
+    assert not needs_live_check(stage, limit - 0.1)
+    assert needs_live_check(stage, limit)
+
+
+def test_which_steps_create_an_object() -> None:
+    def apply(uid: str) -> Apply:
+        return Apply({"kind": "Service", "metadata": {"name": "a"}}, "a test", uid)
+
+    gone = Delete("v1", "Service", "ns", "old", "u", "1", "a test")
+    restart = RestartPod("ns", "pod", "u", "1", "a test")
+    assert not creates([])
+    assert not creates([apply("u"), gone, restart])
+    for step in (
+        apply(""),
+        WriteTicketKey({"kind": "Secret"}, rotate=False, why="a test"),
+        TryOut((), {"kind": "ControllerRevision"}, beside=False, why="a test"),
+    ):
+        assert creates([gone, step])
