@@ -1,4 +1,4 @@
-"""The shell snippets of the README's part "The connector by hand", unchanged."""
+"""The shell snippets of docs/connector.md, unchanged."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "connector.md"
 
 
 def snippet(heading: str) -> str:
-    """The one shell snippet below a heading of the README."""
-    part = re.split(rf"^### {re.escape(heading)}$", README.read_text(), flags=re.MULTILINE)[1]
+    """The one shell snippet below a heading of the page."""
+    part = re.split(rf"^## {re.escape(heading)}$", PAGE.read_text(), flags=re.MULTILINE)[1]
     part = re.split(r"^##+ ", part, flags=re.MULTILINE)[0]
     [text] = re.findall(r"^```bash\n(.+?)^```$", part, re.MULTILINE | re.DOTALL)
     return str(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import tomllib
 from pathlib import Path
@@ -10,13 +11,19 @@ import pytest
 import yaml
 
 from pdcluster_connector.launcher.before_start.installed_versions import SUPPORTED
+from pdcluster_operator.cli.main import parser
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 README = (ROOT / "README.md").read_text()
+WHAT_WORKS = (ROOT / "docs" / "what-works.md").read_text()
+CLI = (ROOT / "docs" / "cli.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # The tiny Llama of the examples: layers x heads x (K and V) x head size x float32.
 BYTES_A_TOKEN = 4 * 4 * 2 * 32 * 4
@@ -30,9 +37,59 @@ def test_links_lead_to_files(page: Path) -> None:
             assert (page.parent / link).exists(), link
 
 
-def test_every_page_and_the_index_of_examples_are_linked() -> None:
-    for page in PAGES[1:]:
-        assert f"]({page.relative_to(ROOT)})" in README, page
+def linked_from(page: Path) -> set[Path]:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    return {(page.parent / link).resolve() for link in links}
+
+
+def test_the_readme_is_short_and_leads_to_six_pages() -> None:
+    assert len(README.split()) <= 900
+    links = re.findall(r"\]\((.+?)\)", README)
+    assert len(links) == len(set(links)) == 6
+
+
+def test_the_readme_shows_two_commands_four_of_the_command_line_and_eight_rows() -> None:
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL))
+    rows = {
+        title: len(re.findall(r"^\| (?!what \||command)", text, re.MULTILINE))
+        for title, text in sections.items()
+    }
+    assert rows["Try it: no GPU, no Kubernetes"] == 2
+    assert rows["The command line"] == 4
+    assert rows["What works"] == 8
+
+
+def test_every_page_is_linked_from_the_index_or_for_developers_from_contributing() -> None:
+    index, contributing = ROOT / "docs" / "README.md", ROOT / "CONTRIBUTING.md"
+    assert {index, contributing} <= linked_from(ROOT / "README.md")
+    linked = linked_from(index) | linked_from(contributing)
+    assert set(PAGES[1:]) - {index} <= linked
+    # A user has no use for the pages about how we write code and pages.
+    for name in ("plain-english.md", "new-layout.md", "map.md"):
+        page = ROOT / "docs" / name
+        assert page in linked_from(contributing) - linked_from(index)
+
+
+def commands(of: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands below a command."""
+    found = [a for a in of._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(found[0].choices) if found else {}
+
+
+@every_page
+def test_the_command_line_has_the_commands_and_options_that_pages_name(page: Path) -> None:
+    for line in re.findall(
+        r"(?:`|^|&& )(?:kubectl )?pdcluster ([a-z][^`\n]*)", page.read_text(), re.MULTILINE
+    ):
+        words, of = line.split(), parser()
+        while words and (below := commands(of)):
+            names = words.pop(0).replace("\\", "").split("|")
+            for name in names:
+                assert name in below, line
+            of = below[names[0]]
+        options = {option for action in of._actions for option in action.option_strings}
+        for word in words:
+            assert not word.startswith("-") or word.partition("=")[0] in options, line
 
 
 def test_make_has_the_targets_that_pages_name() -> None:
@@ -47,26 +104,32 @@ def test_the_range_of_vllm_is_the_same_on_every_page_and_in_the_code() -> None:
     found = {
         str(page.relative_to(ROOT)): re.findall(r"`(>=0[^`]+)`", page.read_text()) for page in PAGES
     }
-    assert {"README.md", "docs/features.md"} <= {name for name, ranges in found.items() if ranges}
+    named = {name for name, ranges in found.items() if ranges}
+    assert {"README.md", "docs/features.md", "docs/what-works.md"} <= named
     for name, ranges in found.items():
         assert set(ranges) <= {wanted}, name
+    assert f"| vLLM `{wanted}`, NIXL `" in README
     low, high = (".".join(map(str, end)) for end in SUPPORTED["vllm"])
     assert wanted == f">={low},<{high}"
-    for line in re.findall(r"^\| vLLM \|.*$", README, re.MULTILINE):
-        assert f"the tests run {low};" in line
+    [line] = re.findall(r"^\| vLLM \|.*$", WHAT_WORKS, re.MULTILINE)
+    assert f"the tests run {low};" in line
 
 
 def test_the_range_of_nixl_is_the_one_in_the_code() -> None:
     (low, minor), (high, _) = SUPPORTED["nixl"]
-    assert f"| NIXL | `>={low}.{minor},<{high}`:" in README
+    assert f"NIXL `>={low}.{minor},<{high}`" in README
+    assert f"| NIXL | `>={low}.{minor},<{high}`:" in WHAT_WORKS
     assert f"nixl>={low}.{minor}" in PROJECT["project"]["optional-dependencies"]["connector"]
 
 
-def test_the_pythons_are_those_of_the_package() -> None:
+def test_the_pythons_are_those_of_the_package_and_of_the_hosted_workflow() -> None:
     classifiers = " ".join(PROJECT["project"]["classifiers"])
     versions = re.findall(r"Python :: (3\.\d+)", classifiers)
-    assert f"| Python | {versions[0]} – {versions[-1]} |" in README
+    assert f"| Python {versions[0]} – {versions[-1]} |" in README
+    assert f"| Python | {versions[0]} – {versions[-1]};" in WHAT_WORKS
     assert f"Python ≥ {versions[0]}" in README
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["jobs"]["pure"]["strategy"]["matrix"]["python"] == versions
 
 
 def test_the_size_of_the_kv_cache_is_that_of_the_example() -> None:
@@ -75,8 +138,8 @@ def test_the_size_of_the_kv_cache_is_that_of_the_example() -> None:
     mebibytes = int(words[words.index("--kv-cache-memory-bytes") + 1].removesuffix("M"))
     tokens = f"{mebibytes * 2**20 // BYTES_A_TOKEN:,} tokens"
     assert f"{mebibytes} MiB of KV cache an engine ({tokens} of this model)" in text
-    assert f"KV cache for {tokens} allocated" in README
-    assert set(re.findall(r"KV cache for ([\d,]+ tokens)", README)) == {tokens}
+    assert f"KV cache for {tokens} allocated" in CLI
+    assert set(re.findall(r"KV cache for ([\d,]+ tokens)", CLI)) == {tokens}
 
 
 def test_the_first_paragraphs_say_that_no_gpu_has_run_it() -> None:
@@ -87,6 +150,23 @@ def test_the_first_paragraphs_say_that_no_gpu_has_run_it() -> None:
 def test_pip_installs_the_commands_that_the_readme_names() -> None:
     project = PROJECT["project"]
     assert {"pdcluster", "kubectl-pdcluster"} <= set(project["scripts"])
-    extras = re.findall(r"pip install '\.\[(\w+)\]'", README)
-    assert {"operator", "connector"} == set(extras)
-    assert set(extras) <= set(project["optional-dependencies"])
+    assert "pip install '.[operator]'" in README
+    extras = {
+        extra
+        for page in PAGES
+        for extra in re.findall(r"pip install '\.\[(\w+)\]'", page.read_text())
+    }
+    assert {"operator", "connector"} == extras
+    assert extras <= set(project["optional-dependencies"])
+
+
+def test_the_version_is_the_same_everywhere_and_the_newest_of_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    sections = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
+    assert sections[0] == "[Unreleased]"
+    newest = re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d", sections[1])
+    assert newest
+    chart = yaml.safe_load((ROOT / "charts/pdcluster/Chart.yaml").read_text())
+    assert {PROJECT["project"]["version"], chart["version"], chart["appVersion"]} == {newest[1]}
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.+)$", changelog, re.MULTILINE)) <= kinds

@@ -1,4 +1,4 @@
-"""The README's "connector by hand": two engines and a router, without an operator."""
+"""docs/connector.md: two engines and a router, without an operator."""
 
 from __future__ import annotations
 
