@@ -35,16 +35,21 @@ demo: ## one manifest to tokens on this machine: no Kubernetes, no GPU
 	@model=$$($(PY) -m models.tiny llama) && \
 	$(PY) -m pdcluster_operator up examples/tiny-cpu.yaml --model-dir "$$model" --once "$(PROMPT)"
 
-check: ## format, lint, types, import layers, generated files
+check: ## format, lint, types, import layers, generated files, merge marks and the like
 	$(BIN)ruff check .
 	$(BIN)ruff format --check .
 	$(BIN)mypy
 	$(BIN)lint-imports
 	$(PY) dev/generated.py --check
+	$(PY) dev/file_hygiene.py
 
-test: check ## everything but the end-to-end tests: pure, real NIXL, vLLM's scheduler, real engines
+pure: ## the tests that need neither NIXL nor vLLM: they run on every Python that we promise
 	$(PURELY)
+
+engines: ## real NIXL, vLLM's scheduler, real engines
 	$(ENGINES) -m "(nixl or engine or vllm) and not soak" --durations=10
+
+test: check pure engines ## everything but the end-to-end tests: check, pure and engines
 
 e2e: local-e2e cluster-e2e ## what a user does, end to end: on this machine, then on a real Kubernetes (as root)
 
@@ -124,6 +129,6 @@ generate: ## write the CRD, docs/{api,layouts,reasons,rules}.md and pod_fields.p
 lock: ## resolve the pinned requirement files again
 	dev/lock.sh
 
-.PHONY: help env model demo check test e2e local-e2e cluster-e2e soak fast repeat \
+.PHONY: help env model demo check pure engines test e2e local-e2e cluster-e2e soak fast repeat \
 	charts cluster-programs cluster-images bench-operator image router-image cluster-demo cluster-up \
 	cluster-down newest-vllm format generate lock
