@@ -7,7 +7,7 @@ from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType
 from pdcluster_operator.api.labels import role_selector
-from pdcluster_operator.api.plain_yaml import to_yaml
+from pdcluster_operator.api.schema.crd import to_yaml
 from pdcluster_operator.api.schema.status_schema import status_schema
 from pdcluster_operator.api.spec.enums import Role
 

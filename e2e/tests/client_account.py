@@ -16,7 +16,7 @@ from cluster_run import ClusterRun
 from kv_load import text
 
 from connecting import connected
-from pdcluster_operator.api.ports import HTTP_PORT
+from pdcluster_operator.api.object_names import HTTP_PORT
 
 EVERY = 0.3
 STREAM_TOKENS = 3000

@@ -26,7 +26,7 @@ from reply import Reply, answer
 from models.tiny import model_path
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
-from pdcluster_operator.api.ports import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
+from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
 from pdcluster_operator.local.cluster import LocalCluster

@@ -13,7 +13,7 @@ from cluster_install import Installation
 from cluster_run import ClusterRun, manifest, running
 
 from cluster.session import Cluster
-from pdcluster_operator.api.ports import HTTP_PORT
+from pdcluster_operator.api.object_names import HTTP_PORT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

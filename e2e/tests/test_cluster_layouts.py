@@ -13,7 +13,7 @@ from kv_load import moved, text
 from local_run import END_AT_ONCE, START_SECONDS, tensor
 
 from cluster.session import Cluster
-from pdcluster_operator.api.ports import LAUNCHER_PORT
+from pdcluster_operator.api.object_names import LAUNCHER_PORT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 

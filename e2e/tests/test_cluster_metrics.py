@@ -12,7 +12,7 @@ from kv_load import moved, text
 
 from cluster.report import ClusterError
 from images.for_cluster import load_engine_image, template
-from pdcluster_operator.api.ports import (
+from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,

@@ -16,7 +16,7 @@ from local_run import condition
 
 from cluster import network
 from cluster.session import Cluster
-from pdcluster_operator.api.ports import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
+from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

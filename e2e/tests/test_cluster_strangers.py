@@ -21,7 +21,7 @@ from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.labels import CLUSTER_LABEL, ROLE_LABEL
-from pdcluster_operator.api.ports import LAUNCHER_PORT
+from pdcluster_operator.api.object_names import LAUNCHER_PORT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

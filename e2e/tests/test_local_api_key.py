@@ -17,7 +17,7 @@ from kv_load import moved, text
 from local_run import LocalRun, manifest
 from reply import Reply, answer
 
-from pdcluster_operator.api.ports import HTTP_PORT, LAUNCHER_PORT
+from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT
 from pdcluster_operator.cli.once import ask
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]

@@ -14,7 +14,7 @@ from local_run import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, LocalRun, manifest
 from reply import Reply
 
 from models.tiny import model_path
-from pdcluster_operator.api.ports import HTTP_PORT, LAUNCHER_PORT
+from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(900)]
 

@@ -23,7 +23,7 @@ from reply import Reply
 from metrics_page import documented
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.peer_name import engine_name
-from pdcluster_operator.api.ports import (
+from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,

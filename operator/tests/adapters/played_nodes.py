@@ -23,8 +23,7 @@ from operator_runs import CHILDREN
 from real_api import RealApi
 
 from pdcluster_operator.api.labels import engine_of
-from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.ports import LAUNCHER_PORT
+from pdcluster_operator.api.object_names import LAUNCHER_PORT, EngineName
 
 BEAT = 0.2
 

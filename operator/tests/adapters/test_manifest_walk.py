@@ -26,8 +26,8 @@ from pdcluster_operator.adapters.api_server.watches import watch
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.labels import engine_of
-from pdcluster_operator.api.ports import LAUNCHER_PORT
-from pdcluster_operator.api.rules.admission import review
+from pdcluster_operator.api.object_names import LAUNCHER_PORT
+from pdcluster_operator.api.rules.validate import review
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.plan.forecast.healthy import running

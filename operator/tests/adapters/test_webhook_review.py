@@ -5,8 +5,7 @@ import copy
 import pytest
 from operator_runs import cluster
 
-from pdcluster_operator.api.rules.admission import review
-from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.rules.validate import check_manifest, review
 
 
 def manifest(**spec):

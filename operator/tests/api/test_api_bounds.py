@@ -11,8 +11,7 @@ import re
 import pytest
 
 from pdcluster_operator.api.schema.crd import crd
-from pdcluster_operator.api.spec.bounds import LABEL_KEY, LABEL_VALUE
-from pdcluster_operator.api.spec.fields import Text, describe
+from pdcluster_operator.api.spec.fields import LABEL_KEY, LABEL_VALUE, Text, describe
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Spec
 

@@ -12,8 +12,7 @@ import pytest
 import yaml
 from hypothesis import given
 
-from pdcluster_operator.api.plain_yaml import to_yaml
-from pdcluster_operator.api.schema.crd import crd, render
+from pdcluster_operator.api.schema.crd import crd, render, to_yaml
 from pdcluster_operator.api.spec.parse import parse_cluster
 
 ROOT = Path(__file__).parents[3]

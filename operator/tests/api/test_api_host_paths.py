@@ -9,7 +9,7 @@ import pytest
 import yaml
 from said_findings import check_manifest
 
-from pdcluster_operator.api.rules.host_path import REMEDY
+from pdcluster_operator.api.rules.host_access import REMEDY
 from pdcluster_operator.cli.operator import parser
 
 ROOT = Path(__file__).parents[3]

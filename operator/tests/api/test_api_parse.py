@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from said_findings import check_manifest
 
+from pdcluster_operator.api.spec.enums import Device, Role, RouterPolicy, Switch
 from pdcluster_operator.api.spec.parse import MAX_ERRORS, parse_cluster
-from pdcluster_operator.api.spec.types import Device, Role, RouterPolicy, Switch
 
 MINIMAL = {
     "apiVersion": "pdcluster.dev/v1alpha1",

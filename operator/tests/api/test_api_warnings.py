@@ -7,7 +7,7 @@ from said_findings import check_manifest
 
 from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.versions import SUPPORTED, text_of
-from pdcluster_operator.api.rules.images import Image, parse_image
+from pdcluster_operator.api.rules.images_and_weights import Image, parse_image
 
 CLAIM = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}
 

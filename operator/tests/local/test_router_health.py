@@ -16,8 +16,7 @@ from lean_router import lean_environment
 from manifests import tiny
 
 from loopback import free_port
-from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.ports import ROUTER_METRICS_PORT, ROUTER_PORT
+from pdcluster_operator.api.object_names import ROUTER_METRICS_PORT, ROUTER_PORT, EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders.router_deployment import bound, build_router_template

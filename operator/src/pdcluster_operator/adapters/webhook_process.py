@@ -23,7 +23,7 @@ from pdcluster_operator.adapters.api_server import kopf_app
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
-from pdcluster_operator.api.rules.admission import Review, review
+from pdcluster_operator.api.rules.validate import Review, review
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,10 @@
-"""What is wrong, or suspicious, in a manifest."""
+"""What is wrong, or suspicious, in a manifest, and how it is said."""
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -119,3 +121,10 @@ def _json(value: object) -> str:
 def under(path: str, parent: str) -> bool:
     """Whether a path is the parent, or is inside of it."""
     return path == parent or path.startswith((parent + ".", parent + "["))
+
+
+def nearest(text: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like a text, whatever its case; None if none is."""
+    folded = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(text.lower()[:100], folded, n=1, cutoff=0.5)
+    return folded[near[0]] if near else None

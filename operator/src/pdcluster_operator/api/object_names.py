@@ -1,4 +1,4 @@
-"""Names of everything that belongs to a cluster, and their limits.
+"""Names of everything that belongs to a cluster, with their limits; addresses and TCP ports.
 
 A StatefulSet's name may have 52 characters, because Kubernetes appends a revision of 11 characters
 to it in a label of its pods. These 52 are: 34 of the cluster's name, ``-prefill-`` (9), a revision
@@ -10,8 +10,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pdcluster_operator.api.ports import HTTP_PORT
 from pdcluster_operator.api.spec.enums import Role
+
+HTTP_PORT = 8000
+"""An engine's OpenAI API."""
+LAUNCHER_PORT = 5590
+ENGINE_METRICS_PORT = 5591
+SIDE_CHANNEL_PORT = 5600
+"""Of an engine's first data-parallel rank; the next ones have the next ports."""
+MASTER_PORT = 29500
+"""Where the pods of an engine of several nodes find each other."""
+ROUTER_PORT = 8000
+"""The OpenAI API for clients."""
+ROUTER_METRICS_PORT = 29000
 
 NAME_LIMIT = 34
 REVISION_LENGTH = 5

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from pdcluster_operator.api.findings import FieldError, Findings
 from pdcluster_operator.api.labels import KIND
-from pdcluster_operator.api.rules.unchecked import unchecked_message
+from pdcluster_operator.api.rules.engines import unchecked_message
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.manifest import read_documents

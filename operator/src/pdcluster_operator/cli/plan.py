@@ -12,8 +12,8 @@ from rich.text import Text
 
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector, BundleError
 from pdcluster_operator.api.conditions import ConditionType, find_condition
-from pdcluster_operator.api.plain_yaml import PlainDumper
 from pdcluster_operator.api.rules.validate import check_manifest
+from pdcluster_operator.api.schema.crd import PlainDumper
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.lint import print_findings
 from pdcluster_operator.cli.manifest import read_cluster

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
-from pdcluster_operator.api.ports import HTTP_PORT
+from pdcluster_operator.api.object_names import HTTP_PORT
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.once import ask, describe_path

@@ -21,13 +21,14 @@ from pdcluster_operator.adapters.engine_authority import (
 )
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.labels import KIND, SCALER_KIND
-from pdcluster_operator.api.object_names import certificates_name, ticket_key_name
-from pdcluster_operator.api.ports import (
+from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
     ROUTER_METRICS_PORT,
     SIDE_CHANNEL_PORT,
+    certificates_name,
+    ticket_key_name,
 )
 from pdcluster_operator.local.addresses import AddressBook
 from pdcluster_operator.local.api import LocalApi, Manifest

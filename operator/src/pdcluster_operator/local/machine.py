@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pdcluster_connector.protocol import api_key
-from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.api.spec.resources import parse_quantity
 from pdcluster_operator.plan.builders.certificates import CERTIFICATE_VOLUME
 from pdcluster_operator.plan.builders.ticket_key import TICKET_KEY_VOLUME
 

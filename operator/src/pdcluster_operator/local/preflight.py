@@ -11,8 +11,8 @@ from enum import StrEnum
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_operator.api.findings import FieldError
-from pdcluster_operator.api.rules.extra_args import engine_places
 from pdcluster_operator.api.spec.enums import Device, Role
+from pdcluster_operator.api.spec.resolve import engine_places
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.local.machine import LESS_MEMORY, Lack, Problem
 from pdcluster_operator.local.preflight_gpus import Gpus, gpu_findings

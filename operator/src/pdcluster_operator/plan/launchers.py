@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdcluster_operator.api.labels import POD_INDEX_LABEL, engine_of
-from pdcluster_operator.api.ports import LAUNCHER_PORT
+from pdcluster_operator.api.object_names import LAUNCHER_PORT
 from pdcluster_operator.api.spec.enums import Certificates, Role
 from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.reports import LinksReport

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.ports import HTTP_PORT, SIDE_CHANNEL_PORT
+from pdcluster_operator.api.object_names import HTTP_PORT, SIDE_CHANNEL_PORT, EngineName
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.launchers import url_host
 from pdcluster_operator.plan.model import PeerAssignment

@@ -16,8 +16,8 @@ from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.api.spec.enums import RolloutType
-from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.api.spec.enums import Role, RolloutType
+from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.certificates import has_certificates
 from pdcluster_operator.plan.children.changed_children import steps_to
 from pdcluster_operator.plan.children.name_conflicts import (

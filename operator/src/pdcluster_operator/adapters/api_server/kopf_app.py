@@ -17,7 +17,7 @@ import kopf
 
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
 from pdcluster_operator.api.labels import GROUP
-from pdcluster_operator.api.rules.admission import Review
+from pdcluster_operator.api.rules.validate import Review
 
 log = logging.getLogger(__name__)
 

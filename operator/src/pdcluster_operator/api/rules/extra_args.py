@@ -1,47 +1,43 @@
-"""Rules of extraArgs and env. They refuse flags and variables that the operator sets itself."""
+"""Rules of extraArgs and env: flags and variables that are refused, or do not do what is meant.
+
+Refused are flags and variables that the operator sets itself, flags with which the connector does
+not start, and flags that contradict a field of the spec.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 
+from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
 from pdcluster_connector.compat.versions import ANY_VERSION
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import FieldError, Rule, shown
-from pdcluster_operator.api.rules.pod_template_fields import env_source_errors
+from pdcluster_operator.api.rules.pod_template import env_source_errors
 from pdcluster_operator.api.spec.arguments import OWNED_FLAGS, Flag, owned_flag, parse_flags
-from pdcluster_operator.api.spec.engine_types import EngineOverride
-from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.api.spec.pod_templates import containers, pod_templates
-from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.enums import Device, Role
+from pdcluster_operator.api.spec.fields import camel
+from pdcluster_operator.api.spec.pod_templates import (
+    containers,
+    pod_templates,
+)
+from pdcluster_operator.api.spec.resolve import engine_places, flag_path, resolve_engine
 from pdcluster_operator.api.spec.shape import READ_FLAGS
 from pdcluster_operator.api.spec.types import Cluster
 
 OWNED_PREFIX = "PDCLUSTER_"
 # With this variable a user lets the launcher start an unsupported version.
 FREE_VARIABLES = frozenset({ANY_VERSION})
-# Typed fields that a flag may not contradict.
+# Flag -> the field of EngineOverride that it may not contradict.
 TYPED_FLAGS = {
-    "--block-size": ("block_size", "blockSize"),
-    "--kv-cache-dtype": ("kv_cache_dtype", "kvCacheDtype"),
-    "--max-model-len": ("max_model_len", "maxModelLen"),
-    "--attention-backend": ("attention_backend", "attentionBackend"),
+    "--block-size": "block_size",
+    "--kv-cache-dtype": "kv_cache_dtype",
+    "--max-model-len": "max_model_len",
+    "--attention-backend": "attention_backend",
 }
 CHECKED_FLAGS = READ_FLAGS | TYPED_FLAGS.keys()
-
-
-def engine_places(cluster: Cluster) -> Iterator[tuple[str, EngineOverride]]:
-    """Yield all engine settings of a spec, each with its path."""
-    yield "spec.engine", cluster.spec.engine
-    for role in Role:
-        yield f"spec.{role}.engine", cluster.spec.role(role).engine
-
-
-def flag_path(cluster: Cluster, role: Role, name: str) -> str:
-    """Return the path of the extraArgs that give a role's engines the flag ``name``."""
-    own = parse_flags(cluster.spec.role(role).engine.extra_args)[0]
-    place = f"spec.{role}.engine" if name in {flag.name for flag in own} else "spec.engine"
-    return f"{place}.extraArgs"
+# Transports of UCX with which it recognises GPU memory.
+CUDA_TRANSPORTS = {"cuda", "cuda_copy", "cuda_ipc", "all"}
 
 
 def argument_errors(cluster: Cluster) -> Iterator[FieldError]:
@@ -146,8 +142,8 @@ def _owned_variable(path: str, name: str) -> FieldError:
 
 def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:
     engine = resolve_engine(cluster, role)
-    for name, (attribute, field) in TYPED_FLAGS.items():
-        flag, typed = engine.last(name), getattr(engine, attribute)
+    for name, attribute in TYPED_FLAGS.items():
+        flag, typed, field = engine.last(name), getattr(engine, attribute), camel(attribute)
         if flag is not None and typed is not None and flag.value != str(typed):
             yield FieldError(
                 flag_path(cluster, role, name),
@@ -157,3 +153,84 @@ def _contradictions(cluster: Cluster, role: Role) -> Iterator[FieldError]:
                 f"Remove {name} from extraArgs.",
                 (f"spec.{role}.engine.{field}", f"spec.engine.{field}"),
             )
+
+
+def flag_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield the flags with which the connector does not run."""
+    for path, engine in engine_places(cluster):
+        for flag in parse_flags(engine.extra_args)[0]:
+            # argparse accepts an abbreviation that fits one flag only.
+            names = [name for name in REFUSED_FLAGS if name.startswith(flag.head)]
+            if len(names) == 1 and not flag.negated:
+                yield FieldError(
+                    f"{path}.extraArgs[{flag.place}]",
+                    shown(" ".join(flag.words)),
+                    Rule.FLAG_UNSUPPORTED,
+                    f"{names[0]} {REFUSED_FLAGS[names[0]]}",
+                    f"Remove {flag.head}.",
+                )
+
+
+def start_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield settings with which vLLM does not start, or stops at the first request."""
+    if cluster.spec.transfer.device is Device.CPU:
+        yield from _eager_pipeline(cluster)
+        return
+    for path, engine in engine_places(cluster):
+        for place, var in enumerate(engine.env):
+            value = (var.value or "").lower().replace(" ", "")
+            if var.name.startswith("PYTORCH_") and "expandable_segments:true" in value:
+                yield FieldError(
+                    f"{path}.env[{place}].value",
+                    shown(var.value),
+                    Rule.EXPANDABLE_SEGMENTS,
+                    "vLLM refuses expandable segments together with any KV connector",
+                    "Remove expandable_segments.",
+                    ("spec.transfer.device",),
+                )
+
+
+def _eager_pipeline(cluster: Cluster) -> Iterator[FieldError]:
+    for role in Role:
+        engine = resolve_engine(cluster, role)
+        eager = engine.last("--enforce-eager")
+        if engine.parallelism.pipeline == 1 or eager is None or eager.negated:
+            continue
+        yield FieldError(
+            flag_path(cluster, role, eager.name),
+            shown(" ".join(eager.words)),
+            Rule.EAGER_PIPELINE,
+            f"the {role} engines have pipeline stages: with this flag vLLM's CPU runner skips the "
+            "profile run that creates their buffers, and the first request stops the engine",
+            """Write --compilation-config, '{"mode":3,"backend":"eager"}' instead.""",
+        )
+
+
+def variable_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield variables that UCX or vLLM accept, but that do not do what the user means."""
+    for path, engine in engine_places(cluster):
+        for place, var in enumerate(engine.env):
+            yield from _variable(cluster, f"{path}.env[{place}]", var.name, var.value)
+
+
+def _variable(cluster: Cluster, path: str, name: str, value: str | None) -> Iterator[FieldError]:
+    on_gpus = cluster.spec.transfer.device is Device.CUDA
+    if name == "UCX_TLS" and on_gpus and value is not None:  # else a Secret or the like has it
+        transports = set(value.split(","))
+        if not value.startswith("^") and not transports & CUDA_TRANSPORTS:
+            yield FieldError(
+                f"{path}.value",
+                shown(value),
+                Rule.TRANSPORT_WITHOUT_CUDA,
+                "without a CUDA transport UCX does not recognise GPU memory",
+                "Add cuda_copy and cuda_ipc.",
+                ("spec.transfer.device",),
+            )
+    if name.startswith("VLLM_NIXL_SIDE_CHANNEL_"):
+        yield FieldError(
+            f"{path}.name",
+            name,
+            Rule.CONFLICTING_SETTINGS,
+            "belongs to vLLM's stock connector and does nothing here",
+            "Remove it.",
+        )

@@ -1,42 +1,64 @@
-"""Rules across fields: arithmetic, owned flags, and whether the two roles can exchange KV.
+"""All rules together: which ones apply, and how admission answers.
 
-The webhook, the planner and ``pdcluster lint`` all use them.
+The webhook, the planner and ``pdcluster lint`` all call :func:`check_manifest`. The webhook refuses
+an update only for errors that the update adds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from pdcluster_operator.api.findings import FieldError, Findings, under
-from pdcluster_operator.api.rules.exposure import exposure_warnings
-from pdcluster_operator.api.rules.extra_args import argument_errors
-from pdcluster_operator.api.rules.flags import flag_errors
-from pdcluster_operator.api.rules.gang import gang_errors, pod_group_errors, pod_group_warnings
-from pdcluster_operator.api.rules.host_path import (
-    host_path_errors,
-    host_path_warnings,
-    node_local_warnings,
-)
-from pdcluster_operator.api.rules.images import image_errors, image_warnings
-from pdcluster_operator.api.rules.layout import layout_errors
-from pdcluster_operator.api.rules.mounted_certificates import (
+from pdcluster_operator.api.rules.certificates import (
     mount_errors,
     mount_warnings,
     support_errors,
     support_warnings,
 )
-from pdcluster_operator.api.rules.network_peers import network_errors
-from pdcluster_operator.api.rules.one_sided import one_sided_warnings
-from pdcluster_operator.api.rules.pair import pair_findings
-from pdcluster_operator.api.rules.pod_template_fields import (
+from pdcluster_operator.api.rules.engines import (
+    idle_warnings,
+    one_sided_warnings,
+    pair_findings,
+    size_errors,
+)
+from pdcluster_operator.api.rules.extra_args import (
+    argument_errors,
+    flag_errors,
+    start_errors,
+    variable_warnings,
+)
+from pdcluster_operator.api.rules.gang import gang_errors, pod_group_errors, pod_group_warnings
+from pdcluster_operator.api.rules.host_access import (
+    exposure_warnings,
+    host_path_errors,
+    host_path_warnings,
+    node_local_warnings,
+)
+from pdcluster_operator.api.rules.images_and_weights import (
+    image_errors,
+    image_warnings,
+    weight_warnings,
+)
+from pdcluster_operator.api.rules.network import backend_errors, network_errors, rdma_warnings
+from pdcluster_operator.api.rules.pod_template import (
+    overlay_warnings,
     pod_template_errors,
     pod_template_warnings,
 )
-from pdcluster_operator.api.rules.resource_amounts import resource_errors, resource_warnings
-from pdcluster_operator.api.rules.traps import trap_errors, trap_warnings
-from pdcluster_operator.api.rules.weights import weight_warnings
-from pdcluster_operator.api.spec.parse import ParseResult, parse_cluster
+from pdcluster_operator.api.rules.resources import resource_errors, resource_warnings
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.parse import parse_cluster
+from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster
+
+LONGEST_WARNING = 256
+"""Characters of an admission warning that API servers pass on without cutting."""
+MOST_WARNINGS = 16
+_INDEX = re.compile(r"\[\d+\]")
 
 
 def check_manifest(
@@ -60,7 +82,7 @@ def check_manifest(
     A finding is left out if it was computed from a field that could not be read. It would only
     repeat the first mistake in other words.
     """
-    parsed: ParseResult = parse_cluster(manifest)
+    parsed = parse_cluster(manifest)
     broken = [error.path for error in parsed.errors]
     found = validate(parsed.cluster)
 
@@ -73,14 +95,14 @@ def check_manifest(
         refused += support_errors(parsed.cluster)
     if pod_groups is False and not one_node:
         refused += pod_group_errors(parsed.cluster)
-    told = [] if one_node else list(node_local_warnings(parsed.cluster))
-    told += host_path_warnings(parsed.cluster) if host_paths is None else ()
-    told += support_warnings(parsed.cluster) if mounted_certificates is None else ()
-    told += pod_group_warnings(parsed.cluster) if pod_groups is None else ()
+    warned = [] if one_node else list(node_local_warnings(parsed.cluster))
+    warned += host_path_warnings(parsed.cluster) if host_paths is None else ()
+    warned += support_warnings(parsed.cluster) if mounted_certificates is None else ()
+    warned += pod_group_warnings(parsed.cluster) if pod_groups is None else ()
     errors = (*parsed.errors, *filter(stands, (*found.errors, *refused)))
     return parsed.cluster, Findings(
         errors=errors,
-        warnings=tuple(filter(stands, (*found.warnings, *told))),
+        warnings=tuple(filter(stands, (*found.warnings, *warned))),
         unchecked=found.unchecked,
     )
 
@@ -96,13 +118,14 @@ def validate(cluster: Cluster) -> Findings:
 
 
 def _errors(cluster: Cluster, pair: Findings) -> Iterator[FieldError]:
-    yield from layout_errors(cluster)
+    yield from size_errors(cluster)
     yield from resource_errors(cluster)
     yield from pod_template_errors(cluster)
     yield from image_errors(cluster)
     yield from argument_errors(cluster)
     yield from flag_errors(cluster)
-    yield from trap_errors(cluster)
+    yield from backend_errors(cluster)
+    yield from start_errors(cluster)
     yield from mount_errors(cluster)
     yield from network_errors(cluster)
     yield from gang_errors(cluster)
@@ -115,6 +138,82 @@ def _warnings(cluster: Cluster) -> Iterator[FieldError]:
     yield from weight_warnings(cluster)
     yield from resource_warnings(cluster)
     yield from pod_template_warnings(cluster)
-    yield from trap_warnings(cluster)
+    yield from variable_warnings(cluster)
+    for role in Role:
+        template = cluster.spec.role(role).pod_template
+        yield from overlay_warnings(f"spec.{role}.podTemplate", template, ENGINE_CONTAINER)
+        yield from idle_warnings(cluster, role)
+    router = cluster.spec.router.pod_template
+    yield from overlay_warnings("spec.router.podTemplate", router, ROUTER_CONTAINER)
+    yield from rdma_warnings(cluster)
     yield from mount_warnings(cluster)
     yield from exposure_warnings(cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """The answer to one admission review.
+
+    Attributes:
+        errors: what refuses the manifest; none admits it.
+        warnings: lines for whoever sent it.
+    """
+
+    errors: tuple[FieldError, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def message(self) -> str:
+        """Every error on a line of its own: path, value, what is wrong, rule, remedy."""
+        count = len(self.errors)
+        head = "1 field is" if count == 1 else f"{count} fields are"
+        lines = "".join(f"\n  {error}" for error in self.errors)
+        return f"{head} not acceptable:{lines}"
+
+
+def review(
+    new: Mapping[str, Any] | None,
+    old: Mapping[str, Any] | None,
+    *,
+    host_paths: bool,
+    mounted_certificates: bool = True,
+) -> Review:
+    """Judge a PDCluster that is created (``old`` is None), changed, or deleted (no ``new``).
+
+    When a rule becomes stricter, clusters that exist may break it. Users can still delete such a
+    cluster or change something else in it: only an error that the update adds refuses it.
+    """
+    if new is None or (new.get("metadata") or {}).get("deletionTimestamp"):
+        return Review((), ())
+    if old is not None and new.get("spec") == old.get("spec"):
+        return Review((), ())
+    admits = {"host_paths": host_paths, "mounted_certificates": mounted_certificates}
+    _, findings = check_manifest(new, **admits)
+    if old is None:
+        return Review(findings.errors, _lines(findings))
+    _, before = check_manifest(old, **admits)
+    return Review(added(findings.errors, before.errors), _lines(findings))
+
+
+def added(errors: tuple[FieldError, ...], before: tuple[FieldError, ...]) -> tuple[FieldError, ...]:
+    """Return the errors that were not there before. An update may have moved items of lists."""
+    known = Counter(map(_identity, before))
+    new = []
+    for error in errors:
+        if known[_identity(error)] > 0:
+            known[_identity(error)] -= 1
+        else:
+            new.append(error)
+    return tuple(new)
+
+
+def _identity(error: FieldError) -> tuple[str, str, str]:
+    return error.rule, _INDEX.sub("[]", error.path), error.value
+
+
+def _lines(findings: Findings) -> tuple[str, ...]:
+    lines = (str(warning) for warning in findings.warnings[:MOST_WARNINGS])
+    return tuple(
+        line if len(line) <= LONGEST_WARNING else line[: LONGEST_WARNING - 1] + "…"
+        for line in lines
+    )

@@ -1,6 +1,6 @@
-"""How a field of the API describes itself.
+"""How a field of the API describes itself, and the bounds that several fields share.
 
-The dataclasses of :mod:`.types` carry these marks in ``Annotated`` hints. The reader and the
+The dataclasses of :mod:`.types` carry these marks in ``Annotated`` hints. The parser and the
 generators of the CRD and of docs/api.md use the same marks, so each bound, default and
 description is written once.
 """
@@ -76,7 +76,7 @@ class Cel:
     """A rule of one object, evaluated by the API server.
 
     The same rule is checked again in Python, because a CRD may be older than the operator: in
-    ``api/rules``, or in :mod:`.reader` for ``ONE_OF``.
+    ``api/rules``, or in :mod:`.parse` for ``ONE_OF``.
     """
 
     rule: str
@@ -203,3 +203,47 @@ def as_manifest(value: Any) -> Any:
     if isinstance(value, StrEnum):
         return value.value
     return dict(value) if isinstance(value, dict) else value
+
+
+DNS_SUBDOMAIN = r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
+REPOSITORY = r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?$"
+
+NAME = Text(253, pattern=DNS_SUBDOMAIN, says="a lower-case Kubernetes object name")
+CLASS = Text(
+    32,
+    pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+    says="lower-case letters, digits and hyphens",
+)
+QUEUE = Text(63, pattern=DNS_SUBDOMAIN, says="the name of a LocalQueue")
+# A path's parts: anything but "..", which would lead out of the folder. One slash a step keeps
+# the pattern linear.
+_PART = r"(\.|[^./][^/]*|\.[^./][^/]*|\.\.[^/]+)"
+
+IMAGE = Text(500, pattern=r"^\S+$", says="an image reference without spaces")
+RELATIVE = Text(
+    1024,
+    pattern=rf"^{_PART}(/{_PART}?)*$",
+    says="a path inside the volume, without '..' in it",
+)
+ABSOLUTE = Text(1024, pattern=rf"^(/{_PART}?)+$", says="an absolute path, without '..' in it")
+# Words of a command line. One that begins with a hyphen would be read as a flag.
+WORD = Text(
+    200, pattern=r"^[^-\s]\S*$", says="a word without spaces; it may not begin with a hyphen"
+)
+EXTENDED_RESOURCE = Text(
+    253,
+    pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$",
+    says="an extended resource name, domain/name, e.g. rdma/ib",
+)
+LABEL_KEY = Text(
+    316,
+    pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+    says="the key of a label",
+)
+LABEL_VALUE = Text(
+    63,
+    shortest=0,
+    pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$",
+    says="the value of a label",
+)
+CIDR = Text(64, pattern=r"^[0-9A-Fa-f.:]+/[0-9]{1,3}$", says="a CIDR, e.g. 10.0.0.0/8")

@@ -1,21 +1,54 @@
 """A PDCluster manifest -> typed spec, with every error at once.
 
-Parsing goes on after an error, see :mod:`.reader`. ``ParseResult.cluster`` is therefore only
-meant to be used for work when ``errors`` is empty.
+Parsing goes on after an error. ``ParseResult.cluster`` is therefore only meant to be used for work
+when ``errors`` is empty.
+
+This is our own code because neither of the two libraries at hand does all of it. Both were
+tried, msgspec 0.22 and pydantic 2.14:
+
+* msgspec stops at the first error. Admission reports all errors of a manifest at once.
+* pydantic reports all errors with their paths and values, but returns no object then. Rules
+  that compare fields could not run, and their findings would come only after the user has
+  corrected the first ones. Here a field that cannot be read takes its default, and the rules
+  check the rest.
+* Neither has a remedy: the nearest known name, or the place where a field belongs.
+* The schemas of both use ``$ref``, and pydantic's writes ``anyOf`` with ``null`` for an optional
+  field. A CustomResourceDefinition needs a structural schema, which allows neither.
+  ``api/schema/crd.py`` writes it from the same field descriptions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from pdcluster_operator.api.findings import FieldError, Rule
+from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, shown
 from pdcluster_operator.api.labels import API_VERSION, KIND
 from pdcluster_operator.api.object_names import name_errors
-from pdcluster_operator.api.spec.reader import Reader
+from pdcluster_operator.api.spec.engine_types import EngineOverride, Model, ModelSource, RoleSpec
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.fields import (
+    LABEL_KEY,
+    LABEL_VALUE,
+    FieldInfo,
+    Free,
+    Items,
+    Kind,
+    Labels,
+    Quantities,
+    Text,
+    Whole,
+    describe,
+)
+from pdcluster_operator.api.spec.pod_templates import FIELDS
+from pdcluster_operator.api.spec.resources import why_no_amount
+from pdcluster_operator.api.spec.router_types import Router
 from pdcluster_operator.api.spec.types import Cluster, Spec
 
 MAX_ERRORS = 100
+METADATA_FIELDS = frozenset({"labels", "annotations"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +98,260 @@ def parse_cluster(manifest: object) -> ParseResult:
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
+
+
+class Reader:
+    """Reads values; ``errors`` holds what was wrong with them."""
+
+    def __init__(self) -> None:
+        self.errors: list[FieldError] = []
+
+    def error(self, path: str, value: object, rule: Rule, message: str, remedy: str) -> None:
+        """Add one error; ``value`` is shown as the manifest has it."""
+        write = quoted if rule is Rule.WRONG_TYPE else shown
+        text = "" if value is None or (value == "" and rule is Rule.REQUIRED) else write(value)
+        self.errors.append(FieldError(path or ".", text, rule, message, remedy))
+
+    def unknown(
+        self, path: str, key: object, known: Sequence[str], cls: type[Any] | None = None
+    ) -> None:
+        """Add the error of a field that the API does not have.
+
+        Args:
+            path: of the object that has the field.
+            known: the fields of that object.
+            cls: the dataclass of that object, if it is one.
+        """
+        remedy = where_it_belongs(path, str(key), cls)
+        if not remedy:
+            near = nearest(str(key), known)
+            remedy = f"Did you mean {near}?" if near else f"Known are: {', '.join(known)}."
+        where = f"{path}.{key}" if path else str(key)
+        self.errors.append(
+            FieldError(where, "", Rule.UNKNOWN_FIELD, "is not a field of this API", remedy)
+        )
+
+    def read_object(self, cls: type[Any], value: object, path: str) -> Any:
+        """Return an instance of an API dataclass, with defaults where a value is unreadable."""
+        if not isinstance(value, Mapping):
+            self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
+            value = {}
+        fields = describe(cls)
+        known = [field.json_name for field in fields]
+        for key in value:
+            if key not in known:
+                self.unknown(path, key, known, cls)
+        arguments: dict[str, Any] = {}
+        for field in fields:
+            here = f"{path}.{field.json_name}"
+            given = value.get(field.json_name)
+            if given is not None:
+                arguments[field.name] = self._read(field, given, here)
+            elif field.required:
+                self.error(here, "", Rule.REQUIRED, "is missing", f"It {field.doc}")
+                arguments[field.name] = _placeholder(field)
+        if getattr(cls, "ONE_OF", False):
+            self._one_of(known, value, path)
+        return cls(**arguments)
+
+    def _one_of(self, known: Sequence[str], value: Mapping[str, object], path: str) -> None:
+        given = [name for name in known if value.get(name) is not None]
+        if len(given) != 1:
+            self.error(
+                path,
+                ", ".join(given) or "nothing",
+                Rule.EXACTLY_ONE,
+                "needs exactly one of its fields",
+                f"Give one of {', '.join(known)}.",
+            )
+
+    def _read(self, field: FieldInfo, value: object, path: str) -> Any:
+        readers: dict[Kind, Callable[[FieldInfo, object, str], Any]] = {
+            "object": lambda field, value, path: self.read_object(field.item, value, path),
+            "list": self._list,
+            "choice": self._choice,
+            "text": self._string,
+            "whole": self._integer,
+            "flag": self._flag,
+            "quantities": self._quantities,
+            "labels": self._labels,
+            "free": self._free,
+        }
+        return readers[field.kind](field, value, path)
+
+    def _flag(self, field: FieldInfo, value: object, path: str) -> Any:
+        if isinstance(value, bool):
+            return value
+        self.error(path, value, Rule.WRONG_TYPE, "must be true or false", "Leave out any quotes.")
+        return _placeholder(field)
+
+    def _free(self, field: FieldInfo, value: object, path: str) -> Free | None:
+        if isinstance(value, Mapping):
+            return Free(value)
+        self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
+        return None if field.optional else Free()
+
+    def _choice(self, field: FieldInfo, value: object, path: str) -> Any:
+        allowed = [member.value for member in field.item]
+        if value in allowed:
+            return field.item(value)
+        near = nearest(str(value), allowed)
+        remedy = f"Did you mean {near}?" if near else f"Write {' or '.join(allowed)}."
+        self.error(path, value, Rule.NOT_ALLOWED, f"must be one of {', '.join(allowed)}", remedy)
+        return _placeholder(field)
+
+    def _string(self, field: FieldInfo, value: object, path: str) -> Any:
+        if not isinstance(value, str):
+            self.error(path, value, Rule.WRONG_TYPE, "must be a string", "Put it in quotes.")
+            return _placeholder(field)
+        fits = self._text_fits(field.mark(Text), value, path)
+        return value if fits else _placeholder(field)
+
+    def _text_fits(self, bounds: Text, value: str, path: str) -> bool:
+        if not bounds.shortest <= len(value) <= bounds.longest:
+            self.error(
+                path,
+                value,
+                Rule.OUT_OF_RANGE,
+                f"has {len(value)} characters; {bounds.shortest} to {bounds.longest} are allowed",
+                "Shorten it." if value else "Give a value, or leave the field out.",
+            )
+            return False
+        if bounds.pattern and not re.fullmatch(bounds.pattern, value):
+            self.error(
+                path, value, Rule.BAD_FORMAT, f"is not {bounds.says}", f"Write {bounds.says}."
+            )
+            return False
+        return True
+
+    def _integer(self, field: FieldInfo, value: object, path: str) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int):
+            remedy = "Leave out the quotes." if _is_number(value) else "Write a number."
+            self.error(path, value, Rule.WRONG_TYPE, "must be a whole number", remedy)
+            return _placeholder(field)
+        bounds: Whole = field.mark(Whole)
+        if not bounds.least <= value <= bounds.most:
+            self.error(
+                path,
+                value,
+                Rule.OUT_OF_RANGE,
+                f"must be between {bounds.least} and {bounds.most}",
+                f"Write a number from {bounds.least} to {bounds.most}.",
+            )
+            return _placeholder(field)
+        return value
+
+    def _list(self, field: FieldInfo, value: object, path: str) -> tuple[Any, ...]:
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+            self.error(path, value, Rule.WRONG_TYPE, "must be a list", "Write a list.")
+            return ()
+        bounds: Items = field.mark(Items)
+        if not bounds.least <= len(value) <= bounds.most:
+            message = f"has {len(value)} items; {bounds.least} to {bounds.most} are allowed"
+            self.error(path, "", Rule.OUT_OF_RANGE, message, "Change the number of items.")
+            value = value[: bounds.most]
+        item = field.item_info
+        items = [self._read(item, entry, f"{path}[{n}]") for n, entry in enumerate(value)]
+        if bounds.key:
+            self._distinct([getattr(entry, bounds.key) for entry in items], bounds.key, path)
+        return tuple(items)
+
+    def _distinct(self, keys: Sequence[str], key: str, path: str) -> None:
+        seen: set[str] = set()
+        for n, name in enumerate(keys):
+            if name and name in seen:
+                where = f"{path}[{n}].{key}"
+                self.error(where, name, Rule.DUPLICATE, "is given twice", "Keep one of them.")
+            seen.add(name)
+
+    def _quantities(self, _field: FieldInfo, value: object, path: str) -> Quantities:
+        if not isinstance(value, Mapping):
+            self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
+            return Quantities()
+        read = Quantities()
+        for name, amount in value.items():
+            if why := why_no_amount(amount):
+                remedy = "Write for example 4, 500m or 16Gi."
+                self.error(f"{path}.{name}", amount, Rule.BAD_FORMAT, why, remedy)
+            else:
+                read[str(name)] = str(amount)
+        return read
+
+    def _labels(self, _field: FieldInfo, value: object, path: str) -> Labels:
+        if not isinstance(value, Mapping):
+            self.error(path, value, Rule.WRONG_TYPE, "must be an object", "Write a mapping.")
+            return Labels()
+        read = Labels()
+        for key, text in value.items():
+            here = f"{path}.{key}"
+            if not isinstance(text, str):
+                self.error(here, text, Rule.WRONG_TYPE, "must be a string", "Put it in quotes.")
+            elif self._text_fits(LABEL_KEY, str(key), here) and self._text_fits(
+                LABEL_VALUE, text, here
+            ):
+                read[str(key)] = text
+        return read
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value) is not None
+
+
+def _placeholder(field: FieldInfo) -> Any:
+    """Return a value that lets parsing go on after an error."""
+    if not field.required:
+        return field.default
+    if field.item is ModelSource:
+        return ModelSource()
+    if field.item is Model:
+        return Model(source=ModelSource())
+    if field.kind == "choice":
+        return next(iter(field.item))
+    return {"text": "", "whole": 1, "flag": False}[field.kind]
+
+
+def where_it_belongs(path: str, key: str, cls: type[Any] | None) -> str:
+    """Return the remedy for a field that belongs somewhere else; empty if it belongs nowhere.
+
+    Args:
+        path: of the object that the field was found in.
+        key: the field's name.
+        cls: the dataclass of that object.
+    """
+    if cls is None:
+        return ""
+    inside = [
+        field.json_name
+        for field in describe(cls)
+        if field.kind == "object" and key in {inner.json_name for inner in describe(field.item)}
+    ]
+    if inside:
+        places = " or ".join(f"{path}.{name}.{key}" for name in inside)
+        return f"Write it as {places}."
+    if issubclass(cls, EngineOverride) and key in {field.json_name for field in describe(RoleSpec)}:
+        roles = (
+            [path.removesuffix(".engine")]
+            if path != "spec.engine"
+            else [f"spec.{role}" for role in Role]
+        )
+        return f"Write it as {' or '.join(f'{role}.{key}' for role in roles)}."
+    return _pod_template(path, key, cls)
+
+
+def _pod_template(path: str, key: str, cls: type[Any]) -> str:
+    container = "router" if cls is Router else "engine"
+    if key in METADATA_FIELDS:
+        place = f"podTemplate.metadata.{key}"
+    elif key in FIELDS["V1PodSpec"]:
+        place = f"podTemplate.spec.{key}"
+    elif key in FIELDS["V1Container"]:
+        place = f"podTemplate.spec.containers, as {key} of the container {container}"
+    else:
+        return ""
+    if cls in (RoleSpec, Router):
+        return f"Write it as {path}.{place}."
+    if issubclass(cls, EngineOverride) and path != "spec.engine":
+        return f"Write it as {path.removesuffix('.engine')}.{place}."
+    if issubclass(cls, EngineOverride) or cls is Spec:
+        return f"Write it as spec.prefill.{place}; spec.decode and spec.router have one, too."
+    return ""

@@ -1,7 +1,8 @@
-"""The settings of one role's engines: the shared ones, merged with the role's own."""
+"""What follows from a spec: the merged settings of a role's engines, and the grace periods."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdcluster_operator.api.spec.arguments import Flag, merge_flags, parse_flags
@@ -9,10 +10,11 @@ from pdcluster_operator.api.spec.engine_types import (
     STARTUP_SECONDS,
     EngineOverride,
     EnvVar,
+    Parallelism,
     SharedEngine,
 )
 from pdcluster_operator.api.spec.enums import ConnectorSource, Device, Role, Switch
-from pdcluster_operator.api.spec.types import Cluster, Parallelism
+from pdcluster_operator.api.spec.types import Cluster
 
 MODEL_FOLDER = "/models/model"
 CACHE_FOLDER = "/models/cache"
@@ -102,3 +104,47 @@ def workers_per_pod(engine: Engine) -> int:
 def gpus_per_pod(cluster: Cluster, engine: Engine) -> int:
     """Return the GPUs of one pod; 0 if KV is in host memory."""
     return workers_per_pod(engine) if cluster.spec.transfer.device is Device.CUDA else 0
+
+
+DRAIN_DEADLINE_SECONDS = 30
+STOP_SECONDS = 20
+STOP_MARGIN_SECONDS = 10
+ROUTER_LINGER_SECONDS = 20
+"""For so long a router that is told to end takes new connections.
+
+A Service sends some for a moment longer. And while no other router is ready, it sends all of them:
+a new router on the same node is ready after a few seconds.
+"""
+
+
+def drain_seconds(cluster: Cluster) -> int:
+    """Return how long requests, and then leases and quarantined receives, may last after SIGTERM.
+
+    A prompt that is being computed gets its lease only at its end.
+    """
+    leases = max(cluster.spec.transfer.lease_seconds, DRAIN_DEADLINE_SECONDS)
+    return cluster.spec.request_timeout_seconds + leases
+
+
+def grace_period(cluster: Cluster) -> int:
+    """Seconds from SIGTERM to SIGKILL: the launcher drains, then stops the engine."""
+    return drain_seconds(cluster) + STOP_SECONDS + STOP_MARGIN_SECONDS
+
+
+def router_grace_period(cluster: Cluster) -> int:
+    """Seconds from a router's deletion to SIGKILL: new connections, then requests under way."""
+    return ROUTER_LINGER_SECONDS + cluster.spec.request_timeout_seconds + STOP_MARGIN_SECONDS
+
+
+def engine_places(cluster: Cluster) -> Iterator[tuple[str, EngineOverride]]:
+    """Yield all engine settings of a spec, each with its path."""
+    yield "spec.engine", cluster.spec.engine
+    for role in Role:
+        yield f"spec.{role}.engine", cluster.spec.role(role).engine
+
+
+def flag_path(cluster: Cluster, role: Role, name: str) -> str:
+    """Return the path of the extraArgs that give a role's engines the flag ``name``."""
+    own = parse_flags(cluster.spec.role(role).engine.extra_args)[0]
+    place = f"spec.{role}.engine" if name in {flag.name for flag in own} else "spec.engine"
+    return f"{place}.extraArgs"

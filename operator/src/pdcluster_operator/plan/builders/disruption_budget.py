@@ -7,7 +7,8 @@ from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, ROLE_LABEL, cluster_labels
 from pdcluster_operator.api.object_names import budget_name
-from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.metadata import child_metadata
 from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT, router_selector
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_operator.api.labels import POD_INDEX_LABEL, TLS_LABEL, engine_labels
-from pdcluster_operator.api.object_names import EngineName, connector_name, service_account_name
-from pdcluster_operator.api.ports import (
+from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
     SIDE_CHANNEL_PORT,
+    EngineName,
+    connector_name,
+    service_account_name,
 )
-from pdcluster_operator.api.spec.drain import STOP_SECONDS, drain_seconds, grace_period
 from pdcluster_operator.api.spec.enums import Certificates, ConnectorSource, Device
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
-from pdcluster_operator.api.spec.resolve import Engine
+from pdcluster_operator.api.spec.resolve import STOP_SECONDS, Engine, drain_seconds, grace_period
 from pdcluster_operator.api.spec.resources import added_limits
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.api_key import api_key_env

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, ENGINE_LABEL, engine_labels
-from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.ports import (
+from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
     SIDE_CHANNEL_PORT,
+    EngineName,
 )
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.metadata import child_metadata

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, OPERATOR_LABELS, ROLE_LABEL, cluster_labels
-from pdcluster_operator.api.object_names import engines_policy_name, router_policy_name
-from pdcluster_operator.api.ports import (
+from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,
     LAUNCHER_PORT,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
+    engines_policy_name,
+    router_policy_name,
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.fields import as_manifest

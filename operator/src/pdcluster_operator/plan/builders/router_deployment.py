@@ -7,14 +7,16 @@ from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, PAIRING_LABEL, cluster_labels
 from pdcluster_operator.api.object_names import (
+    LAUNCHER_PORT,
+    ROUTER_METRICS_PORT,
+    ROUTER_PORT,
     EngineName,
     router_deployment_name,
     service_account_name,
 )
-from pdcluster_operator.api.ports import LAUNCHER_PORT, ROUTER_METRICS_PORT, ROUTER_PORT
-from pdcluster_operator.api.spec.drain import ROUTER_LINGER_SECONDS, router_grace_period
 from pdcluster_operator.api.spec.enums import Role, RouterPolicy
 from pdcluster_operator.api.spec.pod_templates import ROUTER_CONTAINER
+from pdcluster_operator.api.spec.resolve import ROUTER_LINGER_SECONDS, router_grace_period
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.api_key import api_key_env
 from pdcluster_operator.plan.builders.connector_configmap import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_operator.api.labels import cluster_labels
-from pdcluster_operator.api.object_names import router_name
-from pdcluster_operator.api.ports import ROUTER_PORT
+from pdcluster_operator.api.object_names import ROUTER_PORT, router_name
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.metadata import child_metadata
 from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT, router_selector

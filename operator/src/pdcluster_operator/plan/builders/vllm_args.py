@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 
-from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.ports import HTTP_PORT, MASTER_PORT, SIDE_CHANNEL_PORT
-from pdcluster_operator.api.spec.drain import DRAIN_DEADLINE_SECONDS
+from pdcluster_operator.api.object_names import (
+    HTTP_PORT,
+    MASTER_PORT,
+    SIDE_CHANNEL_PORT,
+    EngineName,
+)
 from pdcluster_operator.api.spec.enums import Device, LoadFailurePolicy, Role, Switch, Visibility
-from pdcluster_operator.api.spec.resolve import Engine
+from pdcluster_operator.api.spec.resolve import DRAIN_DEADLINE_SECONDS, Engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.api_key import api_key_args
 from pdcluster_operator.plan.builders.certificates import has_certificates, tls_option

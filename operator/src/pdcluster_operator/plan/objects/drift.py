@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pdcluster_operator.api.labels import APPLIED_ANNOTATION
-from pdcluster_operator.api.spec.quantity import parse_quantity
+from pdcluster_operator.api.spec.resources import parse_quantity
 from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.objects.contents import without_contents
 from pdcluster_operator.plan.objects.merge import KEYED_LISTS

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pdcluster_operator.api.spec.quantity import parse_quantity
-from pdcluster_operator.api.spec.resources import is_accelerator
+from pdcluster_operator.api.spec.resources import is_accelerator, parse_quantity
 from pdcluster_operator.plan.model import Manifest
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import RolloutType, Switch
-from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.api.spec.enums import Role, RolloutType, Switch
+from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Manifest, Observed, TryOut
 from pdcluster_operator.plan.observed.lost import lost_engines

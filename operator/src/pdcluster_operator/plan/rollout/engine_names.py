@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Cluster
 
 
 def engine_names(

@@ -12,10 +12,10 @@ import json
 from typing import Any
 
 from pdcluster_operator.api.object_names import REVISION_LENGTH
-from pdcluster_operator.api.spec.enums import TlsMode
+from pdcluster_operator.api.spec.enums import Role, TlsMode
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.shape import MODEL_FLAGS, engine_shape
-from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.api.spec.types import Cluster
 
 # No vowels, so that no word appears by accident, and no characters that look alike.
 ALPHABET = "bcdfghjklmnpqrstvwxz2456789"

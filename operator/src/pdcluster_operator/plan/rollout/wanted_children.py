@@ -17,7 +17,8 @@ from pdcluster_operator.api.object_names import (
     own_connector_name,
     router_deployment_name,
 )
-from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.connector_configmap import (
     build_connector_configmap,
     build_own_configmap,

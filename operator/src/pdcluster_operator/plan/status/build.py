@@ -22,7 +22,8 @@ from pdcluster_operator.api.conditions import (
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.labels import role_selector
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
-from pdcluster_operator.api.spec.types import Cluster, Role
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.router_service import endpoint
 from pdcluster_operator.plan.children.deletions import existing_engines
 from pdcluster_operator.plan.memo import Memo

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.conditions import StatusReason, Verdict, no, unknown, yes
 from pdcluster_operator.api.findings import Findings
-from pdcluster_operator.api.rules.unchecked import unchecked_message
+from pdcluster_operator.api.rules.engines import unchecked_message
 from pdcluster_operator.plan.observed.engines import EngineView
 
 MAX_SHOWN_ERRORS = 5

@@ -10,17 +10,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pdcluster_operator.api.findings import FieldError, Rule, quoted, shown
-from pdcluster_operator.api.rules.pod_fields import TYPES
-from pdcluster_operator.api.spec.drain import grace_period, router_grace_period
-from pdcluster_operator.api.spec.places import CONTAINER_FIELDS, POD_FIELDS
-from pdcluster_operator.api.spec.pod_templates import containers, pod_spec, pod_templates
-from pdcluster_operator.api.spec.quantity import why_no_amount
-from pdcluster_operator.api.spec.spelling import nearest
+from pdcluster_operator.api.findings import FieldError, Rule, nearest, quoted, shown
+from pdcluster_operator.api.spec.pod_templates import FIELDS, containers, pod_spec, pod_templates
+from pdcluster_operator.api.spec.resolve import grace_period, router_grace_period
+from pdcluster_operator.api.spec.resources import why_no_amount
 from pdcluster_operator.api.spec.types import Cluster
 
 MOST_ERRORS = 16
-FIELDS = {name: dict(word.split(":", 1) for word in words.split()) for name, words in TYPES.items()}
 # Strings in Kubernetes' types, but a manifest may give a number.
 QUANTITIES = frozenset({"limits", "requests", "overhead", "sizeLimit", "divisor"})
 # Lists that are merged with ours, and the field that identifies an item.
@@ -68,6 +64,29 @@ def pod_template_warnings(cluster: Cluster) -> Iterator[FieldError]:
                 "Leave it out, or shorten requestTimeoutSeconds.",
                 ("spec.requestTimeoutSeconds",),
             )
+
+
+def overlay_warnings(
+    path: str, template: Mapping[str, Any] | None, ours: str
+) -> Iterator[FieldError]:
+    """Yield a command or arguments of a template that replace those of our container.
+
+    Args:
+        path: of the template.
+        ours: the name of our container.
+    """
+    for place, entry in containers(template):
+        if entry.get("name") != ours or not place.startswith("spec.containers"):
+            continue
+        for field in ("command", "args"):
+            if field in entry:
+                yield FieldError(
+                    f"{path}.{place}.{field}",
+                    shown(entry[field]),
+                    Rule.ARGUMENTS_OVERLAID,
+                    f"replaces the operator's own {field}, and no rule checks it",
+                    "Use engine.extraArgs instead if you can.",
+                )
 
 
 def _grace(template: Mapping[str, object]) -> int | None:
@@ -157,9 +176,9 @@ def _object(path: str, kind: str, value: object) -> Iterator[FieldError]:
 
 
 def _remedy(path: str, kind: str, key: str, known: Mapping[str, str]) -> str:
-    if kind == "V1PodTemplateSpec" and key in POD_FIELDS:
+    if kind == "V1PodTemplateSpec" and key in FIELDS["V1PodSpec"]:
         return f"Write it as {path}.spec.{key}."
-    if kind == "V1PodSpec" and key in CONTAINER_FIELDS:
+    if kind == "V1PodSpec" and key in FIELDS["V1Container"]:
         return f"Write it in an entry of {path}.containers."
     near = nearest(key, known)
     return f"Did you mean {near}?" if near else f"Known are: {', '.join(known)}."

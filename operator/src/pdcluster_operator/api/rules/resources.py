@@ -8,6 +8,7 @@ from decimal import Decimal
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.spec.engine_types import Resources
 from pdcluster_operator.api.spec.enums import Device, Role
 from pdcluster_operator.api.spec.pod_templates import (
     amounts,
@@ -15,16 +16,17 @@ from pdcluster_operator.api.spec.pod_templates import (
     engine_container,
     pod_templates,
 )
-from pdcluster_operator.api.spec.quantity import parse_quantity
 from pdcluster_operator.api.spec.resolve import Engine, resolve_engine, workers_per_pod
 from pdcluster_operator.api.spec.resources import (
     STANDARD,
     added_limits,
     is_accelerator,
     is_countable,
+    parse_quantity,
     takes_no_gpus,
 )
-from pdcluster_operator.api.spec.types import Cluster, Resources, RouterResources
+from pdcluster_operator.api.spec.router_types import RouterResources
+from pdcluster_operator.api.spec.types import Cluster
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Rules about images, as far as an image's name says what is in it."""
+"""Rules about what engines load: images, as far as their names say what is in them, and weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.pod_templates import engine_container
 from pdcluster_operator.api.spec.resolve import resolve_engine
-from pdcluster_operator.api.spec.types import Cluster, Router
+from pdcluster_operator.api.spec.router_types import Router
+from pdcluster_operator.api.spec.types import Cluster
 
 # Tags that name another image tomorrow.
 MOVING_TAGS = frozenset({"latest", "nightly", "main", "master", "edge", "dev", "stable"})
@@ -133,3 +134,40 @@ def _moving(path: str, reference: str) -> Iterator[FieldError]:
             f"the tag {image.tag} moves: pods on different nodes may run different images",
             f"Name {example} or a digest.",
         )
+
+
+# Branches that Hugging Face repositories are kept on.
+BRANCHES = frozenset({"main", "master"})
+
+
+def weight_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield weights that may change between two starts, and a cache that is not used."""
+    model = cluster.spec.model
+    if model.source.hugging_face is not None:
+        yield from _not_pinned(cluster, model.source.hugging_face.revision)
+    elif model.cache.persistent_volume_claim is not None:
+        yield FieldError(
+            "spec.model.cache",
+            "",
+            Rule.CACHE_UNUSED,
+            "is ignored: only weights of source.huggingFace are downloaded",
+            "Remove it.",
+            ("spec.model.source",),
+        )
+
+
+def _not_pinned(cluster: Cluster, revision: str | None) -> Iterator[FieldError]:
+    for role in Role:
+        flag = resolve_engine(cluster, role).last("--revision")
+        named = flag.value if flag is not None else revision
+        if named is None or named in BRANCHES:
+            yield FieldError(
+                "spec.model.source.huggingFace.revision",
+                named or "",
+                Rule.WEIGHTS_NOT_PINNED,
+                "a branch moves: an engine that starts later may load other weights, and is "
+                "then refused by its peers",
+                "Name a commit, or a tag that stays.",
+                ("spec.model.source",),
+            )
+            return

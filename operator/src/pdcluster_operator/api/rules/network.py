@@ -1,13 +1,16 @@
-"""Network peers that Kubernetes would refuse, or that mean nothing."""
+"""Rules of the network: the peers that a spec lets in, and what carries KV between engines."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Sequence
 
-from pdcluster_operator.api.findings import FieldError, Rule
-from pdcluster_operator.api.spec.enums import SelectorOperator
-from pdcluster_operator.api.spec.network_types import IpBlock, LabelSelector, NetworkPeer
+from pdcluster_connector.compat.transports import why_not
+from pdcluster_operator.api.findings import FieldError, Rule, shown
+from pdcluster_operator.api.spec.enums import Device, Role, SelectorOperator
+from pdcluster_operator.api.spec.pod_templates import amounts, engine_container
+from pdcluster_operator.api.spec.resources import is_accelerator
+from pdcluster_operator.api.spec.router_types import IpBlock, LabelSelector, NetworkPeer
 from pdcluster_operator.api.spec.types import Cluster
 
 WITH_VALUES = (SelectorOperator.IN, SelectorOperator.NOT_IN)
@@ -90,3 +93,40 @@ def _no_cidr(path: str, value: str) -> FieldError:
     return FieldError(
         path, value, Rule.BAD_FORMAT, message, "Write for example 10.0.0.0/8 or fd00::/8."
     )
+
+
+def backend_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield transport backends of NIXL that cannot carry KV."""
+    for place, backend in enumerate(cluster.spec.transfer.backends):
+        if why := why_not(backend):
+            yield FieldError(
+                f"spec.transfer.backends[{place}]",
+                shown(backend),
+                Rule.BACKEND_CARRIES_NOTHING,
+                f"NIXL's {backend} {why}",
+                "Use UCX, which carries RDMA, NVLink and TCP.",
+            )
+
+
+def rdma_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield a warning if engines span machines without RDMA: their KV goes over TCP."""
+    transfer = cluster.spec.transfer
+    if transfer.device is not Device.CUDA or transfer.rdma is not None:
+        return
+    for role in Role:
+        spec = cluster.spec.role(role)
+        _, overlay = engine_container(cluster, role)
+        devices = {*spec.resources.limits, *amounts(overlay, "limits")}
+        if spec.parallelism.nodes > 1 and all(
+            is_accelerator(name) for name in devices if "/" in name
+        ):
+            yield FieldError(
+                "spec.transfer.rdma",
+                "",
+                Rule.NO_RDMA,
+                f"the {role} engines span {spec.parallelism.nodes} pods and ask for no RDMA "
+                "device: KV goes over TCP",
+                "Name the RDMA resource of your nodes, e.g. rdma: {resource: rdma/ib}.",
+                (f"spec.{role}.parallelism", f"spec.{role}.resources"),
+            )
+            return

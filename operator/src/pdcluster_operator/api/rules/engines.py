@@ -1,0 +1,207 @@
+"""Rules of the engines: the sizes of each role, and whether the two roles can exchange KV.
+
+The rules about KV are in the connector's ``compat/``, because the handshake applies the same ones.
+This module says which field of the spec a refusal comes from. A rule that compares two engines
+needs values that a manifest may leave out. Such a rule is checked when the engines connect to each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.findings import Finding, Verdict
+from pdcluster_connector.compat.rules import check, check_engine
+from pdcluster_connector.compat.shape import EngineShape
+from pdcluster_operator.api.findings import FieldError, Findings, Rule, shown
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.fields import camel
+from pdcluster_operator.api.spec.resolve import flag_path, resolve_engine
+from pdcluster_operator.api.spec.shape import engine_shape
+from pdcluster_operator.api.spec.types import Cluster
+
+LARGEST_ENGINE = 4096
+MOST_LINKS = 4096
+# Links that one decode worker keeps open: one to each data-parallel rank of prefill.
+MOST_SIDE_CHANNELS = 1024
+
+
+def size_errors(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield numbers of workers, pods and links that do not fit together, or are too large."""
+    for role in Role:
+        yield from _workers(cluster, role)
+    prefill, decode = cluster.spec.prefill.replicas, cluster.spec.decode.replicas
+    if prefill * decode > MOST_LINKS:
+        yield FieldError(
+            "spec.decode.replicas",
+            str(decode),
+            Rule.TOO_MANY_LINKS,
+            f"{prefill} prefill x {decode} decode engines are {prefill * decode} links; "
+            f"{MOST_LINKS} are allowed",
+            "Use fewer, larger engines, or several clusters.",
+        )
+    ranks = cluster.spec.prefill.parallelism.data
+    if prefill * ranks > MOST_SIDE_CHANNELS:
+        yield FieldError(
+            "spec.prefill.parallelism.data",
+            str(ranks),
+            Rule.TOO_MANY_LINKS,
+            f"{prefill} prefill engines x {ranks} data-parallel ranks are {prefill * ranks} side "
+            f"channels that each decode worker keeps a link to; {MOST_SIDE_CHANNELS} are allowed",
+            "Use fewer data-parallel ranks or replicas, or several clusters.",
+        )
+
+
+def _workers(cluster: Cluster, role: Role) -> Iterator[FieldError]:
+    path = f"spec.{role}.parallelism"
+    parallel = cluster.spec.role(role).parallelism
+    workers = parallel.tensor * parallel.pipeline * parallel.data
+    sizes = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {parallel.data}"
+    if workers % parallel.nodes:
+        yield FieldError(
+            f"{path}.nodes",
+            str(parallel.nodes),
+            Rule.NODES_DIVIDE_WORKERS,
+            f"{sizes} = {counted(workers, 'worker')} cannot be spread evenly over "
+            f"{counted(parallel.nodes, 'pod')}",
+            "Choose nodes so that it divides the workers.",
+            (path,),
+        )
+    elif workers > LARGEST_ENGINE:
+        yield FieldError(
+            path,
+            sizes,
+            Rule.OUT_OF_RANGE,
+            f"{workers} workers in one engine; {LARGEST_ENGINE} are allowed",
+            "Use smaller engines and more replicas.",
+        )
+
+
+def idle_warnings(cluster: Cluster, role: Role) -> Iterator[FieldError]:
+    """Yield a role without engines: the other role's engines then serve nothing."""
+    if cluster.spec.role(role).replicas == 0:
+        yield FieldError(
+            f"spec.{role}.replicas",
+            "0",
+            Rule.NOTHING_TO_PAIR,
+            f"without {role} engines nothing is served",
+            "Set at least 1 to serve.",
+        )
+
+
+# EngineShape field -> (field of EngineOverride, flags that can set it too)
+SOURCES = {
+    "model": ("", ("--model", "--revision", "--hf-overrides", "--quantization")),
+    "kv_dtype": ("kv_cache_dtype", ("--kv-cache-dtype", "--dtype")),
+    "block_size": ("block_size", ("--block-size",)),
+    "prefix_caching": ("prefix_caching", ("--enable-prefix-caching",)),
+    "context": ("", ("--decode-context-parallel-size", "--prefill-context-parallel-size")),
+}
+PARALLEL_FIELDS = ("tensor", "pipeline", "data")
+# Fields of SOURCES for which vLLM chooses a value where none is given.
+CHOSEN_BY_VLLM = ("block_size", "kv_dtype")
+
+
+def pair_findings(cluster: Cluster) -> Findings:
+    """Return refusals as errors, and the fields that only the engines know."""
+    shapes = {role: engine_shape(cluster, resolve_engine(cluster, role)) for role in Role}
+    findings = check(shapes[Role.PREFILL], shapes[Role.DECODE])
+    refused = [finding for finding in findings if finding.verdict is Verdict.REFUSED]
+    waiting = [finding.field for finding in findings if finding.verdict is Verdict.UNKNOWN]
+    return Findings(
+        errors=tuple(_error(cluster, finding, shapes) for finding in refused),
+        unchecked=tuple(dict.fromkeys(waiting)),
+    )
+
+
+def _error(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape]) -> FieldError:
+    path, *others = _paths(cluster, finding, shapes)
+    return FieldError(
+        path,
+        shown(f"prefill {finding.prefill_value}, decode {finding.decode_value}"),
+        finding.reason,
+        finding.message,
+        finding.remedy,
+        tuple(others),
+    )
+
+
+def _paths(cluster: Cluster, finding: Finding, shapes: Mapping[Role, EngineShape]) -> list[str]:
+    """Return the fields that the value came from, the role's own first."""
+    field = finding.field
+    if field in PARALLEL_FIELDS:
+        at_fault = [role for role in Role if _breaks_alone(shapes[role], finding.rule)] or Role
+        largest = max(at_fault, key=lambda role: getattr(shapes[role], field))
+        return [f"spec.{largest}.parallelism.{field}", *(f"spec.{r}.parallelism" for r in Role)]
+    if field not in SOURCES:
+        return ["spec", "spec.model", "spec.engine"]
+    attribute, flags = SOURCES[field]
+    name = camel(attribute)
+    found = []
+    for role in (Role.DECODE, Role.PREFILL):
+        own = cluster.spec.role(role).engine
+        words = [word.partition("=")[0].replace("_", "-") for word in own.extra_args]
+        if any(flag in words or f"--no-{flag[2:]}" in words for flag in flags):
+            found.append(f"spec.{role}.engine.extraArgs")
+        elif name and getattr(own, attribute) is not None:
+            found.append(f"spec.{role}.engine.{name}")
+    shared = f"spec.engine.{name}" if name else "spec.engine.extraArgs"
+    return [*found, shared]
+
+
+def _breaks_alone(shape: EngineShape, rule: str) -> bool:
+    """Whether engines of this shape break a rule already among themselves."""
+    return any(finding.rule == rule for finding in check_engine(shape))
+
+
+def one_sided_warnings(cluster: Cluster) -> Iterator[FieldError]:
+    """Yield settings of one role only: vLLM chooses the other role's, which may differ."""
+    for field in CHOSEN_BY_VLLM:
+        attribute, flags = SOURCES[field]
+        name = camel(attribute)
+        engines = {role: resolve_engine(cluster, role) for role in Role}
+        values = {
+            role: getattr(engine_shape(cluster, engine), field) for role, engine in engines.items()
+        }
+        named = [role for role in Role if values[role] is not None]
+        if len(named) != 1:
+            continue
+        (role,) = named
+        flag = next((flag for flag in flags if engines[role].last(flag) is not None), None)
+        yield FieldError(
+            flag_path(cluster, role, flag) if flag else f"spec.{role}.engine.{name}",
+            shown(values[role]),
+            Rule.SET_ON_ONE_ROLE,
+            f"only the {role} engines have it; vLLM chooses a value for the others, and engines "
+            "with different values refuse each other",
+            f"Set the same engine.{name} on both roles, in spec.engine.",
+            (f"spec.engine.{name}", *(f"spec.{other}.engine.{name}" for other in Role)),
+        )
+
+
+NAMES: Mapping[str, tuple[str, str]] = {
+    "kv_dtype": ("the data type of the KV cache", "engine.kvCacheDtype"),
+    "block_size": ("the block size of the KV cache", "engine.blockSize"),
+    "token_sliceable": ("the order of the values in a block", "engine.attentionBackend"),
+    "layers": ("the model's layers", ""),
+    "kernel_blocks_per_block": ("the block size of the attention kernel", ""),
+    "packing": ("how vLLM packs a block on this CPU", ""),
+    "memory": ("the kind of memory of the KV cache", "transfer.device"),
+}
+"""EngineShape field -> its name for users, and the field of a spec that sets it; empty for none."""
+
+
+def unchecked_message(fields: Iterable[str]) -> str:
+    """Return what is not checked yet, when it will be, and what checks it earlier.
+
+    Args:
+        fields: names of ``EngineShape`` fields, from ``Findings.unchecked``.
+    """
+    named = [NAMES.get(field, (field, "")) for field in fields]
+    if not named:
+        return ""
+    parts = ", ".join(f"{words} ({setting})" if setting else words for words, setting in named)
+    when = "The engines check this when they connect to each other."
+    sooner = " Set a field in brackets to have it checked now." if any(s for _, s in named) else ""
+    return f"Not checked yet: {parts}. {when}{sooner}"
