@@ -22,7 +22,7 @@ from loopback import free_network
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED
-from pdcluster_operator.adapters.api_server.watches import watch
+from pdcluster_operator.adapters.api_server.reflector import Reflectors
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.labels import engine_of
@@ -162,7 +162,6 @@ async def walked(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         client = await stack.enter_async_context(KubeClient(reaching(there), connections=0))
         launchers = await stack.enter_async_context(EnginesHttp(authority))
         api = KubeApi(client, authority)
-        stop = asyncio.Event()
         with Calls("manifest") as calls:
             assert review(MANIFEST, None, host_paths=True).errors == ()
             loop = ControlLoop(
@@ -170,20 +169,15 @@ async def walked(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
                 poll_seconds=0.01, backoff=Backoff(first=0.01),
             )  # fmt: skip
             loop.queue._rest = 0.01
-            api.remember, api.same = loop.remember, loop.store.same
+            api._remember, api._same = loop.remember, loop.store.same
             loop.start()
-            watching = asyncio.create_task(
-                watch(
-                    client, loop.see, namespaces=(), stop=stop, same=loop.store.same,
-                    serves=lambda _: False, listed=loop.store.listed,
-                )
-            )  # fmt: skip
+            watching = asyncio.create_task(Reflectors(client, loop, (), 300.0).run())
             server.api.apply(MANIFEST)
             async with asyncio.timeout(20):
                 while not any(body["peers"] for body in server.told):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-        stop.set()
-        await watching
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         await loop.stop()
     return calls.seen
 

@@ -22,7 +22,6 @@ from pdcluster_operator.adapters import (
     webhook_process,
 )
 from pdcluster_operator.adapters.api_server import kubeconfig
-from pdcluster_operator.adapters.api_server.client import NotFound
 from pdcluster_operator.adapters.api_server.kinds import (
     BY_NAME,
     PDCLUSTER,
@@ -30,8 +29,6 @@ from pdcluster_operator.adapters.api_server.kinds import (
     as_kept,
     slim,
 )
-from pdcluster_operator.adapters.api_server.sweep import Sweeper
-from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
 from pdcluster_operator.adapters.metrics import MOST_SHOWN, Metrics, resource_of
 from pdcluster_operator.adapters.operator_process import (
     OperatorOptions,
@@ -49,7 +46,6 @@ from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli import operator as command
 from pdcluster_operator.cli.operator import JsonLines
 from pdcluster_operator.plan.children.deletions import MANAGED_KINDS
-from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.store import Store
 
 
@@ -515,32 +511,6 @@ def test_a_pod_holds_leases_under_its_name_and_others_under_names_that_differ(mo
     assert own_identity() == own_identity() == "operator-7d"
     monkeypatch.delenv("POD_NAME")
     assert own_identity() != own_identity()
-
-
-async def test_a_kind_whose_crd_is_not_installed_is_left_out_if_it_is_optional():
-    """A chart without CRDs may be older than the operator."""
-    asked = []
-
-    class WithoutScalers:
-        async def list(self, kind, namespaces):
-            asked.append(kind.name)
-            if kind.name == missing:
-                raise NotFound("the server could not find the requested resource")
-            return []
-
-    loop = ControlLoop(
-        api=WithoutScalers(), launchers=None, events=None, connector=None, clock=None
-    )
-    missing = "PrefillScaler"
-
-    def sweeper():
-        return Sweeper(WithoutScalers(), loop, WatchHealth(), (), 300.0)
-
-    await sweeper().first()
-    assert set(asked) == {kind.name for kind in WATCHED}
-    missing = "PDCluster"
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(sweeper().first(), 0.1)
 
 
 async def test_leases_do_not_wait_behind_other_calls(monkeypatch):

@@ -66,9 +66,12 @@ class LossyWatch:
         """List every kind, as the operator does from time to time."""
         self._last, self._late = self._now(), []
         for kind in WATCHED:
-            self._store.begin(kind.name)
             listed = [one for (name, _), one in self._last.items() if name == kind.name]
-            self._store.replace(kind.name, listed)
+            for one in listed:
+                self._store.put(copied(one))
+            names = {(KEY.namespace, one["metadata"]["name"]) for one in listed}
+            for one in self._store.listed(kind.name, None, names, str(2**63)):
+                self._store.drop(one)
 
     def _take(self, event: str, manifest: Manifest) -> None:
         if event == "DELETED":

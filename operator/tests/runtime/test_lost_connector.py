@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from listing import loop_lists
 
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.queue import Key
@@ -34,10 +35,10 @@ def woken(monkeypatch: pytest.MonkeyPatch) -> tuple[ControlLoop, list[Key]]:
     return loop, keys
 
 
-async def test_a_watch_and_a_sweep_tell_of_it(woken: tuple[ControlLoop, list[Key]]) -> None:
+async def test_a_watch_and_a_list_report_it(woken: tuple[ControlLoop, list[Key]]) -> None:
     loop, keys = woken
     loop.see("ADDED", CONNECTOR)
-    loop.sweep("ConfigMap", [CONNECTOR])
+    loop_lists(loop, "ConfigMap", [CONNECTOR])
     assert keys == [], "nobody waits for one that comes: who needs it applies it"
     loop.see("DELETED", CONNECTOR)
     assert sorted(keys) == [Key("ns", "one"), Key("ns", "two")]
@@ -51,13 +52,11 @@ async def test_a_watch_and_a_sweep_tell_of_it(woken: tuple[ControlLoop, list[Key
         "MODIFIED", {**CONNECTOR, "metadata": {**CONNECTOR["metadata"], "resourceVersion": "9"}}
     )
     assert keys == []
-    loop.store.begin("ConfigMap")
-    loop.sweep("ConfigMap", [{**CONNECTOR, "metadata": {**bare, "resourceVersion": "10"}}])
+    loop_lists(loop, "ConfigMap", [{**CONNECTOR, "metadata": {**bare, "resourceVersion": "10"}}])
     assert sorted(keys) == [Key("ns", "one"), Key("ns", "two")]
     keys.clear()
     loop.see(
         "MODIFIED", {**CONNECTOR, "metadata": {**CONNECTOR["metadata"], "resourceVersion": "11"}}
     )
-    loop.store.begin("ConfigMap")
-    loop.sweep("ConfigMap", [])
+    loop_lists(loop, "ConfigMap", [])
     assert sorted(keys) == [Key("ns", "one"), Key("ns", "two")]

@@ -72,12 +72,12 @@ class Process:
             server,
             lease_name(""),
             me,
+            needed=lambda namespace: namespace in self.clusters,
+            acquired=self.woken.append,
             renew=0.005,
             retry=0.005,
             clock=lambda: self.now,
         )
-        self.leases.needed = lambda namespace: namespace in self.clusters
-        self.leases.acquired = self.woken.append
 
     def holds(self) -> bool:
         return self.leases.holds("ns")

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from listing import list_into
 
 from authority import Authority
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
@@ -1084,9 +1085,10 @@ def ready_pod(stateful_set: Mapping[str, Any], address: str) -> dict[str, Any]:
     }
 
 
-def test_the_store_trusts_owners_by_uid_and_a_sweep_removes_ghosts() -> None:
+def test_the_store_trusts_owners_by_uid_and_a_list_removes_ghosts() -> None:
     store = Store()
-    cluster = {"kind": "PDCluster", "metadata": {"name": "tiny", "namespace": "ns", "uid": "1"}}
+    metadata = {"name": "tiny", "namespace": "ns", "uid": "1", "resourceVersion": "4"}
+    cluster = {"kind": "PDCluster", "metadata": metadata}
     child = {
         "kind": "Service",
         "metadata": {
@@ -1105,6 +1107,7 @@ def test_the_store_trusts_owners_by_uid_and_a_sweep_removes_ghosts() -> None:
             "name": "t",
             "namespace": "ns",
             "uid": "3",
+            "resourceVersion": "6",
             "labels": {"pdcluster.dev/cluster": "tiny"},
             "ownerReferences": [
                 {"kind": "PDCluster", "name": "tiny", "uid": "another", "controller": True}
@@ -1113,11 +1116,11 @@ def test_the_store_trusts_owners_by_uid_and_a_sweep_removes_ghosts() -> None:
     }
     assert [store.put(m) for m in (cluster, child, stranger)] == [KEY, KEY, KEY]
     assert store.children(KEY) == (child,)
-    assert store.replace("Service", [child]) == {KEY}
-    assert store.replace("Service", [child]) == set()
-    assert store.replace("Service", []) == {KEY}
+    assert list_into(store, "Service", [child]) == {KEY}
+    assert list_into(store, "Service", [child]) == set()
+    assert list_into(store, "Service", []) == {KEY}
     assert store.children(KEY) == ()
-    assert store.replace("PDCluster", []) == {KEY}
+    assert list_into(store, "PDCluster", []) == {KEY}
     assert store.keys() == []
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listing import list_into
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.plan.shared_connectors.connector_mounts import shared_connectors_of
 from pdcluster_operator.runtime import object_places
-from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store
 
 NAMES = [f"pdcluster-connector-{digit * 16}" for digit in "ab"]
@@ -50,7 +50,9 @@ HOLDERS = st.builds(
 def test_what_is_mounted_is_what_the_objects_say(acts: list[tuple[str, dict[str, Any]]]) -> None:
     store = Store()
     held: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for act, manifest in acts:
+    for number, (act, bare) in enumerate(acts, 1):
+        version = {"resourceVersion": str(number)}
+        manifest = {**bare, "metadata": {**bare["metadata"], **version}}
         kind, metadata = manifest["kind"], manifest["metadata"]
         identity = kind, metadata["namespace"], metadata["name"]
         if act == "put":
@@ -61,9 +63,7 @@ def test_what_is_mounted_is_what_the_objects_say(acts: list[tuple[str, dict[str,
             if identity in held and held[identity]["metadata"]["uid"] == metadata["uid"]:
                 del held[identity]
         else:
-            manifest["metadata"]["resourceVersion"] = str(len(acts))
-            store.begin(kind)
-            store.replace(kind, [manifest])
+            list_into(store, kind, [manifest])
             held = {one: thing for one, thing in held.items() if one[0] != kind}
             held[identity] = store._held(identity) or {}
         for namespace in ("ns", "other"):
@@ -86,17 +86,6 @@ def test_connectors_are_known_by_namespace() -> None:
     assert {one["metadata"]["name"] for one in store.all_connectors()} == set(NAMES)
     store.drop(connector(NAMES[0]))
     assert store.connectors("ns") == ()
-
-
-def test_a_list_that_lacks_one_tells_the_clusters_of_its_namespace() -> None:
-    store = Store()
-    for namespace, name in (("ns", "one"), ("ns", "two"), ("other", "three")):
-        store.put(cluster(namespace, name))
-    store.put(connector(NAMES[0]))
-    store.begin("ConfigMap")
-    assert store.replace("ConfigMap", [connector(NAMES[0], version="2")]) == set()
-    store.begin("ConfigMap")
-    assert store.replace("ConfigMap", []) == {Key("ns", "one"), Key("ns", "two")}
 
 
 JSON = st.recursive(
@@ -134,8 +123,7 @@ def test_whatever_others_write_into_an_object_it_can_be_read(manifest: dict[str,
     store = Store()
     store.put(manifest)
     store.drop(manifest)
-    store.begin(manifest["kind"])
-    store.replace(manifest["kind"], [manifest])
+    list_into(store, manifest["kind"], [manifest])
     mounted = NAMES[0] in shared_connectors_of(manifest)
     assert store.is_mounted("ns", NAMES[0]) == mounted
 
@@ -154,8 +142,7 @@ def test_one_object_that_cannot_be_read_keeps_no_other_from_the_store(
     bad = holder("StatefulSet", "bad", "ns", [NAMES[1]], "2")
     for manifest in (bad, good):
         manifest["metadata"]["resourceVersion"] = "1"
-    store.begin("StatefulSet")
-    store.replace("StatefulSet", [bad, good])
+    list_into(store, "StatefulSet", [bad, good])
     store.put(bad)
     assert store.is_mounted("ns", NAMES[0])
     assert "StatefulSet ns/bad cannot be read" in caplog.text

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from listing import list_into, loop_lists
 
 from pdcluster_operator.plan.objects import ownership
 from pdcluster_operator.runtime.control_loop import ControlLoop
@@ -89,8 +90,8 @@ def test_an_object_that_changes_its_owner_moves() -> None:
     store = filled()
     store.put(thing("StatefulSet", ENGINE, "s", "PDCluster", "other", "o"))
     assert [child["metadata"]["uid"] for child in store.children(KEY)] == ["d"]
-    store.replace("Deployment", [thing("Deployment", "tiny-router-k", "d2", *OF_CLUSTER)])
-    store.replace("Deployment", [])
+    list_into(store, "Deployment", [thing("Deployment", "tiny-router-k", "d2", *OF_CLUSTER)])
+    list_into(store, "Deployment", [])
     assert store.children(KEY) == ()
 
 
@@ -118,7 +119,7 @@ def test_the_pods_of_a_deleted_cluster_are_not_those_of_its_successor() -> None:
     assert [pod["metadata"]["uid"] for pod in store.pods(KEY)] == ["p2"]
 
 
-@pytest.mark.parametrize("way", ["watch", "sweep"])
+@pytest.mark.parametrize("way", ["watch", "list"])
 async def test_an_object_that_goes_over_to_another_cluster_concerns_both(way: str) -> None:
     unused: Any = object()
     loop = ControlLoop(api=unused, launchers=unused, events=unused, connector=unused, clock=unused)
@@ -132,8 +133,7 @@ async def test_an_object_that_goes_over_to_another_cluster_concerns_both(way: st
     if way == "watch":
         loop.see("MODIFIED", moved)
     else:
-        loop.store.begin("Pod")
-        loop.sweep("Pod", [moved])
+        loop_lists(loop, "Pod", [moved])
     assert woken == {KEY, Key("ns", "other")}
 
 
@@ -176,6 +176,6 @@ def test_the_clusters_of_a_namespace_are_those_that_are_there_now() -> None:
     assert store.keys_in("ns") == [KEY, Key("ns", "other")]
     assert (store.uids("ns"), store.uids("elsewhere")) == (["c", "o"], ["e"])
     store.drop(CLUSTER)
-    store.replace("PDCluster", [copy.deepcopy(other)])
+    list_into(store, "PDCluster", [copy.deepcopy(other)])
     assert store.keys() == store.keys_in("ns") == [Key("ns", "other")]
     assert store.keys_in("elsewhere") == store.uids("elsewhere") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from listing import list_into
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, as_kept
 from pdcluster_operator.api.labels import CLUSTER_LABEL
@@ -51,27 +52,23 @@ def test_an_object_made_anew_counts_whatever_its_version() -> None:
 def test_a_list_does_not_undo_what_the_watch_said_meanwhile() -> None:
     store = Store()
     store.put(cluster(5))
-    store.begin("PDCluster")
     store.put(cluster(7))
-    assert store.replace("PDCluster", [cluster(5)]) == set()
+    list_into(store, "PDCluster", [cluster(5)], "6")
     assert version(store) == "7"
 
-    store.begin("PDCluster")
     store.drop(cluster(8))
-    store.replace("PDCluster", [cluster(7)])
+    list_into(store, "PDCluster", [cluster(7)], "7")
     assert store.cluster(KEY) is None, "a deleted object does not come back as a ghost"
 
-    store.begin("PDCluster")
     store.put(cluster(9))
-    store.replace("PDCluster", [])
+    list_into(store, "PDCluster", [], "8")
     assert version(store) == "9", "an object made during the list stays"
 
 
 def test_a_list_removes_what_no_watch_told_of() -> None:
     store = Store()
     store.put(cluster(5))
-    store.begin("PDCluster")
-    assert store.replace("PDCluster", []) == {KEY}
+    assert list_into(store, "PDCluster", []) == {KEY}
     assert store.cluster(KEY) is None
 
 
@@ -139,7 +136,7 @@ def test_a_cluster_is_as_fresh_as_the_last_word_of_the_api_server() -> None:
     store.put(cluster(5))
     assert store.reported_seconds(KEY, "uid-0") == 0.0
     now[0] = 9.0
-    store.replace("PDCluster", [cluster(5)])
+    list_into(store, "PDCluster", [cluster(5)])
     assert store.reported_seconds(KEY, "uid-0") == 0.0
     store.drop(cluster(5))
     assert store.reported_seconds(KEY, "uid-0") == float("inf")

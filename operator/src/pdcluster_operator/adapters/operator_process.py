@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdcluster_operator.adapters.api_server import watches
 from pdcluster_operator.adapters.api_server.children import KubeApi, KubeConnectors
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.adapters.api_server.kinds import LEASE
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration, own_namespace
-from pdcluster_operator.adapters.api_server.sweep import Sweeper
-from pdcluster_operator.adapters.api_server.watch_health import WatchHealth
+from pdcluster_operator.adapters.api_server.reflector import Reflectors
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import (
@@ -40,6 +38,7 @@ from pdcluster_operator.runtime.connector_collector import PERIOD_SECONDS, Conne
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
 from pdcluster_operator.runtime.reconcile import Place
+from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +83,14 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
     _allow_many_connections()
     use_small_buffers()
     metrics = Metrics()
-    ready: list[Sweeper] = []
-    watch_health = WatchHealth()
+    watched: list[Reflectors] = []
 
     async def alive() -> str | None:
-        return watch_health.trouble()
+        return next(filter(None, (one.trouble() for one in watched)), None)
 
     async def readiness() -> str | None:
-        return None if ready and ready[0].done else "objects are not listed yet"
+        known = any(one.is_ready for one in watched)
+        return None if known else "objects are not listed yet"
 
     async with AsyncExitStack() as stack:
         await serve_pages(
@@ -110,7 +109,7 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             await find_configuration(), metrics.called, connections=RENEWALS_AT_ONCE
         )
         await stack.enter_async_context(renewing)
-        watching = KubeClient(await find_configuration(), connections=0)
+        watching = KubeClient(await find_configuration(), metrics.called, connections=0)
         await stack.enter_async_context(watching)
         connector = await asyncio.to_thread(BuiltConnector)
         authority: list[EngineAuthority] = []
@@ -124,13 +123,25 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
 
         if not await _unless_stopped(find(), stop):
             return
-        api = KubeApi(client, authority[0])
+        store = Store()
         folder = options.engine_certificate
         identity = None if folder is None else _identity(folder)
+        # The loop needs these two, and they call it back: it is made after them.
+        api = KubeApi(
+            client,
+            authority[0],
+            lambda answer: loop.remember(answer),  # noqa: PLW0108
+            store.same,
+        )
         leases = NamespaceLeases(
-            KubeLeases(renewing), lease_name(options.operator_class), own_identity()
+            KubeLeases(renewing),
+            lease_name(options.operator_class),
+            own_identity(),
+            needed=lambda namespace: loop.works_in(namespace),  # noqa: PLW0108
+            acquired=lambda namespace: loop.wake(namespace),  # noqa: PLW0108
         )
         loop = ControlLoop(
+            store=store,
             api=api,
             launchers=await stack.enter_async_context(EnginesHttp(authority[0], identity=identity)),
             events=KubeEvents(client),
@@ -146,48 +157,32 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             leases=leases,
             worked=lambda seconds, failed: metrics.reconciled(seconds, failed=failed),
         )
-        api.remember, api.same = loop.remember, loop.store.same
-        leases.needed, leases.acquired = loop.works_in, loop.wake
         metrics.measure(
             lambda: loop.queue.depth,
-            lambda: len(loop.store.keys()),
+            lambda: len(store.keys()),
             loop.local_prefill_shares,
             loop.not_ready,
             lambda: loop.unlisted,
         )
-        sweeper = Sweeper(api, loop, watch_health, options.namespaces, options.sweep_seconds)
-        ready.append(sweeper)
-        if not await _unless_stopped(sweeper.first(), stop):
-            return
+        reflectors = Reflectors(watching, loop, options.namespaces, options.sweep_seconds)
+        watched.append(reflectors)
         stack.push_async_callback(leases.stop)  # after the loop has stopped
         stack.push_async_callback(loop.stop)
-        loop.start()
 
-        def see(event: str, manifest: dict[str, Any]) -> None:
-            watch_health.reported(event, manifest)
-            loop.see(event, manifest)
+        async def work() -> None:
+            await reflectors.ready()
+            loop.start()
+            await collector.run()
 
         keep = options.keep_connector_seconds
         collector = ConnectorCollector(
-            loop.store,
+            store,
             KubeConnectors(client, api),
             _WallClock(),
             period=max(1.0, min(PERIOD_SECONDS, keep)),
             keep=keep,
         )
-        parts: list[Coroutine[Any, Any, None]] = [
-            watches.watch(
-                watching,
-                see,
-                namespaces=options.namespaces,
-                stop=stop,
-                same=loop.store.same,
-                serves=loop.store.serves,
-                listed=loop.store.listed,
-            ),
-            sweeper.run(),
-            collector.run(),
-        ]
+        parts: list[Coroutine[Any, Any, object]] = [stop.wait(), reflectors.run(), work()]
         if options.webhook is not None:
             keeper = CertificateKeeper(
                 client, options.webhook, expires=metrics.certificate_expiry.set
@@ -214,7 +209,7 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def until_one_ends(parts: list[Coroutine[Any, Any, None]]) -> None:
+async def until_one_ends(parts: list[Coroutine[Any, Any, object]]) -> None:
     """Run all parts until the first ends; its error is raised."""
     tasks = [asyncio.create_task(part) for part in parts]
     try:

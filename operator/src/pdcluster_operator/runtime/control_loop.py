@@ -1,14 +1,14 @@
 """The operator's control loop: store, queue, reconciler and launcher monitor.
 
-It is the same in a cluster and in local mode. Both feed :meth:`ControlLoop.see` with watch events
-and give it the ports; a cluster also feeds :meth:`ControlLoop.sweep` with lists.
+It is the same in a cluster and in local mode. Both feed :meth:`ControlLoop.see` with what is listed
+and watched, and give it the interfaces through which it reads and writes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Protocol
 
@@ -59,11 +59,12 @@ class ControlLoop:
         place: Place | None = None,
         worked: Worked | None = None,
         leases: Holder | None = None,
+        store: Store | None = None,
     ) -> None:
         self._place = place = place or Place()
         self._worked = worked
         self._leases = leases
-        self.store = Store()
+        self.store = store or Store()
         self.queue = KeyedQueue(
             self._work,
             is_urgent=self._is_urgent,
@@ -135,11 +136,6 @@ class ControlLoop:
         if cluster is None or cluster.get("status"):
             return False
         return bool(cluster["metadata"].get("generation", FIRST) == FIRST)
-
-    def sweep(self, kind: str, manifests: Iterable[Manifest], namespace: str | None = None) -> None:
-        """One LIST of all objects of a kind that concern us: of a namespace, or of all."""
-        for key in self.store.replace(kind, manifests, namespace):
-            self.queue.add(key)
 
     def set_unlisted(self, namespaces: Collection[str]) -> None:
         """Say in which namespaces nothing can be done: not all of their objects are known."""

@@ -46,8 +46,6 @@ class NamespaceLeases:
     Args:
         me: who holds them; differs between processes that may run at the same time.
         renew: seconds between two renewals; as ``plan/operators/namespace_lease.py`` says if None.
-
-    Attributes:
         needed: whether a namespace has PDClusters of ours.
         acquired: called with a namespace when its Lease becomes ours.
     """
@@ -58,13 +56,14 @@ class NamespaceLeases:
         name: str,
         me: str,
         *,
+        needed: Callable[[str], bool] = lambda _: True,
+        acquired: Callable[[str], object] = lambda _: None,
         renew: float | None = None,
         retry: float = RETRY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api, self._name, self._me = api, name, me
-        self.needed: Callable[[str], bool] = lambda _: True
-        self.acquired: Callable[[str], object] = lambda _: None
+        self._needed, self._acquired = needed, acquired
         self._renew, self._retry, self._clock = renew, retry, clock
         self._claims: dict[str, _Claim] = {}
 
@@ -88,7 +87,7 @@ class NamespaceLeases:
         self._claims.clear()
 
     async def _keep(self, claim: _Claim) -> None:
-        while self.needed(claim.namespace):
+        while self._needed(claim.namespace):
             try:
                 await self._try(claim)
             except ApiError as error:
@@ -98,7 +97,7 @@ class NamespaceLeases:
             held = self._clock() < claim.until
             renew = self._renew or self._term().renew_seconds
             await asyncio.sleep(renew if held else self._retry)
-            if not self.needed(claim.namespace):
+            if not self._needed(claim.namespace):
                 # A PDCluster may be created meanwhile. It has been left alone, so it is needed.
                 await self._give_back(claim)
         del self._claims[claim.namespace]
@@ -132,7 +131,7 @@ class NamespaceLeases:
         claim.until, claim.other = began + term.act_seconds, ""
         if not had:
             log.info("namespace %s: this operator works on its PDClusters now", claim.namespace)
-            self.acquired(claim.namespace)
+            self._acquired(claim.namespace)
 
     async def _give_back(self, claim: _Claim) -> None:
         claim.until = 0.0

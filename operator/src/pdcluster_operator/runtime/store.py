@@ -1,8 +1,7 @@
 """What the operator last saw of the cluster, from watch events and from lists.
 
 A watch misses a deletion if its connection was broken for longer than the API server remembers.
-So :meth:`Store.replace` swaps all objects of one kind for the result of a LIST; an object that
-the list lacks is gone.
+So after each LIST of a kind, :meth:`Store.listed` returns what is held and the LIST lacks.
 
 What is read for one cluster comes from indexes, so that an event costs as much as its own cluster
 is large. :mod:`.object_places` says where an object stands in them.
@@ -54,7 +53,6 @@ class Store:
         self._reported: dict[Identity, float] = {}  # when the API server had each PDCluster
         self._objects: dict[str, dict[Identity, Manifest]] = {}
         self._index: dict[Place, dict[Identity, Manifest]] = {}
-        self._touched: dict[str, set[Identity]] = {}
         self._absent: set[str] = set()
         self._gone = Deletions(clock)
         self._listed: dict[tuple[str, str | None], str] = {}  # version of the last LIST of a watch
@@ -69,7 +67,6 @@ class Store:
         nothing here reads.
         """
         identity = identity_of(manifest)
-        self._touch(identity)
         held = self._held(identity)
         if is_older(manifest, held) or self._gone.tell_of(manifest):
             return key_of(manifest)
@@ -129,7 +126,6 @@ class Store:
     def drop(self, manifest: Manifest) -> Key | None:
         """Forget an object; return the key of the cluster that it concerned."""
         identity = identity_of(manifest)
-        self._touch(identity)
         held = self._held(identity)
         if held is not None and uid_of(held) in (uid_of(manifest), ""):
             self._remove(identity)
@@ -158,45 +154,6 @@ class Store:
             and (place, name) not in names
             and is_from_before(manifest, version)
         ]
-
-    def begin(self, kind: str) -> None:
-        """Say that a LIST of ``kind`` begins: what a watch reports from now on is newer."""
-        self._touched[kind] = set()
-
-    def replace(
-        self, kind: str, manifests: Iterable[Manifest], namespace: str | None = None
-    ) -> set[Key]:
-        """Swap all objects of ``kind`` for a LIST's result; return the keys that changed.
-
-        Args:
-            namespace: whose objects were listed; None for all.
-        """
-        newer = self._touched.pop(kind, set())
-        listed = {identity_of(manifest): manifest for manifest in manifests}
-        held = self._objects.get(kind, {})
-        gone = [
-            identity
-            for identity in held.keys() - listed.keys()
-            if namespace in (None, identity[1]) and identity not in newer
-        ]
-        changed = [
-            identity
-            for identity in listed.keys() - newer
-            if identity not in held or version_of(held[identity]) != version_of(listed[identity])
-        ]
-        touched = [held[identity] for identity in gone]
-        lost = [manifest for manifest in touched if is_shared_connector(manifest)]
-        touched += [listed[identity] for identity in changed]
-        left = set().union(*(self.left_by(listed[identity]) for identity in changed))
-        for identity in gone:
-            self._remove(identity)
-        for identity in changed:
-            self._set(identity, listed[identity])
-        for identity in listed:
-            self._report(identity)
-        keys = {key for manifest in touched if (key := key_of(manifest)) is not None}
-        orphaned = {one["metadata"]["namespace"] for one in lost}
-        return keys.union(left, *map(self.keys_in, orphaned))
 
     def set_served(self, kind: str, *, served: bool) -> bool:
         """Remember whether the API server has a kind; return whether that is news."""
@@ -267,10 +224,6 @@ class Store:
 
     def _at(self, *place: str) -> Iterable[Manifest]:
         return self._index.get(place, {}).values()
-
-    def _touch(self, identity: Identity) -> None:
-        if (touched := self._touched.get(identity[0])) is not None:
-            touched.add(identity)
 
     def _report(self, identity: Identity) -> None:
         if identity[0] == CLUSTER_KIND:

@@ -86,8 +86,8 @@ class KubeApi:
         self._client = client
         self._writes = ServerSideApply(client)
         self._authority = authority
-        self.remember = remember or (lambda _: None)
-        self.same = same
+        self._remember = remember or (lambda _: None)
+        self._same = same
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the live cluster's UID; None if it is gone or is being deleted."""
@@ -232,7 +232,7 @@ class KubeApi:
                 page = await self._client.call("GET", kind.path(namespace), query=query)
                 for item in page.get("items") or ():
                     # Parts are shared now, because a list of all objects is large.
-                    known = self.same(kind.name, item)
+                    known = self._same(kind.name, item)
                     found.append(known or with_shared_parts(slim(item, kind)))
                 rest = (page.get("metadata") or {}).get("continue")
                 if not rest:
@@ -246,7 +246,7 @@ class KubeApi:
     def _keep(self, kind: Kind, live: Manifest) -> None:
         if kind is SECRET:  # whose content is not for the store
             return
-        self.remember(as_kept(live, kind, self.same))
+        self._remember(as_kept(live, kind, self._same))
 
 
 class ServerSideApply:

@@ -1,6 +1,6 @@
 """The only module that imports kopf, which serves admission reviews.
 
-:mod:`.watches` watches objects.
+``reflector.py`` watches objects.
 """
 
 from __future__ import annotations

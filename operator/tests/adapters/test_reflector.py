@@ -1,11 +1,11 @@
-"""The operator's watches over HTTP: what they report, and what they do when a server refuses."""
+"""Reflectors over HTTP: what they hand on, and what they do when a server refuses."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,14 +13,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from reached import reaching
 
-from pdcluster_operator.adapters.api_server import watches
+from pdcluster_operator.adapters.api_server import reflector
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import POD, PREFILL_SCALER, Kind
-from pdcluster_operator.adapters.api_server.watch_health import LATE_SECONDS
-from pdcluster_operator.adapters.api_server.watches import Watch
+from pdcluster_operator.adapters.api_server.reflector import HistoryLostError, Reflector
 from pdcluster_operator.runtime.store import Store
 
-LONGEST = watches.LONGEST
+AGE = 300.0
 Seen = list[tuple[str, str, str]]
 
 
@@ -43,6 +42,7 @@ class Server:
         self.kept: dict[str, dict[str, Any]] = {}  # by version
         self.store = Store()
         self.ended = asyncio.Event()
+        self.served: list[bool] = []
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         query = dict(request.query)
@@ -69,11 +69,8 @@ class Server:
         metadata = found["metadata"]
         self.seen.append((what, metadata["name"], metadata["resourceVersion"]))
 
-    def same(self, _kind: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
-        return self.kept.get(found["metadata"]["resourceVersion"])
-
-    def listed(self, *arguments: Any) -> list[dict[str, Any]]:
-        return self.store.listed(*arguments)
+    def set_served(self, _kind: str, *, served: bool) -> None:
+        self.served.append(served)
 
     def watched_from(self) -> list[str]:
         return [one["resourceVersion"] for one in self.asked if "watch" in one]
@@ -83,14 +80,17 @@ def page(version: str, *items: dict[str, Any], rest: str = "") -> dict[str, Any]
     return {"metadata": {"resourceVersion": version, "continue": rest}, "items": list(items)}
 
 
-Run = Callable[..., Awaitable[None]]
+Run = Callable[..., Awaitable[Reflector]]
 
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server, Run]]:
     for name in ("FIRST", "LONGEST"):
-        monkeypatch.setattr(watches, name, 0.001)
+        monkeypatch.setattr(reflector, name, 0.001)
     known = Server()
+    monkeypatch.setattr(
+        known.store, "same", lambda _, found: known.kept.get(found["metadata"]["resourceVersion"])
+    )
     application = web.Application()
     application.router.add_get("/{path:.*}", known.answer)
     async with (
@@ -98,16 +98,19 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Server,
         KubeClient(reaching(there), connections=0) as client,
     ):
 
-        async def run(kind: Any = POD, serves: Any = lambda _: True) -> None:
+        async def run(kind: Any = POD, age: float = AGE) -> Reflector:
             """Watch until the server has nothing left to answer."""
-            watch = Watch(client, kind, "ns", known.see, known.same, serves, known.listed)
-            running = asyncio.create_task(watch.run())
+            loop: Any = known
+            watch = Reflector(client, loop, kind, "ns", age)
+            running = asyncio.create_task(watch.run(asyncio.Event()))
             ended = asyncio.create_task(known.ended.wait())
             async with asyncio.timeout(60):
                 await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
-            assert not running.done(), running
+            if running.done():
+                running.result()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+            return watch
 
         yield known, run
 
@@ -132,7 +135,7 @@ async def test_a_watch_lists_in_pages_and_goes_on_from_there(server: tuple[Serve
     lists = [one for one in known.asked if "watch" not in one]
     assert {one["limit"] for one in lists} == {"500"}, "a page is in memory as a whole"
     opened = [one for one in known.asked if "watch" in one]
-    assert {one["timeoutSeconds"] for one in opened} == {"600"}
+    assert all(0.9 * AGE - 2 < int(one["timeoutSeconds"]) <= 1.1 * AGE for one in opened)
     assert {one["allowWatchBookmarks"] for one in opened} == {"true"}
 
 
@@ -180,7 +183,7 @@ async def test_an_object_that_is_kept_in_this_version_is_not_read_again(
         read.append(found["metadata"]["name"])
         return found
 
-    monkeypatch.setattr(watches, "slim", slim)
+    monkeypatch.setattr(reflector, "slim", slim)
     known.kept = {"10": pod("held", 10)}
     known.pages = [page("9")]
     known.streams = [[line("ADDED", pod("a", 10)), line("MODIFIED", pod("b", 11))]]
@@ -221,28 +224,65 @@ async def test_no_object_ends_a_watch(server: tuple[Server, Run], kind: str) -> 
 
 async def test_a_kind_that_comes_later_is_watched_then(server: tuple[Server, Run]) -> None:
     known, run = server
-    known.pages = [404, 404, page("9")]
-    await run(PREFILL_SCALER)
+    known.pages = [404, 404, page("9", pod("a", 3))]
+    await run(PREFILL_SCALER, age=0.01)
     assert known.watched_from() == ["9"]
+    assert known.served == [False, False, True]
+    assert known.seen == [("MODIFIED", "a", "3")]
 
 
-async def test_a_kind_that_is_absent_is_asked_for_when_a_sweep_has_found_it(
+async def test_a_kind_that_is_not_served_any_more_has_no_objects(
     server: tuple[Server, Run],
 ) -> None:
-    """The sweep lists its objects from then on. A watch that reports them late counts as dead."""
-    assert LONGEST < LATE_SECONDS / 2
     known, run = server
-    known.pages = [404, page("9", pod("a", 3))]
-    asked: list[int] = []
+    known.store.put({**pod("a", 3), "kind": "PrefillScaler"})
+    known.pages = [404]
+    watch = await run(PREFILL_SCALER, age=0.01)
+    assert known.seen == [("DELETED", "a", "3")]
+    assert watch.is_known
 
-    def serves(kind: str) -> bool:
-        assert kind == PREFILL_SCALER.name
-        asked.append(len(known.asked))
-        return len(asked) > 5
 
-    await run(PREFILL_SCALER, serves)
-    assert asked == [1] * 6, "nothing was asked for meanwhile"
-    assert known.seen == [("MODIFIED", "a", "3")]
+async def test_a_watch_that_has_reached_its_age_lists_again(server: tuple[Server, Run]) -> None:
+    known, run = server
+    known.store.put({**pod("gone", 3), "kind": "Pod"})
+    known.pages = [page("9", pod("gone", 3)), page("20", pod("a", 12))]
+    known.streams = [[line("MODIFIED", pod("a", 10))], *([[]] * 100)]
+    await run(age=0.05)
+    assert known.watched_from()[:2] == ["9", "10"]
+    assert known.seen == [
+        ("MODIFIED", "gone", "3"),
+        ("MODIFIED", "a", "10"),
+        ("MODIFIED", "a", "12"),
+        ("DELETED", "gone", "3"),
+    ]
+
+
+async def test_a_watch_is_dead_whose_lists_find_changes_again_and_again(
+    server: tuple[Server, Run],
+) -> None:
+    known, run = server
+    known.streams = [[]] * 100
+    known.pages = [page("9", pod("a", 3)), page("20", pod("a", 12))]
+    assert (await run(age=0.0)).trouble() is None, "once it may be chance"
+    known.ended.clear()
+    known.pages = [page("9"), page("20", pod("a", 12)), page("30", pod("a", 22))]
+    assert "the watch of Pod is dead" in str((await run(age=0.0)).trouble())
+    known.ended.clear()
+    known.kept = {"12": pod("a", 12)}
+    known.pages = [page("9"), page("20", pod("a", 11)), page("30", pod("a", 12))]
+    assert (await run(age=0.0)).trouble() is None, "the last one found nothing"
+    known.ended.clear()
+    known.streams = [[line("BOOKMARK", pod("", 15))]] + [[]] * 100
+    known.pages = [page("9"), page("20", pod("a", 14)), page("30", pod("a", 22))]
+    assert (await run(age=0.02)).trouble() is None, "it has reported something"
+
+
+async def test_a_server_that_is_set_back_ends_the_process(server: tuple[Server, Run]) -> None:
+    """After etcd was restored, what is held is later than all that is listed."""
+    known, run = server
+    known.pages = [page("9"), page("8")]
+    with pytest.raises(HistoryLostError):
+        await run(age=0.0)
 
 
 @pytest.fixture
@@ -251,12 +291,14 @@ def bounds(server: object, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
 
     def uniform(least: float, most: float) -> float:
+        if (least, most) == (0.9, 1.1):  # of an age
+            return 1.0
         assert least == most / 2
         found.append(round(most, 3))
         return 0.0
 
-    monkeypatch.setattr(watches, "LONGEST", 0.005)
-    monkeypatch.setattr(watches.random, "uniform", uniform)
+    monkeypatch.setattr(reflector, "LONGEST", 0.005)
+    monkeypatch.setattr(reflector.random, "uniform", uniform)
     return found
 
 

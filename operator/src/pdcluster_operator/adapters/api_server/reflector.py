@@ -1,0 +1,341 @@
+"""Lists and watches every kind, and hands on what the API server reports.
+
+A reflector lists its kind, and watches from the version of the LIST. A watch that has reached its
+age ends, and its kind is listed again. So whatever a watch may miss is found within that time: an
+object that the store holds and the LIST lacks was deleted meanwhile. A server that has forgotten
+the version of a watch is asked for a LIST at once.
+
+Nothing is done in a namespace whose objects are not all known: engines that a PrefillScaler has
+added would be deleted. One namespace that cannot be listed keeps no other from being worked in.
+Somebody may have deleted it, and the operator's rights with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Collection
+
+import msgspec
+
+from pdcluster_operator.adapters.api_server.client import (
+    KubeClient,
+    NotFound,
+    classified,
+    document_of,
+    without_depths,
+)
+from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, as_kept, slim
+from pdcluster_operator.api.labels import GROUP
+from pdcluster_operator.runtime.control_loop import ControlLoop
+from pdcluster_operator.runtime.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+Namespace = str | None
+"""A namespace; None for all of them."""
+
+FIRST, LONGEST = 1.0, 10.0
+"""Seconds, at most, between two attempts after a failure: three times as long after each failure.
+
+A server that refuses everything is asked by a dozen reflectors for each namespace.
+"""
+FORGOTTEN = frozenset({"Expired", "Gone", "Http410"})
+"""What a server answers that does not know the version any more (410)."""
+REPORTED = frozenset({"ADDED", "MODIFIED", "DELETED"})
+EVERY_VERSION = str(2**63)
+"""A version that is later than each: all that is held of a kind was there before."""
+DEAD_AFTER = 2
+"""So many LISTs in a row have shown changes, and the watch before each of them had no line.
+
+One can be chance: a change between the end of a watch and the LIST. A healthy watch has a bookmark
+each minute.
+"""
+
+
+class _Metadata(msgspec.Struct):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = msgspec.field(name="resourceVersion", default="")
+
+
+class _Head(msgspec.Struct):
+    """What an object is called, and its version."""
+
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+
+
+class _Line(msgspec.Struct):
+    """A line of a watch. The object is parsed only if it is needed."""
+
+    type: str
+    object: msgspec.Raw
+
+
+_LINE, _HEAD = msgspec.json.Decoder(_Line), msgspec.json.Decoder(_Head)
+
+
+def _read(text: bytes) -> tuple[_Line, _Head]:
+    try:
+        line = _LINE.decode(text)
+        return line, _HEAD.decode(line.object)
+    except RecursionError:
+        line = _LINE.decode(without_depths(text))
+        return line, _HEAD.decode(line.object)
+
+
+class HistoryLostError(Exception):
+    """The API server has an earlier state than before, as after etcd was restored from a backup.
+
+    What the store holds is not comparable with it, so the process has to start again.
+    """
+
+
+class Reflector:
+    """Keeps the store equal to what the API server has of one kind.
+
+    Args:
+        client: has a connection for each watch.
+        namespace: whose objects are listed and watched; None for all.
+        age: seconds after which a watch ends and its kind is listed again.
+
+    Attributes:
+        why_not: why the last attempt failed; empty if it did not.
+    """
+
+    def __init__(
+        self, client: KubeClient, loop: ControlLoop, kind: Kind, namespace: Namespace, age: float
+    ) -> None:
+        self._client, self._loop, self._store = client, loop, loop.store
+        self._kind, self._namespace = kind, namespace
+        self._path = kind.path(namespace)
+        self._age = age
+        self._last = ""  # the version of the last LIST
+        self._version = ""  # that the next watch goes on from; empty: list first
+        self._due = 0.0  # when the kind is listed again
+        self._failures = 0
+        self._heard = False  # whether a watch had a line since the last LIST
+        self._unheard = 0  # see DEAD_AFTER
+        self._tried = self._listed = False
+        self.why_not = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether work may begin as far as this kind is concerned.
+
+        It was listed, or the API server does not have it, or it is a kind that no API server needs
+        to have and cannot be listed.
+        """
+        spare = self._kind.optional and self._kind.group != GROUP
+        return self._listed or (self._tried and spare)
+
+    async def run(self, changed: asyncio.Event) -> None:
+        """List and watch, whatever the server answers; never return.
+
+        Args:
+            changed: is set when ``is_known`` or ``why_not`` may have changed.
+        """
+        while True:
+            pause = 0.0
+            try:
+                if not self._version or _now() >= self._due:
+                    await self._list()
+                elif not await self._follow():
+                    pause = self._after_a_failure()
+            except NotFound as error:
+                pause = self._not_served(error)
+            except ApiError as error:
+                pause = self._after_a_failure()
+                if error.reason in FORGOTTEN:
+                    self._version = ""
+                else:
+                    self._say(str(error))
+            self._tried = True
+            changed.set()
+            await asyncio.sleep(pause)
+
+    def trouble(self) -> str | None:
+        """Return why the watch counts as dead although its connection looks well; else None.
+
+        Until it is started again, each change is noticed by LISTs only:
+        ``operator/tests/adapters/test_dead_watch.py``.
+        """
+        if self._unheard < DEAD_AFTER:
+            return None
+        return (
+            f"the watch of {self._kind.name} is dead: {self._path} was listed, and the watch had "
+            "not reported what has changed"
+        )
+
+    async def _list(self) -> None:
+        kind, due = self._kind, _now() + self._one_age()
+        query = {**self._selector(), "limit": str(kind.page)}
+        names: set[tuple[str, str]] = set()
+        news = False
+        while True:
+            page = await self._client.call("GET", self._path, query=query)
+            for item in page.get("items") or ():
+                names.add((item["metadata"].get("namespace", ""), item["metadata"]["name"]))
+                news = news or self._store.same(kind.name, item) is None
+                self._loop.see("MODIFIED", as_kept(item, kind, self._store.same))
+            metadata = page["metadata"]
+            if not metadata.get("continue"):
+                break
+            query["continue"] = metadata["continue"]
+        version = str(metadata["resourceVersion"])
+        if _is_earlier(version, self._last):
+            raise HistoryLostError(f"{self._path}: version {self._last} has become {version}")
+        self._last = version
+        for gone in self._store.listed(kind.name, self._namespace, names, version):
+            self._loop.see("DELETED", gone)
+            news = True
+        self._loop.set_served(kind.name, served=True)
+        self._unheard = self._unheard + 1 if news and self._listed and not self._heard else 0
+        self._heard = False
+        self._version, self._due = version, due
+        self._listed, self.why_not = True, ""
+
+    async def _follow(self) -> bool:
+        """Watch until the server ends it, at the latest when the kind is listed again.
+
+        Return False if the server has ended what it had just begun.
+
+        Raises:
+            ApiError: the server refused, or broke the watch.
+        """
+        query = {
+            **self._selector(),
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(math.ceil(self._due - _now())),
+        }
+        heard = False
+        try:
+            async for line in self._client.lines(self._path, query):
+                self._take(line)
+                heard = self._heard = True
+                self._failures, self.why_not = 0, ""
+        except ValueError as error:
+            raise ApiError("ApiServerUnreachable", f"GET {self._path}: {error}") from error
+        return heard or _now() >= self._due
+
+    def _take(self, text: bytes) -> None:
+        line, head = _read(text)
+        if line.type == "ERROR":
+            failure = document_of(line.object)
+            raise classified(int(failure.get("code") or 0), failure)
+        self._version = head.metadata.resource_version
+        if line.type not in REPORTED:
+            return
+        found = self._store.same(self._kind.name, {"metadata": msgspec.to_builtins(head.metadata)})
+        if found is None:
+            found = slim(document_of(line.object), self._kind)
+        self._loop.see(line.type, found)
+
+    def _not_served(self, error: NotFound) -> float:
+        """Note that the API server does not have the kind; return when to ask again, in seconds."""
+        self._version = ""
+        if not self._kind.optional:
+            self._say(f"the CRD of {self._kind.name} is not installed: {error}")
+            return self._after_a_failure()
+        for gone in self._store.listed(self._kind.name, self._namespace, set(), EVERY_VERSION):
+            self._loop.see("DELETED", gone)
+        self._loop.set_served(self._kind.name, served=False)
+        self._listed = True
+        return self._one_age()
+
+    def _selector(self) -> dict[str, str]:
+        return {"labelSelector": self._kind.selector} if self._kind.selector else {}
+
+    def _one_age(self) -> float:
+        return self._age * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
+
+    def _after_a_failure(self) -> float:
+        self._failures += 1
+        most = min(LONGEST, FIRST * 3.0 ** min(self._failures - 1, 10))
+        return random.uniform(most / 2, most)  # noqa: S311 - no secret
+
+    def _say(self, why: str) -> None:
+        if why != self.why_not:
+            self.why_not = why
+            if self.is_known:  # else nothing is done there, which is said once for all kinds
+                log.warning("the watch of %s has to wait: %s", self._path, why)
+
+
+class Reflectors:
+    """Lists and watches every kind, in all namespaces if none is given.
+
+    Args:
+        age: see :class:`Reflector`.
+    """
+
+    def __init__(
+        self, client: KubeClient, loop: ControlLoop, namespaces: Collection[str], age: float
+    ) -> None:
+        self._loop = loop
+        self._of: dict[Namespace, list[Reflector]] = {
+            place: [Reflector(client, loop, kind, place, age) for kind in WATCHED]
+            for place in (*namespaces, *(() if namespaces else (None,)))
+        }
+        self._changed = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._said: dict[Namespace, str] = {}
+        loop.set_unlisted(set(namespaces))
+
+    async def run(self) -> None:
+        """List and watch; never return, but with the error of a reflector that has failed."""
+        everyone = (one for reflectors in self._of.values() for one in reflectors)
+        await asyncio.gather(*(one.run(self._changed) for one in everyone), self._wake_namespaces())
+
+    async def ready(self) -> None:
+        """Return when all objects of a namespace are known."""
+        await self._ready.wait()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all objects of a namespace are known."""
+        return self._ready.is_set()
+
+    def trouble(self) -> str | None:
+        """Return which watch is dead; None while all report."""
+        found = (one.trouble() for reflectors in self._of.values() for one in reflectors)
+        return next(filter(None, found), None)
+
+    async def _wake_namespaces(self) -> None:
+        """Let each namespace be worked in as soon as all of its objects are known."""
+        while True:
+            unlisted = {place for place in self._of if not self._is_listed(place)}
+            self._loop.set_unlisted({place for place in unlisted if place is not None})
+            if len(unlisted) < len(self._of):
+                self._ready.set()
+            if not unlisted:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _is_listed(self, place: Namespace) -> bool:
+        """Whether all objects of a namespace are known. If not, log why, once for each reason."""
+        first = next((one for one in self._of[place] if not one.is_known), None)
+        if first is None:
+            return True
+        if first.why_not not in ("", self._said.get(place)):
+            self._said[place] = first.why_not
+            where = "" if place is None else f" in namespace {place}"
+            log.warning(
+                "Nothing is done for PDClusters%s until all objects are listed: %s",
+                where,
+                first.why_not,
+            )
+        return False
+
+
+def _is_earlier(version: str, other: str) -> bool:
+    return version.isdecimal() and other.isdecimal() and int(version) < int(other)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
