@@ -19,8 +19,6 @@ from types import FrameType
 from typing import Any
 
 import yaml
-
-from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol.link_documents import (
     LinkReport,
     LinkState,
@@ -28,6 +26,9 @@ from pdcluster_connector.protocol.link_documents import (
     PeersDocument,
     RankReport,
 )
+from pdcluster_operator.plan.reports import parse_links_report
+
+from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, set_conditions
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
@@ -36,7 +37,6 @@ from pdcluster_operator.plan.model import ConnectorBundle, Observed
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import observe_pairs
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.reports import parse_links_report
 from pdcluster_operator.plan.status.link_conditions import links_established
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,13 @@ from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.protocol import messages, ticket, transfer_params
 from pdcluster_connector.protocol.block_ids import BlockIds
 from pdcluster_connector.protocol.engine_id import parse_engine_id
-from pdcluster_connector.protocol.link_documents import decode_peers, decode_report
+from pdcluster_connector.protocol.launcher_documents import (
+    decode_changes,
+    decode_engine,
+    decode_links,
+    decode_peers,
+    decode_report,
+)
 from pdcluster_connector.protocol.messages import EngineMetadata, Malformed
 from pdcluster_connector.protocol.peer_name import (
     engine_in,
@@ -40,7 +46,6 @@ from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.vllm.config import ConfigError, parse_options
 from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.plan.reports import parse_engine_report, parse_links_report
 from ticket_key import KEYS
 
 Target = Callable[[bytes], object]
@@ -171,9 +176,7 @@ def tls_file(raw: bytes) -> None:
 
 def engine_status(raw: bytes) -> None:
     """What launchers answer to the operator."""
-    document = _json(raw)
-    parse_engine_report(document)
-    parse_links_report(document)
+    _one_of(raw, (decode_engine, decode_links, decode_changes))
 
 
 def manifest(raw: bytes) -> None:

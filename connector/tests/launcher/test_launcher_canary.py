@@ -17,12 +17,14 @@ from pdcluster_connector.launcher.engine.engine_api import DATA_RANK_HEADER, MAX
 from pdcluster_connector.launcher.links import canary
 from pdcluster_connector.launcher.links.canary import keep_running, run, run_ranks
 from pdcluster_connector.launcher.links.canary_schedule import CanarySchedule
-from pdcluster_connector.launcher.links.link_table import CanaryResult, LinkTable
-from pdcluster_connector.protocol.link_documents import (
-    LinkReport,
+from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
     LinkState,
     PeerEntry,
     PeersDocument,
+    RankLink,
     RankReport,
 )
 
@@ -69,7 +71,7 @@ async def engine(
         yield EngineApi(session, str(server.make_url("")).rstrip("/"), key), asked
 
 
-async def result(prefill: Answer, decode: Answer, seconds: float = 5.0) -> CanaryResult:
+async def result(prefill: Answer, decode: Answer, seconds: float = 5.0) -> CanaryReport:
     async with engine(prefill) as (p, _), engine(decode) as (d, _):
         return await run(
             p, d, prefill_engine_id=P, decode_engine_id=D, model="llama", tokens=TOKENS,
@@ -88,7 +90,7 @@ async def test_kv_that_moved():
             tokens=TOKENS,
             names_key="k",
         )
-    assert outcome == CanaryResult("Passed", 65536)
+    assert outcome == CanaryReport(CanaryState.PASSED, 65536)
     (first,), (second,) = to_p, to_d
     assert first["kv_transfer_params"] == {"do_remote_decode": True}
     assert second["kv_transfer_params"] == {**HANDED, "kv_path_key": "k"}
@@ -120,7 +122,7 @@ async def ranked(
         yield EngineApi(session, str(server.make_url("")).rstrip("/")), served
 
 
-async def through_ranks(api: EngineApi, sizes: tuple[int, int]) -> CanaryResult:
+async def through_ranks(api: EngineApi, sizes: tuple[int, int]) -> CanaryReport:
     return await run_ranks(
         api, api, prefill_engine_id=P, decode_engine_id=D, sizes=sizes, model="llama",
         make_prompt=lambda: TOKENS,
@@ -131,7 +133,7 @@ async def through_ranks(api: EngineApi, sizes: tuple[int, int]) -> CanaryResult:
 async def test_each_data_parallel_rank_gets_a_request_and_the_bytes_add_up(sizes):
     async with ranked("_dp{}".format) as (api, served):
         outcome = await through_ranks(api, sizes)
-    assert outcome == CanaryResult("Passed", 65536 * max(sizes))
+    assert outcome == CanaryReport(CanaryState.PASSED, 65536 * max(sizes))
     assert len(served) == max(sizes)
     assert {p for p, _ in served} == set(range(sizes[0]))
     assert {d for _, d in served} == set(range(sizes[1]))
@@ -257,7 +259,7 @@ async def test_an_api_that_hangs_has_failed():
         outcome = await run(
             api, api, prefill_engine_id=P, decode_engine_id=D, model="m", tokens=TOKENS, seconds=0.3
         )
-    assert outcome == CanaryResult("Failed", 0, "no answer within 0.3 s")
+    assert outcome == CanaryReport(CanaryState.FAILED, message="no answer within 0.3 s")
 
 
 def test_prompts_are_long_enough_and_never_the_same():
@@ -293,7 +295,7 @@ def established(*engines: str) -> LinkTable:
 
 def establish(links: LinkTable, *engines: str, establishment: int) -> None:
     reports = tuple(
-        LinkReport(e, f"{e}/1", LinkState.ESTABLISHED, establishment=establishment) for e in engines
+        RankLink(e, f"{e}/1", LinkState.ESTABLISHED, establishment=establishment) for e in engines
     )
     links.add(RankReport((0, 0), (1, 1), reports), 0.0)
 
@@ -303,8 +305,8 @@ def test_each_link_has_its_turn():
     for expected in ("a/1", "b/1"):
         row = schedule.due(rows, 0.0)
         assert row is not None
-        assert row.engine_id == expected
-        schedule.ran(row, CanaryResult("Passed", 1), 60, 0.0)
+        assert row.report.prefill_engine_id == expected
+        schedule.ran(row, CanaryReport(CanaryState.PASSED, 1), 60, 0.0)
     assert schedule.due(rows, 59.9) is None
     assert schedule.due(rows, 60.0) is not None
 
@@ -313,7 +315,7 @@ def test_failures_are_retried_with_growing_pauses():
     schedule, rows = CanarySchedule(), established("a").rows(0.0)
     now, pauses = 0.0, []
     for _ in range(8):
-        schedule.ran(rows[0], CanaryResult("Failed"), 60, now)
+        schedule.ran(rows[0], CanaryReport(CanaryState.FAILED), 60, now)
         pause = next(p for p in range(1, 200) if schedule.due(rows, now + p))
         pauses.append(pause)
         now += pause
@@ -322,7 +324,7 @@ def test_failures_are_retried_with_growing_pauses():
 
 def test_without_an_interval_a_pass_is_enough():
     schedule, rows = CanarySchedule(), established("a").rows(0.0)
-    schedule.ran(rows[0], CanaryResult("Passed", 1), 0, 0.0)
+    schedule.ran(rows[0], CanaryReport(CanaryState.PASSED, 1), 0, 0.0)
     assert schedule.due(rows, 1e9) is None
 
 
@@ -330,7 +332,7 @@ def test_without_an_interval_a_pass_is_enough():
 def test_a_link_that_stands_again_is_due_soon(state):
     schedule, links = CanarySchedule(), established("a")
     for now in (0.0, 2.0, 6.0, 14.0):
-        schedule.ran(links.rows(0.0)[0], CanaryResult(state), 0, now)
+        schedule.ran(links.rows(0.0)[0], CanaryReport(state), 0, now)
     assert schedule.due(links.rows(0.0), 20.0) is None
     establish(links, "a", establishment=2)
     assert schedule.due(links.rows(0.0), 15.9) is None
@@ -355,7 +357,7 @@ async def test_the_loop_fills_the_link_table(key):
             RankReport(
                 (0, 0),
                 (1, 1),
-                (LinkReport(peer.engine, P, LinkState.ESTABLISHED, establishment=1),),
+                (RankLink(peer.engine, P, LinkState.ESTABLISHED, establishment=1),),
             ),
             time.monotonic(),
         )
@@ -374,7 +376,8 @@ async def test_the_loop_fills_the_link_table(key):
                 )
             )
             async with asyncio.timeout(60):
-                while links.rows(time.monotonic())[0].canary.state == "Pending":  # noqa: ASYNC110
+                while links.rows(time.monotonic())[0].report.canary.state == "Pending":  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             task.cancel()
-        assert links.rows(time.monotonic())[0].canary == CanaryResult("Passed", 65536)
+        [row] = links.rows(time.monotonic())
+        assert row.report.canary == CanaryReport(CanaryState.PASSED, 65536)

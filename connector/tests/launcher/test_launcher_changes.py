@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from test_launcher_http import PEERS, REPORT, TOKEN, launcher
 
-from pdcluster_connector.launcher.interface.revision import revision_of
-from pdcluster_connector.launcher.links.link_table import CanaryResult, LinkRow
-from pdcluster_connector.protocol.link_documents import LinkState, PeerEntry
-
-PEER = PeerEntry("ns.c.prefill.r.0", "ns.c.prefill.r.0/aaaa", "10.0.0.1:5600", "http://10.0.0.1")
-ROW = LinkRow(
-    PEER, PEER.engine_id, LinkState.ESTABLISHED, "", "", "1/1", 1e9, CanaryResult("Passed", 4096)
+from pdcluster_connector.launcher.interface.http import revision_of
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
+    EngineReport,
+    LinkReport,
+    LinksReport,
+    LinkState,
+    PromptsReport,
 )
-PROMPTS = {"prompts": 100, "local": 4, "cause": "NoTicket", "window_seconds": 300.0}
+
+PEER = "ns.c.prefill.r.0"
+PASSED = CanaryReport(CanaryState.PASSED, 4096)
+LINK = LinkReport(PEER, f"{PEER}/aaaa", LinkState.ESTABLISHED, "", "1/1", 1e9, PASSED)
+PROMPTS = PromptsReport(100, 4, "NoTicket", 300.0)
+
+
+def revision_with(*links: LinkReport, prompts: PromptsReport | None = None) -> str:
+    engine = EngineReport(engine="e")
+    return revision_of(engine, LinksReport("e", "e/1", links, prompts))
 
 
 async def revision(client, seen: str = "", wait: int = 0) -> str:
@@ -66,23 +77,24 @@ async def test_news_of_a_link_end_the_wait():
 
 
 @pytest.mark.parametrize(
-    "row",
+    "link",
     [
-        replace(ROW, state=LinkState.FAILED),
-        replace(ROW, message="slow"),
-        replace(ROW, engine_id="another"),
-        replace(ROW, canary=CanaryResult("Failed", 0, "no KV moved")),
+        replace(LINK, state=LinkState.FAILED),
+        replace(LINK, message="slow"),
+        replace(LINK, prefill_engine_id="another"),
+        replace(LINK, canary=CanaryReport(CanaryState.FAILED, message="no KV moved")),
     ],
 )
-def test_what_the_operator_judges_is_news(row):
-    assert revision_of({}, [row], None) != revision_of({}, [ROW], None)
+def test_what_the_operator_judges_is_news(link):
+    assert revision_with(link) != revision_with(LINK)
 
 
 def test_numbers_that_change_all_the_time_are_no_news():
-    same = replace(ROW, bytes_per_second=2e9, canary=CanaryResult("Passed", 8192))
-    assert revision_of({}, [same], None) == revision_of({}, [ROW], None)
-    more = {**PROMPTS, "prompts": 101}
-    assert revision_of({}, [], more) == revision_of({}, [], PROMPTS)
-    for other in ({**PROMPTS, "local": 50}, {**PROMPTS, "cause": "LeaseLost"}, None):
-        assert revision_of({}, [], other) != revision_of({}, [], PROMPTS)
-    assert revision_of({}, [], {**PROMPTS, "prompts": 0, "local": 0})
+    moved = CanaryReport(CanaryState.PASSED, 8192)
+    same = replace(LINK, bytes_per_second=2e9, canary=moved)
+    assert revision_with(same) == revision_with(LINK)
+    before = revision_with(prompts=PROMPTS)
+    assert revision_with(prompts=replace(PROMPTS, prompts=101)) == before
+    for other in (replace(PROMPTS, local=50), replace(PROMPTS, cause="LeaseLost"), None):
+        assert revision_with(prompts=other) != before
+    assert revision_with(prompts=replace(PROMPTS, prompts=0, local=0))

@@ -17,6 +17,7 @@ from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.interface.http import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.protocol.launcher_documents import EngineState
 
 TOKEN = {"Authorization": "Bearer secret"}
 PEER = {
@@ -143,7 +144,7 @@ def test_an_engine_that_was_ready_is_never_loading_again():
     assert readiness.loading
     readiness.healthy()
     readiness.unhealthy("/health did not answer in time")
-    assert readiness.document()["state"] == "WarmingUp"
+    assert readiness.report().state is EngineState.WARMING_UP
     assert not readiness.loading
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster_connector.launcher.links.link_table import REPORT_LIFETIME, CanaryResult, LinkTable
-from pdcluster_connector.protocol.link_documents import (
-    LinkReport,
+from pdcluster_connector.launcher.links.link_table import REPORT_LIFETIME, LinkTable
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
     LinkState,
     PeerEntry,
     PeersDocument,
+    RankLink,
     RankReport,
 )
 
@@ -28,15 +31,15 @@ def table(*peers: PeerEntry, shards: tuple[int, int] = (1, 2)) -> LinkTable:
     return links
 
 
-def link(state: LinkState, peer: PeerEntry = P0, engine_id: str = "", **more) -> LinkReport:
+def link(state: LinkState, peer: PeerEntry = P0, engine_id: str = "", **more) -> RankLink:
     if state is UP:
         more.setdefault("establishment", 1)
-    return LinkReport(peer.engine, engine_id or peer.engine_id, state, **more)
+    return RankLink(peer.engine, engine_id or peer.engine_id, state, **more)
 
 
 def test_before_any_report():
     (row,) = table(P0).rows(now=0.0)
-    assert row.document() == {
+    assert msgspec.to_builtins(row.report) == {
         "prefill": P0.engine,
         "prefill_engine_id": P0.engine_id,
         "state": "Pending",
@@ -52,13 +55,13 @@ def test_established_only_when_every_worker_is():
     links = table(P0)
     links.add(RankReport((0, 0), (1, 2), (link(UP, bytes_per_second=5e9),)), 0.0)
     (row,) = links.rows(1.0)
-    assert (row.state, row.shards) == (WAIT, "1/2")
-    assert "0,0,1" in row.message
-    assert "0,0,0" not in row.message
+    assert (row.report.state, row.report.shards) == (WAIT, "1/2")
+    assert "0,0,1" in row.report.message
+    assert "0,0,0" not in row.report.message
     links.add(RankReport((0, 1), (1, 2), (link(UP, bytes_per_second=3e9),)), 1.0)
     (row,) = links.rows(1.0)
-    assert (row.state, row.shards, row.message) == (UP, "2/2", "")
-    assert row.bytes_per_second == 3e9
+    assert (row.report.state, row.report.shards, row.report.message) == (UP, "2/2", "")
+    assert row.report.bytes_per_second == 3e9
 
 
 @given(st.lists(st.sampled_from([UP, DOWN, WAIT, None]), min_size=4, max_size=4))
@@ -69,12 +72,12 @@ def test_state_of_all_mixtures(states):
         if state is not None:
             links.add(RankReport(place, (2, 2), (link(state, reason=str(place)),)), 0.0)
     (row,) = links.rows(0.0)
-    assert row.shards == f"{states.count(UP)}/4"
+    assert row.report.shards == f"{states.count(UP)}/4"
     if DOWN in states:
-        assert row.state is DOWN
-        assert row.reason == str(places[states.index(DOWN)])
+        assert row.report.state is DOWN
+        assert row.report.reason == str(places[states.index(DOWN)])
     else:
-        assert row.state is (UP if states == [UP] * 4 else WAIT)
+        assert row.report.state is (UP if states == [UP] * 4 else WAIT)
 
 
 # Data-parallel engines: P2 is one of two ranks, each with a side channel.
@@ -102,25 +105,25 @@ def test_every_pair_of_data_parallel_ranks_counts(states):
         known = {n: pairs[own, n] for n in range(2) if pairs[own, n] is not None}
         assert not told(links, own, known, message="it broke")
     (row,) = links.rows(0.0)
-    assert row.shards == f"{states.count(UP)}/4"
+    assert row.report.shards == f"{states.count(UP)}/4"
     if DOWN in states:
         own, theirs = next(pair for pair, state in pairs.items() if state is DOWN)
-        assert row.state is DOWN
+        assert row.report.state is DOWN
         where = f"prefill's data-parallel rank {theirs}, decode's data-parallel rank {own}"
-        assert row.message == f"{where}: it broke"
+        assert row.report.message == f"{where}: it broke"
     else:
-        assert row.state is (UP if states == [UP] * 4 else WAIT)
+        assert row.report.state is (UP if states == [UP] * 4 else WAIT)
         for own in range(2):
             silent = None in (pairs[own, 0], pairs[own, 1])
-            assert (f"{own},0,0" in row.message) == silent
+            assert (f"{own},0,0" in row.report.message) == silent
 
 
 def test_the_failure_of_one_of_several_ranks_names_it_and_only_the_end_that_has_ranks():
     links = ranks(1)
     told(links, 0, {0: UP, 1: DOWN}, message="connection refused", reason="SideChannelUnreachable")
     (row,) = links.rows(0.0)
-    assert row.message == "prefill's data-parallel rank 1: connection refused"
-    assert (row.reason, row.shards) == ("SideChannelUnreachable", "1/2")
+    assert row.report.message == "prefill's data-parallel rank 1: connection refused"
+    assert (row.report.reason, row.report.shards) == ("SideChannelUnreachable", "1/2")
 
 
 def test_ranks_of_two_incarnations_are_not_established():
@@ -128,8 +131,8 @@ def test_ranks_of_two_incarnations_are_not_established():
     old, new = link(UP, P2), link(UP, P2, f"{P2.engine}/cccc", data_rank=1)
     links.add(RankReport((0, 0), (1, 1), (old, new)), 0.0)
     (row,) = links.rows(0.0)
-    assert row.state is WAIT
-    assert "several incarnations" in row.message
+    assert row.report.state is WAIT
+    assert "several incarnations" in row.report.message
 
 
 def test_a_rank_that_stands_again_needs_another_canary():
@@ -137,11 +140,11 @@ def test_a_rank_that_stands_again_needs_another_canary():
     told(links, 0, {0: UP, 1: UP})
     before = links.rows(0.0)[0]
     assert before.establishment == (1, 1)
-    links.set_canary(before, CanaryResult("Passed", 8192))
-    assert links.rows(0.0)[0].canary.bytes == 8192
+    links.set_canary(before, CanaryReport(CanaryState.PASSED, 8192))
+    assert links.rows(0.0)[0].report.canary.bytes == 8192
     again = link(UP, P2), link(UP, P2, data_rank=1, establishment=2)
     links.add(RankReport((0, 0), (1, 1), again), 1.0)
-    assert links.rows(1.0)[0].canary == CanaryResult()
+    assert links.rows(1.0)[0].report.canary == CanaryReport()
 
 
 def test_a_data_parallel_rank_that_this_engine_has_not_is_refused():
@@ -153,22 +156,22 @@ def test_ranks_that_the_peer_has_not_are_not_counted():
     links = table(P0, shards=(1, 1))
     told(links, 0, {0: UP, 1: DOWN, 5: UP})
     (row,) = links.rows(0.0)
-    assert (row.state, row.shards) == (UP, "1/1")
+    assert (row.report.state, row.report.shards) == (UP, "1/1")
 
 
 def test_an_old_report_is_not_believed():
     links = table(P0, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(UP),)), 100.0)
-    assert links.rows(100.0 + REPORT_LIFETIME)[0].state is UP
+    assert links.rows(100.0 + REPORT_LIFETIME)[0].report.state is UP
     stale = links.rows(100.1 + REPORT_LIFETIME)[0]
-    assert stale.state is WAIT
-    assert stale.shards == "0/1"
+    assert stale.report.state is WAIT
+    assert stale.report.shards == "0/1"
     silent = "no report in the last 15 s from worker (data,pipeline,tensor) 0,0,0"
-    assert stale.message == silent
+    assert stale.report.message == silent
     # Nor is an old failure: nobody knows.
     links.add(RankReport((0, 0), (1, 1), (link(DOWN, reason="BackendError"),)), 200.0)
-    assert links.rows(200.0)[0].state is DOWN
-    assert links.rows(201.0 + REPORT_LIFETIME)[0].state is WAIT
+    assert links.rows(200.0)[0].report.state is DOWN
+    assert links.rows(201.0 + REPORT_LIFETIME)[0].report.state is WAIT
 
 
 def test_a_worker_that_has_not_heard_of_a_new_peer_is_not_called_silent():
@@ -177,15 +180,15 @@ def test_a_worker_that_has_not_heard_of_a_new_peer_is_not_called_silent():
     links.add(RankReport((0, 0), (1, 1), (link(UP),)), 100.0)
     links.set_peers(PeersDocument(2, (P0, P1), "llama"))
     fresh, gone = links.rows(101.0)[1], links.rows(101.0 + REPORT_LIFETIME)[1]
-    assert fresh.message == "first report pending from worker (data,pipeline,tensor) 0,0,0"
-    assert gone.message.startswith("no report in the last 15 s from worker")
+    assert fresh.report.message == "first report pending from worker (data,pipeline,tensor) 0,0,0"
+    assert gone.report.message.startswith("no report in the last 15 s from worker")
 
 
 def test_a_report_replaces_the_former_whole():
     links = table(P0, P1, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(UP), link(UP, P1))), 0.0)
     links.add(RankReport((0, 0), (1, 1), (link(UP, P1),)), 1.0)
-    assert [row.state for row in links.rows(1.0)] == [WAIT, UP]
+    assert [row.report.state for row in links.rows(1.0)] == [WAIT, UP]
 
 
 def test_a_newer_incarnation_that_all_workers_see_is_shown():
@@ -194,20 +197,20 @@ def test_a_newer_incarnation_that_all_workers_see_is_shown():
     links.add(RankReport((0, 0), (1, 2), (link(UP, engine_id=newer),)), 0.0)
     links.add(RankReport((0, 1), (1, 2), (link(UP),)), 0.0)
     (row,) = links.rows(0.0)
-    assert row.state is WAIT
-    assert "several incarnations" in row.message
+    assert row.report.state is WAIT
+    assert "several incarnations" in row.report.message
     links.add(RankReport((0, 1), (1, 2), (link(UP, engine_id=newer),)), 0.0)
     (row,) = links.rows(0.0)
-    assert (row.state, row.engine_id) == (UP, newer)
+    assert (row.report.state, row.report.prefill_engine_id) == (UP, newer)
 
 
 def test_a_canary_counts_for_one_incarnation():
     links = table(P0, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(UP),)), 0.0)
-    links.set_canary(links.rows(0.0)[0], CanaryResult("Passed", 4096))
-    assert links.rows(0.0)[0].canary == CanaryResult("Passed", 4096)
+    links.set_canary(links.rows(0.0)[0], CanaryReport(CanaryState.PASSED, 4096))
+    assert links.rows(0.0)[0].report.canary == CanaryReport(CanaryState.PASSED, 4096)
     links.add(RankReport((0, 0), (1, 1), (link(UP, engine_id="restarted"),)), 1.0)
-    assert links.rows(1.0)[0].canary.state == "Pending"
+    assert links.rows(1.0)[0].report.canary.state == "Pending"
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -217,35 +220,36 @@ def test_a_canary_counts_for_one_establishment(seen):
     for rank in ((0, 0), (0, 1)):
         links.add(RankReport(rank, (1, 2), (link(UP, establishment=1),)), 0.0)
     before = links.rows(0.0)[0]
-    links.set_canary(before, CanaryResult("Passed", 4096))
+    links.set_canary(before, CanaryReport(CanaryState.PASSED, 4096))
     if seen:
         links.add(RankReport((0, 1), (1, 2), (link(DOWN),)), 1.0)
-        assert links.rows(1.0)[0].canary == CanaryResult()
+        assert links.rows(1.0)[0].report.canary == CanaryReport()
     links.add(RankReport((0, 1), (1, 2), (link(UP, establishment=2),)), 2.0)
     after = links.rows(2.0)[0]
-    assert (after.state, after.canary) == (UP, CanaryResult())
-    links.set_canary(before, CanaryResult("Passed", 1))  # it was under way when the link was lost
-    assert links.rows(2.0)[0].canary == CanaryResult()
-    links.set_canary(after, CanaryResult("Passed", 2))
-    assert links.rows(2.0)[0].canary == CanaryResult("Passed", 2)
+    assert (after.report.state, after.report.canary) == (UP, CanaryReport())
+    # It was under way when the link was lost.
+    links.set_canary(before, CanaryReport(CanaryState.PASSED, 1))
+    assert links.rows(2.0)[0].report.canary == CanaryReport()
+    links.set_canary(after, CanaryReport(CanaryState.PASSED, 2))
+    assert links.rows(2.0)[0].report.canary == CanaryReport(CanaryState.PASSED, 2)
 
 
 def test_silent_workers_do_not_cost_the_canary():
     links = table(P0, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(UP),)), 0.0)
-    links.set_canary(links.rows(0.0)[0], CanaryResult("Passed", 1))
-    assert links.rows(100.0)[0].canary == CanaryResult()
+    links.set_canary(links.rows(0.0)[0], CanaryReport(CanaryState.PASSED, 1))
+    assert links.rows(100.0)[0].report.canary == CanaryReport()
     links.add(RankReport((0, 0), (1, 1), (link(UP),)), 100.0)
-    assert links.rows(100.0)[0].canary == CanaryResult("Passed", 1)
+    assert links.rows(100.0)[0].report.canary == CanaryReport(CanaryState.PASSED, 1)
 
 
 def test_a_canary_of_a_peer_that_is_gone_is_forgotten():
     links = table(P0, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(UP), link(UP, P1))), 0.0)
-    links.set_canary(links.rows(0.0)[0], CanaryResult("Passed", 1))
+    links.set_canary(links.rows(0.0)[0], CanaryReport(CanaryState.PASSED, 1))
     links.set_peers(PeersDocument(2, (P1,), "llama"))
     links.set_peers(PeersDocument(3, (P0,), "llama"))
-    assert links.rows(0.0)[0].canary.state == "Pending"
+    assert links.rows(0.0)[0].report.canary.state == "Pending"
 
 
 def test_generation_grows_with_every_change_and_only_then():
@@ -266,13 +270,13 @@ def test_generation_grows_with_every_change_and_only_then():
 def test_reports_of_another_shape_are_refused(rank, of):
     links = table(P0)
     assert links.add(RankReport(rank, of, (link(UP),)), 0.0)
-    assert links.rows(0.0)[0].shards == "0/2"
+    assert links.rows(0.0)[0].report.shards == "0/2"
 
 
 def test_long_messages_are_cut():
     links = table(P0, shards=(1, 1))
     links.add(RankReport((0, 0), (1, 1), (link(DOWN, message="x" * 100_000),)), 0.0)
-    assert len(links.rows(0.0)[0].document()["message"]) == 1000
+    assert len(links.rows(0.0)[0].report.message) == 1024
 
 
 def test_an_established_link_says_what_makes_it_slow() -> None:
@@ -280,4 +284,4 @@ def test_an_established_link_says_what_makes_it_slow() -> None:
     links.add(RankReport((0, 0), (1, 2), (link(UP),)), 0.0)
     links.add(RankReport((0, 1), (1, 2), (link(UP, message="many descriptors"),)), 0.0)
     row = links.rows(0.0)[0]
-    assert (row.state, row.reason, row.message) == (UP, "", "many descriptors")
+    assert (row.report.state, row.report.reason, row.report.message) == (UP, "", "many descriptors")

@@ -26,9 +26,9 @@ HIT = (Outcome.LOCAL.value, LocalReason.PREFIX_HIT.value)
 
 
 def told(window: PromptWindow, now: float) -> tuple[int, int, str]:
-    document = window.document(now)
-    assert document is not None
-    return document["prompts"], document["local"], document["cause"]
+    report = window.report(now)
+    assert report is not None
+    return report.prompts, report.local, report.cause
 
 
 def test_ranks_are_summed_and_other_metrics_are_passed_over() -> None:
@@ -53,7 +53,7 @@ def test_any_text_is_read(text: str) -> None:
 
 def test_the_window_forgets_what_is_old() -> None:
     window = PromptWindow(300)
-    assert window.document(0) is None
+    assert window.report(0) is None
     window.add({}, 0)
     window.add({NO_TICKET: 10, MOVED: 30}, 10)
     assert told(window, 10) == (40, 10, "NoTicket")
@@ -62,7 +62,7 @@ def test_the_window_forgets_what_is_old() -> None:
     assert told(window, 300) == (340, 10, "NoTicket")
     window.add({NO_TICKET: 10, MOVED: 330}, 310)
     assert told(window, 310) == (300, 0, "")
-    assert window.document(310 + SILENCE_SECONDS + 1) is None, "old counts are not known counts"
+    assert window.report(310 + SILENCE_SECONDS + 1) is None, "old counts are not known counts"
 
 
 def test_the_first_look_counts_what_was_before_it() -> None:

@@ -16,7 +16,7 @@ from pdcluster_connector.compat.shape import (
     PartShape,
 )
 from pdcluster_connector.plan.geometry import Region
-from pdcluster_connector.protocol import link_documents as links
+from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.protocol import messages as m
 
 SHARD = m.ShardMetadata("e/1", (0, 0), "agent", b"blob", (), m.ProbeRegion(4096, 65536))
@@ -26,7 +26,7 @@ REPLY = m.LeaseReply(60.0)
 HEALTH = m.HealthReply("p/1", "prefill", 2)
 ENTRY = links.PeerEntry("e", "h:1")
 PEERS = links.PeersDocument(1, (ENTRY,))
-LINK = links.LinkReport("e", "e/1", links.LinkState.PENDING)
+LINK = links.RankLink("e", "e/1", links.LinkState.PENDING)
 REPORT = links.RankReport((0, 0), (1, 1), (LINK,))
 PART = PartShape("ssm", 1, 64, "float32")
 LAYER = LayerShape("l", LayerKind.FULL_ATTENTION, 0, 1, 64)

@@ -17,10 +17,10 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.link_health import link_keeper
 from pdcluster_connector.link_health.launcher_client import LauncherClient
 from pdcluster_connector.nixl_io.probe import ProbeResult
-from pdcluster_connector.protocol import link_documents as links
+from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.link_documents import LinkReport, LinkState
+from pdcluster_connector.protocol.launcher_documents import LinkState, RankLink
 from pdcluster_connector.sidechannel.listener import SideChannelError
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
@@ -81,7 +81,7 @@ class Launcher:
 
         self._thread.call(change)
 
-    def link(self, engine: str = ENGINE) -> LinkReport | None:
+    def link(self, engine: str = ENGINE) -> RankLink | None:
         if not self.reports:
             return None
         return next((link for link in self.reports[-1][1].links if link.engine == engine), None)

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 import virtual_time
 from pdcluster_connector.link_health import launcher_client
 from pdcluster_connector.link_health.launcher_client import LauncherClient
-from pdcluster_connector.protocol import link_documents as links
+from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.sidechannel.handshake import TryAgain
 
 ENGINE = "ns.c.prefill.r."

@@ -18,10 +18,10 @@ import virtual_time
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.link_health import link_keeper
 from pdcluster_connector.nixl_io.probe import ProbeResult
-from pdcluster_connector.protocol import link_documents as links
+from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.link_documents import LinkReport, LinkState
+from pdcluster_connector.protocol.launcher_documents import LinkState, RankLink
 from pdcluster_connector.sidechannel.handshake import TryAgain
 
 ENGINE = "ns.c.prefill.r.0"
@@ -96,7 +96,7 @@ class Kept:
 
     def __init__(self, module: ModuleType, peer: Peer, entry: links.PeerEntry, rank: int) -> None:
         self.peer = peer
-        self.reports: list[tuple[float, LinkReport]] = []
+        self.reports: list[tuple[float, RankLink]] = []
         self.keeper = module.LinkKeeper(entry, rank, peer, peer.probe, self._changed, "tls")
         self.first = self.keeper.report
 
@@ -108,7 +108,7 @@ class Kept:
         return [report.state for _, report in self.reports]
 
     @property
-    def last(self) -> LinkReport:
+    def last(self) -> RankLink:
         return self.reports[-1][1]
 
 
@@ -158,10 +158,10 @@ def test_before_the_first_answer_a_link_is_pending_under_the_name_that_is_known(
     peer = Peer()
     peer.answers_after = 2.0
     known = tell(peer, for_seconds(1.0), replace(ENTRY, data_parallel_size=4), 3)
-    assert known.first == LinkReport(ENGINE, FIRST, LinkState.PENDING, data_rank=3)
+    assert known.first == RankLink(ENGINE, FIRST, LinkState.PENDING, data_rank=3)
     assert known.reports == []
     unknown = tell(peer, for_seconds(1.0), replace(ENTRY, engine_id=""))
-    assert unknown.first == LinkReport(ENGINE, ENGINE, LinkState.PENDING)
+    assert unknown.first == RankLink(ENGINE, ENGINE, LinkState.PENDING)
 
 
 def test_an_established_link_tells_what_was_measured(tell: Tell) -> None:
@@ -170,7 +170,7 @@ def test_an_established_link_tells_what_was_measured(tell: Tell) -> None:
     kept = tell(peer, for_seconds(1.0))
     [(moment, report)] = kept.reports
     assert moment == 0.0
-    assert report == LinkReport(
+    assert report == RankLink(
         ENGINE, FIRST, LinkState.ESTABLISHED, "", "slow", 2**31, 2**16, report.establishment
     )
     assert report.establishment > 0, "0 stands for a link that is not established"
@@ -187,7 +187,7 @@ def test_a_failed_link_tells_why_and_nothing_that_was_measured_before(tell: Tell
 
     kept = tell(Peer(), story)
     assert kept.states == [LinkState.ESTABLISHED, LinkState.FAILED]
-    assert kept.last == LinkReport(
+    assert kept.last == RankLink(
         ENGINE, FIRST, LinkState.FAILED, Reason.PEER_RESTARTED.value, "it is gone"
     )
 

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from bench_operator.certificates import Certificates
 from bench_operator.launchers import Launcher, server
+from pdcluster_connector.protocol.launcher_documents import PeersDocument
 from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_certificates
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.spec.enums import Role
@@ -55,7 +56,7 @@ def asked(
 
 
 def news(engines: EnginesHttp, target: Target) -> Awaitable[Any]:
-    return engines.news(target, "", wait=False)
+    return engines.changes(target, "", wait=False)
 
 
 def ready(engines: EnginesHttp, target: Target) -> Awaitable[Any]:
@@ -103,4 +104,4 @@ def test_another_name_than_the_operators_may_ask_for_the_state_alone(
     monkeypatch.setattr("pdcluster_operator.adapters.engines_http.OPERATOR_NAME", "somebody.else")
     assert asked(certificates, ready).engine == ENGINE
     with pytest.raises(LauncherError, match="403"):
-        asked(certificates, lambda engines, target: engines.put_peers(target, {}))
+        asked(certificates, lambda engines, target: engines.put_peers(target, PeersDocument(0, ())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from typing import Any
@@ -12,14 +13,25 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from pdcluster_connector.protocol.launcher_documents import (
+    MAX_ANSWER_BYTES,
+    ChangesReport,
+    EngineReport,
+    EngineState,
+    LinksReport,
+    PeersDocument,
+    decode_changes,
+    encode_json,
+)
+from pdcluster_connector.protocol.messages import Malformed
 from pdcluster_operator.adapters import engines_http
 from pdcluster_operator.adapters.engine_authority import EngineAuthority, Signed
-from pdcluster_operator.adapters.engines_http import MAX_ANSWER, EnginesHttp
+from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.reports import EngineReport, LauncherNews, LinksReport, parse_news
 from pdcluster_operator.runtime.errors import LauncherError
 
+NOBODY = PeersDocument(7, ())
 AUTHORITY, _ = EngineAuthority.new(time.time())
 SHORT, LONG = engines_http.TIMEOUT, engines_http.WAIT_TIMEOUT
 
@@ -68,7 +80,7 @@ def test_a_redirect_is_a_failure_and_is_not_followed(status: int) -> None:
                 calls = (
                     engines.ready(url),
                     engines.links(url),
-                    engines.put_peers(url, {}),
+                    engines.put_peers(url, NOBODY),
                     engines.tell_routed(url, routed=True),
                 )
                 for call in calls:
@@ -84,10 +96,9 @@ def test_a_redirect_is_a_failure_and_is_not_followed(status: int) -> None:
 
 @pytest.mark.parametrize("depth", [2_000, 1_000_000])
 def test_json_that_is_nested_too_deep_is_a_failure(depth: int) -> None:
-    """Python's parser raises RecursionError, which is no ValueError."""
 
     async def deep(_: web.Request) -> web.Response:
-        return web.Response(text='{"engine":' * depth + "1" + "}" * depth)
+        return web.Response(text='{"later":' * depth + "1" + "}" * depth)
 
     async def run() -> None:
         launcher = web.Application()
@@ -105,7 +116,7 @@ def test_an_endless_answer_is_cut_off() -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
         await answer.prepare(request)
-        for _ in range(2 * MAX_ANSWER >> 16):
+        for _ in range(2 * MAX_ANSWER_BYTES >> 16):
             await answer.write(b" " * (1 << 16))
         return answer
 
@@ -137,14 +148,14 @@ def test_who_cannot_tell_of_news_is_polled(status: int, text: str, expected: str
         asked.append((request.query["seen"], request.query["wait"]))
         return web.Response(status=status, text=text)
 
-    async def run() -> LauncherNews | None:
+    async def run() -> ChangesReport | None:
         launcher = web.Application()
         launcher.router.add_get("/v1/changes", answer)
         async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
-            await engines.news(target_of(pod), "", wait=False)
-            return await engines.news(target_of(pod), "a&wait=9", wait=True)
+            await engines.changes(target_of(pod), "", wait=False)
+            return await engines.changes(target_of(pod), "a&wait=9", wait=True)
 
-    assert asyncio.run(run()) == (None if expected is None else LauncherNews(expected))
+    assert asyncio.run(run()) == (None if expected is None else ChangesReport(expected))
     assert asked == [("", "0"), ("a&wait=9", "30")]
 
 
@@ -152,14 +163,14 @@ def test_news_come_with_what_the_launcher_tells() -> None:
     document = {
         "revision": "ab12",
         "readyz": {"engine": "ns.tiny.decode.a.0", "ready": True, "state": "Ready"},
-        "links": {"engine": "ns.tiny.decode.a.0", "links": []},
+        "links": {"engine": "ns.tiny.decode.a.0", "engine_id": "", "links": []},
     }
-    news = parse_news(document)
-    assert news is not None
-    engine = EngineReport(ready=True, engine="ns.tiny.decode.a.0", engine_id="", state="Ready")
-    assert news == LauncherNews("ab12", engine, LinksReport("ns.tiny.decode.a.0", ""))
+    engine = EngineReport(ready=True, engine="ns.tiny.decode.a.0", state=EngineState.READY)
+    report = ChangesReport("ab12", engine, LinksReport("ns.tiny.decode.a.0", "", ()))
+    assert decode_changes(json.dumps(document).encode()) == report
     for part in ("readyz", "links"):
-        assert parse_news({**document, part: 7}) is not None
+        read = decode_changes(json.dumps({**document, part: 7}).encode())
+        assert isinstance(read, Malformed), "its other paths are asked, and say what is wrong"
 
 
 def test_a_question_for_news_that_breaks_off_is_a_failure() -> None:
@@ -173,7 +184,7 @@ def test_a_question_for_news_that_breaks_off_is_a_failure() -> None:
         launcher.router.add_get("/v1/changes", broken)
         async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
             with pytest.raises(LauncherError):
-                await engines.news(target_of(pod), "", wait=True)
+                await engines.changes(target_of(pod), "", wait=True)
 
     asyncio.run(run())
 
@@ -181,7 +192,7 @@ def test_a_question_for_news_that_breaks_off_is_a_failure() -> None:
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (lambda engines, url: engines.put_peers(url, {"generation": 7}), "PUT /v1/peers"),
+        (lambda engines, url: engines.put_peers(url, NOBODY), "PUT /v1/peers"),
         (lambda engines, url: engines.tell_routed(url, routed=True), "PUT /v1/routed"),
         (lambda engines, url: engines.tell_routed(url, routed=False), "DELETE /v1/routed"),
     ],
@@ -205,7 +216,8 @@ def test_what_a_launcher_is_told_and_that_it_refused(call: Any, expected: str, s
             asyncio.run(run())
     else:
         asyncio.run(run())
-    assert heard == [(expected, '{"generation": 7}' if "peers" in expected else "")]
+    sent = encode_json(NOBODY).decode()
+    assert heard == [(expected, sent if "peers" in expected else "")]
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"ready": true}', "null", ""])
@@ -305,7 +317,7 @@ def test_any_number_of_launchers_may_keep_a_question_each(monkeypatch: pytest.Mo
         launcher.router.add_get("/v1/changes", keep)
         async with TestServer(launcher) as pod, EnginesHttp(AUTHORITY) as engines:
             target = target_of(pod)
-            calls = (engines.news(target, "1", wait=True) for _ in range(many))
+            calls = (engines.changes(target, "1", wait=True) for _ in range(many))
             async with asyncio.timeout(60):
                 await asyncio.gather(*calls)
 

@@ -15,13 +15,13 @@ from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.interface.http import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, role_name
 from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import EnginesHttp, IdentityError, MountedIdentity
 from pdcluster_operator.api.spec.enums import Certificates, Role
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.runtime.errors import LauncherError
 
 ENGINE = Identity("ns.tiny.decode.aaaaa.0", "00000000000000dd")

@@ -7,23 +7,28 @@ import io
 import pytest
 from rich.console import Console
 
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
+    LinkReport,
+    LinkState,
+)
 from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.snapshot import Condition, PodLine
 from pdcluster_operator.cli.tables import conditions_table, links_table, pods_table
-from pdcluster_operator.plan.reports import CanaryReport, ReportedLink, ReportedState
 
 PODS = [
     PodLine("tiny-prefill-ddrn9-0-0", "prefill", "127.0.0.2", "LoadingWeights", "loading", None, 0),
     PodLine("tiny-decode-gwr2t-0-0", "decode", "127.0.0.3", "Starting", "starting vLLM", None, 1),
 ]
-LINK = ReportedLink(
+LINK = LinkReport(
     "ns.tiny.prefill.abcde.0",
-    state=ReportedState.FAILED,
+    state=LinkState.FAILED,
     reason="BlockSizesDiffer",
     message="prefill has blocks of 16 tokens and decode of 32: set one size for both",
     shards="0/1",
     bytes_per_second=1e9,
-    canary=CanaryReport(ReportedState.PENDING),
+    canary=CanaryReport(CanaryState.PENDING),
 )
 CONDITIONS = [
     Condition("KVLinksEstablished", "True", "LinksEstablished", "1 of 1 links established"),

@@ -15,13 +15,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
+from pdcluster_connector.protocol.launcher_documents import EngineReport, LinkReport, LinksReport
 from pdcluster_operator.cli import once, view
 from pdcluster_operator.cli.exits import UserError
 from pdcluster_operator.cli.once import Answer, ask, describe_path
 from pdcluster_operator.cli.snapshot import Condition, PodLine, Snapshot, take_snapshot
 from pdcluster_operator.cli.tables import short, waiting_for
 from pdcluster_operator.cli.view import View
-from pdcluster_operator.plan.reports import EngineReport, LinksReport, ReportedLink
 from pdcluster_operator.runtime.queue import Key
 
 PREFILL, DECODE = "ns.tiny.prefill.aaaaa.0", "ns.tiny.decode.bbbbb.1"
@@ -315,7 +315,7 @@ def test_the_line_of_a_pod_has_its_place_its_log_and_its_starts() -> None:
 
 def test_a_snapshot_has_the_conditions_and_the_links_of_all_decode_engines() -> None:
     condition = {"type": "Ready", "status": "False", "reason": "Starting"}
-    links = [ReportedLink(name) for name in (PREFILL, "another")]
+    links = [LinkReport(name) for name in (PREFILL, "another")]
     reports = {
         "z": LinksReport("z", "", (links[0],)),
         DECODE: LinksReport(DECODE, "", tuple(links)),

@@ -10,6 +10,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
+from pdcluster_connector.protocol.launcher_documents import (
+    EngineReport,
+    LinksReport,
+    PromptsReport,
+)
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, POD, slim
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import (
@@ -34,7 +41,6 @@ from pdcluster_operator.plan.model import (
     WriteTicketKey,
 )
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.reports import EngineReport, LinksReport, parse_links_report
 from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
 
 GRACE = 30  # seconds that a pod has to end
@@ -249,7 +255,7 @@ class SimulatedCluster:
         for decode in self.leaders("decode"):
             measured: dict[str, Any] = {"shards": "1/1", "bytes_per_second": 5e9, **changes}
             rows = [
-                replace(
+                structs.replace(
                     verified_link(prefill.logical, self.engines[prefill.logical].engine_id, 4096),
                     **measured,
                 )
@@ -259,12 +265,9 @@ class SimulatedCluster:
 
     def count_prompts(self, prompts: int, local: int = 0, cause: str = "NoTicket") -> None:
         """Let every decode launcher report the prompts of its last minutes."""
-        told = parse_links_report(
-            {"links": [], "prompts": {"prompts": prompts, "local": local, "cause": cause}}
-        )
-        assert told is not None
+        told = PromptsReport(prompts, local, cause)
         for decode, links in self.links.items():
-            self.links[decode] = replace(links, prompts=told.prompts)
+            self.links[decode] = structs.replace(links, prompts=told)
 
     def route(self) -> None:
         """Let the router's Deployment have a ready pod."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec import structs
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.rules.validate import check_manifest
@@ -20,11 +19,11 @@ def interval(replicas: int, ranks: int = 1, role: str = "", **canary: int) -> in
     world.speak()
     for name, report in world.engines.items():
         if role in name:
-            world.engines[name] = replace(report, data_parallel_size=ranks)
-    bodies = [assignment.body for assignment in world.plan().peers]
+            world.engines[name] = structs.replace(report, data_parallel_size=ranks)
+    bodies = [assignment.document for assignment in world.plan().peers]
     assert len(bodies) == replicas
-    assert len({peer["engine"] for body in bodies for peer in body["peers"]}) == replicas
-    [seconds] = {body["canary_interval_seconds"] for body in bodies}
+    assert len({peer.engine for body in bodies for peer in body.peers}) == replicas
+    [seconds] = {body.canary_interval_seconds for body in bodies}
     return int(seconds)
 
 

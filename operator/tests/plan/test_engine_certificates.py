@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from simulated_cluster import START, SimulatedCluster
 from simulated_cluster import manifest as cluster
 
@@ -159,7 +159,7 @@ def test_the_end_of_a_silent_engines_certificate_stays_if_another_engine_becomes
     first, *others = sorted(world.engines)
     for name in (first, *others):
         moment = START + (5 if name == first else 60) * 86400.0
-        world.engines[name] = replace(world.engines[name], certificate_expires=moment)
+        world.engines[name] = structs.replace(world.engines[name], certificate_expires=moment)
     assert transfer(world)["notAfter"] == timestamp(START + 5 * 86400.0)
     del world.engines[first]
     assert transfer(world)["notAfter"] == timestamp(START + 5 * 86400.0)

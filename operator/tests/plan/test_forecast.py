@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from simulated_cluster import SimulatedCluster, manifest
 
+from pdcluster_connector.protocol.launcher_documents import CanaryState, LinkState
 from pdcluster_operator.api.labels import PAIRING_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
 from pdcluster_operator.plan.builders.certificates import entry_of
 from pdcluster_operator.plan.children.restarts import POD_REVISION_LABEL
@@ -24,7 +26,6 @@ from pdcluster_operator.plan.model import Apply, Delete, Observed
 from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.observed.pods import is_pod_ready
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.reports import ReportedState
 from pdcluster_operator.plan.secrets.certificates import certificates_as_due
 
 GPUS = {"transfer": {"device": "CUDA"}, "engine": {"blockSize": 16}}
@@ -355,7 +356,7 @@ def test_certificates_that_are_due_are_those_of_engines_that_exist() -> None:
 def test_an_engine_that_is_not_ready_becomes_so() -> None:
     world = running(decode={"replicas": 2})
     for name in world.leaders("decode"):
-        world.engines[name.logical] = replace(
+        world.engines[name.logical] = structs.replace(
             world.engines[name.logical], ready=False, state="LoadingWeights"
         )
     begun = World(world.observed())
@@ -429,8 +430,8 @@ def test_a_link_counts_as_verified_if_the_status_tells_that_kv_moved(
     said(world, KVPathVerified=verified, Available=available)
     _, links = reports_in(world.cluster, world.children.values())
     [link] = [link for report in links.values() for link in report.links]
-    assert (link.canary.state is ReportedState.PASSED) is moved
-    assert link.state is ReportedState.ESTABLISHED
+    assert (link.canary.state is CanaryState.PASSED) is moved
+    assert link.state is LinkState.ESTABLISHED
 
 
 def test_an_engine_that_the_status_does_not_call_ready_has_reported_nothing() -> None:

@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
+from pdcluster_connector.protocol.launcher_documents import (
+    LinkReport,
+    LinksReport,
+    PeerEntry,
+    PeersDocument,
+    PromptsReport,
+)
 from pdcluster_operator.api.spec.enums import Certificates
-from pdcluster_operator.plan.launchers import is_unreachable, knows_other_peers, launchers_to_poll
-from pdcluster_operator.plan.reports import LinksReport, PromptsReport, ReportedLink
+from pdcluster_operator.plan.launchers import has_other_peers, is_unreachable, launchers_to_poll
 
 MADE = {
     "kind": "StatefulSet",
@@ -77,7 +83,7 @@ def test_one_missed_poll_is_forgiven() -> None:
 def test_links_that_another_document_made(
     told: tuple[str, ...], linked: tuple[str, ...], other: bool
 ) -> None:
-    links = tuple(ReportedLink(prefill=name, prefill_engine_id="p/1") for name in linked)
-    report = LinksReport("d", "d/1", links, PromptsReport(0, "", 0, 0))
-    body = {"generation": 1, "peers": [{"engine": name} for name in told]}
-    assert knows_other_peers(body, report) is other
+    links = tuple(LinkReport(prefill=name, prefill_engine_id="p/1") for name in linked)
+    report = LinksReport("d", "d/1", links, PromptsReport(0, 0, ""))
+    body = PeersDocument(1, tuple(PeerEntry(name, "h:1") for name in told))
+    assert has_other_peers(body, report) is other

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
+from pdcluster_connector.protocol.launcher_documents import LinksReport
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.link_sample import ALL_LINKS, sample_links
 from pdcluster_operator.plan.observed.links import to_sample
-from pdcluster_operator.plan.reports import LinksReport
 
 numbers = st.integers(1, 80)
 
@@ -65,9 +65,7 @@ def test_a_cluster_with_very_many_links_is_ready_by_its_sample() -> None:
     world.settle()
     world.run_pods()
     world.speak()
-    peers = {
-        one.decode: {peer["engine"] for peer in one.body["peers"]} for one in world.plan().peers
-    }
+    peers = {one.decode: {peer.engine for peer in one.document.peers} for one in world.plan().peers}
     assert len(peers) == 9
     assert len(set().union(*peers.values())) == 9, "each prefill engine is covered"
     links = sum(map(len, peers.values()))
@@ -81,7 +79,7 @@ class Told(SimulatedCluster):
     def link(self, **changes: object) -> None:
         super().link(**changes)
         for one in self.plan().peers:
-            told = {peer["engine"] for peer in one.body["peers"]}
+            told = {peer.engine for peer in one.document.peers}
             rows = (row for row in self.links[one.decode].links if row.prefill in told)
             self.links[one.decode] = LinksReport(one.decode, "any", tuple(rows))
 
@@ -149,5 +147,5 @@ def test_the_status_counts_no_links_of_engines_that_still_have_to_wait() -> None
     world.run_pods()
     world.speak()
     [new] = set(world.leaders("decode")) - old
-    [told] = [one.body["peers"] for one in world.plan().peers if one.decode == new.logical]
+    [told] = [one.document.peers for one in world.plan().peers if one.decode == new.logical]
     assert len(told) == 1, "its one partner"

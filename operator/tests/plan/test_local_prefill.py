@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET, structs
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.launcher_documents import (
+    LEAST_PROMPTS,
+    LinksReport,
+    PromptsReport,
+)
 from pdcluster_connector.protocol.prompt_outcomes import NOT_DUE, OTHER, LocalReason
-from pdcluster_operator.plan.reports import LEAST_PROMPTS, local_share, parse_links_report
+from pdcluster_operator.plan.status.local_prefill import local_share
 
 
 def running(most: int | None = None, **roles):
@@ -107,16 +112,15 @@ def test_one_engine_of_many_is_named():
     world.count_prompts(1000)
     assert judged(world) == "True"
     decode = world.leaders("decode")[1]
-    document = {"links": [], "prompts": {"prompts": 50, "local": 30, "cause": "LeaseExpired"}}
-    report = parse_links_report(document)
-    world.links[decode.logical] = replace(world.links[decode.logical], prompts=report.prompts)
+    prompts = PromptsReport(50, 30, "LeaseExpired")
+    world.links[decode.logical] = structs.replace(world.links[decode.logical], prompts=prompts)
     assert judged(world) == "False"
     message = world.condition("TransportHealthy")["message"]
     assert decode.stateful_set in message
     assert "leaseSeconds" in message
     # One before it that counts no prompts, as an older connector, hides nothing.
     first = world.leaders("decode")[0].logical
-    world.links[first] = replace(world.links[first], prompts=None)
+    world.links[first] = structs.replace(world.links[first], prompts=UNSET)
     assert judged(world) == "False"
     assert world.condition("TransportHealthy")["message"] == message
 
@@ -147,21 +151,21 @@ def test_an_engine_that_is_known_to_be_gone_is_not_judged():
     world = running()
     assert seen(world, 100, 50) == "False"
     (decode,) = world.links
-    world.engines[decode] = replace(world.engines[decode], ready=False, state="Draining")
+    world.engines[decode] = structs.replace(world.engines[decode], ready=False, state="Draining")
     assert judged(world) == "Unknown", "nothing is measured, but the share is not held against it"
     assert world.condition("DecodeReady")["status"] == "False"
 
 
 def test_an_engine_that_has_not_counted_yet_changes_nothing():
     world = running()
-    nothing = parse_links_report({"links": [], "prompts": None}).prompts
+    nothing = None
     (decode,) = world.links
-    world.links[decode] = replace(world.links[decode], prompts=nothing)
+    world.links[decode] = structs.replace(world.links[decode], prompts=nothing)
     assert judged(world) == "True"
     assert seen(world, 100, 50) == "False"
-    world.links[decode] = replace(world.links[decode], prompts=nothing)
+    world.links[decode] = structs.replace(world.links[decode], prompts=nothing)
     assert judged(world) == "False"
-    world.links[decode] = replace(world.links[decode], prompts=None)
+    world.links[decode] = structs.replace(world.links[decode], prompts=UNSET)
     assert judged(world) == "True", "a launcher of the version before knows nothing of it"
 
 
@@ -196,24 +200,13 @@ def test_a_cause_that_is_no_name_is_not_shown():
 
 
 @pytest.mark.parametrize(
-    ("entry", "known"),
-    [
-        ({"prompts": 40, "local": 1, "cause": "X"}, (3, "X", 40, 1)),
-        ({"prompts": 40, "local": 0, "cause": "X"}, (0, "", 40, 0)),
-        ({"prompts": 3, "local": 0}, (0, "", 3, 0)),
-        ({"prompts": 3, "local": 1}, (None, "", 3, 1)),
-        ({"prompts": 19, "local": 1}, (None, "", 19, 1)),  # docs/operations.md says 20
-        ({"prompts": 20, "local": 1}, (5, "", 20, 1)),
-        ({"prompts": 40, "local": 80, "cause": 7}, (100, "", 40, 40)),
-        ({"prompts": -4, "local": True}, (0, "", 0, 0)),
-        ({"prompts": float("nan"), "local": 1e30}, (0, "", 0, 0)),
-        (None, (None, "", 0, 0)),
-        ("x", (None, "", 0, 0)),
-    ],
-)
-def test_the_launchers_account_is_read_totally(entry, known):
-    read = parse_links_report({"links": [], "prompts": entry}).prompts
-    assert (read.percent, read.cause, read.prompts, read.local) == known
+    ("prompts", "local", "percent"),
+    [(40, 1, 3), (40, 0, 0), (3, 0, 0), (0, 0, 0), (3, 1, None), (40, 80, 100),
+     (19, 1, None), (20, 1, 5)],  # docs/operations.md says 20
+)  # fmt: skip
+def test_a_share_is_rounded_up_and_needs_twenty_prompts(prompts, local, percent):
+    report = PromptsReport(prompts, local, "X")
+    assert (report.percent, report.local) == (percent, min(local, prompts))
 
 
 def test_the_limit_starts_no_engine_anew():
@@ -224,8 +217,8 @@ def test_the_limit_starts_no_engine_anew():
 
 def test_the_share_of_a_cluster_is_that_of_all_its_engines():
     reports = [
-        parse_links_report({"links": [], **more})
-        for more in ({"prompts": {"prompts": 30, "local": 3}}, {"prompts": {"prompts": 10}}, {})
+        LinksReport("d", "d/1", (), prompts)
+        for prompts in (PromptsReport(30, 3), PromptsReport(10), None, UNSET)
     ]
     assert local_share(reports) == 3 / 40
     assert local_share(reports[2:]) is None
@@ -235,7 +228,7 @@ def test_the_share_of_a_cluster_is_that_of_all_its_engines():
 def test_other_counts_alone_are_no_other_report():
     """Each other report wakes the cluster's reconcile."""
     one, two, three = (
-        parse_links_report({"links": [], "prompts": {"prompts": n, "local": m, "cause": "X"}})
+        LinksReport("d", "d/1", (), PromptsReport(n, m, "X"))
         for n, m in ((100, 50), (1000, 500), (1000, 600))
     )
     assert one == two

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from simulated_cluster import START, SimulatedCluster
 from simulated_cluster import manifest as cluster
 
@@ -381,7 +381,7 @@ def transfer(world: SimulatedCluster) -> dict[str, Any]:
 def expires(world: SimulatedCluster, *moments: float | None) -> None:
     """Let engines tell when their certificates expire."""
     for (name, report), moment in zip(sorted(world.engines.items()), moments, strict=True):
-        world.engines[name] = replace(report, certificate_expires=moment)
+        world.engines[name] = structs.replace(report, certificate_expires=moment)
 
 
 def test_the_status_says_whose_certificates_are_used_and_when_the_first_expires() -> None:

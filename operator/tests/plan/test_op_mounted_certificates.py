@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from simulated_cluster import START, SimulatedCluster
 from simulated_cluster import manifest as cluster
 
@@ -122,7 +123,7 @@ def test_the_status_says_that_they_are_mounted_and_when_they_expire() -> None:
     world.step()
     assert world.cluster["status"]["transfer"] == {"certificates": "Mounted"}
     for name, report in world.engines.items():
-        world.engines[name] = replace(report, certificate_expires=START + 9.0)
+        world.engines[name] = structs.replace(report, certificate_expires=START + 9.0)
     world.step()
     told = world.cluster["status"]["transfer"]
     assert told == {"certificates": "Mounted", "notAfter": timestamp(START + 9.0)}
@@ -134,13 +135,13 @@ def test_the_end_of_a_certificate_is_not_forgotten_with_the_engine_that_it_silen
     first, second = world.engines
     for name, days in ((first, 1), (second, 300)):
         report = world.engines[name]
-        world.engines[name] = replace(report, certificate_expires=START + days * 86400.0)
+        world.engines[name] = structs.replace(report, certificate_expires=START + days * 86400.0)
     world.step()
     answers = world.engines.pop(first)
     world.step()
     told = world.cluster["status"]["transfer"]
     assert told["notAfter"] == timestamp(START + 86400.0)
-    world.engines[first] = replace(answers, certificate_expires=START + 200 * 86400.0)
+    world.engines[first] = structs.replace(answers, certificate_expires=START + 200 * 86400.0)
     world.step()
     told = world.cluster["status"]["transfer"]
     assert told["notAfter"] == timestamp(START + 200 * 86400.0), "it has a new one"

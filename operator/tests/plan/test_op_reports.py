@@ -1,27 +1,35 @@
-"""Launchers' documents: read totally, and as the launcher really writes them."""
+"""The documents of launchers: as the operator reads them, and as launchers really write them."""
 
 from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_connector.launcher.links.link_table import CanaryResult, LinkTable
-from pdcluster_connector.protocol.link_documents import (
+from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
+    ChangesReport,
+    EngineReport,
+    EngineState,
     LinkReport,
+    LinksReport,
     LinkState,
     PeersDocument,
+    RankLink,
     RankReport,
+    decode_changes,
+    decode_engine,
+    decode_links,
     decode_peers,
+    encode_json,
 )
-from pdcluster_operator.plan.reports import (
-    ReportedState,
-    parse_engine_report,
-    parse_links_report,
-)
+from pdcluster_connector.protocol.messages import Malformed
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -37,49 +45,159 @@ JSON = st.recursive(
 )
 
 
-@given(JSON)
-def test_any_json_is_read_or_refused(document):
-    parse_engine_report(document)
-    report = parse_links_report(document)
-    assert report is None or all(link.bytes_per_second >= 0 for link in report.links)
+def engine(**fields: object) -> EngineReport | Malformed:
+    return decode_engine(json.dumps({"engine": "e", **fields}).encode())
 
 
-def test_numbers_and_texts_are_bounded():
-    link = {"prefill": "p" * 9999, "bytes_per_second": float("nan"), "state": "Broken", "canary": 3}
-    (read,) = parse_links_report({"links": [link, {"no": "prefill"}, 7]}).links
-    assert len(read.prefill) == 1024
-    assert read.bytes_per_second == 0.0
-    assert read.state is ReportedState.PENDING
-    assert parse_links_report({"links": [{"prefill": "p"}] * 9999}).links.__len__() == 4096
+def links(*entries: object, **fields: object) -> LinksReport | Malformed:
+    document = {"engine": "e", "engine_id": "e/1", "links": entries, **fields}
+    return decode_links(json.dumps(document).encode())
 
 
-@pytest.mark.parametrize("document", [None, [], {}, {"links": {}}, {"engine": 3}])
-def test_what_is_no_report(document):
-    assert parse_engine_report(document) is None
-    assert parse_links_report(document) is None
+def link(**fields: object) -> LinkReport | None:
+    """Read one link; None if the document is refused."""
+    report = links({"prefill": "p", **fields})
+    return report.links[0] if isinstance(report, LinksReport) else None
+
+
+@given(st.binary(max_size=200) | JSON.map(lambda document: json.dumps(document).encode()))
+def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
+    decode_engine(raw)
+    decode_changes(raw)
+    report = decode_links(raw)
+    assert isinstance(report, Malformed) or all(one.bytes_per_second >= 0 for one in report.links)
+
+
+@pytest.mark.parametrize("document", [None, [], {}, {"links": {}}, {"engine": 3}, {"engine": ""}])
+def test_what_is_no_report(document: object) -> None:
+    raw = json.dumps(document).encode()
+    assert isinstance(decode_engine(raw), Malformed)
+    assert isinstance(decode_links(raw), Malformed)
+    assert isinstance(decode_changes(raw), Malformed)
+
+
+def test_what_an_older_launcher_leaves_out_has_a_default() -> None:
+    assert engine() == EngineReport(engine="e")
+    report = EngineReport(engine="e")
+    assert (report.ready, report.state, report.routed) == (False, EngineState.STARTING, None)
+    assert (report.data_parallel_size, report.certificate_expires) == (None, None)
+    assert link() == LinkReport("p")
+    assert (LinkReport("p").state, CanaryReport().state) == ("Pending", "Pending")
+    assert decode_changes(b'{"revision": "ab"}') == ChangesReport("ab", None, None)
+
+
+def test_what_a_newer_launcher_adds_is_passed_over() -> None:
+    later = {"later": {"field": [1]}}
+    assert engine(**later) == engine()
+    assert link(**later) == link()
+    assert links(**later) == links()
+
+
+def test_a_state_of_a_newer_launcher_is_unknown() -> None:
+    read = engine(state="Hibernating")
+    assert isinstance(read, EngineReport)
+    assert read.state is EngineState.UNKNOWN
+    found = link(state="Degraded", canary={"state": "Skipped"})
+    assert found is not None
+    assert (found.state, found.canary.state) == (LinkState.UNKNOWN, CanaryState.UNKNOWN)
+
+
+def test_how_many_links_there_may_be() -> None:
+    entry = {"prefill": "p"}
+    assert isinstance(links(*[entry] * 4096), LinksReport)
+    assert isinstance(links(*[entry] * 4097), Malformed)
 
 
 @pytest.mark.parametrize(
-    ("value", "size"),
-    [(4, 4), (1, 1), (1024, 1024), (0, None), (1025, None), (-1, None), ("2", None),
-     (True, None), (2.0, None), (None, None), (10**30, None)],
+    ("value", "valid"),
+    [(4, True), (1, True), (1024, True), (None, True), (0, False), (1025, False), (-1, False),
+     ("2", False), (True, False), (10**30, False)],
 )  # fmt: skip
-def test_a_data_parallel_size(value, size):
-    report = parse_engine_report({"engine": "e", "data_parallel_size": value})
-    assert report is not None
-    assert report.data_parallel_size == size
+def test_a_data_parallel_size(value: object, valid: bool) -> None:
+    report = engine(data_parallel_size=value)
+    assert isinstance(report, EngineReport) is valid
+    assert not isinstance(report, EngineReport) or report.data_parallel_size == value
 
 
 @pytest.mark.parametrize(
-    ("value", "moment"),
-    [(1_800_000_000, 1.8e9), (0, None), (-1, None), ("1800000000", None), (None, None),
-     (253402300799, 253402300799), (253402300800, None), (10**18, None), (float("nan"), None),
-     (True, None)],
+    ("value", "valid"),
+    [(1_800_000_000, True), (None, True), (253402300799, True), (0, False), (-1, False),
+     ("1800000000", False), (253402300800, False), (10**18, False), (True, False)],
 )  # fmt: skip
-def test_when_a_certificate_expires(value, moment):
-    report = parse_engine_report({"engine": "e", "certificate_expires": value})
-    assert report is not None
-    assert report.certificate_expires == moment
+def test_when_a_certificate_expires(value: object, valid: bool) -> None:
+    report = engine(certificate_expires=value)
+    assert isinstance(report, EngineReport) is valid
+    assert not isinstance(report, EngineReport) or report.certificate_expires == value
+
+
+@pytest.mark.parametrize(
+    ("value", "valid"),
+    [(0, True), (1, True), (0.5, True), (10**18, True), (2 * 10**18, False), (-1, False),
+     ("1", False), (True, False), (None, False), (float("inf"), False), (float("nan"), False)],
+)  # fmt: skip
+def test_a_bandwidth_that_cannot_be_is_refused(value: object, valid: bool) -> None:
+    found = link(bytes_per_second=value)
+    assert (found is not None) is valid
+    assert found is None or found.bytes_per_second == value
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, "1", True, None])
+def test_an_amount_of_kv_that_cannot_be_is_refused(value: object) -> None:
+    assert link(canary={"bytes": value}) is None
+
+
+@pytest.mark.parametrize("field", ["role", "engine_id", "side_channel", "api"])
+def test_each_name_of_an_engine_is_bounded(field: str) -> None:
+    assert isinstance(engine(**{field: "x" * 512}), EngineReport)
+    for wrong in ("x" * 513, 7, ["x"], None):
+        assert isinstance(engine(**{field: wrong}), Malformed)
+
+
+@pytest.mark.parametrize("field", ["prefill", "prefill_engine_id", "reason", "shards"])
+def test_each_name_of_a_link_is_bounded(field: str) -> None:
+    assert link(**{field: "x" * 512}) is not None
+    for wrong in ("x" * 513, 7, ["x"], None):
+        assert link(**{field: wrong}) is None
+
+
+def test_a_long_message_is_cut() -> None:
+    """The last words of an engine may be long. An engine that failed must be read all the same."""
+    for length in (1024, 1025, 9999):
+        words = "x" * length
+        read, found = engine(message=words), link(message=words, canary={"message": words})
+        assert isinstance(read, EngineReport)
+        assert found is not None
+        assert read.message == found.message == found.canary.message == "x" * 1024
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_what_is_true_or_false_is_so_only_in_json(value: bool) -> None:
+    report = engine(ready=value, routed=value)
+    assert isinstance(report, EngineReport)
+    assert (report.ready, report.routed) == (value, value)
+    for other in (int(value), str(value), [value]):
+        assert isinstance(engine(ready=other), Malformed)
+        assert isinstance(engine(routed=other), Malformed)
+
+
+def test_versions_are_bounded() -> None:
+    assert isinstance(engine(versions={f"{n}": "v" * 512 for n in range(64)}), EngineReport)
+    assert isinstance(engine(versions={f"{n}": "v" for n in range(65)}), Malformed)
+    assert isinstance(engine(versions=[1]), Malformed)
+
+
+def test_prompts_that_are_not_counted_yet_are_not_those_that_are_never_counted() -> None:
+    known, unknown, never = links(prompts={"prompts": 0, "local": 0}), links(prompts=None), links()
+    assert isinstance(known, LinksReport)
+    assert isinstance(unknown, LinksReport)
+    assert isinstance(never, LinksReport)
+    assert known.prompts
+    assert known.prompts.percent == 0
+    assert unknown.prompts is None
+    assert never.prompts is msgspec.UNSET
+    for report in (known, unknown, never):
+        assert decode_links(encode_json(report)) == report
+    assert isinstance(links(prompts=7), Malformed)
 
 
 def test_both_ends_of_the_peers_document_and_of_the_link_table():
@@ -89,96 +207,23 @@ def test_both_ends_of_the_peers_document_and_of_the_link_table():
     world.run_pods()
     world.speak()
     (assignment,) = world.step().peers
-    document = decode_peers(json.dumps(assignment.body).encode())
-    assert isinstance(document, PeersDocument)
+    document = decode_peers(encode_json(assignment.document))
+    assert document == assignment.document
     table = LinkTable(shards=(1, 1))
+    assert isinstance(document, PeersDocument)
     assert table.set_peers(document)
     (peer,) = document.peers
-    report = LinkReport(
+    report = RankLink(
         peer.engine, peer.engine_id, LinkState.ESTABLISHED, bytes_per_second=2e9, establishment=1
     )
     assert table.add(RankReport((0, 0), (1, 1), (report,)), 0.0) is None
     [row] = table.rows(0.0)
-    table.set_canary(row, CanaryResult("Passed", 4096))
-    rows = [row.document() for row in table.rows(1.0)]
-    read = parse_links_report({"engine": assignment.decode, "engine_id": "d", "links": rows})
+    table.set_canary(row, CanaryReport(CanaryState.PASSED, 4096))
+    rows = tuple(row.report for row in table.rows(1.0))
+    read = decode_links(encode_json(LinksReport(assignment.decode, "d", rows)))
     world.links[assignment.decode] = read
     world.route()
     world.step()
     assert world.condition("Ready")["status"] == "True"
     # The same assignment again is no news, another incarnation is.
-    assert not table.set_peers(decode_peers(json.dumps(world.plan().peers[0].body).encode()))
-
-
-def test_an_engine_without_prompts_has_computed_none_itself() -> None:
-    report = parse_links_report({"links": [], "prompts": {"prompts": 0, "local": 0}})
-    assert report is not None
-    assert report.prompts is not None
-    assert report.prompts.percent == 0
-
-
-TEXTS = ["engine", "role", "state", "message", "side_channel", "api"]
-LINK_TEXTS = ["prefill", "reason", "message", "shards"]
-
-
-@pytest.mark.parametrize("field", TEXTS)
-def test_each_text_of_an_engine_is_cut_at_its_length(field):
-    for text in ("x" * 1024, "x" * 1025):
-        report = parse_engine_report({"engine": "e", field: text})
-        assert getattr(report, field) == "x" * 1024
-    for wrong in (7, ["x"], None):
-        report = parse_engine_report(
-            {"engine": "e"} | ({field: wrong} if field != "engine" else {})
-        )
-        expected = {"engine": "e", "state": "Starting"}.get(field, "")
-        assert getattr(report, field) == expected
-
-
-@pytest.mark.parametrize("field", LINK_TEXTS)
-def test_each_text_of_a_link_is_cut_at_its_length(field):
-    (link,) = parse_links_report({"links": [{"prefill": "p", field: "x" * 1025}]}).links
-    assert getattr(link, field) == "x" * 1024
-
-
-@pytest.mark.parametrize(("length", "kept"), [(1, True), (511, True), (512, True), (513, False)])
-def test_an_id_that_is_too_long_is_none_and_is_never_cut(length, kept):
-    text = "i" * length
-    expected = text if kept else ""
-    assert parse_engine_report({"engine": "e", "engine_id": text}).engine_id == expected
-    read = parse_links_report({"engine_id": text, "links": [{"prefill": "p"}]})
-    assert read.engine_id == expected
-    (link,) = parse_links_report({"links": [{"prefill": "p", "prefill_engine_id": text}]}).links
-    assert link.prefill_engine_id == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "read"),
-    [(0, 0.0), (1, 1.0), (0.5, 0.5), (10**18, 1e18), (2 * 10**18, 0.0), (-1, 0.0), ("1", 0.0),
-     (True, 0.0), (None, 0.0), (float("inf"), 0.0)],
-)  # fmt: skip
-def test_a_number_that_cannot_be_is_zero(value, read):
-    entry = {"prefill": "p", "bytes_per_second": value, "canary": {"bytes": value}}
-    (link,) = parse_links_report({"links": [entry]}).links
-    assert (link.bytes_per_second, link.canary.bytes) == (read, int(read))
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_what_is_true_or_false_is_so_only_in_json(value):
-    report = parse_engine_report({"engine": "e", "ready": value, "routed": value})
-    assert (report.ready, report.routed) == (value, value)
-    for other in (int(value), str(value), None, [value]):
-        report = parse_engine_report({"engine": "e", "ready": other, "routed": other})
-        assert (report.ready, report.routed) == (False, None)
-
-
-def test_versions_are_few_and_short():
-    many = {f"{n:02}" + "k" * 100: "v" * 100 for n in range(20)}
-    versions = parse_engine_report({"engine": "e", "versions": many}).versions
-    assert dict(versions) == {f"{n:02}" + "k" * 62: "v" * 64 for n in range(16)}
-    assert parse_engine_report({"engine": "e", "versions": [1]}).versions == {}
-
-
-@pytest.mark.parametrize("entry", [None, 7, "many", [1, 2]])
-def test_prompts_that_are_not_counted_yet_say_nothing(entry):
-    assert parse_links_report({"links": [], "prompts": entry}).prompts.percent is None
-    assert parse_links_report({"links": []}).prompts is None
+    assert not table.set_peers(decode_peers(encode_json(world.plan().peers[0].document)))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
-from dataclasses import replace
 
+from msgspec import structs
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_connector.protocol.link_documents import PeersDocument, decode_peers
+from pdcluster_connector.protocol.launcher_documents import PeersDocument, decode_peers, encode_json
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.model import (
     Apply,
@@ -74,13 +73,13 @@ def test_decode_learns_how_many_ranks_its_peers_have():
 
     def told() -> int:
         (assignment,) = world.plan().peers
-        (peer,) = assignment.body["peers"]
-        return peer["data_parallel_size"]
+        (peer,) = assignment.document.peers
+        return peer.data_parallel_size
 
     # A launcher that does not say it is believed to run what is asked for; what it says counts.
     assert told() == 2
     (name,) = world.leaders("prefill")
-    world.engines[name.logical] = replace(world.engines[name.logical], data_parallel_size=4)
+    world.engines[name.logical] = structs.replace(world.engines[name.logical], data_parallel_size=4)
     assert told() == 4
 
 
@@ -92,20 +91,20 @@ def test_ranks_of_follower_pods_are_named_by_their_addresses():
     world.speak()
     (name,) = world.leaders("prefill")
     follower = next(p for p in world.pods.values() if p["metadata"]["name"] == name.pod(1))
-    (peer,) = world.plan().peers[0].body["peers"]
-    assert (peer["data_parallel_size"], peer["follower_hosts"]) == (
-        4, [follower["status"]["podIP"]],
+    (peer,) = world.plan().peers[0].document.peers
+    assert (peer.data_parallel_size, peer.follower_hosts) == (
+        4, (follower["status"]["podIP"],),
     )  # fmt: skip
-    assert isinstance(decode_peers(json.dumps(world.plan().peers[0].body).encode()), PeersDocument)
+    assert isinstance(decode_peers(encode_json(world.plan().peers[0].document)), PeersDocument)
     # A pod without an address has no side channels yet: the engine is no peer.
     del follower["status"]["podIP"]
-    assert world.plan().peers[0].body["peers"] == []
+    assert world.plan().peers[0].document.peers == ()
     # One rank over both pods has its side channel in the leader's.
     world = SimulatedCluster(manifest(prefill={"parallelism": {"tensor": 4, "nodes": 2}}))
     world.step()
     world.run_pods()
     world.speak()
-    assert world.plan().peers[0].body["peers"][0]["follower_hosts"] == []
+    assert world.plan().peers[0].document.peers[0].follower_hosts == ()
 
 
 def test_a_ready_cluster_at_rest_needs_nothing():
@@ -289,26 +288,26 @@ def test_decode_engines_learn_their_peers_and_a_silent_one_keeps_its_place():
     assert world.step().peers == ()
     world.speak()
     (peer,) = world.step().peers
-    assert peer.body["model"] == "tiny"
-    assert [entry["engine"] for entry in peer.body["peers"]] == [
+    assert peer.document.model == "tiny"
+    assert [entry.engine for entry in peer.document.peers] == [
         name.logical for name in world.leaders("prefill")
     ]
     silent = world.leaders("prefill")[0].logical
     del world.engines[silent]
-    assert world.plan().peers[0].body == peer.body
+    assert world.plan().peers[0].document == peer.document
     world.speak()
     # One that starts for the first time is no peer yet; one that starts again stays one.
-    starting = replace(world.engines[world.leaders("prefill")[1].logical], ready=False)
+    starting = structs.replace(world.engines[world.leaders("prefill")[1].logical], ready=False)
     world.engines[starting.engine] = starting
-    assert len(world.plan().peers[0].body["peers"]) == 1
+    assert len(world.plan().peers[0].document.peers) == 1
     world.link()
-    assert len(world.plan().peers[0].body["peers"]) == 2
+    assert len(world.plan().peers[0].document.peers) == 2
     # A new incarnation is news.
     world.speak()
-    world.engines[silent] = replace(world.engines[silent], engine_id=f"{silent}/ffff")
-    body = world.plan().peers[0].body
-    assert body["generation"] != peer.body["generation"]
-    assert body["peers"][0]["engine_id"] == f"{silent}/ffff"
+    world.engines[silent] = structs.replace(world.engines[silent], engine_id=f"{silent}/ffff")
+    body = world.plan().peers[0].document
+    assert body.generation != peer.document.generation
+    assert body.peers[0].engine_id == f"{silent}/ffff"
 
 
 def test_a_router_that_waits_for_engines_ends_at_once():

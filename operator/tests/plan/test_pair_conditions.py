@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
+from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState, LinkState
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Transfer
 from pdcluster_operator.plan.observed.engines import EngineView
-from pdcluster_operator.plan.observed.links import PairState, PairView
-from pdcluster_operator.plan.reports import CanaryReport, ReportedState
+from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.status.link_conditions import (
     links_established,
     path_verified,
     transport_healthy,
 )
 
-PASSED = CanaryReport(ReportedState.PASSED)
-FAILED = CanaryReport(ReportedState.FAILED, message="no KV moved")
+PASSED = CanaryReport(CanaryState.PASSED)
+FAILED = CanaryReport(CanaryState.FAILED, message="no KV moved")
 
 
 def engine(role: Role, index: int) -> EngineView:
@@ -28,7 +28,7 @@ def engine(role: Role, index: int) -> EngineView:
     return EngineView(name, True, StatusReason.ENGINES_READY, "", "x/1", "10.0.0.1", 1)
 
 
-def link(index: int, state: PairState = PairState.ESTABLISHED, **known: Any) -> PairView:
+def link(index: int, state: LinkState = LinkState.ESTABLISHED, **known: Any) -> PairView:
     """Return the link of prefill engine ``index`` to the one decode engine."""
     return PairView(engine(Role.PREFILL, index), engine(Role.DECODE, 0), state, **known)
 
@@ -43,8 +43,8 @@ def good(index: int) -> PairView:
 
 def test_failed_links_are_counted_and_the_first_of_them_is_named() -> None:
     broken = [
-        link(1, PairState.FAILED, reason="PeerRestarted", message="it is gone"),
-        link(2, PairState.FAILED, reason="BackendError", message="no route"),
+        link(1, LinkState.FAILED, reason="PeerRestarted", message="it is gone"),
+        link(2, LinkState.FAILED, reason="BackendError", message="no route"),
     ]
     found = links_established([good(0), *broken, good(3)], {})
     assert (found.status, found.reason) == (Status.FALSE, "PeerRestarted")
@@ -58,9 +58,9 @@ def test_failed_links_are_counted_and_the_first_of_them_is_named() -> None:
     ("links", "reason", "named"),
     [
         ([good(0), link(1, canary=FAILED), link(2, canary=FAILED)], "CanaryFailed", 1),
-        ([good(0), link(1, PairState.FAILED), link(2, canary=FAILED)], "CanaryFailed", 2),
-        ([good(0), link(1), link(2, PairState.FAILED)], "CanaryPending", 2),
-        ([good(0), link(1), link(2, PairState.WAITING, reason="Waiting")], "Waiting", 2),
+        ([good(0), link(1, LinkState.FAILED), link(2, canary=FAILED)], "CanaryFailed", 2),
+        ([good(0), link(1), link(2, LinkState.FAILED)], "CanaryPending", 2),
+        ([good(0), link(1), link(2, LinkState.PENDING, reason="Waiting")], "Waiting", 2),
         ([good(0), link(1), link(2)], "CanaryPending", 1),
     ],
 )
@@ -74,8 +74,8 @@ def test_the_worst_link_says_why_no_kv_was_seen_to_move(
 
 
 def test_the_first_canary_that_failed_is_told_with_its_own_words() -> None:
-    other = CanaryReport(ReportedState.FAILED, message="the request timed out")
-    wordless = CanaryReport(ReportedState.FAILED)
+    other = CanaryReport(CanaryState.FAILED, message="the request timed out")
+    wordless = CanaryReport(CanaryState.FAILED)
     links = [good(0), *(link(n, canary=one) for n, one in ((1, FAILED), (2, other), (3, wordless)))]
     found = path_verified(links, {})
     assert found.message == f"{label(1)}: no KV moved"
@@ -94,17 +94,17 @@ def test_slow_links_are_counted_and_the_first_of_them_is_named() -> None:
 
 
 def test_a_link_that_is_not_measured_keeps_the_speed_unknown() -> None:
-    for unmeasured in (link(1), link(1, PairState.FAILED, bytes_per_second=2e9)):
+    for unmeasured in (link(1), link(1, LinkState.FAILED, bytes_per_second=2e9)):
         assert healthy(good(0), unmeasured).reason == StatusReason.BANDWIDTH_UNMEASURED
     assert healthy().reason == StatusReason.BANDWIDTH_UNMEASURED
     assert healthy(link(1, bytes_per_second=1)).reason == StatusReason.PROBABLE_TCP_FALLBACK
-    assert healthy(good(0), link(1, PairState.PENDING), least=None).status == Status.UNKNOWN
+    assert healthy(good(0), link(1, LinkState.PENDING), least=None).status == Status.UNKNOWN
     assert healthy(good(0), link(1), least=None).reason == StatusReason.NO_THRESHOLD
 
 
 def test_a_link_that_failed_without_a_word_is_a_fault_of_its_backend() -> None:
     """A launcher of another version may name no reason. A condition without one is refused."""
-    found = links_established([link(1, PairState.FAILED)], {})
+    found = links_established([link(1, LinkState.FAILED)], {})
     assert (found.status, found.reason, found.message) == (
         Status.FALSE,
         "BackendError",
@@ -113,8 +113,8 @@ def test_a_link_that_failed_without_a_word_is_a_fault_of_its_backend() -> None:
 
 
 def test_a_launcher_that_does_not_answer_is_told_before_engines_that_start() -> None:
-    waits = link(0, PairState.WAITING, reason="WaitingForEngines", message="it starts")
-    silent = link(1, PairState.UNKNOWN, reason="LauncherUnreachable", message="it is silent")
+    waits = link(0, LinkState.PENDING, reason="WaitingForEngines", message="it starts")
+    silent = link(1, LinkState.UNKNOWN, reason="LauncherUnreachable", message="it is silent")
     for judge in (links_established, path_verified):
         for links in ([waits, silent], [silent, waits]):
             found = judge(links, {"status": "True"})
@@ -130,11 +130,11 @@ def test_a_launcher_that_does_not_answer_is_told_before_engines_that_start() -> 
 def test_what_was_known_once_is_not_unknown_while_a_link_is_made_again(
     before: dict[str, str], now: str
 ) -> None:
-    again = link(1, PairState.PENDING, reason="LinksPending", message="1 of 2 ranks")
+    again = link(1, LinkState.PENDING, reason="LinksPending", message="1 of 2 ranks")
     for judge in (links_established, path_verified):
         found = judge([good(0), again], before)
         assert (found.status, found.reason) == (now, "LinksPending")
         assert found.message == f"{label(1)}: 1 of 2 ranks"
     waits = link(1, canary=CanaryReport())
     assert path_verified([good(0), waits], before).status == now
-    assert path_verified([good(0), link(1, PairState.FAILED)], before).status == now
+    assert path_verified([good(0), link(1, LinkState.FAILED)], before).status == now

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from simulated_cluster import SimulatedCluster, manifest
 
+from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api.conditions import StatusReason, timestamp
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.reports import ReportedState
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
 
 ENV = {"decode": {"engine": {"env": [{"name": "A", "value": "2"}]}}}
@@ -119,7 +120,7 @@ def test_an_engine_that_restarts_stays_with_the_routers() -> None:
     world = up("Recreate", decode={"replicas": 2})
     before = routers(world)
     first = next(name for name in world.engines if ".decode." in name)
-    world.engines[first] = replace(world.engines[first], ready=False, state="Starting")
+    world.engines[first] = structs.replace(world.engines[first], ready=False, state="Starting")
     world.links.pop(first)
     world.step()
     assert world.condition("Ready")["status"] == "False"
@@ -263,7 +264,7 @@ def evict(world: SimulatedCluster, pods: list[str]) -> None:
         engine = engine_of(pod)
         assert engine is not None
         report = world.engines[engine.logical]
-        world.engines[engine.logical] = replace(report, ready=False, state="Draining")
+        world.engines[engine.logical] = structs.replace(report, ready=False, state="Draining")
 
 
 @pytest.mark.parametrize("how", ["Surge", "Replace", "Recreate"])
@@ -271,7 +272,7 @@ def test_the_last_verified_engine_is_not_too_many(how: str) -> None:
     """Decode 0 is broken. It is the one to stay, and the other one serves until it works."""
     world = up(how, decode={"replicas": 2})
     first = min(name for name in world.engines if ".decode." in name)
-    world.engines[first] = replace(world.engines[first], ready=False, state="Starting")
+    world.engines[first] = structs.replace(world.engines[first], ready=False, state="Starting")
     report = world.links.pop(first)
     world.edit(decode={"replicas": 1})
     for _ in range(3):
@@ -295,8 +296,8 @@ def test_engines_of_two_keys_are_never_linked() -> None:
             if engine_of(child)}  # fmt: skip
     assert len(keys) == 2
     for assignment in world.plan().peers:
-        (peer,) = assignment.body["peers"]
-        decode, prefill = assignment.decode.split("."), peer["engine"].split(".")
+        (peer,) = assignment.document.peers
+        decode, prefill = assignment.decode.split("."), peer.engine.split(".")
         key = {
             engine_of(pod).revision: pod["metadata"]["labels"][PAIRING_LABEL]
             for pod in world.pods.values()
@@ -574,7 +575,7 @@ def test_replace_holds_with_one_engine_of_a_role_and_says_why() -> None:
 
 def test_replace_goes_on_where_no_pair_ever_served() -> None:
     world = up("Replace")
-    world.link(state=ReportedState.FAILED)
+    world.link(state=LinkState.FAILED)
     old = engines(world)
     world.edit(**KEY)
     for _ in range(4):
@@ -805,7 +806,7 @@ def test_replace_spares_no_engine_whose_links_have_all_failed() -> None:
         world = up("Replace")
         before = engines(world)
         if failed:
-            world.link(state=ReportedState.FAILED, reason="BackendError", message="no route")
+            world.link(state=LinkState.FAILED, reason="BackendError", message="no route")
         else:
             world.engines, world.links = {}, {}
         world.edit(**ENV)

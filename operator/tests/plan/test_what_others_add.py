@@ -6,14 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from simulated_cluster import START, SimulatedCluster, copied, manifest
 
+from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState, LinksReport
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.forecast.healthy import verified_link
 from pdcluster_operator.plan.model import Observed, Plan, Rewrite
 from pdcluster_operator.plan.objects.rewrites import rewritten_event
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.reports import EngineReport, LinksReport
 
 GONE = "default.llama.prefill.gone1.0"
 STUCK = {
@@ -74,7 +75,7 @@ def _stranger(name: str) -> dict[str, Any]:
 def _links(links: LinksReport) -> LinksReport:
     """A launcher may still tell of a peer that was deleted."""
     rest = verified_link(GONE, f"{GONE}/0123456789abcdef", 4096)
-    return replace(links, links=(rest, *links.links, rest))
+    return structs.replace(links, links=(rest, *links.links, rest))
 
 
 def adorned(observed: Observed, *, first: bool) -> Observed:
@@ -84,7 +85,9 @@ def adorned(observed: Observed, *, first: bool) -> Observed:
         held = cluster["status"]["conditions"]
         cluster["status"]["conditions"] = [THEIRS, *held] if first else [*held, THEIRS]
     pods = [_pod(pod, first=first) for pod in observed.pods]
-    gone = EngineReport(True, GONE, f"{GONE}/0123456789abcdef", state="Ready")
+    gone = EngineReport(
+        ready=True, engine=GONE, engine_id=f"{GONE}/0123456789abcdef", state=EngineState.READY
+    )
     return replace(
         observed,
         cluster=cluster,

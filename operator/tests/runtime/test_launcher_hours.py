@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 import virtual_time
+from pdcluster_connector.protocol.launcher_documents import (
+    ChangesReport,
+    EngineReport,
+    LinkReport,
+    LinksReport,
+    PeerEntry,
+    PeersDocument,
+)
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import PeerAssignment
-from pdcluster_operator.plan.reports import EngineReport, LauncherNews, LinksReport
 from pdcluster_operator.runtime import launcher_monitor, launcher_watch
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import LauncherError
@@ -69,15 +76,15 @@ class Launcher:
 
     async def links(self, target: Target) -> LinksReport:
         self._take("links")
-        return LinksReport(target.engine, self.engine_id)
+        return LinksReport(target.engine, self.engine_id, (LinkReport("p"),))
 
-    async def news(self, target: Target, seen: str, *, wait: bool) -> LauncherNews | None:
+    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport | None:
         self._take("wait" if wait else "news")
         if wait and seen == self.revision:
             await asyncio.sleep(self.keeps)
-        return None if self.revision is None else LauncherNews(self.revision)
+        return None if self.revision is None else ChangesReport(self.revision)
 
-    async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
+    async def put_peers(self, target: Target, document: PeersDocument) -> None:
         self._take("peers")
 
     async def tell_routed(self, target: Target, *, routed: bool) -> None:
@@ -131,7 +138,7 @@ def test_a_launcher_that_was_silent_is_told_its_peers_again() -> None:
 
     async def story(launcher: Launcher, monitor: LauncherMonitor) -> None:
         monitor.follow(KEY, [D])
-        monitor.assign(KEY, [PeerAssignment(D.engine, {"generation": 1})])
+        monitor.assign(KEY, [PeerAssignment(D.engine, PeersDocument(1, (PeerEntry("p", "h:1"),)))])
         await asyncio.sleep(5.5)
         assert len(launcher.moments("peers")) == 1
         launcher.fails["all"] = "refused"

@@ -4,23 +4,24 @@ import asyncio
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from pdcluster_connector.protocol.launcher_documents import (
+    ChangesReport,
+    EngineReport,
+    LinkReport,
+    LinksReport,
+    PeerEntry,
+    PeersDocument,
+    PromptsReport,
+)
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import PeerAssignment
-from pdcluster_operator.plan.reports import (
-    EngineReport,
-    LauncherNews,
-    LinksReport,
-    PromptsReport,
-    ReportedLink,
-    local_share,
-)
+from pdcluster_operator.plan.status.local_prefill import local_share
 from pdcluster_operator.runtime import launcher_watch
 from pdcluster_operator.runtime.errors import LauncherError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
@@ -39,7 +40,7 @@ class Launchers:
     def __init__(self) -> None:
         self.ids: dict[str, str | None] = {"http://p": "p/1", "http://d": "d/1"}
         self.engines = {P.url: P.engine, D.url: D.engine}
-        self.told: list[tuple[str, Mapping[str, Any]]] = []
+        self.told: list[tuple[str, PeersDocument]] = []
         self.routed: dict[str, bool | None] = {}  # what each launcher knows, if it can be told
         self.routes: list[tuple[str, bool]] = []
         self.hang: set[str] = set()
@@ -53,8 +54,8 @@ class Launchers:
         self.asked: list[tuple[Role, bool]] = []  # who was asked for news, whether to wait
         self.revision: str | None = None  # of launchers that can tell when they have news
         self.tells_all = False  # whether their news come with what they tell
-        self.linked: tuple[ReportedLink, ...] = ()
-        self.prompts = PromptsReport(0, "", 0, 0)
+        self.linked: tuple[LinkReport, ...] | None = None  # None: to the peers that it was sent
+        self.prompts = PromptsReport(0, 0, "")
 
     async def ready(self, target: Target) -> EngineReport:
         url = target.url
@@ -77,9 +78,12 @@ class Launchers:
 
     async def _links(self, target: Target) -> LinksReport:
         url = target.url
-        return LinksReport(self.engines[url], self.ids[url] or "", self.linked, self.prompts)
+        sent = self.told[-1][1].peers if self.told and not self.refuse_peers else ()
+        links = tuple(LinkReport(one.engine) for one in sent)
+        linked = links if self.linked is None else self.linked
+        return LinksReport(self.engines[url], self.ids[url] or "", linked, self.prompts)
 
-    async def news(self, target: Target, seen: str, *, wait: bool) -> LauncherNews | None:
+    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport | None:
         url = target.url
         self.waits += wait
         self.asked.append((target.role, wait))
@@ -94,13 +98,13 @@ class Launchers:
         if self.revision is None:
             return None
         if not self.tells_all or self.revision == seen:
-            return LauncherNews(self.revision)
+            return ChangesReport(self.revision)
         self.polls -= 1  # it is not asked for these
         engine = await self.ready(target)
-        return LauncherNews(self.revision, engine, await self._links(target))
+        return ChangesReport(self.revision, engine, await self._links(target))
 
-    async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
-        self.told.append((self.ids[target.url] or "", body))
+    async def put_peers(self, target: Target, document: PeersDocument) -> None:
+        self.told.append((self.ids[target.url] or "", document))
         if self.refuse_peers:
             raise LauncherError("400")
 
@@ -123,7 +127,7 @@ def monitor_of(launchers: Launchers) -> tuple[LauncherMonitor, list[Key]]:
 
 
 def peers(generation: int) -> PeerAssignment:
-    return PeerAssignment(D.engine, {"generation": generation})
+    return PeerAssignment(D.engine, PeersDocument(generation, (PeerEntry(P.engine, "h:1"),)))
 
 
 async def test_reports_come_in_and_a_change_wakes_the_cluster_once() -> None:
@@ -168,11 +172,11 @@ async def test_counts_of_prompts_come_in_and_wake_the_cluster_only_with_another_
     await until(lambda: monitor.links(KEY))
     await asyncio.sleep(0.05)
     before = len(woken)
-    launchers.prompts = PromptsReport(0, "", 1000, 0)
+    launchers.prompts = PromptsReport(1000, 0, "")
     await until(lambda: local_share(monitor.links(KEY).values()) == 0)
     await asyncio.sleep(0.05)
     assert len(woken) == before
-    launchers.prompts = PromptsReport(25, "NoTicket", 1000, 250)
+    launchers.prompts = PromptsReport(1000, 250, "NoTicket")
     await until(lambda: local_share(monitor.links(KEY).values()) == 0.25)
     await until(lambda: len(woken) == before + 1)
     await monitor.stop()
@@ -185,12 +189,12 @@ async def test_peers_are_sent_once_and_again_when_they_or_the_engine_change() ->
     monitor.assign(KEY, [peers(1)])
     await until(lambda: launchers.told)
     await asyncio.sleep(0.05)
-    assert launchers.told == [("d/1", {"generation": 1})]
+    assert launchers.told == [("d/1", peers(1).document)]
     monitor.assign(KEY, [peers(2)])
     await until(lambda: len(launchers.told) == 2)
     launchers.ids["http://d"] = "d/2"
     await until(lambda: len(launchers.told) == 3)
-    assert launchers.told[1:] == [("d/1", {"generation": 2}), ("d/2", {"generation": 2})]
+    assert launchers.told[1:] == [("d/1", peers(2).document), ("d/2", peers(2).document)]
     await monitor.stop()
 
 
@@ -219,6 +223,7 @@ async def test_an_engine_that_cannot_be_told_of_routers_is_no_less_ready(
     launchers = Launchers()
     launchers.routed |= {D.url: False, P.url: False}
     launchers.refuse_routes = FORBIDDEN
+    launchers.linked = (LinkReport(P.engine),)
     monitor, woken = monitor_of(launchers)
     monitor.follow(KEY, [P, D])
     await until(lambda: len(monitor.engines(KEY)) == 2)
@@ -227,7 +232,7 @@ async def test_an_engine_that_cannot_be_told_of_routers_is_no_less_ready(
     await until(lambda: all(launchers.routes.count((one.engine, True)) > 3 for one in (P, D)))
     assert set(monitor.engines(KEY)) == {P.engine, D.engine}
     assert set(monitor.links(KEY)) == {D.engine}
-    assert launchers.told == [("d/1", {"generation": 1})], "peers are told all the same"
+    assert launchers.told == [("d/1", peers(1).document)], "peers are told all the same"
     assert len(woken) == 2, "it was ready all the time"
     for one in (P, D):
         said = [text for text in caplog.messages if one.engine in text]
@@ -279,12 +284,13 @@ async def test_who_is_followed_no_longer_leaves_nothing_in_memory(revision: str 
 async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:
     """A busy launcher may take in a request that the operator has long given up."""
     launchers = Launchers()
-    body = {"generation": 2, "peers": [{"engine": P.engine}]}
+    launchers.linked = ()
+    body = PeersDocument(2, (PeerEntry(P.engine, "h:1"),))
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
     monitor.assign(KEY, [PeerAssignment(D.engine, body)])
     await until(lambda: len(launchers.told) >= 2)  # as long as its links do not name the peer
-    launchers.linked = (ReportedLink(prefill=P.engine, prefill_engine_id="p/1"),)
+    launchers.linked = (LinkReport(prefill=P.engine, prefill_engine_id="p/1"),)
     await until(lambda: monitor.links(KEY)[D.engine].links)
     told = len(launchers.told)
     await asyncio.sleep(0.1)
@@ -295,11 +301,11 @@ async def test_peers_that_an_older_document_replaced_are_sent_again() -> None:
 async def test_peers_that_an_older_document_brought_back_are_taken_away_again() -> None:
     launchers = Launchers()
     here, gone = (
-        ReportedLink(prefill=name, prefill_engine_id="p/1")
+        LinkReport(prefill=name, prefill_engine_id="p/1")
         for name in (P.engine, "ns.tiny.prefill.a.1")
     )
     launchers.linked = (here,)
-    body = {"generation": 2, "peers": [{"engine": P.engine}]}
+    body = PeersDocument(2, (PeerEntry(P.engine, "h:1"),))
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
     monitor.assign(KEY, [PeerAssignment(D.engine, body)])
@@ -311,14 +317,15 @@ async def test_peers_that_an_older_document_brought_back_are_taken_away_again() 
 
 async def test_an_engine_without_links_is_not_told_that_there_are_no_peers() -> None:
     launchers = Launchers()
+    launchers.linked = ()
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
-    nobody = PeerAssignment(D.engine, {"generation": 1, "peers": []})
+    nobody = PeerAssignment(D.engine, PeersDocument(1, ()))
     monitor.assign(KEY, [nobody])
     await until(lambda: launchers.links_asked > 3)
     assert launchers.told == []
-    launchers.linked = (ReportedLink(prefill=P.engine),)  # another operator told it
-    await until(lambda: launchers.told == [("d/1", nobody.body)])
+    launchers.linked = (LinkReport(prefill=P.engine),)  # another operator told it
+    await until(lambda: launchers.told == [("d/1", nobody.document)])
     await monitor.stop()
 
 
@@ -495,7 +502,7 @@ async def test_news_that_come_with_all_that_is_told_need_no_other_question() -> 
     monitor.assign(KEY, [peers(1)])
     await until(lambda: launchers.told)
     assert launchers.asked == [(Role.DECODE, False), (Role.DECODE, True)], "one still waits"
-    launchers.linked, launchers.revision = (ReportedLink(prefill=P.engine),), "2"
+    launchers.linked, launchers.revision = (LinkReport(prefill=P.engine),), "2"
     await until(lambda: monitor.links(KEY)[D.engine].links)
     await until(lambda: launchers.waits == 2)
     assert (launchers.polls, launchers.links_asked) == (0, 0)
@@ -529,7 +536,7 @@ async def test_a_launcher_without_news_is_asked_for_all_once_a_minute(
     monitor, _ = monitor_of(launchers)
     monitor.follow(KEY, [D])
     await until(lambda: monitor.links(KEY))
-    launchers.prompts = PromptsReport(0, "", 1000, 0)  # a number, which is no news
+    launchers.prompts = PromptsReport(1000, 0, "")  # a number, which is no news
     await until(lambda: local_share(monitor.links(KEY).values()) == 0)
     assert launchers.asked.count((Role.DECODE, False)) == 2
     assert (launchers.polls, launchers.links_asked) == (0, 0)
@@ -578,8 +585,8 @@ async def test_the_log_says_once_why_a_launcher_does_not_answer(
 @pytest.mark.parametrize("revision", [None, "a"])
 async def test_peers_that_change_while_others_are_sent_are_sent_next(revision: str | None) -> None:
     class Slow(Launchers):
-        async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
-            await super().put_peers(target, body)
+        async def put_peers(self, target: Target, document: PeersDocument) -> None:
+            await super().put_peers(target, document)
             monitor.assign(KEY, [peers(2)])
 
     launchers = Slow()
@@ -590,5 +597,5 @@ async def test_peers_that_change_while_others_are_sent_are_sent_next(revision: s
     monitor.assign(KEY, [peers(1)])
     await until(lambda: launchers.told)
     await asyncio.sleep(0.1)
-    assert [body["generation"] for _, body in launchers.told] == [1, 2]
+    assert [body.generation for _, body in launchers.told] == [1, 2]
     await monitor.stop()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.plan.reports import LinksReport, PromptsReport
+from pdcluster_connector.protocol.launcher_documents import LinksReport, PromptsReport
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.reconcile import Place
@@ -17,11 +17,11 @@ async def test_each_cluster_with_prompts_has_a_share(monkeypatch: pytest.MonkeyP
     loop = ControlLoop(api=unused, launchers=unused, events=unused, connector=unused, clock=unused)
     links = {
         Key("ns", "busy"): {
-            "d0": LinksReport("d0", "", (), PromptsReport(100, "NoTicket", 30, 30)),
-            "d1": LinksReport("d1", "", (), PromptsReport(0, "", 90, 0)),
+            "d0": LinksReport("d0", "", (), PromptsReport(30, 30, "NoTicket")),
+            "d1": LinksReport("d1", "", (), PromptsReport(90, 0, "")),
         },
-        Key("ns", "idle"): {"d0": LinksReport("d0", "", (), PromptsReport(0, "", 0, 0))},
-        Key("ns", "older"): {"d0": LinksReport("d0", "")},
+        Key("ns", "idle"): {"d0": LinksReport("d0", "", (), PromptsReport(0, 0, ""))},
+        Key("ns", "older"): {"d0": LinksReport("d0", "", ())},
         Key("ns", "new"): {},
     }
     for key in links:

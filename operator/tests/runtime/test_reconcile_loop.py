@@ -17,6 +17,7 @@ import pytest
 from listing import list_into
 
 from authority import Authority
+from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport, PeersDocument
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
 from pdcluster_operator.adapters.engine_authority import (
     EngineAuthority,
@@ -46,7 +47,6 @@ from pdcluster_operator.plan.model import (
     WriteTicketKey,
 )
 from pdcluster_operator.plan.operators.operator_start import LONGEST_WAIT_SECONDS
-from pdcluster_operator.plan.reports import EngineReport, LinksReport
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
@@ -179,13 +179,13 @@ class Serving:
 
     async def links(self, target: Target) -> LinksReport:
         url = target.url
-        return LinksReport(self.engines[url], f"{url}/1")
+        return LinksReport(self.engines[url], f"{url}/1", ())
 
-    async def news(self, target: Target, seen: str, *, wait: bool) -> None:
+    async def changes(self, target: Target, seen: str, *, wait: bool) -> None:
         return None
 
-    async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
-        assert body
+    async def put_peers(self, target: Target, document: PeersDocument) -> None:
+        assert document
 
     async def tell_routed(self, target: Target, *, routed: bool) -> None:
         raise AssertionError("these launchers are of a version that cannot be told")
@@ -835,7 +835,7 @@ async def test_a_status_that_nobody_waits_for_is_written_five_seconds_after_the_
 async def test_launchers_are_told_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, told, seen = reconcile.make_plan, [], []
     peers = (PeerAssignment("ns.tiny.decode.aaaaa.0", {"peers": []}),)
-    links = {"ns.tiny.decode.aaaaa.0": LinksReport("ns.tiny.decode.aaaaa.0", "d/1")}
+    links = {"ns.tiny.decode.aaaaa.0": LinksReport("ns.tiny.decode.aaaaa.0", "d/1", ())}
 
     def made(observed: Any, *more: Any) -> Any:
         seen.append(observed)

@@ -15,7 +15,7 @@ import aiohttp
 
 from pdcluster_connector.link_health.link_keeper import LinkKeeper, Probe
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.link_documents import (
+from pdcluster_connector.protocol.launcher_documents import (
     MAX_DOCUMENT_BYTES,
     PeerEntry,
     PeersDocument,

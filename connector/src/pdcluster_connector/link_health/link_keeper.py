@@ -29,7 +29,7 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.probe import ProbeResult
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.link_documents import LinkReport, LinkState, PeerEntry
+from pdcluster_connector.protocol.launcher_documents import LinkState, PeerEntry, RankLink
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.handshake import TryAgain, ask_health, unreachable
 from pdcluster_connector.sidechannel.peer_source import PeerSource
@@ -78,7 +78,7 @@ class LinkKeeper:
         tls: Tls | None = None,
     ) -> None:
         self.entry = entry
-        self.report = LinkReport(
+        self.report = RankLink(
             entry.engine,
             entry.engine_id or entry.engine,
             LinkState.PENDING,
@@ -203,7 +203,7 @@ class LinkKeeper:
         probe_bytes: int = 0,
         establishment: int = 0,
     ) -> None:
-        report = LinkReport(
+        report = RankLink(
             engine=self.entry.engine,
             engine_id=parse_engine_id(self._engine_id).engine or self.report.engine_id,
             state=state,

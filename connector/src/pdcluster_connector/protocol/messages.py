@@ -150,8 +150,8 @@ class HealthReply(Struct, frozen=True):
 
 T = TypeVar("T")
 
-# What msgspec raises on hostile input; RecursionError comes from deep nesting in skipped
-# fields, ValueError from text that is not UTF-8, OverflowError from numbers out of range.
+# What msgspec raises on hostile input: ValueError from text that is not UTF-8, OverflowError from
+# numbers out of range. RecursionError comes from deep nesting in skipped fields.
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, MemoryError)
 
 
@@ -161,6 +161,8 @@ def bounded(raw: bytes, limit: int, decoder: Callable[[bytes], T]) -> T | Malfor
         return Malformed(f"{len(raw)} bytes, more than the {limit} allowed")
     try:
         return decoder(raw)
+    except RecursionError:
+        return Malformed("it is nested too deep")
     except DECODE_ERRORS as error:
         return Malformed(f"{type(error).__name__}: {str(error)[:300]}")
 

@@ -10,13 +10,12 @@ give the operator a certificate that they trust, and the CA of theirs: :class:`M
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import ssl
 import threading
 import time
 from asyncio import sslproto
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,28 +24,32 @@ from urllib.parse import quote
 import aiohttp
 
 from pdcluster_connector.certificate_files import TlsError, Watched, client_context
+from pdcluster_connector.protocol.launcher_documents import (
+    MAX_ANSWER_BYTES,
+    ChangesReport,
+    EngineReport,
+    LinksReport,
+    PeersDocument,
+    decode_changes,
+    decode_engine,
+    decode_links,
+    encode_json,
+)
+from pdcluster_connector.protocol.messages import Malformed
 from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name, role_name
 from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.reports import (
-    EngineReport,
-    LauncherNews,
-    LinksReport,
-    parse_engine_report,
-    parse_links_report,
-    parse_news,
-)
 from pdcluster_operator.runtime.errors import LauncherError
 
 TIMEOUT = aiohttp.ClientTimeout(total=2.0, connect=1.0)
 WAIT_SECONDS = 30
-"""How long a launcher may keep a question for news. One that has died is noticed earlier: the
-kernel asks a silent connection's other end after ``KEEPALIVE``."""
+"""How long a launcher may hold a request for changes. One that has died is noticed earlier: the
+kernel probes a silent connection after ``KEEPALIVE``."""
 WAIT_TIMEOUT = aiohttp.ClientTimeout(total=WAIT_SECONDS + 5.0, connect=1.0)
 KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
-MAX_ANSWER = 4 << 20
+JSON = {"Content-Type": "application/json"}
 OWN_SECONDS = 86_400.0
 """How long the operator uses a certificate of its own before it makes another one."""
 CLOCKS_DIFFER = 86_400.0
@@ -78,7 +81,7 @@ class EnginesHttp:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # Each launcher holds one connection while it has no news, so their number has no limit.
+        # Each launcher holds one connection until something changes, so there may be many.
         connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
         jar = aiohttp.DummyCookieJar()
         self._http = aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, cookie_jar=jar)
@@ -95,27 +98,34 @@ class EnginesHttp:
 
     async def ready(self, target: Target) -> EngineReport:
         """See :class:`..runtime.interfaces.Launchers`."""
-        document = await self._call("GET", target, "/readyz", (200, 503))
-        if (report := parse_engine_report(document)) is None:
-            raise LauncherError(f"{target.url}/readyz did not answer with the state of an engine")
+        report = decode_engine(await self._call("GET", target, "/readyz", (200, 503)))
+        if isinstance(report, Malformed):
+            raise LauncherError(
+                f"{target.url}/readyz did not answer with the state of an engine: {report.message}"
+            )
         return report
 
     async def links(self, target: Target) -> LinksReport:
         """See :class:`..runtime.interfaces.Launchers`."""
-        document = await self._call("GET", target, "/v1/links", (200,))
-        if (report := parse_links_report(document)) is None:
-            raise LauncherError(f"{target.url}/v1/links did not answer with a list of links")
+        report = decode_links(await self._call("GET", target, "/v1/links", (200,)))
+        if isinstance(report, Malformed):
+            raise LauncherError(
+                f"{target.url}/v1/links did not answer with a list of links: {report.message}"
+            )
         return report
 
-    async def news(self, target: Target, seen: str, *, wait: bool) -> LauncherNews | None:
+    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport | None:
         """See :class:`..runtime.interfaces.Launchers`."""
         path = f"/v1/changes?seen={quote(seen)}&wait={WAIT_SECONDS if wait else 0}"
         timeout = WAIT_TIMEOUT if wait else TIMEOUT
-        return parse_news(await self._call("GET", target, path, (200, 403, 404), timeout=timeout))
+        report = decode_changes(
+            await self._call("GET", target, path, (200, 403, 404), timeout=timeout)
+        )
+        return None if isinstance(report, Malformed) else report
 
-    async def put_peers(self, target: Target, body: Mapping[str, Any]) -> None:
+    async def put_peers(self, target: Target, document: PeersDocument) -> None:
         """See :class:`..runtime.interfaces.Launchers`."""
-        await self._call("PUT", target, "/v1/peers", (200, 204), body)
+        await self._call("PUT", target, "/v1/peers", (200, 204), encode_json(document))
 
     async def tell_routed(self, target: Target, *, routed: bool) -> None:
         """See :class:`..runtime.interfaces.Launchers`."""
@@ -127,9 +137,9 @@ class EnginesHttp:
         target: Target,
         path: str,
         expected: tuple[int, ...],
-        body: Mapping[str, Any] | None = None,
+        body: bytes | None = None,
         timeout: aiohttp.ClientTimeout | None = None,  # noqa: ASYNC109 - the session's own kind
-    ) -> Any:
+    ) -> bytes:
         if self._http is None:
             raise LauncherError("the client is not open")
         url = f"{target.url}{path}"
@@ -137,7 +147,8 @@ class EnginesHttp:
             async with self._http.request(
                 method,
                 url,
-                json=body,
+                data=body,
+                headers=None if body is None else JSON,
                 allow_redirects=False,
                 timeout=timeout or TIMEOUT,
                 **self._tls(target),
@@ -146,18 +157,14 @@ class EnginesHttp:
                 if answer.status not in expected:
                     said = text[:200].decode(errors="replace").strip()
                     raise LauncherError(f"{method} {url} answers {answer.status}: {said}")
-                return json.loads(text) if text else None
+                return text
         except TimeoutError as error:
             raise LauncherError(f"{method} {url} did not answer in time") from error
-        except RecursionError:
-            raise LauncherError(
-                f"{method} {url} answers with JSON that is nested too deep"
-            ) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise LauncherError(f"{method} {url}: {error}") from error
 
     def _tls(self, target: Target) -> dict[str, Any]:
-        """Return what aiohttp has to be told so that only the target's engine is spoken to."""
+        """Return aiohttp's arguments that accept the target's engine and nobody else."""
         if not target.url.startswith("https:"):
             return {}
         if target.certificates is Certificates.MOUNTED:
@@ -193,8 +200,8 @@ async def _read(stream: aiohttp.StreamReader) -> bytes:
     size = 0
     async for part in stream.iter_chunked(1 << 16):
         size += len(part)
-        if size > MAX_ANSWER:
-            raise LauncherError(f"the answer is longer than {MAX_ANSWER} bytes")
+        if size > MAX_ANSWER_BYTES:
+            raise LauncherError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
         parts.append(part)
     return b"".join(parts)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdcluster_connector.protocol.launcher_documents import EngineReport, LinkReport
 from pdcluster_operator.api.labels import CLUSTER_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.local.controllers import is_ready
 from pdcluster_operator.plan.observed.pods import describe_end
-from pdcluster_operator.plan.reports import EngineReport, ReportedLink
 from pdcluster_operator.runtime.queue import Key
 
 WAITS_FOR_ENGINES = "waits until every engine answers"
@@ -56,7 +56,7 @@ class Snapshot:
 
     pods: tuple[PodLine, ...]
     conditions: tuple[Condition, ...]
-    links: tuple[tuple[str, ReportedLink], ...]
+    links: tuple[tuple[str, LinkReport], ...]
 
     @property
     def ready(self) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from rich.text import Text
 
+from pdcluster_connector.protocol.launcher_documents import LinkReport
 from pdcluster_operator.cli.columns import Columns
 from pdcluster_operator.cli.snapshot import Condition, PodLine, Snapshot
-from pdcluster_operator.plan.reports import ReportedLink
 
 STYLES = {
     "True": "green",
@@ -33,7 +33,7 @@ def pods_table(pods: Iterable[PodLine]) -> Columns:
     return table
 
 
-def links_table(links: Iterable[tuple[str, ReportedLink]]) -> Columns:
+def links_table(links: Iterable[tuple[str, LinkReport]]) -> Columns:
     """Return every pair of engines: whether KV can move, how fast, and whether a canary passed."""
     table = Columns("PREFILL", "DECODE", "STATE", "SHARDS", "GB/s", "CANARY", "REASON")
     for decode, link in links:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from pdcluster_connector.protocol.launcher_documents import LinksReport, PeersDocument
 from pdcluster_operator.api.labels import POD_INDEX_LABEL, engine_of
 from pdcluster_operator.api.object_names import LAUNCHER_PORT
 from pdcluster_operator.api.spec.enums import Certificates, Role
 from pdcluster_operator.plan.model import Manifest
-from pdcluster_operator.plan.reports import LinksReport
 from pdcluster_operator.plan.secrets.engine_certificates import certificates_by_engine
 
 MISSES = 2
@@ -70,11 +69,11 @@ def is_unreachable(misses: int) -> bool:
     return misses >= MISSES
 
 
-def knows_other_peers(told: Mapping[str, Any], links: LinksReport) -> bool:
-    """Tell whether a launcher has links to other peers than those that it was told.
+def has_other_peers(sent: PeersDocument, links: LinksReport) -> bool:
+    """Return whether a launcher has links to other peers than those that were sent to it last.
 
-    An older document that was given up as unanswered may have come in after ``told``. It may name
-    fewer engines, or engines that are gone. The peers must then be sent again.
+    A request with an older document may have timed out and still arrive after ``sent``. That
+    document may name fewer engines, or engines that are gone. The peers must then be sent again.
     """
-    peers = {peer["engine"] for peer in told.get("peers", ())}
+    peers = {peer.engine for peer in sent.peers}
     return peers != {link.prefill for link in links.links}

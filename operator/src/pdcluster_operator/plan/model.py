@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdcluster_operator.plan.reports import EngineReport, LinksReport
+from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport, PeersDocument
 
 Manifest = Mapping[str, Any]
 
@@ -211,11 +211,11 @@ class PeerAssignment:
 
     Attributes:
         decode: logical id of the decode engine.
-        body: JSON document for ``PUT /v1/peers``.
+        document: for ``PUT /v1/peers``.
     """
 
     decode: str
-    body: Mapping[str, Any]
+    document: PeersDocument
 
 
 @dataclass(frozen=True, slots=True)

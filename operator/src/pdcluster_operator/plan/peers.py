@@ -7,18 +7,23 @@ only look whether it changed.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
 
+from msgspec.structs import replace
+
+from pdcluster_connector.protocol.launcher_documents import (
+    LinksReport,
+    PeerEntry,
+    PeersDocument,
+    encode_json,
+)
 from pdcluster_operator.api.object_names import HTTP_PORT, SIDE_CHANNEL_PORT, EngineName
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.launchers import url_host
 from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import links_of
-from pdcluster_operator.plan.reports import LinksReport
 
 GENERATION_DIGITS = 12
 CANARIES_PER_SECOND = 4
@@ -46,20 +51,17 @@ def assign_peers(
         and all(_rank_hosts(engine))
         and (engine.ready is not False or engine.name.logical in linked)
     }
-    known = {
-        "model": cluster.served_name,
-        "canary_interval_seconds": _canary_interval(cluster, (*prefill, *decode), kept),
-    }
+    interval = _canary_interval(cluster, (*prefill, *decode), kept)
 
     @cache
-    def body(names: tuple[EngineName, ...]) -> dict[str, Any]:
-        document = {**known, "peers": [peers[name] for name in names if name in peers]}
-        text = json.dumps(document, sort_keys=True)
-        generation = int(hashlib.sha256(text.encode()).hexdigest()[:GENERATION_DIGITS], 16)
-        return {"generation": generation, **document}
+    def document(names: tuple[EngineName, ...]) -> PeersDocument:
+        entries = tuple(peers[name] for name in names if name in peers)
+        unnumbered = PeersDocument(0, entries, cluster.served_name, interval)
+        digest = hashlib.sha256(encode_json(unnumbered)).hexdigest()
+        return replace(unnumbered, generation=int(digest[:GENERATION_DIGITS], 16))
 
     return tuple(
-        PeerAssignment(engine.name.logical, body(tuple(one.name for one in linked_to)))
+        PeerAssignment(engine.name.logical, document(tuple(one.name for one in linked_to)))
         for engine, linked_to in zip(decode, kept, strict=True)
         if engine.address and engine.engine_id
     )
@@ -75,18 +77,18 @@ def _canary_interval(
     return max(asked, -(-canaries // CANARIES_PER_SECOND))
 
 
-def _peer(engine: EngineView) -> dict[str, Any]:
+def _peer(engine: EngineView) -> PeerEntry:
     host = url_host(engine.address)
-    return {
-        "engine": engine.name.logical,
-        "engine_id": engine.engine_id,
-        "side_channel": f"{host}:{SIDE_CHANNEL_PORT}",
-        "api": f"http://{host}:{HTTP_PORT}",
-        "data_parallel_size": engine.data_parallel_size,
-        "follower_hosts": _rank_hosts(engine),
-    }
+    return PeerEntry(
+        engine.name.logical,
+        f"{host}:{SIDE_CHANNEL_PORT}",
+        engine.engine_id,
+        f"http://{host}:{HTTP_PORT}",
+        engine.data_parallel_size,
+        _rank_hosts(engine),
+    )
 
 
-def _rank_hosts(engine: EngineView) -> list[str]:
+def _rank_hosts(engine: EngineView) -> tuple[str, ...]:
     """Return the hosts of the other pods that have data-parallel ranks, and so side channels."""
-    return list(engine.follower_addresses) if engine.data_parallel_size > 1 else []
+    return engine.follower_addresses if engine.data_parallel_size > 1 else ()

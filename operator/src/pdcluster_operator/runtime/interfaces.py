@@ -9,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+from pdcluster_connector.protocol.launcher_documents import (
+    ChangesReport,
+    EngineReport,
+    LinksReport,
+    PeersDocument,
+)
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.model import (
     ConnectorBundle,
@@ -22,7 +28,6 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.reports import EngineReport, LauncherNews, LinksReport
 from pdcluster_operator.runtime.queue import Key
 
 Manifest = Mapping[str, Any]
@@ -102,19 +107,19 @@ class Launchers(Protocol):
         """``GET /v1/links`` of a decode engine. Raises :class:`.errors.LauncherError`."""
         ...
 
-    async def news(self, target: Target, seen: str, *, wait: bool) -> LauncherNews | None:
-        """``GET /v1/changes``: what a launcher tells when its revision is another than ``seen``.
+    async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport | None:
+        """``GET /v1/changes``: what a launcher reports if its revision is not ``seen``.
 
-        Return None if the launcher is of a version that cannot tell. Raises
+        Return None if the launcher is of a version without this path. Raises
         :class:`.errors.LauncherError`.
 
         Args:
-            wait: whether to wait for a while until there are news. Without news, the revision that
-                is returned is ``seen``.
+            wait: whether to wait for a while until something changes. If nothing does, the revision
+                that is returned is ``seen``.
         """
         ...
 
-    async def put_peers(self, target: Target, body: Manifest) -> None:
+    async def put_peers(self, target: Target, document: PeersDocument) -> None:
         """``PUT /v1/peers`` of a decode engine. Raises :class:`.errors.LauncherError`."""
         ...
 

@@ -10,15 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
 
+from msgspec.structs import replace
+
+from pdcluster_connector.protocol.launcher_documents import (
+    ChangesReport,
+    EngineReport,
+    LinksReport,
+    PeersDocument,
+)
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.launchers import Target, is_unreachable, knows_other_peers
+from pdcluster_operator.plan.launchers import Target, has_other_peers, is_unreachable
 from pdcluster_operator.plan.model import PeerAssignment
-from pdcluster_operator.plan.reports import EngineReport, LauncherNews, LinksReport
 from pdcluster_operator.runtime.errors import LauncherError
 from pdcluster_operator.runtime.interfaces import Launchers
 
@@ -52,13 +57,13 @@ class LauncherWatch:
         self._misses = 0
         self._said = ""  # why it does not answer, as the log has it
         self._refused = ""  # why it was not told of routers, as the log has it
-        self._told: tuple[str, Mapping[str, Any]] | None = None
+        self._told: tuple[str, PeersDocument] | None = None
         self._revision = ""
         self._asked = 0.0  # when it last told all
         self._next = 0.0  # when it may be asked again
         self._cannot_tell_until = 0.0  # a launcher of a version that cannot say when it has news
         self._assigned = asyncio.Event()
-        self._waiting: asyncio.Task[LauncherNews | None] | None = None
+        self._waiting: asyncio.Task[ChangesReport | None] | None = None
         self.task = asyncio.create_task(self._run(), name=f"links-{target.engine}")
 
     def stop(self) -> None:
@@ -68,7 +73,7 @@ class LauncherWatch:
 
     def assign(self, peers: PeerAssignment) -> None:
         """Have the launcher told of these peers."""
-        if self.peers is None or self.peers.body != peers.body:
+        if self.peers is None or self.peers.document != peers.document:
             self._assigned.set()
         self.peers = peers
 
@@ -109,13 +114,13 @@ class LauncherWatch:
     def _knows_other_routes(self, report: EngineReport) -> bool:
         return self.routed is not None and report.routed not in (None, self.routed)
 
-    def _knows_other_peers(self) -> bool:
+    def _has_other_peers(self) -> bool:
         if self.report is None or self.peers is None or self.target.role is not Role.DECODE:
             return False
         linked = self.links is None or self.links.links
-        if self._told is None and not linked and self.peers.body.get("peers") == []:
+        if self._told is None and not linked and self.peers.document.peers == ():
             return False  # it knows no peer, and there is none yet
-        return self._told != (self.report.engine_id, self.peers.body)
+        return self._told != (self.report.engine_id, self.peers.document)
 
     async def _wait(self) -> None:
         """Return when there are news, when it should be told something, or after a while.
@@ -123,7 +128,7 @@ class LauncherWatch:
         What it is told is sent beside the question for news, which goes on.
         """
         if self._waiting is None:
-            question = self._launchers.news(self.target, self._revision, wait=True)
+            question = self._launchers.changes(self.target, self._revision, wait=True)
             self._waiting = asyncio.create_task(question)
         assigned = asyncio.create_task(self._assigned.wait())
         try:
@@ -152,14 +157,14 @@ class LauncherWatch:
         self._rest()
         news = None
         if time.monotonic() >= self._cannot_tell_until:
-            news = await self._launchers.news(self.target, "", wait=False)
+            news = await self._launchers.changes(self.target, "", wait=False)
             if news is None:
                 self._cannot_tell_until = time.monotonic() + CHECK_SECONDS
         await self._take(news)
 
-    async def _take(self, news: LauncherNews | None) -> None:
+    async def _take(self, news: ChangesReport | None) -> None:
         """Take in what the launcher tells; ask for what it does not tell by itself."""
-        told = news.engine if news is not None else None
+        told = news.readyz if news is not None else None
         report = told if told is not None else await self._launchers.ready(self.target)
         if report.engine != self.target.engine:
             raise LauncherError(f"answers as {report.engine}")
@@ -173,7 +178,7 @@ class LauncherWatch:
 
     async def _take_links(self, told: LinksReport | None) -> None:
         self.links = told if told is not None else await self._launchers.links(self.target)
-        if self._told is not None and knows_other_peers(self._told[1], self.links):
+        if self._told is not None and has_other_peers(self._told[1], self.links):
             self._told = None
 
     def _rest(self) -> None:
@@ -205,8 +210,8 @@ class LauncherWatch:
             return
         if self._knows_other_routes(self.report):
             await self._tell_routed(self.report, routed=self.routed is True)
-        if self.peers is not None and self._knows_other_peers():
-            sent = self.peers.body  # others may be assigned before the launcher answers
+        if self.peers is not None and self._has_other_peers():
+            sent = self.peers.document  # others may be assigned before the launcher answers
             await self._launchers.put_peers(self.target, sent)
             self._told = (self.report.engine_id, sent)
             if not self._revision:  # it does not say by itself what becomes of them

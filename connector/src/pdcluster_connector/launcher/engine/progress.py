@@ -8,22 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
 from pdcluster_connector.compat.counted import counted
-
-
-class EngineState(StrEnum):
-    """The state of an engine. The states are in the order in which an engine goes through them."""
-
-    STARTING = "Starting"
-    LOADING_WEIGHTS = "LoadingWeights"
-    WARMING_UP = "WarmingUp"
-    READY = "Ready"
-    DRAINING = "Draining"
-    FAILED = "Failed"
-
+from pdcluster_connector.protocol.launcher_documents import EngineState
 
 _ORDER: Final = {state: place for place, state in enumerate(EngineState)}
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
+from pdcluster_connector.protocol.launcher_documents import PromptsReport
 from pdcluster_connector.protocol.prompt_outcomes import PROMPTS_METRIC, is_fault, was_due
 
 WINDOW_SECONDS: Final = 300.0
@@ -59,12 +60,8 @@ class PromptWindow:
         while len(self._sums) > 2 and self._sums[1][0] <= now - self._seconds:
             self._sums.popleft()
 
-    def document(self, now: float) -> dict[str, Any] | None:
-        """Return the account of the window, or None if nothing is known.
-
-        Keys: ``window_seconds``; ``prompts`` that prefill should have computed; ``local``, those of
-        them that decode computed; ``cause``, the reason of most of these, empty if there are none.
-        """
+    def report(self, now: float) -> PromptsReport | None:
+        """Return the prompts of the window, or None if nothing is known."""
         if not self._sums or now - self._sums[-1][0] > SILENCE_SECONDS:
             return None
         added = self._sums[-1][1] - self._sums[0][1]
@@ -73,12 +70,7 @@ class PromptWindow:
         for (outcome, reason), number in added.items():
             if is_fault(outcome, reason):
                 faults[reason] += number
-        return {
-            "window_seconds": self._seconds,
-            "prompts": due,
-            "local": faults.total(),
-            "cause": self._main_cause(faults),
-        }
+        return PromptsReport(due, faults.total(), self._main_cause(faults), self._seconds)
 
     def _main_cause(self, faults: Counter[str]) -> str:
         """Keep the cause until another is twice as frequent, so that two do not alternate."""

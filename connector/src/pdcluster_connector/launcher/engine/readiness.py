@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 from pdcluster_connector.launcher.arguments import EngineCommand
-from pdcluster_connector.launcher.engine.progress import EngineState, Progress, advance
+from pdcluster_connector.launcher.engine.progress import Progress, advance
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.protocol.addresses import url
+from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState
 
 WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
 
@@ -98,22 +98,27 @@ class Readiness:
         """Take note that the engine is gone."""
         self._set(EngineState.FAILED, message)
 
-    def document(self) -> dict[str, Any]:
-        """``GET /readyz``."""
+    def report(self, certificate_expires: float | None = None) -> EngineReport:
+        """Return what ``GET /readyz`` answers.
+
+        Args:
+            certificate_expires: in seconds since the epoch; None without a certificate.
+        """
         progress = self._progress
-        return {
-            "ready": progress.state is EngineState.READY,
-            "engine": self.identity.logical,
-            "engine_id": self.identity.engine_id,
-            "role": self.role,
-            "state": progress.state.value,
-            "message": progress.message,
-            "versions": self.versions,
-            "side_channel": self.side_channel,
-            "data_parallel_size": self.data_parallel_size,
-            "api": self.api,
-            "routed": self.routed,
-        }
+        return EngineReport(
+            ready=progress.state is EngineState.READY,
+            engine=self.identity.logical,
+            engine_id=self.identity.engine_id,
+            role=self.role,
+            state=progress.state,
+            message=progress.message,
+            versions=self.versions,
+            side_channel=self.side_channel,
+            data_parallel_size=self.data_parallel_size,
+            api=self.api,
+            routed=self.routed,
+            certificate_expires=certificate_expires,
+        )
 
     def _set(self, state: EngineState, message: str) -> None:
         with self._lock:

@@ -8,22 +8,27 @@ an error is a status code with one sentence in JSON. What it serves is decided i
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
 from pdcluster_connector.launcher.engine.readiness import Readiness
-from pdcluster_connector.launcher.interface.revision import revision_of
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node.rendezvous import Followers, Rendezvous
-from pdcluster_connector.protocol.link_documents import (
+from pdcluster_connector.protocol.launcher_documents import (
     MAX_DOCUMENT_BYTES,
+    ChangesReport,
+    EngineReport,
+    LinksReport,
     decode_peers,
     decode_report,
 )
@@ -128,13 +133,11 @@ class LauncherServer:
         return await handler(request)
 
     async def _get_readyz(self, _: web.Request) -> web.Response:
-        document = self._state()
-        return web.json_response(document, status=200 if document["ready"] else 503)
+        report = self._engine()
+        return _json(report, status=200 if report.ready else 503)
 
-    def _state(self) -> dict[str, Any]:
-        """Return what ``/readyz`` tells: the engine's state, and when its certificate expires."""
-        expires = None if self._tls is None else self._tls.expires
-        return {**self._readiness.document(), "certificate_expires": expires}
+    def _engine(self) -> EngineReport:
+        return self._readiness.report(None if self._tls is None else self._tls.expires)
 
     async def _put_peers(self, request: web.Request) -> web.Response:
         if self._links.set_peers(await _body(request, decode_peers)):
@@ -163,39 +166,32 @@ class LauncherServer:
         return _error(400, wrong) if wrong else web.Response(status=204)
 
     async def _get_links(self, _: web.Request) -> web.Response:
-        return _json(self._links_document())
+        return _json(self._link_reports())
 
-    def _links_document(self) -> dict[str, Any]:
-        """Return what ``/v1/links`` tells."""
+    def _link_reports(self) -> LinksReport:
         identity, now = self._readiness.identity, time.monotonic()
-        rows = [row.document() for row in self._links.rows(now)]
-        document = {"engine": identity.logical, "engine_id": identity.engine_id, "links": rows}
-        if self._prompts is not None:
-            document["prompts"] = self._prompts.document(now)
-        return document
+        links = tuple(row.report for row in self._links.rows(now))
+        prompts = UNSET if self._prompts is None else self._prompts.report(now)
+        return LinksReport(identity.logical, identity.engine_id, links, prompts)
 
     async def _get_changes(self, request: web.Request) -> web.Response:
         """Answer as soon as the revision is another than ``seen``, or after ``wait`` seconds.
 
-        News come with what ``/readyz`` and ``/v1/links`` tell, so that nobody has to ask for these.
+        A new revision comes with the answers of ``/readyz`` and ``/v1/links``.
         """
         seen = request.query.get("seen", "")
         deadline = time.monotonic() + min(_number(request, "wait", 0), MAX_WAIT_SECONDS)
-        while (revision := self._revision()) == seen and not self._stopping:
+        while (report := self._changes()).revision == seen and not self._stopping:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(left, LOOK_SECONDS))
-        if revision == seen:
-            return _json({"revision": revision})
-        links = self._links_document()
-        return _json({"revision": revision, "readyz": self._state(), "links": links})
+        return _json(ChangesReport(seen) if report.revision == seen else report)
 
-    def _revision(self) -> str:
-        now = time.monotonic()
-        prompts = None if self._prompts is None else self._prompts.document(now)
-        return revision_of(self._state(), self._links.rows(now), prompts)
+    def _changes(self) -> ChangesReport:
+        engine, links = self._engine(), self._link_reports()
+        return ChangesReport(revision_of(engine, links), engine, links)
 
     async def _get_rendezvous(self, request: web.Request) -> web.Response:
         if self._followers is None:
@@ -245,8 +241,24 @@ def _number(request: web.Request, name: str, default: float) -> float:
     return float(int(text)) if name == "wait" else int(text)
 
 
-def _json(document: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(document), content_type="application/json")
+def revision_of(engine: EngineReport, links: LinksReport) -> str:
+    """Return a name for the documents that changes when the operator would judge them otherwise.
+
+    Numbers that change all the time, such as a bandwidth, do not count. The operator reads those
+    when it asks without a revision.
+    """
+    rows = [
+        replace(link, bytes_per_second=0.0, canary=replace(link.canary, bytes=0))
+        for link in links.links
+    ]
+    prompts = (links.prompts.percent, links.prompts.cause) if links.prompts else ()
+    text = msgspec.json.encode([engine, rows, prompts], order="deterministic")
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def _json(document: object, status: int = 200) -> web.Response:
+    body = msgspec.json.encode(document)
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 def _error(status: int, message: str) -> web.Response:

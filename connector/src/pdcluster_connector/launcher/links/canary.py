@@ -13,18 +13,19 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from msgspec.structs import replace
 
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.engine.engine_api import ApiError, ApiUnreachableError, EngineApi
 from pdcluster_connector.launcher.links.canary_schedule import CanarySchedule
-from pdcluster_connector.launcher.links.link_table import CanaryResult, LinkTable
+from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol.engine_id import id_of_rank
 from pdcluster_connector.protocol.kv_path import KEY_PARAMETER
+from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState
 
 TIMEOUT_SECONDS: Final = 120.0
 _BLOCKS: Final = 3
@@ -65,7 +66,7 @@ async def run(
     ranks: tuple[int, int] = (0, 0),
     names_key: str = "",
     seconds: float = TIMEOUT_SECONDS,
-) -> CanaryResult:
+) -> CanaryReport:
     """Send one request through both engines and judge what the KV path did.
 
     The engine ids are those of the data-parallel ``ranks`` (prefill's, decode's) under test. With
@@ -81,19 +82,19 @@ async def run(
             first = await prefill.complete(asked, seconds, ranks[0])
             parameters = first.get("kv_transfer_params")
             if not isinstance(parameters, dict) or parameters.get("do_remote_prefill") is not True:
-                return CanaryResult(
-                    "Failed",
+                return CanaryReport(
+                    CanaryState.FAILED,
                     message=f"prefill at {prefill.address} handed over no KV: its answer holds no "
                     "kv_transfer_params",
                 )
             asked = {**request, "kv_transfer_params": {**parameters, KEY_PARAMETER: names_key}}
             second = await decode.complete(asked, seconds, ranks[1])
     except ApiUnreachableError as error:
-        return CanaryResult("Pending", message=str(error))
+        return CanaryReport(CanaryState.PENDING, message=str(error))
     except ApiError as error:
-        return CanaryResult("Failed", message=str(error))
+        return CanaryReport(CanaryState.FAILED, message=str(error))
     except TimeoutError:
-        return CanaryResult("Failed", message=f"no answer within {seconds:g} s")
+        return CanaryReport(CanaryState.FAILED, message=f"no answer within {seconds:g} s")
     return judge(second.get("kv_transfer_params"), prefill_engine_id, decode_engine_id)
 
 
@@ -107,7 +108,7 @@ async def run_ranks(
     model: str,
     make_prompt: Callable[[], list[int]],
     names_key: str = "",
-) -> CanaryResult:
+) -> CanaryReport:
     """Send requests until each data-parallel rank of both engines has had one.
 
     Args:
@@ -130,17 +131,17 @@ async def run_ranks(
             ranks=ranks,
             names_key=names_key,
         )
-        if result.state != "Passed":
+        if result.state is not CanaryState.PASSED:
             if sizes == (1, 1):
                 return result
             word = "data-parallel rank"
             pair = f"{word} {ranks[0]} of prefill with {word} {ranks[1]} of decode"
             return replace(result, message=f"{pair}: {result.message}")
         moved += result.bytes
-    return CanaryResult("Passed", moved)
+    return CanaryReport(CanaryState.PASSED, moved)
 
 
-def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> CanaryResult:
+def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> CanaryReport:
     """Judge by what decode's ``kv_transfer_params`` say of the KV path of that request."""
     path = answer.get("kv_path") if isinstance(answer, Mapping) else None
     if not isinstance(path, Mapping):
@@ -158,11 +159,11 @@ def judge(answer: object, prefill_engine_id: str, decode_engine_id: str) -> Cana
             return _failed(another if named else unnamed)
     if not isinstance(moved, int) or isinstance(moved, bool) or moved <= 0:
         return _failed(f"the transfer is reported as done, but {moved!r} bytes moved")
-    return CanaryResult("Passed", moved)
+    return CanaryReport(CanaryState.PASSED, moved)
 
 
-def _failed(message: str) -> CanaryResult:
-    return CanaryResult("Failed", message=message)
+def _failed(message: str) -> CanaryReport:
+    return CanaryReport(CanaryState.FAILED, message=message)
 
 
 async def keep_running(
@@ -192,7 +193,7 @@ async def keep_running(
         result = await run_ranks(
             prefill,
             decode,
-            prefill_engine_id=row.engine_id,
+            prefill_engine_id=row.report.prefill_engine_id,
             decode_engine_id=decode_engine_id,
             sizes=(row.peer.data_parallel_size, decode_ranks),
             model=links.peers.model,

@@ -7,87 +7,43 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final
 
 from msgspec.structs import replace
 
-from pdcluster_connector.protocol.link_documents import (
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
     LinkReport,
     LinkState,
     PeerEntry,
     PeersDocument,
+    RankLink,
     RankReport,
 )
 
 REPORT_LIFETIME: Final = 15.0
-MAX_MESSAGE: Final = 1000
 
-CanaryState = Literal["Pending", "Passed", "Failed"]
 Place = tuple[int, int]  # (pipeline, tensor)
 Worker = tuple[int, int, int]  # (data, pipeline, tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryResult:
-    """The result of the latest canary of a link. ``bytes`` of KV moved."""
-
-    state: CanaryState = "Pending"
-    bytes: int = 0
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class LinkRow:
-    """One link (prefill engine, this decode engine).
-
-    It is made of pairs: each of this engine's workers with each of the peer's data-parallel ranks.
+    """One link of this decode engine: what the operator named, and what the workers report.
 
     Attributes:
-        peer: the prefill engine as the operator named it.
-        engine_id: the peer's engine id as the workers see it; before they see it, the operator's.
-        state: Established when all pairs are established with one incarnation. Failed when one pair
-            has failed.
-        reason: the reason of the first pair that failed.
-        message: the message of that pair, or what the link waits for. For an established link, what
-            makes it slow.
-        shards: ``2/4``: the pairs that are established, and all pairs.
-        bytes_per_second: the bandwidth of the slowest pair, because a request waits for it.
-        canary: the result of the latest canary since the link was established.
         establishment: numbers that differ each time the link is established; empty while it is not.
     """
 
     peer: PeerEntry
-    engine_id: str
-    state: LinkState
-    reason: str
-    message: str
-    shards: str
-    bytes_per_second: float
-    canary: CanaryResult
+    report: LinkReport
     establishment: tuple[int, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        """Return the row as ``GET /v1/links`` shows it."""
-        return {
-            "prefill": self.peer.engine,
-            "prefill_engine_id": self.engine_id,
-            "state": self.state.value,
-            "reason": self.reason,
-            "message": self.message[:MAX_MESSAGE],
-            "shards": self.shards,
-            "bytes_per_second": self.bytes_per_second,
-            "canary": {
-                "state": self.canary.state,
-                "bytes": self.canary.bytes,
-                "message": self.canary.message[:MAX_MESSAGE],
-            },
-        }
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
     at: float
-    links: dict[tuple[str, int], LinkReport]  # by engine and data-parallel rank of the peer
+    links: dict[tuple[str, int], RankLink]  # by engine and data-parallel rank of the peer
 
 
 @dataclass(slots=True)
@@ -104,7 +60,7 @@ class LinkTable:
     data: int = 1
     peers: PeersDocument = field(default_factory=lambda: PeersDocument(0, ()))
     _reports: dict[Worker, _Kept] = field(default_factory=dict)
-    _canaries: dict[str, tuple[str, tuple[int, ...], CanaryResult]] = field(default_factory=dict)
+    _canaries: dict[str, tuple[str, tuple[int, ...], CanaryReport]] = field(default_factory=dict)
 
     def set_peers(self, document: PeersDocument) -> bool:
         """Take the operator's document; returns False if it changes nothing.
@@ -133,7 +89,7 @@ class LinkTable:
         self._reports[report.data_rank, *rank] = _Kept(now, links)
         return None
 
-    def set_canary(self, row: LinkRow, result: CanaryResult) -> None:
+    def set_canary(self, row: LinkRow, result: CanaryReport) -> None:
         """Keep the result of a canary that was sent while the link was as in ``row``.
 
         The result counts only for that incarnation and that establishment. A link that was lost in
@@ -141,7 +97,8 @@ class LinkTable:
         """
         engine = row.peer.engine
         if row.establishment and any(peer.engine == engine for peer in self.peers.peers):
-            self._canaries[engine] = row.engine_id, row.establishment, result
+            key = row.report.prefill_engine_id, row.establishment
+            self._canaries[engine] = *key, result
 
     def rows(self, now: float) -> list[LinkRow]:
         """One row for each peer, in the operator's order."""
@@ -149,7 +106,7 @@ class LinkTable:
 
     def _row(self, peer: PeerEntry, now: float) -> LinkRow:
         pairs = [(worker, theirs) for worker in self._workers() for theirs in peer.data_ranks]
-        fresh: dict[tuple[Worker, int], LinkReport] = {}
+        fresh: dict[tuple[Worker, int], RankLink] = {}
         for worker, theirs in pairs:
             kept = self._reports.get(worker)
             if kept is not None and now - kept.at <= REPORT_LIFETIME:
@@ -179,18 +136,18 @@ class LinkTable:
         establishment: tuple[int, ...] = ()
         if state is LinkState.ESTABLISHED:
             establishment = tuple(fresh[pair].establishment for pair in pairs)
-        *tried, canary = self._canaries.get(peer.engine, ("", (), CanaryResult()))
-        return LinkRow(
-            peer,
+        *tried, canary = self._canaries.get(peer.engine, ("", (), CanaryReport()))
+        report = LinkReport(
+            peer.engine,
             engine_id,
             state,
             reason,
-            message,
             f"{len(established)}/{len(pairs)}",
             min((link.bytes_per_second for link in established), default=0.0),
-            canary if tried == [engine_id, establishment] else CanaryResult(),
-            establishment,
+            canary if tried == [engine_id, establishment] else CanaryReport(),
+            message=message,
         )
+        return LinkRow(peer, report, establishment)
 
     def _is_silent(self, worker: Worker, now: float) -> bool:
         """Whether a worker has reported before, but not lately."""
@@ -212,7 +169,7 @@ class LinkTable:
         return f"{', '.join(ends)}: " if ends else ""
 
 
-def _waits_for(silent: list[Worker], unheard: list[Worker], pending: list[LinkReport]) -> str:
+def _waits_for(silent: list[Worker], unheard: list[Worker], pending: list[RankLink]) -> str:
     """Say what a link waits for: workers that stopped reporting, a first report, or a handshake."""
     if silent:
         return f"no report in the last {REPORT_LIFETIME:.0f} s from {_named(silent)}"

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
+    EngineReport,
+    EngineState,
+    LinkReport,
+    LinksReport,
+    LinkState,
+)
 from pdcluster_operator.api.conditions import ConditionType, Status, find_condition
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.observed.engines import known_ids
-from pdcluster_operator.plan.reports import (
-    CanaryReport,
-    EngineReport,
-    LinksReport,
-    ReportedLink,
-    ReportedState,
-)
 
 
 def reports_in(
@@ -40,7 +42,11 @@ def reports_in(
             keys[name] = str(child["metadata"]["labels"].get(PAIRING_LABEL, ""))
     engines = {
         name.logical: EngineReport(
-            True, name.logical, ids.get(name.stateful_set, ""), name.role.value, "Ready"
+            ready=True,
+            engine=name.logical,
+            engine_id=ids.get(name.stateful_set, ""),
+            role=name.role.value,
+            state=EngineState.READY,
         )
         for name in keys
     }
@@ -49,16 +55,16 @@ def reports_in(
         find_condition(status, kind).get("status") == Status.TRUE
         for kind in (ConditionType.KV_PATH_VERIFIED, ConditionType.AVAILABLE)
     )
-    canary = CanaryReport(ReportedState.PASSED if moved else ReportedState.PENDING)
+    canary = CanaryReport(CanaryState.PASSED if moved else CanaryState.PENDING)
     links = {
         decode.logical: LinksReport(
             decode.logical,
             ids.get(decode.stateful_set, ""),
             tuple(
-                ReportedLink(
+                LinkReport(
                     one.logical,
                     engines[one.logical].engine_id,
-                    ReportedState.ESTABLISHED,
+                    LinkState.ESTABLISHED,
                     canary=canary,
                 )
                 for one in sorted(keys)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
+    EngineReport,
+    EngineState,
+    LinkReport,
+    LinkState,
+)
 from pdcluster_operator.api.labels import POD_INDEX_LABEL
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.plan.children.restarts import POD_REVISION_LABEL
 from pdcluster_operator.plan.model import Manifest
-from pdcluster_operator.plan.reports import (
-    CanaryReport,
-    EngineReport,
-    ReportedLink,
-    ReportedState,
-)
 
 
 def running_pod(name: EngineName, node: int, child: Manifest, number: int) -> dict[str, Any]:
@@ -64,11 +66,11 @@ def ready_engine(name: EngineName, incarnation: str = "forecast") -> EngineRepor
         engine=name.logical,
         engine_id=f"{name.logical}/{incarnation}",
         role=name.role.value,
-        state="Ready",
+        state=EngineState.READY,
     )
 
 
-def verified_link(prefill: str, engine_id: str, nbytes: int = 1) -> ReportedLink:
+def verified_link(prefill: str, engine_id: str, nbytes: int = 1) -> LinkReport:
     """Return what a decode launcher reports of a link whose canary moved ``nbytes`` bytes."""
-    canary = CanaryReport(ReportedState.PASSED, nbytes)
-    return ReportedLink(prefill, engine_id, ReportedState.ESTABLISHED, canary=canary)
+    canary = CanaryReport(CanaryState.PASSED, nbytes)
+    return LinkReport(prefill, engine_id, LinkState.ESTABLISHED, canary=canary)

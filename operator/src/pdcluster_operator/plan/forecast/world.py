@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pdcluster_connector.protocol.launcher_documents import LinksReport
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import (
     CERTIFICATES_ANNOTATION,
@@ -39,7 +40,6 @@ from pdcluster_operator.plan.model import (
 from pdcluster_operator.plan.objects.drift import covers
 from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.observed.gpus import accelerators
-from pdcluster_operator.plan.reports import LinksReport
 from pdcluster_operator.plan.rollout.revision import short_hash
 from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
 

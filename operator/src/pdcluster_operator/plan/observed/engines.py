@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.protocol.launcher_documents import EngineReport
 from pdcluster_operator.api.conditions import StatusReason, seconds
 from pdcluster_operator.api.labels import RELEASED_ANNOTATION, RELEASED_BECAUSE_ANNOTATION
 from pdcluster_operator.api.object_names import EngineName
@@ -29,7 +30,6 @@ from pdcluster_operator.plan.observed.pods import (
     status_of,
     text_of,
 )
-from pdcluster_operator.plan.reports import EngineReport
 
 REPORTED_STATES = {
     "Starting": StatusReason.STARTING,

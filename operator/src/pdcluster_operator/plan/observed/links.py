@@ -10,27 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from enum import StrEnum
 
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
+    LinkReport,
+    LinksReport,
+    LinkState,
+)
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.link_sample import ALL_LINKS, sample_links
-from pdcluster_operator.plan.reports import CanaryReport, LinksReport, ReportedLink, ReportedState
 
 Group = tuple[tuple[EngineView, ...], tuple[EngineView, ...]]
 """The prefill engines and the decode engines of one pairing key."""
-
-
-class PairState(StrEnum):
-    """What is known of a pair."""
-
-    ESTABLISHED = "Established"
-    FAILED = "Failed"
-    PENDING = "Pending"
-    WAITING = "Waiting"
-    UNKNOWN = "Unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +33,15 @@ class PairView:
     """One pair.
 
     Attributes:
-        state: Waiting while one of the engines is known not to be ready, Unknown where the
-            decode engine's launcher does not answer.
+        state: Unknown if the launcher of the decode engine does not answer.
+        reason: of the link if it was reported. WaitingForEngines while an engine is known not to be
+            ready.
         canary: the last one between these incarnations, since the link was established.
     """
 
     prefill: EngineView
     decode: EngineView
-    state: PairState
+    state: LinkState
     reason: str = ""
     message: str = ""
     bytes_per_second: float = 0.0
@@ -59,12 +55,12 @@ class PairView:
     @property
     def verified(self) -> bool:
         """Whether KV was seen to move over this link."""
-        return self.state is PairState.ESTABLISHED and self.canary.state is ReportedState.PASSED
+        return self.state is LinkState.ESTABLISHED and self.canary.state is CanaryState.PASSED
 
     @property
     def canary_failed(self) -> bool:
         """Whether the link is established, and the last canary through it moved no KV."""
-        return self.state is PairState.ESTABLISHED and self.canary.state is ReportedState.FAILED
+        return self.state is LinkState.ESTABLISHED and self.canary.state is CanaryState.FAILED
 
 
 def observe_pairs(
@@ -133,12 +129,12 @@ def _row(
     prefill: tuple[EngineView, ...], decode: EngineView, report: LinksReport | None
 ) -> tuple[PairView, ...]:
     """Return the pairs of one decode engine."""
-    told = {link.prefill: link for link in report.links} if report else {}
-    return tuple(_pair(one, decode, report, told.get(one.name.logical)) for one in prefill)
+    links = {link.prefill: link for link in report.links} if report else {}
+    return tuple(_pair(one, decode, report, links.get(one.name.logical)) for one in prefill)
 
 
 def _pair(
-    prefill: EngineView, decode: EngineView, report: LinksReport | None, link: ReportedLink | None
+    prefill: EngineView, decode: EngineView, report: LinksReport | None, link: LinkReport | None
 ) -> PairView:
     if decode.ready is False:
         return _waiting(prefill, decode, decode)
@@ -146,24 +142,22 @@ def _pair(
         return PairView(
             prefill,
             decode,
-            PairState.UNKNOWN,
+            LinkState.UNKNOWN,
             StatusReason.LAUNCHER_UNREACHABLE,
             f"the launcher of {decode.name.stateful_set} does not answer the operator",
         )
-    if link is not None and link.state is ReportedState.FAILED:
+    if link is not None and link.state is LinkState.FAILED:
         # The decode engine knows why the link failed. The kubelet only knows that a pod died.
-        return _seen(prefill, decode, PairState.FAILED, link)
+        return _seen(prefill, decode, LinkState.FAILED, link)
     if prefill.ready is False:
         return _waiting(prefill, decode, prefill)
-    if link is None or _stale(link, prefill) or link.state is ReportedState.PENDING:
+    if link is None or _stale(link, prefill) or link.state is not LinkState.ESTABLISHED:
         message = link.message if link is not None else ""
-        return PairView(prefill, decode, PairState.PENDING, StatusReason.LINKS_PENDING, message)
-    return _seen(prefill, decode, PairState.ESTABLISHED, link)
+        return PairView(prefill, decode, LinkState.PENDING, StatusReason.LINKS_PENDING, message)
+    return _seen(prefill, decode, LinkState.ESTABLISHED, link)
 
 
-def _seen(
-    prefill: EngineView, decode: EngineView, state: PairState, link: ReportedLink
-) -> PairView:
+def _seen(prefill: EngineView, decode: EngineView, state: LinkState, link: LinkReport) -> PairView:
     return PairView(
         prefill, decode, state, link.reason, link.message, link.bytes_per_second, link.canary
     )
@@ -171,10 +165,10 @@ def _seen(
 
 def _waiting(prefill: EngineView, decode: EngineView, cause: EngineView) -> PairView:
     message = f"{cause.name.stateful_set} is not ready: {cause.reason}"
-    return PairView(prefill, decode, PairState.WAITING, StatusReason.WAITING_FOR_ENGINES, message)
+    return PairView(prefill, decode, LinkState.PENDING, StatusReason.WAITING_FOR_ENGINES, message)
 
 
-def _stale(link: ReportedLink, prefill: EngineView) -> bool:
+def _stale(link: LinkReport, prefill: EngineView) -> bool:
     return bool(
         link.prefill_engine_id and prefill.engine_id and link.prefill_engine_id != prefill.engine_id
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
@@ -16,7 +17,6 @@ from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.observed.engines import EngineView, known_ids, observe_engines
 from pdcluster_operator.plan.observed.gpus import gpus
 from pdcluster_operator.plan.observed.links import (
-    PairState,
     PairView,
     by_pairing_key,
     observe_pairs,
@@ -166,7 +166,7 @@ def observe_fleet(
         served_key=_served(observed, cluster, keys),
         surge=cluster.spec.rollout.max_surge,
         unheard=_unheard(observed, views, listed) | lost,
-        unclear=frozenset(_names(one) for one in pairs if one.state is PairState.UNKNOWN),
+        unclear=frozenset(_names(one) for one in pairs if one.state is LinkState.UNKNOWN),
     )
 
 

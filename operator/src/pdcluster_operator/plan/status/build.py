@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.launcher_documents import LinksReport, LinkState
 from pdcluster_operator.api.conditions import (
     ConditionType,
     Status,
@@ -29,9 +30,8 @@ from pdcluster_operator.plan.children.deletions import existing_engines
 from pdcluster_operator.plan.memo import Memo
 from pdcluster_operator.plan.model import Observed
 from pdcluster_operator.plan.observed.engines import EngineView
-from pdcluster_operator.plan.observed.links import PairState, PairView
+from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.prefill_scaler import who_decides
-from pdcluster_operator.plan.reports import LinksReport
 from pdcluster_operator.plan.status.certificates import transfer_status
 from pdcluster_operator.plan.status.engine_conditions import (
     accepted,
@@ -159,8 +159,8 @@ def _verdicts(
 
 def _counted(pairs: Sequence[PairView]) -> tuple[int, tuple[PairView, ...]]:
     """Return how many links are established, and the first links with trouble."""
-    established = sum(pair.state is PairState.ESTABLISHED for pair in pairs)
-    troubled = (pair for pair in pairs if pair.state is PairState.FAILED or pair.canary_failed)
+    established = sum(pair.state is LinkState.ESTABLISHED for pair in pairs)
+    troubled = (pair for pair in pairs if pair.state is LinkState.FAILED or pair.canary_failed)
     return established, tuple(islice(troubled, MAX_FAILED_LINKS))
 
 
@@ -199,7 +199,7 @@ def _failed_links(
     }
     written = []
     for pair in pairs:
-        if pair.state is PairState.FAILED:
+        if pair.state is LinkState.FAILED:
             reason, message = readable_reason(pair.reason or "Unknown"), pair.message
         else:
             reason, message = Reason.CANARY_FAILED.value, pair.canary.message

@@ -10,9 +10,10 @@ from typing import Any
 
 from pdcluster_connector.compat.counted import counted
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no, unknown, yes
 from pdcluster_operator.api.spec.types import Transfer
-from pdcluster_operator.plan.observed.links import PairState, PairView
+from pdcluster_operator.plan.observed.links import PairView
 
 MEGABYTE = 1_000_000
 # Slower than this over RDMA hardware means that another transport was taken.
@@ -23,7 +24,7 @@ def links_established(pairs: Sequence[PairView], before: Mapping[str, Any]) -> V
     """Whether each decode engine shook hands with each prefill engine and read its memory."""
     if not pairs:
         return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
-    failed = [pair for pair in pairs if pair.state is PairState.FAILED]
+    failed = [pair for pair in pairs if pair.state is LinkState.FAILED]
     if failed:
         first = failed[0]
         count = f"{len(failed)} of {counted(len(pairs), 'link')} failed; " if len(pairs) > 1 else ""
@@ -43,7 +44,7 @@ def path_verified(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdi
     if failed:
         detail = f": {failed[0].canary.message}" if failed[0].canary.message else ""
         return no(Reason.CANARY_FAILED, f"{failed[0].label}{detail}")
-    broken = next((pair for pair in pairs if pair.state is PairState.FAILED), None)
+    broken = next((pair for pair in pairs if pair.state is LinkState.FAILED), None)
     if broken is not None:
         return _open(StatusReason.CANARY_PENDING, f"{broken.label}: the link failed", before)
     undecided = _undecided(pairs, before)
@@ -66,11 +67,11 @@ def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
         least = RDMA_LEAST_MBPS
     if least is None:
         # That a link is established is the evidence: its probe was read and checked.
-        if not pairs or any(pair.state is not PairState.ESTABLISHED for pair in pairs):
+        if not pairs or any(pair.state is not LinkState.ESTABLISHED for pair in pairs):
             return unknown(StatusReason.BANDWIDTH_UNMEASURED, "not every link is established")
         return yes(StatusReason.NO_THRESHOLD, "no bandwidth is asked for")
     measured = [
-        pair for pair in pairs if pair.state is PairState.ESTABLISHED and pair.bytes_per_second > 0
+        pair for pair in pairs if pair.state is LinkState.ESTABLISHED and pair.bytes_per_second > 0
     ]
     slow = [pair for pair in measured if pair.bytes_per_second < least * MEGABYTE]
     if slow:
@@ -89,12 +90,10 @@ def _undecided(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict 
 
     A pair whose decode launcher does not answer comes before one that waits.
     """
-    silent = next((pair for pair in pairs if pair.state is PairState.UNKNOWN), None)
+    silent = next((pair for pair in pairs if pair.state is LinkState.UNKNOWN), None)
     if silent is not None:
         return unknown(silent.reason, silent.message)
-    waiting = next(
-        (pair for pair in pairs if pair.state in (PairState.WAITING, PairState.PENDING)), None
-    )
+    waiting = next((pair for pair in pairs if pair.state is LinkState.PENDING), None)
     if waiting is None:
         return None
     detail = f": {waiting.message}" if waiting.message else ""

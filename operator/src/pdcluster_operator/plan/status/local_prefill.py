@@ -10,14 +10,16 @@ percents; the condition's message holds none of them, because they change all th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.launcher_documents import LinksReport
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason
 from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no, unknown
 from pdcluster_operator.plan.observed.engines import EngineView
-from pdcluster_operator.plan.reports import LinksReport
 
 OFF = 100
 _NAME = re.compile(r"[A-Za-z]{1,64}")
@@ -96,11 +98,11 @@ def local_prefill(
     unclear = False
     for engine in asked:
         report = links.get(engine.name.logical)
-        if report is None or report.prompts is None:
+        if report is None or report.prompts is UNSET:
             continue
-        percent = report.prompts.percent
+        percent = report.prompts.percent if report.prompts else None
         unclear |= percent is None
-        if percent is not None and percent > limit:
+        if report.prompts and percent is not None and percent > limit:
             return no(StatusReason.LOCAL_PREFILL, _message(engine, report.prompts.cause, most))
     silent = next((engine for engine in asked if engine.name.logical not in links), None)
     if silent is not None and (was_above or was_unheard):
@@ -111,6 +113,13 @@ def local_prefill(
     if unclear and was_above:
         return no(StatusReason.LOCAL_PREFILL, str(before.get("message")))
     return None
+
+
+def local_share(reports: Iterable[LinksReport]) -> float | None:
+    """Return which share (0 to 1) of a cluster's prompts decode computed; None without prompts."""
+    counts = [report.prompts for report in reports if report.prompts]
+    prompts = sum(one.prompts for one in counts)
+    return sum(one.local for one in counts) / prompts if prompts else None
 
 
 def _message(engine: EngineView, cause: str, most: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pdcluster_connector.protocol.launcher_documents import LinkState
 from pdcluster_operator.api.conditions import (
     ConditionType,
     Status,
@@ -18,7 +19,7 @@ from pdcluster_operator.api.conditions import (
     unknown,
     yes,
 )
-from pdcluster_operator.plan.observed.links import PairState, PairView
+from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.status.engine_conditions import urgency
 from pdcluster_operator.plan.status.progress import ChangeView
 
@@ -41,7 +42,7 @@ def available(pairs: Sequence[PairView], change: ChangeView) -> Verdict:
         return _no_router(change)
     if any(pair.verified for pair in pairs):
         return yes(StatusReason.SERVING, "a verified pair of engines serves")
-    silent = next((pair for pair in pairs if pair.state is PairState.UNKNOWN), None)
+    silent = next((pair for pair in pairs if pair.state is LinkState.UNKNOWN), None)
     if silent is not None:
         return unknown(silent.reason, silent.message)
     return no(StatusReason.NO_VERIFIED_PAIR, "no pair of engines is verified")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster_connector.protocol import link_documents as links
+from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.protocol.messages import Malformed
 
 ENTRY = links.PeerEntry("ns.c.prefill.r.0", "127.0.0.2:5600", "ns.c.prefill.r.0/1", "http://a:8000")
@@ -17,7 +17,7 @@ DOCUMENT = links.PeersDocument(3, (ENTRY,), "tiny", 30)
 REPORT = links.RankReport(
     (0, 1),
     (1, 2),
-    (links.LinkReport("e", "e/1", links.LinkState.ESTABLISHED, "", "", 1.5e9, 65536),),
+    (links.RankLink("e", "e/1", links.LinkState.ESTABLISHED, "", "", 1.5e9, 65536),),
 )
 
 
