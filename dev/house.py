@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import statistics
 import sys
 from collections import defaultdict
@@ -19,16 +18,18 @@ from types import FrameType
 from typing import Any
 
 import yaml
-from pdcluster_connector.protocol.link_documents import (
-    LinkReport,
+
+from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.protocol.launcher_documents import (
+    LinksReport,
     LinkState,
     PeerEntry,
     PeersDocument,
+    RankLink,
     RankReport,
+    decode_links,
+    encode_json,
 )
-from pdcluster_operator.plan.reports import parse_links_report
-
-from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, set_conditions
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
@@ -56,12 +57,11 @@ def report_to_condition() -> None:
     prefill, decode = (EngineName("ns", "one", role, "abcde", 0) for role in Role)
     table = LinkTable((1, 1))
     table.set_peers(PeersDocument(1, (PeerEntry(prefill.logical, "192.0.2.1:5600"),)))
-    link = LinkReport(prefill.logical, "id", LinkState.ESTABLISHED, establishment=1)
+    link = RankLink(prefill.logical, "id", LinkState.ESTABLISHED, establishment=1)
     table.add(RankReport((0, 0), (1, 1), (link,)), 0.0)
-    rows = [row.document() for row in table.rows(1.0)]
-    answer = json.dumps({"engine": decode.logical, "engine_id": "id", "links": rows})
-    report = parse_links_report(json.loads(answer))
-    assert report is not None
+    links = tuple(row.report for row in table.rows(1.0))
+    report = decode_links(encode_json(LinksReport(decode.logical, "id", links)))
+    assert isinstance(report, LinksReport)
     one, other = (
         EngineView(name, True, StatusReason.ENGINES_READY, "", "id", "192.0.2.1", 1)
         for name in (prefill, decode)
