@@ -16,7 +16,7 @@ from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
-HEAD = "| metric | type | unit | labels | what it tells |\n|---|---|---|---|---|\n"
+HEAD = "| metric | type | unit | labels | meaning |\n|---|---|---|---|---|\n"
 UNITS = ("bytes", "seconds")
 NAME = re.compile(r"^\| `([a-zA-Z_:]+)` \|", re.MULTILINE)
 
