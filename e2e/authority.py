@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from pdcluster_connector.protocol.peer_name import engine_name, role_name
-from pdcluster_connector.protocol.tls_files import TlsFiles
+from pdcluster_connector.certificate_files import TlsFiles
+from pdcluster_connector.protocol.engine_id import engine_name, role_name
 
 
 def _name(text: str) -> x509.Name:

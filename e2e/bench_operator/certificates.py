@@ -17,9 +17,8 @@ from aiohttp.typedefs import Handler
 from cryptography import x509
 
 from bench_operator.watching import events
-from pdcluster_connector.certificate_files import server_context
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name, names_in
-from pdcluster_connector.protocol.tls_files import TlsFiles
+from pdcluster_connector.certificate_files import TlsFiles, server_context
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name, names_in
 from pdcluster_operator.plan.builders.certificates import AUTHORITY_FILE
 
 SELECTOR = "app.kubernetes.io/component=certificates"

@@ -19,7 +19,7 @@ from cryptography.x509.oid import NameOID
 from fuzz.targets import TARGETS
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol import ticket
-from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_connector.testing.engines import Size
 from ticket_key import KEYS
 

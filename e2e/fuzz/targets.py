@@ -14,15 +14,22 @@ from typing import Any
 
 import msgspec
 
-from pdcluster_connector.certificate_files import TlsError
+from pdcluster_connector.certificate_files import Tls, TlsError, TlsFiles, tls_files
 from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.launcher.inside_vllm.request_ids import plain
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.protocol import messages, ticket, transfer_params
-from pdcluster_connector.protocol.block_ids import BlockIds
-from pdcluster_connector.protocol.engine_id import parse_engine_id
+from pdcluster_connector.protocol.engine_id import (
+    engine_in,
+    engine_name,
+    names_in,
+    parse_engine_id,
+    role_name,
+    why_not_peer,
+)
+from pdcluster_connector.protocol.failure import refusal_of
 from pdcluster_connector.protocol.launcher_documents import (
     decode_changes,
     decode_engine,
@@ -31,18 +38,9 @@ from pdcluster_connector.protocol.launcher_documents import (
     decode_report,
 )
 from pdcluster_connector.protocol.messages import EngineMetadata, Malformed
-from pdcluster_connector.protocol.peer_name import (
-    engine_in,
-    engine_name,
-    names_in,
-    role_name,
-    why_not_peer,
-)
-from pdcluster_connector.protocol.refusal import refusal_of
+from pdcluster_connector.protocol.ticket import BlockIds
 from pdcluster_connector.protocol.ticket_keys import parse_keys
-from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 from pdcluster_connector.protocol.validation import validate_metadata
-from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.vllm.config import ConfigError, parse_options
 from pdcluster_operator.api.spec.parse import parse_cluster

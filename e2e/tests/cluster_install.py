@@ -19,7 +19,7 @@ from authority import Authority
 from cluster import audit, cgroups
 from cluster.session import Cluster
 from images.for_cluster import load_engine_image, operator_values
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.own_secrets import CERTIFICATE, KEY
 from waiting import until

@@ -24,7 +24,7 @@ import yaml
 from reply import Reply, answer
 
 from models.tiny import model_path
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
 from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT, SIDE_CHANNEL_PORT
 from pdcluster_operator.api.spec.parse import parse_cluster

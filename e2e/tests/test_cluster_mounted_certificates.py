@@ -12,7 +12,7 @@ from cluster_run import ClusterRun, manifest, running
 from kv_load import moved, text
 
 from cluster.session import Cluster
-from pdcluster_connector.protocol.peer_name import role_name
+from pdcluster_connector.protocol.engine_id import role_name
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -18,7 +18,7 @@ from kv_load import moved, text
 
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.labels import CLUSTER_LABEL, ROLE_LABEL
 from pdcluster_operator.api.object_names import LAUNCHER_PORT

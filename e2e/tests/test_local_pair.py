@@ -22,7 +22,7 @@ from reply import Reply
 
 from metrics_page import documented
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_operator.api.object_names import (
     ENGINE_METRICS_PORT,
     HTTP_PORT,

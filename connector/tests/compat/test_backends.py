@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_connector.compat.backends import token_sliceable
+from pdcluster_connector.compat.supported import token_sliceable
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_connector.compat.transports import why_not, wrong_option
+from pdcluster_connector.compat.supported import why_not, wrong_option
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_connector.compat.dtypes import CARRIED_DTYPES, dtype_name
-from pdcluster_connector.compat.versions import SUPPORTED, supported, text_of
+from pdcluster_connector.compat.supported import (
+    CARRIED_DTYPES,
+    SUPPORTED,
+    dtype_name,
+    supported,
+    text_of,
+)
 
 
 @pytest.mark.parametrize("name", sorted(SUPPORTED))

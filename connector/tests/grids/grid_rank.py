@@ -31,7 +31,8 @@ from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.protocol import messages, ticket
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer import job
-from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.receiver import Receiver
 from ticket_key import KEYS
 
 Rank = tuple[int, int]

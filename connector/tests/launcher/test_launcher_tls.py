@@ -16,6 +16,7 @@ import pytest
 
 from authority import Authority
 from pdcluster_connector import certificate_files
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
@@ -23,9 +24,8 @@ from pdcluster_connector.launcher.interface.http import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node.rendezvous import Followers, Leader
 from pdcluster_connector.link_health.launcher_client import LauncherClient
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name, role_name
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name, role_name
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.tls import Tls
 
 ENGINE = Identity("ns.c.decode.r.0", "00000000000000dd")
 NEIGHBOUR = "ns.c.decode.r.1/00000000000000ee"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.peer_plan import PeerPlan
 from pdcluster_connector.plan.request import SourceIndices
-from pdcluster_connector.plan.transfer import PeerPlan
 
 GUARD = 64  # bytes between shards that nothing may touch
 

@@ -7,12 +7,10 @@ import pytest
 from cache_orders import laid_out
 from msgspec.structs import replace
 
-from pdcluster_connector.plan.cost import cost_notice, descriptors
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.plan.pairing import BlockList, pair_blocks
-from pdcluster_connector.plan.peer_plan import plan_peer
+from pdcluster_connector.plan.peer_plan import PeerPlan, cost_notice, descriptors, plan_peer
 from pdcluster_connector.plan.request import descriptor_indices
-from pdcluster_connector.plan.transfer import PeerPlan
 
 LAYERS, BLOCKS, TOKENS, HEADS = 3, 80, 16, 8
 

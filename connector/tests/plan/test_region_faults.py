@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pdcluster_connector.plan.bounds import region_extent, region_fault
-from pdcluster_connector.plan.geometry import Region
+from pdcluster_connector.plan.geometry import Region, region_extent, region_fault
 
 SOUND = Region("l", 4096, 4, 1024, 16, 0, 1, 1024, 64, 64)
 

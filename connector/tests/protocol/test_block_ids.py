@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
+from pdcluster_connector.protocol.ticket import MAX_BLOCKS, BlockIds
 
 HIGHEST = 2**31 - 1
 EXAMPLES = settings().max_examples  # `make soak` asks for ten times as many

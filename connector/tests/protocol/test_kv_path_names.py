@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_connector.protocol.kv_path import KEY_PARAMETER, has_key, key_of, without_names
+from pdcluster_connector.protocol.transfer_params import (
+    KEY_PARAMETER,
+    has_key,
+    key_of,
+    without_names,
+)
 
 PATH = {
     "prefill": "ns.c.prefill.r.0/aa",

@@ -20,7 +20,7 @@ from pdcluster_connector.compat.shape import (
 )
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.refusal import failure_of, refusal_of
+from pdcluster_connector.protocol.failure import failure_of, refusal_of
 from pdcluster_connector.protocol.validation import validate_metadata
 
 SHAPE = EngineShape(

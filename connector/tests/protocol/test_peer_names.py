@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_connector.protocol.peer_name import (
+from pdcluster_connector.protocol.engine_id import (
     engine_in,
     engine_name,
     names_in,

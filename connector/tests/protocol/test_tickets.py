@@ -18,15 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
-from pdcluster_connector.protocol.prompt_digest import DIGEST_BYTES, PromptDigest, prompt_digest
 from pdcluster_connector.protocol.ticket import (
+    DIGEST_BYTES,
     FORMAT,
+    MAX_BLOCKS,
     MAX_TICKET_BYTES,
+    BlockIds,
+    PromptDigest,
     Rejected,
     Ticket,
     decode,
     encode,
+    prompt_digest,
 )
 from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_connector.protocol.transfer_params import kv_transfer_params, passed_on, ticket_of

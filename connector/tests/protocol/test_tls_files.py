@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
+from pdcluster_connector.certificate_files import TlsFiles, tls_files
 
 GOOD = {"ca": "/tls/ca.crt", "certificate": "/tls/tls.crt", "key": "/tls/tls.key"}
 

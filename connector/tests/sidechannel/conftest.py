@@ -9,7 +9,7 @@ from loopback_engines import DECODE, PREFILL, SHAPE, HeardServer, shards_of
 from msgspec.structs import replace
 
 from loopback import free_port
-from pdcluster_connector.sidechannel import peer_liveness
+from pdcluster_connector.sidechannel import peers
 from pdcluster_connector.sidechannel.peers import PeerBook
 
 
@@ -43,7 +43,7 @@ def serve() -> Iterator[Callable[..., HeardServer]]:
 def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PeerBook]]:
     """Make started peer books of a decode engine's ranks."""
     # A machine that stalls for seconds is no death of a peer.
-    monkeypatch.setattr(peer_liveness, "HEALTH_SECONDS", (60.0, 60.0))
+    monkeypatch.setattr(peers, "HEALTH_SECONDS", (60.0, 60.0))
     made: list[PeerBook] = []
 
     def make(rank: tuple[int, int] = (0, 0), **change: object) -> PeerBook:

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from pdcluster_connector.compat.shape import EngineShape, LayerKind, LayerShape, Memory
-from pdcluster_connector.nixl_io.probe import ProbeResult, SourceProbe
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult, SourceProbe
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.sidechannel.peer_source import PeerSource
-from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.peers import PeerBook, PeerSource
 from pdcluster_connector.sidechannel.server import SideChannelServer
 
 LAYERS = tuple(

@@ -10,7 +10,7 @@ from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
 from msgspec.structs import replace
 
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_connector.sidechannel.answers import Answer, Answers
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 

@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 from authority import Authority
-from pdcluster_connector.certificate_files import LOOK_SECONDS, TlsError, Watched, client_context
-from pdcluster_connector.protocol.tls_files import TlsFiles
+from pdcluster_connector.certificate_files import (
+    LOOK_SECONDS,
+    TlsError,
+    TlsFiles,
+    Watched,
+    client_context,
+)
 
 WHO = "ns.c.prefill.r.0/00"
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from authority import Authority
-from pdcluster_connector.protocol.peer_name import engine_name
-from pdcluster_connector.protocol.tls_files import TlsFiles
-from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_connector.certificate_files import Tls, TlsFiles
+from pdcluster_connector.protocol.engine_id import engine_name
 
 WHO = "ns.c.prefill.r.0/00"
 DAY = 86_400.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_connector.sidechannel.http_limits import ConnectionGuard
+from pdcluster_connector.sidechannel.server import ConnectionGuard
 
 IDLE_SECONDS = 15.0
 

@@ -16,15 +16,14 @@ from msgspec.structs import replace
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.link_health import link_keeper
 from pdcluster_connector.link_health.launcher_client import LauncherClient
-from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState, RankLink
-from pdcluster_connector.sidechannel.listener import SideChannelError
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.server import SideChannelError, SideChannelServer
 
 Serve = Callable[..., SideChannelServer]
 ENGINE = "ns.c.prefill.r.0"

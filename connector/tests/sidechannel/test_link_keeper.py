@@ -17,7 +17,7 @@ from msgspec.structs import replace
 import virtual_time
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.link_health import link_keeper
-from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol import launcher_documents as links
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure

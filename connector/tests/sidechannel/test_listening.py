@@ -12,14 +12,14 @@ from contextlib import closing
 
 import pytest
 
-from pdcluster_connector.sidechannel.http_limits import connection_limit
-from pdcluster_connector.sidechannel.listener import (
+from pdcluster_connector.sidechannel.server import (
     SideChannelError,
     SideChannelRefusedError,
+    SideChannelServer,
+    connection_limit,
     listen,
     require_loopback,
 )
-from pdcluster_connector.sidechannel.server import SideChannelServer
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,12 @@ from loopback_engines import DECODE, PREFILL, SHAPE, Answer, HeardServer, connec
 
 from authority import Authority
 from pdcluster_connector import certificate_files
-from pdcluster_connector.certificate_files import TlsError
+from pdcluster_connector.certificate_files import Tls, TlsError, TlsFiles
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.engine_id import role_name
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.protocol.peer_name import role_name
-from pdcluster_connector.protocol.tls_files import TlsFiles
-from pdcluster_connector.sidechannel import http_limits
-from pdcluster_connector.sidechannel import tls as tls_module
+from pdcluster_connector.sidechannel import server as server_module
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
     TryAgain,
@@ -40,7 +38,6 @@ from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
-from pdcluster_connector.sidechannel.tls import Tls
 
 OTHER_CLUSTER = "ns.other.decode.r.0/00000000000000dd"
 OTHER_NAMESPACE = "else.c.decode.r.0/00000000000000dd"
@@ -261,7 +258,7 @@ def test_files_that_change_while_they_are_read_break_no_connection(
     files = engines.authority.files(place, PREFILL)
     server = engines.serve(Tls(files, PREFILL))
     third = engines.files(PREFILL).certificate.read_bytes()
-    meet = tls_module._meet_oneself
+    meet = certificate_files._meet_oneself
     met: list[str] = []
 
     def meet_and_write(*given: object) -> None:
@@ -270,7 +267,7 @@ def test_files_that_change_while_they_are_read_break_no_connection(
         files.certificate.write_bytes(third)
 
     me = engines.tls(DECODE)
-    monkeypatch.setattr(tls_module, "_meet_oneself", meet_and_write)
+    monkeypatch.setattr(certificate_files, "_meet_oneself", meet_and_write)
     engines.authority.files(place, PREFILL)
     for _ in range(2):
         book = engines.book(DECODE, me)
@@ -343,8 +340,8 @@ def test_clients_that_never_shake_hands_are_bounded(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncio's own server would hold any number of them while it waits for their TLS."""
-    monkeypatch.setattr(http_limits, "MAX_CONNECTIONS", 8)
-    monkeypatch.setattr(http_limits, "TLS_SECONDS", 600.0)
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(server_module, "TLS_SECONDS", 600.0)
     server = engines.serve(engines.tls(PREFILL))
     guard = server._guard
     assert guard is not None
@@ -358,7 +355,7 @@ def test_clients_that_never_shake_hands_are_bounded(
         for client in silent:
             client.close()
     until(lambda: not guard._greeting)
-    monkeypatch.setattr(http_limits, "TLS_SECONDS", 0.5)
+    monkeypatch.setattr(server_module, "TLS_SECONDS", 0.5)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
         assert client.recv(1) == b"", "asyncio's own limit is 60 seconds"
     book = engines.book(DECODE, engines.tls(DECODE))

@@ -18,8 +18,7 @@ from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.sidechannel import peers
 from pdcluster_connector.sidechannel.handshake import TryAgain
-from pdcluster_connector.sidechannel.peer_liveness import why_gone
-from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.sidechannel.peers import PeerBook, why_gone
 
 WHERE = "10.0.0.1:5600"
 TOLD = m.EngineMetadata(3, PREFILL, SHAPE, shards_of(PREFILL), 60.0)

@@ -20,13 +20,13 @@ from loopback_engines import PREFILL, SHAPE, HeardServer, HeldQuestions, connect
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.sidechannel import peer_liveness
-from pdcluster_connector.sidechannel.peer_liveness import (
+from pdcluster_connector.sidechannel import peers
+from pdcluster_connector.sidechannel.peers import (
     HEALTH_SECONDS,
     POLL_SECONDS,
     RARE_POLL_SECONDS,
+    PeerBook,
 )
-from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import IDLE_SECONDS, SideChannelServer
 
 Serve = Callable[..., HeardServer]
@@ -48,7 +48,7 @@ def test_a_peer_is_asked_often_enough_to_be_missed_within_five_seconds() -> None
 def test_a_closed_port_is_seen_and_told_once(
     serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_liveness, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "POLL_SECONDS", 0.02)
     server, book = serve(), books()
     gone = watch(book)
     assert isinstance(connect(book, server.port).wait(), m.EngineMetadata)
@@ -84,7 +84,7 @@ def test_a_restart_on_the_same_port_is_a_restart(
 def test_a_living_peer_stays_and_is_asked_over_one_connection(
     serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_liveness, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "POLL_SECONDS", 0.02)
     server, book = serve(), books()
     gone = watch(book)
     connect(book, server.port).wait()
@@ -97,7 +97,7 @@ def test_a_living_peer_stays_and_is_asked_over_one_connection(
 def test_a_forgotten_peer_is_watched_no_more(
     serve: Serve, books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_liveness, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "POLL_SECONDS", 0.02)
     server, book = serve(), books()
     gone = watch(book)
     connect(book, server.port).wait()
@@ -131,7 +131,7 @@ def test_a_process_that_dies_or_stops(
         assert ours.poll(120)
         assert isinstance(connect(book, ours.recv()).wait(), m.EngineMetadata)
         assert process.pid is not None
-        monkeypatch.setattr(peer_liveness, "HEALTH_SECONDS", HEALTH_SECONDS)
+        monkeypatch.setattr(peers, "HEALTH_SECONDS", HEALTH_SECONDS)
         os.kill(process.pid, how)
         took = until(lambda: gone)
         record_property(f"seen_after_{how.name}_s", round(took, 2))
@@ -198,8 +198,8 @@ class Peer:
 @pytest.fixture
 def quick(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first answer is not waited for long; the second has all the time that it may need."""
-    monkeypatch.setattr(peer_liveness, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(peer_liveness, "HEALTH_SECONDS", (0.3, 60.0))
+    monkeypatch.setattr(peers, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "HEALTH_SECONDS", (0.3, 60.0))
 
 
 @pytest.mark.usefixtures("quick")
@@ -217,8 +217,8 @@ def test_one_slow_answer_is_no_death(books: Books) -> None:
 
 
 def test_two_silences_in_a_row_are_a_death(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_liveness, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(peer_liveness, "HEALTH_SECONDS", (0.3, 0.3))
+    monkeypatch.setattr(peers, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "HEALTH_SECONDS", (0.3, 0.3))
     peer = Peer(silent=lambda number, _: number >= 3)
     try:
         book = books()
@@ -253,8 +253,8 @@ def test_of_a_decode_engine_of_any_size_only_the_first_rank_asks_often(
     serve: Serve, books: Books, tensor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert min(RARE_POLL_SECONDS) > IDLE_SECONDS, "a connection would be kept for each rank"
-    monkeypatch.setattr(peer_liveness, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(peer_liveness, "RARE_POLL_SECONDS", (3600.0, 3600.0))
+    monkeypatch.setattr(peers, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "RARE_POLL_SECONDS", (3600.0, 3600.0))
     asked: Counter[int] = Counter()
     server = serve()
     for rank in range(tensor):

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from loopback_engines import SHAPE, connect, shards_of
 
+from pdcluster_connector.certificate_files import Tls, TlsFiles
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
-from pdcluster_connector.sidechannel.tls import Tls
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "security.md").read_text()

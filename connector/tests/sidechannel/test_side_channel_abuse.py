@@ -19,11 +19,14 @@ import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, HeardServer, connect, shards_of, until
 
 from pdcluster_connector.protocol import messages as m
-from pdcluster_connector.sidechannel.http_limits import ConnectionGuard
 from pdcluster_connector.sidechannel.lease_desk import LeaseChanges, LeaseDesk
-from pdcluster_connector.sidechannel.listener import SideChannelError, SideChannelRefusedError
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.server import SideChannelServer
+from pdcluster_connector.sidechannel.server import (
+    ConnectionGuard,
+    SideChannelError,
+    SideChannelRefusedError,
+    SideChannelServer,
+)
 
 Serve = Callable[..., HeardServer]
 Books = Callable[..., PeerBook]
@@ -229,7 +232,7 @@ def test_a_client_that_asks_and_never_reads_is_dropped(monkeypatch: pytest.Monke
 def test_connections_over_the_limit_are_turned_away_at_once(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdcluster_connector.sidechannel.http_limits.MAX_CONNECTIONS", 8)
+    monkeypatch.setattr("pdcluster_connector.sidechannel.server.MAX_CONNECTIONS", 8)
     server = serve()
     guard = server._guard
     assert isinstance(guard, ConnectionGuard)
@@ -248,7 +251,7 @@ def test_accepts_that_fail_are_said_once(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without file descriptors, each accept fails at once: ten lines a second would say so."""
-    monkeypatch.setattr("pdcluster_connector.sidechannel.http_limits.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("pdcluster_connector.sidechannel.server.PAUSE_SECONDS", 0.01)
     server = serve()
     accept, faults = socket.socket.accept, [OSError(errno.EMFILE, "no file descriptor")] * 5
 

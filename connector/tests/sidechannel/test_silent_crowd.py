@@ -15,9 +15,9 @@ import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, shards_of, until
 
 from authority import Authority
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.sidechannel import http_limits
 from pdcluster_connector.sidechannel import server as server_module
 from pdcluster_connector.sidechannel.handshake import (
     Introduction,
@@ -26,7 +26,6 @@ from pdcluster_connector.sidechannel.handshake import (
     shake_hands,
 )
 from pdcluster_connector.sidechannel.server import SideChannelServer
-from pdcluster_connector.sidechannel.tls import Tls
 
 CROWD = 1000
 ROUNDS, HANDSHAKES = 5, 8
@@ -47,7 +46,7 @@ def side_channel(
     # A side channel takes at most a quarter of them.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4 * FILES), hard))
     monkeypatch.setattr(server_module, "IDLE_SECONDS", STAYS_SECONDS)
-    monkeypatch.setattr(http_limits, "TLS_SECONDS", STAYS_SECONDS)
+    monkeypatch.setattr(server_module, "TLS_SECONDS", STAYS_SECONDS)
     ours = theirs = None
     if request.param == "tls":
         authority = Authority()

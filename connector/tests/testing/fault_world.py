@@ -12,8 +12,8 @@ from typing import Any
 from pdcluster_connector.testing.engines import PROBE_BYTES, DecodeEngine, PrefillEngine, Size
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.testing.relay import Relay
+from pdcluster_connector.transfer.job import ReceiverOptions
 from pdcluster_connector.transfer.receive import State
-from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 WORD_BYTES = 8
 TOKENS = 10

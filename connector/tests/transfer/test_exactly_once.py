@@ -21,8 +21,8 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
+from pdcluster_connector.transfer.job import ReceiverOptions
 from pdcluster_connector.transfer.receive import State
-from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 TENSOR = PIPELINE = 2
 RANKS = TENSOR * PIPELINE

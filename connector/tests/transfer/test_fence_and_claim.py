@@ -12,9 +12,8 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED, SLOTS
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.job import FENCE_WORDS
+from pdcluster_connector.transfer.job import FENCE_WORDS, ReceiverOptions
 from pdcluster_connector.transfer.receive import State
-from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 BLOCKS, OWN = [3, 4, 5], [28, 27, 26]

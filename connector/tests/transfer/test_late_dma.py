@@ -15,7 +15,7 @@ from nixl_prefill import Agents, PrefillProcess
 from transfer_rig import Decode, FakePeers, eventually
 
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.transfer.receiver import ReceiverOptions
+from pdcluster_connector.transfer.job import ReceiverOptions
 
 pytestmark = [pytest.mark.nixl, pytest.mark.soak]
 

@@ -10,12 +10,12 @@ from turn_by_turn import CACHE, LEASE, PROBE_SECONDS, Bench
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
-from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Transfer
 from pdcluster_connector.transfer.agent_rebuild import HEALTHY_SECONDS, RENEWAL_SECONDS
-from pdcluster_connector.transfer.handover import ReceiverOptions
-from pdcluster_connector.transfer.probe_run import BEHIND_KV_SECONDS, RECENT_SECONDS
+from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.probing import BEHIND_KV_SECONDS, RECENT_SECONDS
 
 DRAIN = 30.0
 STALL = 300.0
@@ -357,9 +357,7 @@ def test_a_probe_that_fails_in_an_unforeseen_way_ends_with_its_agent(
     bench.pass_time(RECENT_SECONDS)
     agents = set(bench.fabric.agents)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "pdcluster_connector.transfer.probe_run.describe_difference", lambda *_: 1 / 0
-        )
+        patch.setattr("pdcluster_connector.transfer.probing.describe_difference", lambda *_: 1 / 0)
         future: Future[ProbeResult] = Future()
         bench.connections.check(prefill.metadata, future)
         bench.turns()

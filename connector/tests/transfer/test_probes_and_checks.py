@@ -12,14 +12,14 @@ from turn_by_turn import CACHE, PROBE_SECONDS, Bench
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
-from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.geometry import Shard
-from pdcluster_connector.plan.transfer import PeerPlan
+from pdcluster_connector.plan.peer_plan import PeerPlan
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.testing.nixl import Behaviour
 from pdcluster_connector.transfer import connections as connections_module
-from pdcluster_connector.transfer.handover import ReceiverOptions
+from pdcluster_connector.transfer.job import ReceiverOptions
 
 Ask = Callable[[Bench, EngineMetadata], Future[ProbeResult]]
 CLOSED = Failure(Reason.BACKEND_ERROR, "the receiver is closed")

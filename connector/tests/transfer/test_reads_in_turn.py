@@ -14,7 +14,7 @@ from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.plan.request import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
 
 DRAIN = 30.0
 BLOCK_BYTES = 2 * 4 * 4 * 4  # two layers, four heads, four tokens of four bytes

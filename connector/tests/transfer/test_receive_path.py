@@ -11,7 +11,7 @@ from transfer_rig import Decode, FakePeers, Prefill, eventually
 import pdcluster_connector
 from design_walk import Calls, happened, rows
 from pdcluster_connector.testing.nixl import Behaviour, Fabric
-from pdcluster_connector.transfer.receiver import ReceiverOptions
+from pdcluster_connector.transfer.job import ReceiverOptions
 
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 32, "block_tokens": 4, "token_bytes": 4}
 HOME = pdcluster_connector.__path__[0]

@@ -6,7 +6,7 @@ import pytest
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.handover import Received, ReceiveResults, ReceiverOptions
+from pdcluster_connector.transfer.job import ReceiverOptions
 from pdcluster_connector.transfer.receive import (
     Abandoned,
     Connected,
@@ -18,6 +18,7 @@ from pdcluster_connector.transfer.receive import (
     Receive,
     Started,
 )
+from pdcluster_connector.transfer.receiver import Received, ReceiveResults
 
 DATA, WORD = 0, 1
 GONE = Failure(Reason.PEER_RESTARTED, "gone")

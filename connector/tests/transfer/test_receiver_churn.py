@@ -20,8 +20,7 @@ from pdcluster_connector.nixl_io.interface import NixlErrorKind
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.job import FENCE_WORDS
-from pdcluster_connector.transfer.receiver import ReceiverOptions
+from pdcluster_connector.transfer.job import FENCE_WORDS, ReceiverOptions
 
 UNDER_WAY = 96
 CACHE = {"kv_heads": 2, "layers": 2, "num_blocks": 600, "block_tokens": 4, "token_bytes": 2}

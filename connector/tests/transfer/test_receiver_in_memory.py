@@ -14,11 +14,11 @@ from transfer_rig import PROBE_BYTES, Decode, FakePeers, Prefill, eventually
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlErrorKind
-from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.probe_run import RECENT_SECONDS
-from pdcluster_connector.transfer.receiver import ReceiverOptions
+from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.probing import RECENT_SECONDS
 
 # Long enough for a busy machine to post a request before its lease ends.
 POSTED_IN_TIME = 3.0
@@ -833,7 +833,7 @@ def test_a_cancelled_probe_is_no_trouble(rig: Rig) -> None:
 
 
 def test_pages_of_the_pattern_differ_between_places_ranks_and_incarnations() -> None:
-    from pdcluster_connector.nixl_io.probe import pattern
+    from pdcluster_connector.nixl_io.serving_agent import pattern
 
     pages = [
         pattern("a/1", (0, 0), 8192)[:4096],

@@ -19,9 +19,9 @@ from transfer_rig import PROBE_BYTES, Decode, FakePeers, eventually
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.probe_run import RECENT_SECONDS
+from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.probing import RECENT_SECONDS
 from pdcluster_connector.transfer.receive import State
-from pdcluster_connector.transfer.receiver import ReceiverOptions
 
 pytestmark = pytest.mark.nixl
 

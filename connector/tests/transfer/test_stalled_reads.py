@@ -10,15 +10,15 @@ from transfer_rig import Prefill
 from turn_by_turn import LEASE, Bench
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.testing.nixl import Behaviour, Transfer
 from pdcluster_connector.transfer.agent_rebuild import (
     HEALTHY_SECONDS,
     RENEWAL_SECONDS,
     RETRY_SECONDS,
 )
-from pdcluster_connector.transfer.handover import ReceiverOptions
-from pdcluster_connector.transfer.probe_run import BEHIND_KV_SECONDS, RECENT_SECONDS
+from pdcluster_connector.transfer.job import ReceiverOptions
+from pdcluster_connector.transfer.probing import BEHIND_KV_SECONDS, RECENT_SECONDS
 
 DRAIN = 30.0
 STALL = 300.0

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.thread_watchdog import LOOKS, Watchdog
-from pdcluster_connector.transfer.transfer_thread import Timers, TransferThread
+from pdcluster_connector.transfer.transfer_thread import LOOKS, Timers, TransferThread, Watchdog
 
 LIMIT = 0.2
 

@@ -14,12 +14,8 @@ from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Fabric
-from pdcluster_connector.transfer.receiver import (
-    Receiver,
-    ReceiveRequest,
-    ReceiveResults,
-    ReceiverOptions,
-)
+from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.receiver import Receiver, ReceiveResults
 
 PROBE_BYTES = 64 * 1024
 

@@ -9,13 +9,13 @@ from functools import partial
 from transfer_rig import FakePeers, Prefill
 
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
-from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
-from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiveResults, ReceiverOptions
-from pdcluster_connector.transfer.job import Job
+from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.receiver import ReceiveResults
 from pdcluster_connector.transfer.receives import Receives
 from pdcluster_connector.transfer.transfer_thread import Timers
 

@@ -25,8 +25,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from pdcluster_connector.plan.bounds import region_extent
-from pdcluster_connector.plan.geometry import Shard
+from pdcluster_connector.plan.geometry import Shard, region_extent
 from pdcluster_connector.plan.peer_plan import plan_peer
 from pdcluster_connector.plan.slices import seams
 from pdcluster_connector.vllm.kv_caches.registration import Registration, register

@@ -17,8 +17,7 @@ from contract import BLOCK, closing_engines, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster_connector.protocol.block_ids import BlockIds
-from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.protocol.ticket import BlockIds, Ticket
 from pdcluster_connector.protocol.transfer_params import ticket_of
 from pdcluster_connector.vllm.scheduler_side.block_lists import BlockLists
 from ticket_key import KEYS

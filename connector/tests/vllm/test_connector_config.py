@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import fields
 
+from pdcluster_connector.certificate_files import TlsFiles
 from pdcluster_connector.protocol.ticket import Ticket
-from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_connector.vllm.config import ConfigError, ConnectorOptions, parse_options
 
 KEY = {"ticket_key_file": "/run/key"}

@@ -22,7 +22,7 @@ from contract import ContractEngine, closing_engines, prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from pdcluster_connector.protocol import prompt_pace
+from pdcluster_connector.vllm.scheduler_side import prompt_pace
 
 pytestmark = pytest.mark.vllm
 

@@ -19,8 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.prompt_digest import prompt_digest
-from pdcluster_connector.protocol.ticket import Ticket, encode
+from pdcluster_connector.protocol.ticket import Ticket, encode, prompt_digest
 from pdcluster_connector.protocol.ticket_keys import ROTATION_SECONDS, parse_keys
 from pdcluster_connector.protocol.transfer_params import ticket_of
 from pdcluster_connector.vllm.scheduler_side import decode as decode_role

@@ -17,10 +17,8 @@ from aiohttp import web
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pdcluster_connector.certificate_files import LOOK_SECONDS, TlsError
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in, why_not_peer
-from pdcluster_connector.protocol.tls_files import tls_files
-from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_connector.certificate_files import LOOK_SECONDS, Tls, TlsError, tls_files
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, names_in, why_not_peer
 from pdcluster_operator.adapters import engines_http
 from pdcluster_operator.adapters.engine_authority import (
     AuthorityError,

@@ -10,14 +10,14 @@ import pytest
 
 from authority import Authority
 from pdcluster_connector import certificate_files
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.launcher.arguments import engine_command
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.identity import Identity
 from pdcluster_connector.launcher.interface.http import LauncherServer
 from pdcluster_connector.launcher.links.link_table import LinkTable
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, role_name
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, role_name
-from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import EnginesHttp, IdentityError, MountedIdentity
 from pdcluster_operator.api.spec.enums import Certificates, Role

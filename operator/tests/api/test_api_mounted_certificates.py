@@ -10,7 +10,7 @@ import pytest
 import yaml
 from said_findings import check_manifest
 
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, role_name
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, role_name
 from pdcluster_operator.api.findings import FieldError
 
 ROOT = Path(__file__).resolve().parents[3]

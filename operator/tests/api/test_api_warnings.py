@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from said_findings import check_manifest
 
-from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
-from pdcluster_connector.compat.versions import SUPPORTED, text_of
+from pdcluster_connector.compat.supported import REFUSED_FLAGS, SUPPORTED, text_of
 from pdcluster_operator.api.rules.images_and_weights import Image, parse_image
 
 CLAIM = {"source": {"persistentVolumeClaim": {"claimName": "weights"}}}

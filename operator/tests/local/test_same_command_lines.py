@@ -16,9 +16,8 @@ from manifests import tiny
 
 import pdcluster_operator.local.kubelet as kubelet_package
 from loopback import free_network
+from pdcluster_connector.certificate_files import Tls, tls_files
 from pdcluster_connector.protocol.ticket_keys import parse_keys
-from pdcluster_connector.protocol.tls_files import tls_files
-from pdcluster_connector.sidechannel.tls import Tls
 from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_certificates
 from pdcluster_operator.local.addresses import AddressBook
 from pdcluster_operator.local.api import LocalApi

@@ -17,8 +17,8 @@ import pytest
 from listing import list_into
 
 from authority import Authority
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport, PeersDocument
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME
 from pdcluster_operator.adapters.engine_authority import (
     EngineAuthority,
     held_certificates,

@@ -1,17 +1,18 @@
 """What two engines must know of each other to decide whether KV can be exchanged.
 
 The same types travel in a handshake. A layer, a part and a group are sent as arrays, because there
-are many of them: a new field goes to the end.
+are many of them: a new field goes to the end. The bounds of the fields are checked while a message
+is decoded, not when a value is made here. So a peer cannot send a field that is too large.
 
 An :class:`EngineShape` comes from one of three places: a PDCluster spec (many fields
 unknown, ``None``), a spec with the model's config, or a handshake (all fields known).
-The rules in :mod:`pdcluster_connector.compat.rules` read nothing else, so admission and
-handshake cannot disagree about the same facts.
+The rules in ``rules.py`` read nothing else, so admission and handshake cannot disagree about the
+same facts.
 
 For a handshake, the engine reads vLLM's ``KVCacheConfig`` and tensors. It states one
 :class:`GroupShape` for each KV cache group, in vLLM's order, and one :class:`LayerShape` for each
 layer. Sizes are those of the whole model, before tensor parallelism. The regions say what one rank
-holds (:mod:`pdcluster_connector.plan.geometry`).
+holds (``plan/geometry.py``).
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from pdcluster_connector.compat.field_types import (
-    Bytes,
-    Count,
-    GroupNumber,
-    Identifier,
-    Name,
-    ParallelSize,
-)
+Identifier = Annotated[str, Meta(min_length=1, max_length=512)]
+Name = Annotated[str, Meta(max_length=64)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+ParallelSize = Annotated[int, Meta(ge=1, le=4096)]
+GroupNumber = Annotated[int, Meta(ge=0, le=255)]
+HeadNumber = Annotated[int, Meta(ge=0, le=2**20)]
+DeviceNumber = Annotated[int, Meta(ge=0, le=4096)]
+Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Bytes = Annotated[int, Meta(ge=0, le=2**48)]
 
 
 class LayerKind(StrEnum):

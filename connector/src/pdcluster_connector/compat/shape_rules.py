@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdcluster_connector.compat.counted import counted
-from pdcluster_connector.compat.dtypes import CARRIED_DTYPES, PLAIN
 from pdcluster_connector.compat.findings import Clash, PairTest, Rule, Verdict
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape, LayerKind
+from pdcluster_connector.compat.supported import CARRIED_DTYPES, PLAIN
 
 # Looks at one shape: what is wrong with it, as a noun phrase, or None.
 Look = Callable[[EngineShape], str | None]

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdcluster_connector.certificate_files import TlsFiles, tls_files
 from pdcluster_connector.launcher.inside_vllm import door, request_ids
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.launcher_documents import MAX_SIDE_CHANNELS
-from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 
 CONNECTOR_FLAG: Final = "--kv-transfer-config"
 KV_ROLE: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}

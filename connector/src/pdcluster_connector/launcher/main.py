@@ -45,9 +45,8 @@ def _run(options: Options, identity: Identity, command: EngineCommand) -> int:
     # Imported late: a wrong command line is answered at once.
     import asyncio
 
-    from pdcluster_connector.certificate_files import TlsError
+    from pdcluster_connector.certificate_files import TlsError, tls_of
     from pdcluster_connector.launcher.supervisor import Supervisor
-    from pdcluster_connector.sidechannel.tls import tls_of
 
     try:
         tls = tls_of(command.tls, identity.engine_id)

@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.launcher.arguments import EngineCommand
 from pdcluster_connector.launcher.engine.drain import wait_until_idle
 from pdcluster_connector.launcher.engine.engine_api import EngineApi
@@ -36,8 +37,7 @@ from pdcluster_connector.launcher.options import Options
 from pdcluster_connector.launcher.terminal import say
 from pdcluster_connector.protocol import api_key
 from pdcluster_connector.protocol.addresses import url
-from pdcluster_connector.protocol.kv_path import key_of
-from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_connector.protocol.transfer_params import key_of
 
 
 class Supervisor:

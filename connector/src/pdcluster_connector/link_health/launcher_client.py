@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import aiohttp
 
+from pdcluster_connector.certificate_files import Tls, own_arguments
 from pdcluster_connector.link_health.link_keeper import LinkKeeper, Probe
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import (
@@ -32,7 +33,6 @@ from pdcluster_connector.sidechannel.handshake import (
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.tls import Tls, own_arguments
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ keeper asks the peer itself which incarnation listens. So a prefill engine that 
 linked again at once, before the operator notices.
 
 Three other files also say why a link fails. ``sidechannel/handshake.py`` applies the rules.
-``sidechannel/peer_liveness.py`` says when a peer is gone. ``transfer/probe_run.py`` says when a
+``sidechannel/peers.py`` says when a peer is gone. ``transfer/probing.py`` says when a
 probe or a check fails. The keeper itself fails a link if the wrong engine or rank answers, or if a
 probe takes too long. A NIXL connection of a receive breaks apart from that
-(``transfer/connecting.py``).
+(``transfer/connections.py``).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any, Protocol
 import aiohttp
 from msgspec.structs import replace
 
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState, PeerEntry, RankLink
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.handshake import TryAgain, ask_health, unreachable
-from pdcluster_connector.sidechannel.peer_source import PeerSource
-from pdcluster_connector.sidechannel.tls import Tls
+from pdcluster_connector.sidechannel.peers import PeerSource
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ CONNECT_SECONDS = 30.0
 PROBE_SECONDS = 60.0
 RETRY_SECONDS = 0.5
 REFUSED_SECONDS = 5.0  # wait this long after a refusal
-# The pause between checks that an established link still carries data. transfer/handover.py says
-# how long a check may take, and transfer/probe_run.py when one is left out.
+# The pause between checks that an established link still carries data. transfer/job.py says
+# how long a check may take, and transfer/probing.py when one is left out.
 CHECK_SECONDS = (5.0, 7.0)
 
 _ESTABLISHMENTS = itertools.count(1)

@@ -101,7 +101,7 @@ class NixlAgent:
             name: the agent's, to which a random part is added.
             backends: NIXL backends; those that this nixl lacks are left out.
             num_threads: threads of the agent's own that post large transfers.
-            backend_options: (backend, option, value) (``compat/transports.py``).
+            backend_options: (backend, option, value) (``compat/supported.py``).
         """
         for variable, value in UCX_DEFAULTS.items():
             os.environ.setdefault(variable, value)

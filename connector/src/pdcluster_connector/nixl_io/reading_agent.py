@@ -6,10 +6,14 @@ that stops a transfer that is under way.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, Memory
@@ -21,17 +25,20 @@ from pdcluster_connector.nixl_io.interface import (
     NixlError,
     NixlErrorKind,
 )
-from pdcluster_connector.nixl_io.lease_word_table import word_rows
-from pdcluster_connector.nixl_io.probe import FIRST, Scratch, one_row
+from pdcluster_connector.nixl_io.serving_agent import PROBE_BYTES, WARM_UP_BYTES, word_rows
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.held_blocks import groups_of
-from pdcluster_connector.plan.transfer import PeerPlan, SourcePlan
+from pdcluster_connector.plan.peer_plan import PeerPlan, SourcePlan
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import (
     EngineMetadata,
     ProbeRegion,
     ShardMetadata,
 )
+
+WARM_UP_SLOTS = 1024
+PROBE_SLOTS = 2
+FIRST: NDArray[np.int32] = np.zeros(1, np.int32)
 
 
 @dataclass(eq=False, slots=True)
@@ -100,6 +107,97 @@ class Connection:
     def closing(self) -> bool:
         """Whether a new connection can take its place as soon as no transfer runs over it."""
         return self.broken is not None and self.broken.reason is Reason.BACKEND_ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class SourceProbe:
+    """What reading one prefill shard's probe region gave; ``seconds`` from post to done."""
+
+    rank: tuple[int, int]
+    nbytes: int
+    seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Return the bandwidth; 0 when nothing was read."""
+        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """A probe of one peer, shard by shard.
+
+    Attributes:
+        engine_id: the peer's incarnation.
+        sources: the shards that were read and found right, in the plan's order.
+        failure: why the probe ended early; None when all shards were right.
+        notice: what makes the link slow though it works.
+    """
+
+    engine_id: str
+    sources: tuple[SourceProbe, ...]
+    failure: Failure | None = None
+    notice: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes read over all shards."""
+        return sum(source.nbytes for source in self.sources)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Return the bandwidth over all shards, which are read one after the other."""
+        seconds = sum(source.seconds for source in self.sources)
+        return self.nbytes / seconds if seconds > 0 else 0.0
+
+
+class Scratch:
+    """Registered host memory that warm-ups and probes are read into, in slots.
+
+    A slot is given back only when no transfer can write into it any more.
+    """
+
+    def __init__(self) -> None:
+        # Zeros of the kernel's, which cost no time before they are used.
+        size = WARM_UP_SLOTS * WARM_UP_BYTES + PROBE_SLOTS * PROBE_BYTES
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._bytes = np.frombuffer(mmap.mmap(-1, size, flags=private), np.uint8)
+        self.reset()
+
+    @property
+    def memory(self) -> MemoryRange:
+        """Return the range to register."""
+        return MemoryRange(self._bytes.ctypes.data, self._bytes.nbytes)
+
+    def reset(self) -> None:
+        """Take all slots back: the agent that could write into them is destroyed."""
+        probes = WARM_UP_SLOTS * WARM_UP_BYTES
+        self._free = {
+            WARM_UP_BYTES: list(range(0, probes, WARM_UP_BYTES)),
+            PROBE_BYTES: list(range(probes, self._bytes.nbytes, PROBE_BYTES)),
+        }
+
+    def take(self, size: int) -> int | None:
+        """Return the offset of a free slot of ``size`` bytes; None when all are taken."""
+        free = self._free[size]
+        return free.pop() if free else None
+
+    def give_back(self, size: int, offset: int) -> None:
+        """Return a slot."""
+        self._free[size].append(offset)
+
+    def view(self, offset: int, length: int) -> NDArray[np.uint8]:
+        """Return the bytes of a slot."""
+        return self._bytes[offset : offset + length]
+
+    def row(self, offset: int, length: int) -> Rows:
+        """Return the descriptor list of a slot."""
+        return one_row(self._bytes.ctypes.data + offset, length, 0)
+
+
+def one_row(address: int, length: int, device: int) -> Rows:
+    """Return a strided descriptor list of one element."""
+    return np.array([[address, length, device, length, 1]], np.uint64)
 
 
 class ReadingAgent:

@@ -1,21 +1,73 @@
-"""The agent through which this worker's KV can be read by its peers.
+"""The agent through which peers read this worker's memory: KV, a probe region and the lease words.
 
 It makes no transfers of its own. After registration, NIXL's progress thread or the network card
 answers the readers.
+
+Decode reads a request's lease word after its data has landed. If it is the ticket's token, then no
+block of the lease was written before the data had been read. That holds because of the order in
+which vLLM calls the two roles:
+
+* The scheduler makes the token in ``update_state_after_alloc``, and the ticket leaves at the end of
+  a later ``update_from_output``. That step's orders have the word in them, and its output is there
+  only after every rank has carried them out. So no decode engine can ask for a word too early.
+* A lease of which a ticket is out ends on the scheduler side alone (release, expiry). Its blocks
+  stay vLLM's until every rank has reported the request as sent. The same step's orders say
+  "clear the word" and "report as sent", and a rank does the first before the second. So the word is
+  0 on every rank before the scheduler may give a block to another request, and the worker writes
+  that block one step later at the earliest, with asynchronous scheduling two.
+* A request that is preempted or aborted while it computes loses its blocks at once. No ticket of
+  it is out. Its word is replaced or cleared all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange, NixlError
-from pdcluster_connector.nixl_io.lease_word_table import LeaseWordTable
-from pdcluster_connector.nixl_io.probe import PROBE_BYTES, pattern
+from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.plan.slices import seams
-from pdcluster_connector.protocol.messages import ProbeRegion, ShardMetadata
+from pdcluster_connector.protocol.lease import CLEARED, SLOTS
+from pdcluster_connector.protocol.messages import LeaseWords, ProbeRegion, ShardMetadata
+
+WARM_UP_BYTES = 4096
+PROBE_BYTES = 8 * 1024 * 1024
+WORD_BYTES = 8
+
+
+def word_rows(address: int, slots: int) -> Rows:
+    """Return a strided descriptor list of ``slots`` lease words."""
+    return np.array([[address, WORD_BYTES, 0, WORD_BYTES, slots]], np.uint64)
+
+
+class LeaseWordTable:
+    """Host memory with one 64-bit word a slot; 0 in a slot without a lease."""
+
+    def __init__(self, slots: int = SLOTS) -> None:
+        self._words = np.zeros(slots, np.uint64)
+
+    @property
+    def memory(self) -> MemoryRange:
+        """Return the range to register."""
+        return MemoryRange(self._words.ctypes.data, self._words.nbytes)
+
+    @property
+    def place(self) -> LeaseWords:
+        """Return what peers need to read the words."""
+        return LeaseWords(address=self._words.ctypes.data, slots=len(self._words))
+
+    def write(self, words: Mapping[int, int]) -> None:
+        """Write words by slot."""
+        for slot, word in words.items():
+            self._words[slot] = word
+
+    def clear(self) -> None:
+        """End every lease: this engine stops."""
+        self._words[:] = CLEARED
 
 
 class ServingAgent:
@@ -71,3 +123,29 @@ class ServingAgent:
         """Stop serving: readers see their transfers fail, or that every lease has ended."""
         self.lease_words.clear()
         self._agent.close()
+
+
+def pattern(engine_id: str, rank: tuple[int, int], length: int) -> NDArray[np.uint8]:
+    """Return the first ``length`` bytes of the pattern of one rank of one incarnation.
+
+    Each page of 4 KiB differs from the others, so a wrong offset is noticed like a wrong peer.
+    """
+    digest = blake2b(f"{engine_id}/{rank[0]}/{rank[1]}".encode(), digest_size=8).digest()
+    words = np.random.PCG64(int.from_bytes(digest, "little")).random_raw(WARM_UP_BYTES // 8)
+    pages = -(-length // WARM_UP_BYTES)
+    numbers = np.arange(pages, dtype=np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
+    return (words[None, :] ^ numbers).astype("<u8").view(np.uint8).reshape(-1)[:length]
+
+
+def describe_difference(
+    expected: NDArray[np.uint8], found: NDArray[np.uint8], rank: Sequence[int]
+) -> str | None:
+    """Return one sentence about the first wrong byte; None when all are right."""
+    wrong = np.flatnonzero(expected != found)
+    if len(wrong) == 0:
+        return None
+    at = int(wrong[0])
+    return (
+        f"{len(wrong)} of {len(expected)} probe bytes of rank {tuple(rank)} are wrong, the first"
+        f" at offset {at}: {int(found[at])} instead of {int(expected[at])}"
+    )

@@ -2,8 +2,8 @@
 
 A *run* is a range of bytes that is contiguous on both sides. It lies at the same place in every
 block, or in every ``unit`` tokens of a block. All runs of a *stride class* repeat with the same
-strides, so one formula gives the indices of all of them (:mod:`transfer`). Which heads a rank reads
-from which peer comes from :mod:`topology`.
+strides, so one formula gives the indices of all of them (``peer_plan.py``). ``topology.py``
+decides which heads a rank reads from which peer.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def stride_classes(assignments: Sequence[Assignment]) -> dict[ClassKey, Runs]:
     """Cut assignments into runs, by stride class. Layers of equal geometry are cut together.
 
     Args:
-        assignments: all from one prefill shard; the regions passed :func:`.bounds.check_region`.
+        assignments: all from one prefill shard; the regions passed :func:`.geometry.check_region`.
 
     Raises:
         PlanError: the two sides' bytes do not correspond.

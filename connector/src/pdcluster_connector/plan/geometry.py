@@ -1,4 +1,4 @@
-"""Where the KV of one shard lies in memory.
+"""Where the KV of one shard lies in memory, and whether such memory can exist.
 
 A layer's cache in vLLM is logically ``[block, head, token, content]``, whatever its physical order
 (vLLM RFC #42082). Strides say where each of them lies. Some backends pack the inside of a block:
@@ -18,13 +18,18 @@ It can be cut by head and not by token.
   ones a rank holds, also where groups are replicated).
 
 Regions of different groups may lie on the same memory (vLLM's hybrid tensors do).
+
+A peer states its regions itself, and this engine's own come from strides. The handshake refuses a
+region with a fault, and the planner computes addresses only from regions without one. So every
+descriptor lies inside of its region.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from pdcluster_connector.compat.field_types import (
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.shape import (
     Address,
     Bytes,
     Count,
@@ -32,9 +37,10 @@ from pdcluster_connector.compat.field_types import (
     GroupNumber,
     HeadNumber,
     Identifier,
+    Memory,
     Name,
 )
-from pdcluster_connector.compat.shape import Memory
+from pdcluster_connector.plan.errors import PlanError
 
 
 class Region(Struct, frozen=True, array_like=True):
@@ -101,3 +107,58 @@ class Shard(Struct, frozen=True):
     rank: tuple[int, int]
     regions: tuple[Region, ...]
     seams: tuple[int, ...] = ()
+
+
+ADDRESS_LIMIT = 2**63
+EXTENT_LIMIT = 2**48
+SIZE_LIMIT = 2**31
+STRIDES = ("block_stride", "head_stride", "token_stride")
+
+
+def check_region(region: Region, side: str) -> None:
+    """Refuse a region that :func:`region_fault` finds a fault in.
+
+    Raises:
+        PlanError: LayoutUnsupported, with the field and its value.
+    """
+    fault = region_fault(region)
+    if fault is not None:
+        message = f"{side} layer {region.layer}: {fault}"
+        raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
+
+
+def region_fault(region: Region) -> str | None:
+    """Return what is wrong with a region, with the values; None for a sound one."""
+    for field in ("num_blocks", "block_tokens", "token_bytes", "heads"):
+        value = getattr(region, field)
+        if not 1 <= value < SIZE_LIMIT:
+            return f"{field} is {value}"
+    if region.head_start < 0:
+        return f"head_start is {region.head_start}"
+    found = {name: getattr(region, name) for name in STRIDES}
+    strides = {name: stride for name, stride in found.items() if stride is not None}
+    shown = ", ".join(f"{name} {stride}" for name, stride in strides.items())
+    extent = region_extent(region)
+    if extent is None:
+        return f"{shown}: blocks, heads and tokens overlap"
+    if min(strides.values()) < 1:
+        return f"{shown}: a stride is not positive"
+    end = region.base + extent
+    if region.base < 0 or end > ADDRESS_LIMIT or extent > EXTENT_LIMIT:
+        return f"addresses [{region.base}, {end}) do not exist"
+    return None
+
+
+def region_extent(region: Region) -> int | None:
+    """Return the bytes from the region's first to behind its last.
+
+    None if blocks, heads or tokens overlap.
+    The axes may be nested in any order: vLLM's ``LHBNC`` has the blocks inside of a head.
+    """
+    extent, axes = region.block_layout
+    axes.append((region.block_stride, region.num_blocks))
+    for stride, count in sorted(axis for axis in axes if axis[1] > 1):
+        if stride < extent:
+            return None
+        extent += stride * (count - 1)
+    return extent

@@ -1,21 +1,92 @@
-"""Compiles the plan of one decode shard with one prefill engine: once per peer."""
+"""The plan of one decode shard with one prefill engine: which bytes of the two correspond.
+
+It is compiled once per peer: descriptor rows for both sides. A request then needs only indices into
+them (``request.py``). The plan does not say who moves the bytes: a read and a write would use the
+same one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Memory
-from pdcluster_connector.plan.bounds import check_region
 from pdcluster_connector.plan.descriptors import ClassKey, Rows, Runs, Side, stride_classes
 from pdcluster_connector.plan.errors import PlanError
-from pdcluster_connector.plan.geometry import Region, Shard
+from pdcluster_connector.plan.geometry import Region, Shard, check_region
 from pdcluster_connector.plan.pairing import LIMIT, Int64
 from pdcluster_connector.plan.slices import split_rows
 from pdcluster_connector.plan.topology import Assignment, assign_sources
-from pdcluster_connector.plan.transfer import IndexedSide, PeerPlan, SourcePlan, StrideClass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexedSide:
+    """One side of a stride class, ready to be indexed.
+
+    Attributes:
+        name: ``prefill`` or ``decode``.
+        num_blocks, block_tokens: of the cache.
+        first: flattened index of each run's first descriptor.
+        per_block, per_unit: how far the flattened index moves with a block and with a unit.
+    """
+
+    name: str
+    num_blocks: int
+    block_tokens: int
+    first: Int64
+    per_block: int
+    per_unit: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrideClass:
+    """Runs of bytes that repeat with the same strides, and are indexed together.
+
+    Attributes:
+        groups: (prefill's, decode's) KV cache group.
+        unit: tokens that one descriptor covers.
+        unit_bytes: bytes of one unit over all runs.
+        by_token: whether each token of a unit has a descriptor of its own.
+    """
+
+    groups: tuple[int, int]
+    unit: int
+    unit_bytes: int
+    by_token: bool
+    prefill: IndexedSide
+    decode: IndexedSide
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourcePlan:
+    """What one decode shard exchanges with one prefill shard.
+
+    Attributes:
+        rank: the prefill shard's (pipeline, tensor) rank.
+        prefill_rows, decode_rows: (n, 5) uint64 ``(addr, len, device, stride, count)``, a
+            strided NIXL list; flattened, element k of row r has the index
+            ``counts[:r].sum() + k``. Rows of the two sides correspond one to one only
+            when every block is moved whole. In general, only indices pair them.
+        prefill_memory, decode_memory: NIXL memory types.
+        classes: how the rows are indexed.
+    """
+
+    rank: tuple[int, int]
+    prefill_rows: Rows
+    decode_rows: Rows
+    prefill_memory: Memory
+    decode_memory: Memory
+    classes: tuple[StrideClass, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerPlan:
+    """Everything that one decode shard exchanges with one prefill engine."""
+
+    sources: tuple[SourcePlan, ...]
 
 
 def plan_peer(decode: Shard, prefill: Sequence[Shard]) -> PeerPlan:
@@ -89,3 +160,38 @@ def _indexed(found: Mapping[ClassKey, Runs]) -> tuple[StrideClass, ...]:
         message = f"{max(used.values())} descriptors are more than NIXL can index"
         raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
     return tuple(made)
+
+
+NOTICE_TOKENS = 1000
+
+
+def descriptors(plan: PeerPlan, tokens: int) -> tuple[int, int]:
+    """Return how many descriptors a request of ``tokens`` tokens takes, and how many it would take
+    if both engines kept a head's tokens of a block side by side.
+
+    NIXL may join neighbours later; that is not counted. It cannot join parts of blocks.
+    """
+    taken = least = 0
+    for source in plan.sources:
+        for item in source.classes:
+            states = item.prefill.block_tokens == 1  # a Mamba group: one slot a request
+            count = item.prefill.first.size * (1 if states else -(-tokens // item.unit))
+            taken += count
+            least += -(-count // item.unit) if item.by_token else count
+    return taken, least
+
+
+def cost_notice(plan: PeerPlan, layout: str | None) -> str:
+    """Return why a pair's transfers are smaller than needed, and the remedy; empty if they are not.
+
+    ``layout`` is vLLM's name of the order in which prefill keeps KV.
+    """
+    taken, least = descriptors(plan, NOTICE_TOKENS)
+    if taken == least:
+        return ""
+    return (
+        f"{NOTICE_TOKENS:,} tokens take {taken:,} descriptors on this rank; {least:,} would be "
+        f"enough. KV is laid out token by token{f' on prefill ({layout})' if layout else ''}, and "
+        "the two engines' tensor-parallel sizes or layouts differ. Set "
+        "VLLM_KV_CACHE_LAYOUT=LBHNC on both, with an attention backend that supports it"
+    )

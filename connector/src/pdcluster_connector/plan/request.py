@@ -31,7 +31,7 @@ from pdcluster_connector.plan.pairing import (
     expand_blocks,
     pair_blocks,
 )
-from pdcluster_connector.plan.transfer import IndexedSide, PeerPlan, StrideClass
+from pdcluster_connector.plan.peer_plan import IndexedSide, PeerPlan, StrideClass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

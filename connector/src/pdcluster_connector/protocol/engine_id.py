@@ -1,14 +1,23 @@
-"""The parts of an engine id: ``logical/incarnation``, and ``_dpN`` for a data-parallel rank.
+"""Engine ids, and the names in the certificates of engines.
 
-vLLM appends ``_dpN`` in each engine core of a data-parallel engine. For peers, such a rank is an
-engine of its own, with its own side channel, leases and memory.
+An engine id is ``logical/incarnation``, with ``_dpN`` for a data-parallel rank. vLLM appends
+``_dpN`` in each engine core of a data-parallel engine. For peers, such a rank is an engine of its
+own, with its own side channel, leases and memory.
+
+A certificate names one engine in its subjectAltName: ``LOGICAL-ID.engine.pdcluster.dev`` (DNS),
+where LOGICAL-ID is ``namespace.cluster.role.revision.index``. A certificate that all engines of a
+role share names the role: ``namespace.cluster.ROLE.role.pdcluster.dev``. The operator's own
+certificate has the name ``operator.pdcluster.dev``. Nothing has to resolve these names. A client
+compares the name that it expects before it sends a byte (RFC 9525). A server compares after the
+handshake.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 # No leading zeros: one rank has one name.
 _DATA_RANK: Final = re.compile(r"(?P<rest>.*)_dp(?P<rank>0|[1-9][0-9]{0,3})", re.DOTALL)
@@ -55,3 +64,84 @@ def parse_engine_id(text: str) -> EngineId:
 def id_of_rank(engine_id: str, data_rank: int, size: int) -> str:
     """Return what vLLM calls one data-parallel rank of an engine of ``size`` such ranks."""
     return engine_id if size == 1 else f"{engine_id}_dp{data_rank}"
+
+
+ENGINE_SUFFIX: Final = ".engine.pdcluster.dev"
+ROLE_SUFFIX: Final = ".role.pdcluster.dev"
+OPERATOR_NAME: Final = "operator.pdcluster.dev"
+_MAX_NAME: Final = 253  # RFC 1035
+_MAX_LABEL: Final = 63
+
+
+def engine_name(engine_id: str) -> str:
+    """Return the name that the certificate of ``engine_id`` carries, whatever its incarnation.
+
+    Raises:
+        ValueError: the id's logical part cannot stand in a DNS name.
+    """
+    logical = parse_engine_id(engine_id).logical
+    return _dns_name(logical, logical, ENGINE_SUFFIX)
+
+
+def role_name(engine_id: str) -> str:
+    """Return the name in the certificate that all engines of the role of ``engine_id`` share.
+
+    Raises:
+        ValueError: the id's logical part cannot stand in a DNS name.
+    """
+    logical = parse_engine_id(engine_id).logical
+    return _dns_name(logical, ".".join(logical.split(".")[:3]), ROLE_SUFFIX)
+
+
+def _dns_name(logical: str, part: str, suffix: str) -> str:
+    name = f"{part}{suffix}".lower()
+    labels = name.split(".")
+    if len(name) > _MAX_NAME or not all(0 < len(label) <= _MAX_LABEL for label in labels):
+        raise ValueError(
+            f"{logical[:200]!r} cannot stand in a certificate: use labels of 1 to {_MAX_LABEL} "
+            "characters with dots between them, such as default.llama.prefill.7f9c4.0"
+        )
+    return name
+
+
+def names_in(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the DNS names of a peer's certificate, as ``ssl.SSLSocket.getpeercert`` gives it."""
+    names = (certificate or {}).get("subjectAltName", ())
+    return tuple(value.lower() for kind, value in names if kind == "DNS")
+
+
+def engine_in(names: Iterable[str]) -> str | None:
+    """Return the logical id of the first engine among a certificate's names."""
+    found = (name.removesuffix(ENGINE_SUFFIX) for name in names if name.endswith(ENGINE_SUFFIX))
+    return next(found, None)
+
+
+def why_not_peer(mine: str, names: Iterable[str], claimed: str, role: str) -> str | None:
+    """Return why a peer with these names may not speak as engine ``claimed``; None if it may.
+
+    Args:
+        mine: this engine's id.
+        names: of the peer's certificate.
+        claimed: the engine id that the peer gives itself.
+        role: the role that the peer must have: ``prefill`` or ``decode``.
+    """
+    try:
+        expected = {engine_name(claimed), role_name(claimed)}
+    except ValueError as error:
+        return str(error)
+    held = tuple(names)
+    if not expected.intersection(held):
+        shown = ", ".join(held)[:300] or "no engine"
+        return f"its certificate names {shown}, but it says that it is {claimed[:200]}"
+    ours, theirs = _parts(mine), _parts(claimed)
+    if ours[:2] != theirs[:2]:
+        cluster = "/".join(theirs[:2])
+        return f"{claimed[:200]} belongs to the PDCluster {cluster}, this engine to another one"
+    if theirs[2:3] != [role]:
+        return f"{claimed[:200]} is no {role} engine"
+    return None
+
+
+def _parts(engine_id: str) -> list[str]:
+    """Split a logical id: namespace, cluster, role, revision, index."""
+    return parse_engine_id(engine_id).logical.lower().split(".")

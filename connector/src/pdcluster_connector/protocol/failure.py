@@ -1,10 +1,18 @@
-"""One named cause of one failed request, probe or handshake."""
+"""Why a request, a probe or a handshake failed.
+
+A refusal has three forms: a rule's finding, a message on the wire, and a failure. At a handshake,
+both engines know everything about themselves. So a rule that cannot be decided is a refusal, too.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.compat.rules import Finding, Verdict, refused
+from pdcluster_connector.protocol.messages import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +29,45 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
+
+
+_REASONS = {reason.value: reason for reason in Reason}
+
+
+def refusal_of(findings: Sequence[Finding]) -> Refusal | None:
+    """Return the refusal that ``findings`` amount to at a handshake; None when empty."""
+    if not findings:
+        return None
+    finding = refused(findings) or findings[0]
+    if finding.verdict is Verdict.UNKNOWN:
+        message = f"an engine does not state its {finding.field}"
+    else:
+        message = finding.message
+    return Refusal(
+        reason=finding.reason.value,
+        message=f"{message.rstrip('.')}. {finding.remedy}"[:4096],
+        prefill_value=finding.prefill_value[:4096],
+        decode_value=finding.decode_value[:4096],
+    )
+
+
+def failure_of(refusal: Refusal) -> Failure:
+    """Return what a request fails with, or a link shows, for a refusal.
+
+    Most rules name both values in their message; values that are not in it are added. A reason that
+    only a newer peer knows becomes ProtocolVersionMismatch, and the message begins with it.
+    """
+    reason = _REASONS.get(refusal.reason)
+    message = refusal.message
+    sides = (("prefill", refusal.prefill_value), ("decode", refusal.decode_value))
+    unsaid = [f"{side}: {value}" for side, value in sides if value and not _says(message, value)]
+    if unsaid:
+        message += f" ({'; '.join(unsaid)})"
+    if reason is None:
+        return Failure(Reason.PROTOCOL_VERSION_MISMATCH, f"{refusal.reason}: {message}")
+    return Failure(reason, message)
+
+
+def _says(message: str, value: str) -> bool:
+    """Whether ``value`` stands in ``message`` as a word of its own: 16 is not in 160."""
+    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", message) is not None

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import force_setattr
 
-from pdcluster_connector.compat.field_types import Identifier, ParallelSize
+from pdcluster_connector.compat.shape import Identifier, ParallelSize
 from pdcluster_connector.plan.topology import node_of_data_rank
 from pdcluster_connector.protocol.addresses import split_address
 from pdcluster_connector.protocol.messages import (

@@ -15,14 +15,15 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from pdcluster_connector.compat.field_types import (
+from pdcluster_connector.compat.shape import (
     Address,
     Bytes,
     Count,
     DeviceNumber,
+    EngineShape,
     Identifier,
+    Memory,
 )
-from pdcluster_connector.compat.shape import EngineShape, Memory
 from pdcluster_connector.plan.geometry import Region, Shard
 
 PROTOCOL_OLDEST = 3  # since 3: signed tickets, lease words and claims; there is no way without

@@ -23,6 +23,10 @@ from pdcluster_connector.compat.reasons import Reason
 PROMPTS_METRIC: Final = "pdcluster_kv_prompts_total"
 OTHER: Final = "Other"
 
+# The option `local_tokens_per_step`, and the spec's field: its default and its largest value.
+TOKENS_PER_STEP: Final = 512
+MOST_TOKENS_PER_STEP: Final = 1_048_576
+
 
 class Outcome(StrEnum):
     """What became of one prompt on a decode engine."""

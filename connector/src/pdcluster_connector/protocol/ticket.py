@@ -1,27 +1,190 @@
-"""The ticket: what a decode engine is told about KV that waits for it in a prefill engine.
+"""The ticket: what prefill hands to decode about KV that waits for it.
 
-It travels as one opaque string (:mod:`transfer_params`). The client and the router need not be
+It travels as one opaque string (``transfer_params.py``). The client and the router need not be
 trusted: decode acts upon nothing but the ticket, and the ticket is signed with a key that only the
-engines hold.
+engines hold. A ticket serves only the prompt that it was made for, which is why it holds a digest
+of what KV depends on.
+
+A long prompt has very many block ids: 250,000 for a million tokens in four groups. vLLM hands
+blocks out in runs. So the ticket holds by how much each id differs from the one before, and how
+often in a row.
 """
 
 from __future__ import annotations
 
 import math
 from binascii import a2b_base64, b2a_base64
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from hashlib import blake2b
+from typing import Annotated, Any, Final
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
+from numpy.typing import NDArray
 
-from pdcluster_connector.compat.field_types import Count, Identifier, ParallelSize
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol.block_ids import MAX_BLOCKS, BlockIds
+from pdcluster_connector.compat.shape import Count, Identifier, ParallelSize
 from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.messages import Malformed, Token, bounded
-from pdcluster_connector.protocol.prompt_digest import DIGEST_BYTES
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
+
+MAX_BLOCKS: Final = 2**20  # in one group, and in all groups of a ticket
+LOWEST: Final = -1  # nothing is held at this position
+
+_STEPS: Final = {1: "<i1", 2: "<i2", 4: "<i4"}
+_COUNTS: Final = {0: "", 1: "<u1", 2: "<u2", 4: "<u4"}
+
+
+class BlockIds(Sequence[int]):
+    """Block ids as a sequence that is never changed; equal to any sequence of the same ids.
+
+    Raises:
+        ValueError: an id that is none, or more than MAX_BLOCKS of them.
+    """
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
+        if len(ids) > MAX_BLOCKS:
+            raise ValueError(f"{len(ids)} block ids in one group, more than {MAX_BLOCKS}")
+        try:
+            self._ids = np.asarray(ids, np.int32).view()  # the caller may go on writing to its own
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"block ids that are no numbers of 32 bits: {error}") from error
+        if self._ids.ndim != 1 or (self._ids.size and int(self._ids.min()) < LOWEST):
+            raise ValueError(f"the block ids are not a list of whole numbers of at least {LOWEST}")
+        self._ids.setflags(write=False)
+
+    def packed(self) -> bytes:
+        """Return the compact form: two bytes with the widths of a step and of a count, then all
+        steps, then how often each is repeated (width 0: once).
+        """
+        steps = np.diff(self._ids, prepend=np.int32(0))  # wraps around, and back when summed up
+        first = np.flatnonzero(np.concatenate([[True], steps[1:] != steps[:-1]])[: steps.size])
+        counts = np.diff(first, append=steps.size)
+        step = next(width for width, kind in _STEPS.items() if _fits(steps, kind))
+        count = next(width for width, kind in _COUNTS.items() if kind and _fits(counts, kind))
+        if first.size * (step + count) < steps.size * step:
+            steps, repeated = steps[first], counts.astype(_COUNTS[count]).tobytes()
+        else:  # scattered
+            count, repeated = 0, b""
+        return bytes((step, count)) + steps.astype(_STEPS[step]).tobytes() + repeated
+
+    @classmethod
+    def unpacked(cls, raw: bytes, most: int = MAX_BLOCKS) -> BlockIds:
+        """Return the ids of :meth:`packed`.
+
+        Raises:
+            ValueError: whatever else ``raw`` is, and more than ``most`` ids. A few bytes can stand
+                for very many, so that is known before they are made.
+        """
+        if len(raw) < 2 or raw[0] not in _STEPS or raw[1] not in _COUNTS:
+            raise ValueError("block ids in an unknown form")
+        size, rest = divmod(len(raw) - 2, raw[0] + raw[1])
+        if rest:
+            raise ValueError("block ids that are cut off")
+        if size > most:
+            raise ValueError(f"{size} block ids, more than {most}")
+        steps = np.frombuffer(raw, _STEPS[raw[0]], size, 2).astype(np.int32)
+        if raw[1]:
+            counts = np.frombuffer(raw, _COUNTS[raw[1]], size, 2 + raw[0] * size).astype(np.int64)
+            total = int(counts.sum())
+            if total > most:
+                raise ValueError(f"{total} block ids, more than {most}")
+            steps = np.repeat(steps, counts)
+        return cls(np.cumsum(steps, dtype=np.int32))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self._ids, dtype) if copy else np.asarray(self._ids, dtype)
+
+    def __len__(self) -> int:
+        return self._ids.size
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._ids[index].tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, BlockIds):
+            return np.array_equal(self._ids, other._ids)
+        return isinstance(other, tuple | list) and self._ids.tolist() == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"BlockIds({self._ids.tolist()})"
+
+
+def _fits(values: NDArray[Any], kind: str) -> bool:
+    bounds = np.iinfo(kind)
+    return not values.size or bool(bounds.min <= values.min() and values.max() <= bounds.max)
+
+
+DIGEST_BYTES: Final = 16
+
+
+class PromptDigest:
+    """The digest of one prompt, a part at a time: a million token ids take 20 ms.
+
+    Args:
+        token_ids: the prompt's token ids, each within int64; must not change.
+        count: how many of them count, from the first on.
+    """
+
+    def __init__(self, token_ids: Sequence[int], count: int) -> None:
+        self.count = count
+        self._token_ids = token_ids
+        self._done = 0
+        self._hash = blake2b(digest_size=DIGEST_BYTES, person=b"pdcluster-prompt")
+        self._hash.update((8 * count).to_bytes(8, "little"))
+
+    @property
+    def left(self) -> int:
+        """Token ids that are still to be read."""
+        return self.count - self._done
+
+    def read(self, most: int) -> int:
+        """Read up to ``most`` more token ids; return how many were read."""
+        stop = min(self.count, self._done + most)
+        part = self._token_ids[self._done : stop]
+        self._hash.update(np.asarray(part, dtype="<i8").tobytes())
+        read, self._done = stop - self._done, stop
+        return read
+
+    def result(self, multimodal_hashes: Iterable[str] = (), lora: str | None = None) -> bytes:
+        """Return the digest, see :func:`prompt_digest`; reads what is left."""
+        self.read(self.left)
+        parts = [b"\0" if lora is None else b"\1" + lora.encode("utf-8", "surrogatepass")]
+        parts.extend(item.encode("utf-8", "surrogatepass") for item in multimodal_hashes)
+        digest = self._hash.copy()
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.digest()
+
+
+def prompt_digest(
+    token_ids: Sequence[int],
+    multimodal_hashes: Iterable[str] = (),
+    lora: str | None = None,
+) -> bytes:
+    """Return 16 bytes that equal prompts share and others do not.
+
+    Args:
+        token_ids: the prompt's token ids, each within int64.
+        multimodal_hashes: content hashes of images and the like, in prompt order.
+        lora: name of the adapter; None for the base model.
+
+    A cache salt is left out on purpose: it steers reuse of KV and does not change it.
+    Each part is preceded by its length, so that parts cannot run into one another.
+    """
+    return PromptDigest(token_ids, len(token_ids)).result(multimodal_hashes, lora)
+
 
 # Of the encoded text. A million tokens in four groups need 1.4 MB in the worst case, when their
 # blocks are scattered, and a few hundred bytes when they lie in runs.
@@ -43,7 +206,7 @@ class Ticket(Struct, frozen=True):
             ``[i * block_size, (i + 1) * block_size)``. Any sequences; decoded ones are BlockIds.
         block_size: tokens in a logical block of the prefill engine.
         tokens: tokens covered, counted from the prompt's start.
-        prompt_digest: of the prompt that the KV belongs to (:mod:`prompt_digest`).
+        prompt_digest: of the prompt that the KV belongs to (:func:`prompt_digest`).
         expires_at: when the lease ends unless renewed, Unix seconds of prefill's clock;
             advice, since clocks differ.
         tensor, pipeline: prefill's parallel sizes.

@@ -14,6 +14,8 @@ from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
+from pdcluster_connector.protocol.engine_id import engine_in, why_not_peer
+from pdcluster_connector.protocol.failure import refusal_of
 from pdcluster_connector.protocol.messages import (
     EngineMetadata,
     HandshakeRequest,
@@ -21,8 +23,6 @@ from pdcluster_connector.protocol.messages import (
     Refusal,
     ShardMetadata,
 )
-from pdcluster_connector.protocol.peer_name import engine_in, why_not_peer
-from pdcluster_connector.protocol.refusal import refusal_of
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from pdcluster_connector.certificate_files import Tls, tls_arguments
 from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.addresses import url
-from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.failure import Failure, failure_of, refusal_of
 from pdcluster_connector.protocol.messages import (
     EngineMetadata,
     HandshakeRequest,
@@ -26,9 +27,7 @@ from pdcluster_connector.protocol.messages import (
     Malformed,
     Refusal,
 )
-from pdcluster_connector.protocol.refusal import failure_of, refusal_of
 from pdcluster_connector.protocol.validation import validate_metadata
-from pdcluster_connector.sidechannel.tls import Tls, tls_arguments
 
 ATTEMPT = aiohttp.ClientTimeout(total=60.0, sock_connect=3.0, sock_read=15.0)
 _REFUSED = {

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from pdcluster_connector.certificate_files import Tls, tls_arguments
 from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.lease import Standing
@@ -34,7 +35,6 @@ from pdcluster_connector.sidechannel.handshake import (
     read_bounded,
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
-from pdcluster_connector.sidechannel.tls import Tls, tls_arguments
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,11 @@
-"""The peers that this rank knows: handshakes, their answers, and who is told when a peer is gone.
+"""The peers that this rank has met: it shakes hands with them and watches whether they live.
 
 One thread runs an asyncio loop. Requests for the same engine share its attempts. Attempts for
 different engines run at the same time, so a dead engine delays no other.
+
+The first rank of an engine asks its peers every second whether they live. The other ranks get the
+answer from the scheduler (``vllm/step_messages.py``) and ask rarely. So the questions that a
+prefill engine gets grow with the number of decode engines, not with the number of their ranks.
 """
 
 from __future__ import annotations
@@ -10,10 +14,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import aiohttp
 
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.protocol.failure import Failure
@@ -23,15 +30,133 @@ from pdcluster_connector.sidechannel.handshake import (
     TryAgain,
     ask_health,
     client_session,
+    restarted,
     shake_hands,
+    unreachable,
 )
-from pdcluster_connector.sidechannel.known_peer import Done, KnownPeer, Waiter, call
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
-from pdcluster_connector.sidechannel.peer_liveness import why_gone
-from pdcluster_connector.sidechannel.peer_source import PeerSource
-from pdcluster_connector.sidechannel.tls import Tls
+
+Ask = Callable[[float], Awaitable[HealthReply | Failure | TryAgain]]
+
+POLL_SECONDS = 1.0
+# Of the other ranks. No connection is kept between two questions: servers close it after 15 s.
+RARE_POLL_SECONDS = (16.0, 24.0)
+# A peer is gone after two questions without an answer, three seconds in all. One is not enough: it
+# also times out if this loop itself was held up.
+HEALTH_SECONDS = (2.0, 1.0)
+
+
+async def why_gone(ask: Ask, engine_id: str, where: str, *, often: bool) -> Failure:
+    """Return why the peer is gone, once it is.
+
+    Args:
+        ask: asks the peer once, and waits for the answer for so many seconds.
+        where: the peer's address, for messages.
+        often: ask every second, as the first rank does.
+    """
+    while True:
+        rarely = random.uniform(*RARE_POLL_SECONDS)  # noqa: S311
+        await asyncio.sleep(POLL_SECONDS if often else rarely)
+        reply = await ask(HEALTH_SECONDS[0])
+        if isinstance(reply, TryAgain):  # the second time over a fresh connection
+            reply = await ask(HEALTH_SECONDS[1])
+        if isinstance(reply, TryAgain):
+            return unreachable(reply)
+        if isinstance(reply, Failure):
+            return reply
+        if reply.engine_id != engine_id:
+            return restarted(engine_id, reply.engine_id, where)
+
 
 logger = logging.getLogger(__name__)
+
+Done = Callable[[EngineMetadata | Failure], None]
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """Who waits for a handshake, and until when (``time.monotonic`` seconds).
+
+    A lease that is renewed moves the deadline.
+    """
+
+    done: Done
+    deadline: Callable[[], float]
+    timer: asyncio.TimerHandle | None = None
+
+    def tell(self, outcome: EngineMetadata | Failure) -> None:
+        """Say how the handshake ended."""
+        if self.timer is not None:
+            self.timer.cancel()
+        call(self.done, outcome)
+
+
+@dataclass(eq=False, slots=True)
+class KnownPeer:
+    """One incarnation of an engine.
+
+    Attributes:
+        answer: how its handshake ended; None while nobody knows.
+        last_error: why the last attempt did not succeed.
+        task: shakes hands, and then watches the peer.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    waiters: list[Waiter] = field(default_factory=list)
+    answer: EngineMetadata | Failure | None = None
+    last_error: TryAgain | None = None
+    task: asyncio.Task[None] | None = None
+
+    def tell_all(self, outcome: EngineMetadata | Failure) -> None:
+        """Say to everyone who waits how the handshake ended."""
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            waiter.tell(outcome)
+
+
+def call(callback: Callable[..., None], *args: object) -> None:
+    """Call a listener. A fault of it must not end the peers' thread."""
+    try:
+        callback(*args)
+    except Exception:
+        logger.exception("a callback of the peer book failed")
+
+
+class PeerSource(Protocol):
+    """Where a receiver learns about prefill engines. Every method is thread-safe.
+
+    Attributes:
+        on_gone: called as ``on_gone(engine_id, failure)`` on the source's own thread when a
+            connected incarnation has vanished; it must not block. May be None.
+    """
+
+    on_gone: Callable[[str, Failure], None] | None
+
+    def connect(
+        self,
+        engine_id: str,
+        host: str,
+        port: int,
+        deadline: Callable[[], float],
+        done: Callable[[EngineMetadata | Failure], None],
+    ) -> None:
+        """Ask for an engine's metadata; ``done`` is called once, on the source's thread.
+
+        Never blocks and never raises. Attempts go on until ``deadline()`` (time.monotonic
+        seconds), which may move meanwhile; concurrent calls for one engine share the attempts;
+        the metadata is kept until the engine is gone or forgotten. A refusal is reported at once.
+        """
+        ...
+
+    def forget(self, engine_id: str, failure: Failure) -> None:
+        """Drop what is known of an engine, because of ``failure``.
+
+        The next ``connect`` shakes hands anew.
+        """
+        ...
+
 
 OnGone = Callable[[str, Failure], None]
 

@@ -17,7 +17,8 @@ from pdcluster_connector.sidechannel.lease_client import LeaseClient
 from pdcluster_connector.sidechannel.peers import CONCERNS_ALL_RANKS, PeerBook
 from pdcluster_connector.testing.engine_size import FREED, KEYS, Size, digest_of
 from pdcluster_connector.testing.nixl import Fabric
-from pdcluster_connector.transfer.receiver import Receiver, ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.receiver import Receiver
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
 
 

@@ -7,6 +7,9 @@ earlier proves nothing. ``receives.py`` has the reads posted, and reports the jo
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,19 +19,78 @@ import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import Indices, MemoryRange
-from pdcluster_connector.nixl_io.lease_word_table import word_rows
 from pdcluster_connector.nixl_io.reading_agent import Connection
+from pdcluster_connector.nixl_io.serving_agent import word_rows
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.request import plan_request
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import CLEARED
-from pdcluster_connector.transfer.handover import ReceiveRequest
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.transfer.receive import Event, Failed, Receive, State
+
+logger = logging.getLogger(__name__)
 
 FENCE_WORDS = 16_384
 HANDSHAKE_GRACE_SECONDS = 0.25  # time for the peer source to say why the handshake failed
+
+
+def exit_process(message: str) -> None:
+    """End this worker: its blocks can neither be kept forever nor be freed safely."""
+    logger.critical("the worker ends: %s", message)
+    sys.stderr.flush()
+    os._exit(70)  # EX_SOFTWARE; the launcher starts the engine anew
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveRequest:
+    """One request whose KV is to be read from a prefill engine.
+
+    Attributes:
+        request_id: this engine's id; reported exactly once.
+        ticket: what the prefill engine handed over.
+        decode_blocks: this engine's KV cache groups, and the request's blocks in each.
+        start, stop: tokens wanted, counted from the prompt's start.
+        deadline: when the lease ends unless it is renewed, monotonic seconds.
+        claimed: whether prefill has acknowledged the lease for this engine.
+    """
+
+    request_id: str
+    ticket: Ticket
+    decode_blocks: EngineBlocks
+    start: int
+    stop: int
+    deadline: float
+    claimed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverOptions:
+    """Limits of the receiving side.
+
+    Attributes:
+        drain_deadline_seconds: how long a failed request may wait for its transfers before
+            the reading agent is destroyed.
+        transfer_stall_seconds: how long a request may have transfers under way of which none
+            lands. One transfer may be slow: it waits behind those of other requests.
+        descriptors_per_transfer: larger requests are posted in several transfers, so that other
+            requests are served in between; posting takes about 10 microseconds a descriptor.
+        probe_seconds: how long a warm-up or a probe may take.
+        check_seconds: how long a check may take: a small read over an idle connection.
+        max_requests: requests under way at once.
+        stall_seconds: how long one call of NIXL may last before the worker ends.
+        fatal: called when transfers can no longer be stopped; must not return in production.
+    """
+
+    drain_deadline_seconds: float = 30.0
+    transfer_stall_seconds: float = 300.0
+    descriptors_per_transfer: int = 1024
+    probe_seconds: float = 10.0
+    check_seconds: float = 5.0
+    max_requests: int = 65536
+    stall_seconds: float = 120.0
+    fatal: Callable[[str], None] = exit_process
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,30 +11,107 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 
+from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange
-from pdcluster_connector.nixl_io.probe import ProbeResult
+from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.sidechannel.peer_source import PeerSource
+from pdcluster_connector.sidechannel.peers import PeerSource
 from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
-from pdcluster_connector.transfer.handover import (
-    ReceiveRequest,
-    ReceiveResults,
-    ReceiverOptions,
-)
-from pdcluster_connector.transfer.job import Job
+from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.receive import Receive, State
 from pdcluster_connector.transfer.receives import Receives
 from pdcluster_connector.transfer.transfer_thread import Timers, TransferThread
-
-__all__ = ["ReceiveRequest", "ReceiveResults", "Receiver", "ReceiverOptions"]
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What this rank read for one request that arrived whole, and how long it took."""
+
+    nbytes: int
+    descriptors: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class ReceiveStats:
+    """Counters since the last take. Adds up over steps and ranks.
+
+    Attributes:
+        nbytes: bytes read by requests that arrived whole.
+        phase_seconds: one value a request under ``handshake``, ``post``, ``transfer``, ``fence``,
+            ``total``.
+        failures: requests failed, by reason; not those that the engine gave up.
+    """
+
+    nbytes: int = 0
+    phase_seconds: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ReceiveResults:
+    """What has ended since the last take.
+
+    Attributes:
+        finished: every request that ended, well or not; each id once.
+        failed: requests whose blocks hold no valid KV, with the cause. No transfer can write into
+            the blocks any more. Abandoned requests are among them.
+        abandoned: the requests of ``failed`` that the engine gave up. They are not failures of the
+            KV path.
+        received: those that arrived whole.
+        stats: counters.
+    """
+
+    finished: set[str] = field(default_factory=set)
+    failed: dict[str, Failure] = field(default_factory=dict)
+    abandoned: set[str] = field(default_factory=set)
+    received: dict[str, Received] = field(default_factory=dict)
+    stats: ReceiveStats = field(default_factory=ReceiveStats)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished)
+
+    def add(self, receive: Receive, nbytes: int, descriptors: int) -> None:
+        """Count a receive that is DONE or FAILED, and what was read for it."""
+        self.finished.add(receive.request_id)
+        if receive.state is State.DONE:
+            self._count_received(receive, nbytes, descriptors)
+            return
+        failure = receive.failure or Failure(Reason.BACKEND_ERROR, "no cause is known")
+        self.failed[receive.request_id] = failure
+        if receive.abandoned:
+            self.abandoned.add(receive.request_id)
+        else:
+            self.stats.failures[failure.reason] = self.stats.failures.get(failure.reason, 0) + 1
+
+    def _count_received(self, receive: Receive, nbytes: int, descriptors: int) -> None:
+        phases = _phases(receive)
+        self.received[receive.request_id] = Received(nbytes, descriptors, phases["total"])
+        self.stats.nbytes += nbytes
+        for phase, seconds in phases.items():
+            self.stats.phase_seconds.setdefault(phase, []).append(seconds)
+
+
+def _phases(receive: Receive) -> dict[str, float]:
+    entered = receive.entered
+    posted = entered[State.POSTED]
+    return {
+        "handshake": posted - entered[State.HANDSHAKE],
+        "post": (receive.posted_at or posted) - posted,
+        "transfer": entered[State.FENCE] - posted,
+        "fence": entered[State.DONE] - entered[State.FENCE],
+        "total": entered[State.DONE] - entered[State.HANDSHAKE],
+    }
 
 
 class Receiver:

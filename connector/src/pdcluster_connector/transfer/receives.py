@@ -23,12 +23,17 @@ from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.reading_agent import Connection
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.sidechannel.peer_source import PeerSource
+from pdcluster_connector.sidechannel.peers import PeerSource
 from pdcluster_connector.transfer.agent_rebuild import AgentRebuild
-from pdcluster_connector.transfer.connecting import Answer, Connecting
-from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
-from pdcluster_connector.transfer.handover import ReceiveRequest, ReceiverOptions
-from pdcluster_connector.transfer.job import Job, guarded, plan_fence, plan_reads
+from pdcluster_connector.transfer.connections import Answer, Closed, Connecting, Connections, Warmed
+from pdcluster_connector.transfer.job import (
+    Job,
+    ReceiveRequest,
+    ReceiverOptions,
+    guarded,
+    plan_fence,
+    plan_reads,
+)
 from pdcluster_connector.transfer.receive import (
     Abandoned,
     Acknowledged,

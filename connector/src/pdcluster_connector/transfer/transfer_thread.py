@@ -1,9 +1,13 @@
-"""The one thread that makes every NIXL call of a worker's receiving side.
+"""The one thread that makes every NIXL call of a worker's receiving side, and its watchdog.
 
 The engine step only puts commands into a queue. While nothing is under way, the thread waits for
 that queue. While transfers are under way, it polls them: every 50 microseconds at first, and less
 often the longer nothing moves, at least every millisecond. Polling without pauses doubled the time
 of an engine step.
+
+The thread itself keeps deadlines and quarantines. While a call of NIXL does not return, no receive
+fails and none ends, and a process cannot end such a call. So the watchdog ends the worker, and the
+launcher starts the engine anew.
 """
 
 from __future__ import annotations
@@ -16,11 +20,72 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from math import inf
-from typing import Protocol
+from typing import Final, Protocol
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.transfer.thread_watchdog import Watchdog
+
+LOOKS: Final = 4  # at one call, before it is over its limit
+
+
+class Watchdog:
+    """Notices that the watched thread hangs in one call, which nothing else could notice.
+
+    The clock alone proves nothing: it also goes on while the whole process is stopped (a frozen
+    cgroup, a paused machine, SIGSTOP). The watched thread did not run either then. So the watchdog
+    also counts how often it has looked: a piece of work is over its limit when so many looks in a
+    row have found it.
+
+    Args:
+        name: of the watched thread, for the message.
+        seconds: how long one piece of work may last.
+        since: says when the thread began its present piece of work; None while it waits for work.
+        clock: seconds.
+        hangs: called once, with a sentence, on the watchdog's own thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        seconds: float,
+        *,
+        since: Callable[[], float | None],
+        clock: Callable[[], float],
+        hangs: Callable[[str], None],
+    ) -> None:
+        self._name = name
+        self._seconds = seconds
+        self._clock = clock
+        self._hangs = hangs
+        self._since = since
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"{name}-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more. May be called before :meth:`start`."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(1.0)
+
+    def _watch(self) -> None:
+        seen, looks = None, 0
+        while not self._ended.wait(self._seconds / LOOKS):
+            since = self._since()
+            looks = looks + 1 if since == seen else 1
+            seen = since
+            if since is None or looks < LOOKS:
+                continue
+            if (lasts := self._clock() - since) > self._seconds:
+                self._hangs(
+                    f"{self._name} has been in one call for {lasts:.0f} s. Most likely NIXL or its "
+                    "transport hangs: look for errors of the network or of its driver"
+                )
+                return
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
+from pdcluster_connector.certificate_files import TlsFiles, tls_files
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.transports import MAX_THREADS, why_not, wrong_option
+from pdcluster_connector.compat.supported import MAX_THREADS, REFUSED_FLAGS, why_not, wrong_option
 from pdcluster_connector.protocol.lease import LEASE_SECONDS
-from pdcluster_connector.protocol.prompt_pace import MOST_TOKENS_PER_STEP, TOKENS_PER_STEP
+from pdcluster_connector.protocol.prompt_outcomes import MOST_TOKENS_PER_STEP, TOKENS_PER_STEP
 from pdcluster_connector.protocol.ticket_keys import MAKE_A_KEY_FILE
-from pdcluster_connector.protocol.tls_files import TlsFiles, tls_files
 
 MAX_LEASE_SECONDS: Final = 3600.0
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104  refused, not bound

@@ -52,7 +52,7 @@ class StepOrders(KVConnectorMetadata):
         sent: prefill requests whose lease was released or ended; their blocks may go.
         unreceivable: parked requests that cannot be received, with the cause as text.
         lease_words: what to write into this rank's table of lease words, by slot. Before ``sent``
-            is reported: see :mod:`pdcluster_connector.nixl_io.lease_word_table`.
+            is reported: see :mod:`pdcluster_connector.nixl_io.serving_agent`.
         renewed: seconds that prefill has promised to hold the KV of a parked request.
         lost: parked requests whose lease is not this engine's any more, and why.
         gone: peers that the first rank found gone, by engine id, and why.

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pdcluster_connector.protocol.peer_name import engine_name
+from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_operator.api.labels import CERTIFICATES_ANNOTATION, CERTIFICATES_HASH_ANNOTATION
 from pdcluster_operator.plan.builders.certificates import AUTHORITY_FILE
 from pdcluster_operator.plan.model import HeldCertificates, WriteCertificates

@@ -23,7 +23,8 @@ from urllib.parse import quote
 
 import aiohttp
 
-from pdcluster_connector.certificate_files import TlsError, Watched, client_context
+from pdcluster_connector.certificate_files import TlsError, TlsFiles, Watched, client_context
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name, role_name
 from pdcluster_connector.protocol.launcher_documents import (
     MAX_ANSWER_BYTES,
     ChangesReport,
@@ -36,8 +37,6 @@ from pdcluster_connector.protocol.launcher_documents import (
     encode_json,
 )
 from pdcluster_connector.protocol.messages import Malformed
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, engine_name, role_name
-from pdcluster_connector.protocol.tls_files import TlsFiles
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import Target

@@ -20,10 +20,12 @@ from aiohttp import web
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.launcher.engine.prompt_window import PromptWindow
 from pdcluster_connector.launcher.engine.readiness import Readiness
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.launcher.multi_node.rendezvous import Followers, Rendezvous
+from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, names_in
 from pdcluster_connector.protocol.launcher_documents import (
     MAX_DOCUMENT_BYTES,
     ChangesReport,
@@ -33,8 +35,6 @@ from pdcluster_connector.protocol.launcher_documents import (
     decode_report,
 )
 from pdcluster_connector.protocol.messages import Malformed
-from pdcluster_connector.protocol.peer_name import OPERATOR_NAME, names_in
-from pdcluster_connector.sidechannel.tls import Tls
 
 MAX_WAIT_SECONDS: Final = 30.0
 LOOK_SECONDS: Final = 0.25  # how often somebody who waits for news has it looked for

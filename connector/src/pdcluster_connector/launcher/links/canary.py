@@ -24,8 +24,8 @@ from pdcluster_connector.launcher.engine.engine_api import ApiError, ApiUnreacha
 from pdcluster_connector.launcher.links.canary_schedule import CanarySchedule
 from pdcluster_connector.launcher.links.link_table import LinkTable
 from pdcluster_connector.protocol.engine_id import id_of_rank
-from pdcluster_connector.protocol.kv_path import KEY_PARAMETER
 from pdcluster_connector.protocol.launcher_documents import CanaryReport, CanaryState
+from pdcluster_connector.protocol.transfer_params import KEY_PARAMETER
 
 TIMEOUT_SECONDS: Final = 120.0
 _BLOCKS: Final = 3

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
-from pdcluster_connector.sidechannel.tls import Tls, own_arguments
+from pdcluster_connector.certificate_files import Tls, own_arguments
 
 ASK_EVERY: Final = 1.0
 SILENCE: Final = 20.0

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from vllm.platforms import current_platform
 
-from pdcluster_connector.compat.dtypes import SCALED, dtype_name
+from pdcluster_connector.compat.supported import SCALED, dtype_name
 
 _UNNAMED: Final = frozenset({"auto", "", None})
 

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
-from pdcluster_connector.compat.backends import token_sliceable
-from pdcluster_connector.compat.dtypes import SCALED
 from pdcluster_connector.compat.shape import (
     EngineShape,
     GroupShape,
@@ -30,6 +28,7 @@ from pdcluster_connector.compat.shape import (
     Memory,
     PartShape,
 )
+from pdcluster_connector.compat.supported import SCALED, token_sliceable
 from pdcluster_connector.nixl_io.interface import MemoryRange
 from pdcluster_connector.plan.geometry import Region, Shard
 from pdcluster_connector.plan.slices import SLICE_BYTES, joined, sliced

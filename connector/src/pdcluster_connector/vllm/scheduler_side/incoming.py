@@ -10,8 +10,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from pdcluster_connector.plan.held_blocks import GroupBlocks
-from pdcluster_connector.protocol.prompt_digest import PromptDigest
-from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.protocol.ticket import PromptDigest, Ticket
 from pdcluster_connector.vllm.kv_caches.groups import CacheGroup
 from pdcluster_connector.vllm.step_messages import Receipt
 

@@ -1,8 +1,8 @@
 """Prompts that a decode engine computes itself wait their turn while other requests generate.
 
 If prefill is lost, all prompts come to decode. vLLM would fill each engine step with them, and
-requests that generate would nearly stand still. ``protocol/prompt_pace.py`` says how many may
-begin. The others stay in vLLM's queue: vLLM asks again in each step, and meanwhile goes on to
+requests that generate would nearly stand still. ``prompt_pace.py`` says how many may begin. The
+others stay in vLLM's queue: vLLM asks again in each step, and meanwhile goes on to
 requests behind them whose KV comes from prefill.
 """
 
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from vllm.v1.request import Request, RequestStatus
 
-from pdcluster_connector.protocol.prompt_pace import PromptPace, lookups_of
 from pdcluster_connector.vllm.metrics import StatsCollector
+from pdcluster_connector.vllm.scheduler_side.prompt_pace import PromptPace, lookups_of
 
 
 class _Waiting(NamedTuple):

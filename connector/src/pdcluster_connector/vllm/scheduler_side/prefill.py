@@ -3,7 +3,7 @@
 A lease is armed when a request is scheduled, so that its token exists before its blocks hold
 anything, and granted when the request finishes. When it has ended (release, expiry), every rank
 is ordered to clear its lease word and to report the request as sent, once: vLLM frees the
-blocks when all ranks have. ``protocol/lease.py`` judges which leases have expired.
+blocks when all ranks have. ``sidechannel/lease_desk.py`` judges which leases have expired.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from pdcluster_connector.protocol.block_ids import BlockIds
-from pdcluster_connector.protocol.prompt_digest import PromptDigest
-from pdcluster_connector.protocol.ticket import Ticket
+from pdcluster_connector.protocol.ticket import BlockIds, PromptDigest, Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.protocol.transfer_params import kv_transfer_params, passed_on
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk

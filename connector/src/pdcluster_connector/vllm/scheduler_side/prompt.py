@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.request import Request
 
-from pdcluster_connector.protocol.prompt_digest import PromptDigest
+from pdcluster_connector.protocol.ticket import PromptDigest
 
 
 def prompt_reader(request: Request, tokens: int) -> PromptDigest | None:

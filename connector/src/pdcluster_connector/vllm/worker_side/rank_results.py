@@ -7,7 +7,7 @@ import logging
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.transfer.handover import ReceiveResults
+from pdcluster_connector.transfer.receiver import ReceiveResults
 from pdcluster_connector.vllm.metrics import StatsCollector
 from pdcluster_connector.vllm.step_messages import Receipt
 

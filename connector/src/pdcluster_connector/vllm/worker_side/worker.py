@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from pdcluster_connector.certificate_files import tls_of
 from pdcluster_connector.compat.shape import EngineShape
 from pdcluster_connector.link_health.launcher_client import LauncherClient
 from pdcluster_connector.nixl_io.nixl_agent import NixlAgent
@@ -24,13 +25,8 @@ from pdcluster_connector.nixl_io.serving_agent import ServingAgent
 from pdcluster_connector.plan.held_blocks import EngineBlocks, groups_of
 from pdcluster_connector.protocol.messages import encode
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.sidechannel.tls import tls_of
-from pdcluster_connector.transfer.receiver import (
-    Receiver,
-    ReceiveRequest,
-    ReceiveResults,
-    ReceiverOptions,
-)
+from pdcluster_connector.transfer.job import ReceiveRequest, ReceiverOptions
+from pdcluster_connector.transfer.receiver import Receiver, ReceiveResults
 from pdcluster_connector.vllm.config import ConnectorOptions
 from pdcluster_connector.vllm.joined_shape import (
     decode_shape,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from pdcluster_connector.compat.engine_flags import REFUSED_FLAGS
-from pdcluster_connector.compat.versions import ANY_VERSION
+from pdcluster_connector.compat.supported import ANY_VERSION, REFUSED_FLAGS
 from pdcluster_connector.protocol.api_key import VARIABLE as API_KEY_VARIABLE
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.rules.pod_template import env_source_errors

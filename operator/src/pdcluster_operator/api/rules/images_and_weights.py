@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.compat.versions import ANY_VERSION, SUPPORTED, supported, text_of
+from pdcluster_connector.compat.supported import ANY_VERSION, SUPPORTED, supported, text_of
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.pod_templates import engine_container

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator, Sequence
 
-from pdcluster_connector.compat.transports import why_not
+from pdcluster_connector.compat.supported import why_not
 from pdcluster_operator.api.findings import FieldError, Rule, shown
 from pdcluster_operator.api.spec.enums import Device, Role, SelectorOperator
 from pdcluster_operator.api.spec.pod_templates import amounts, engine_container

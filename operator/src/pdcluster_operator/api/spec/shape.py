@@ -6,9 +6,8 @@ A value that the spec does not give is None.
 
 from __future__ import annotations
 
-from pdcluster_connector.compat.backends import token_sliceable
-from pdcluster_connector.compat.dtypes import PLAIN, dtype_name
 from pdcluster_connector.compat.shape import EngineShape, Memory
+from pdcluster_connector.compat.supported import PLAIN, dtype_name, token_sliceable
 from pdcluster_operator.api.spec.enums import Device, Switch
 from pdcluster_operator.api.spec.resolve import Engine
 from pdcluster_operator.api.spec.types import Cluster

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pdcluster_connector.protocol.prompt_pace import MOST_TOKENS_PER_STEP
+from pdcluster_connector.protocol.prompt_outcomes import MOST_TOKENS_PER_STEP
 from pdcluster_operator.api.spec.engine_types import (
     Model,
     RoleSpec,

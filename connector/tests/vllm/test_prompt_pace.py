@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdcluster_connector.protocol.prompt_pace import (
+from pdcluster_connector.protocol.prompt_outcomes import TOKENS_PER_STEP
+from pdcluster_connector.vllm.scheduler_side.prompt_pace import (
     MOST_LOOKUPS,
-    TOKENS_PER_STEP,
     PromptPace,
     lookups_of,
 )

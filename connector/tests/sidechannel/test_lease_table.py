@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdcluster_connector.protocol.lease import CLEARED, LeaseTable, Standing
+from pdcluster_connector.protocol.lease import CLEARED, Standing
+from pdcluster_connector.sidechannel.lease_desk import LeaseTable
 
 ids = st.sampled_from(["a", "b", "c", "d"])
 tokens = st.integers(1, 3)

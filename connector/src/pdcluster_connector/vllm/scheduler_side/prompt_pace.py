@@ -23,8 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-TOKENS_PER_STEP: Final = 512
-MOST_TOKENS_PER_STEP: Final = 1_048_576
+from pdcluster_connector.protocol.prompt_outcomes import TOKENS_PER_STEP
+
 LOOKUPS_OF_A_PROMPT: Final = 10  # what else vLLM does for it takes as long as so many
 MOST_LOOKUPS: Final = 16_384  # about 13 ms
 

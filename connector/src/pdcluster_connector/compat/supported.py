@@ -1,0 +1,119 @@
+"""What the connector supports of vLLM and NIXL.
+
+These are versions, flags of ``vllm serve``, element types of KV caches, attention backends, and
+NIXL's transport backends with their options. Admission and the launcher refuse everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+Release = tuple[int, int]
+
+# From (inclusive) and below (exclusive).
+SUPPORTED: Final[Mapping[str, tuple[Release, Release]]] = {
+    "vllm": ((0, 32), (0, 34)),
+    "nixl": ((1, 5), (2, 0)),
+}
+# In an engine's environment, "1" lets it start with any version.
+ANY_VERSION: Final = "PDCLUSTER_ANY_VERSION"
+
+
+def supported(name: str, release: Release) -> bool:
+    """Whether a release (major, minor) of ``vllm`` or ``nixl`` is in the range."""
+    low, high = SUPPORTED[name]
+    return low <= release < high
+
+
+def text_of(release: Release) -> str:
+    """Return ``0.32`` for (0, 32)."""
+    return f"{release[0]}.{release[1]}"
+
+
+# Flag -> why, as the end of a sentence that begins with the flag.
+REFUSED_FLAGS: Final[Mapping[str, str]] = {
+    "--enable-sleep-mode": (
+        "unmaps the KV cache while its memory is registered with NIXL, and peers would read wrong "
+        "pages after a wake-up"
+    ),
+    "--enable-cumem-allocator": (
+        "puts the KV cache into memory of CUDA's virtual memory management, which UCX cannot "
+        "share over NVLink, and KV would go over TCP without a warning"
+    ),
+}
+
+
+PLAIN: Final = frozenset({"float32", "float16", "bfloat16"})
+# One byte for each element, and in each layer one constant scale for K and one for V.
+# fnuz (AMD's MI300) is not e4m3: the same byte is another number.
+SCALED: Final = frozenset({"fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2"})
+CARRIED_DTYPES: Final = PLAIN | SCALED
+
+_SYNONYMS: Final = {"fp8": "fp8_e4m3", "float": "float32", "half": "float16"}
+
+
+def dtype_name(name: str) -> str:
+    """Return the one name of an element type that vLLM has several for."""
+    return _SYNONYMS.get(name, name)
+
+
+# The bytes of one token of one head lie together.
+TOKEN_SLICEABLE: Final = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"})
+# K of all tokens of a head, then V of all of them. The byte order depends on the host's CPU.
+PACKED: Final = frozenset({"CPU_ATTN"})
+
+
+def token_sliceable(backend: str | None) -> bool | None:
+    """Tell whether a backend's blocks can be cut by token; None for a name that is not known."""
+    if backend in TOKEN_SLICEABLE:
+        return True
+    return False if backend in PACKED else None
+
+
+CARRIES: Final = frozenset({"UCX"})
+# NIXL 1.5 src/plugins: these read and write files, objects or disks.
+STORAGE: Final = frozenset(
+    {"AZURE_BLOB", "GDS", "GDS_MT", "GUSLI", "HF3FS", "INFINIA", "OBJ", "POSIX"}
+)
+
+
+def why_not(backend: str) -> str | None:
+    """Return why a backend cannot be used, as the end of a sentence; None if it can."""
+    if backend in CARRIES:
+        return None
+    if backend in STORAGE:
+        return "moves data between memory and storage, never between two engines"
+    return "is not known to carry KV in this version"
+
+
+MAX_THREADS: Final = 64
+MAX_TEXT: Final = 1024
+# From NIXL 1.5 src/plugins/ucx. Name -> (least, most) of a number, or None for text. NIXL ignores
+# any other option, or it must not be changed: ucx_error_handling_mode makes a lost peer visible.
+OPTIONS: Final[dict[str, dict[str, tuple[int, int] | None]]] = {
+    "UCX": {
+        "device_list": None,
+        "engine_config": None,
+        "num_workers": (1, 64),
+        "split_batch_size": (1, 2**20),
+        "ucx_devices": None,
+    }
+}
+
+
+def wrong_option(backend: str, name: str, value: object) -> str | None:
+    """Return why an option of a backend cannot be set so; None if it can."""
+    known = OPTIONS.get(backend, {})
+    if name not in known:
+        listed = ", ".join(sorted(known)) or "none"
+        return f"is not an option of {backend}; the options are {listed}"
+    bounds = known[name]
+    if bounds is None:
+        if isinstance(value, str) and 0 < len(value) <= MAX_TEXT:
+            return None
+        return f"is not a text of 1 to {MAX_TEXT} characters"
+    low, high = bounds
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+        return None
+    return f"is not a whole number from {low} to {high}"
