@@ -16,7 +16,7 @@ from pdcluster_connector.nixl_io.reading_agent import ProbeResult, SourceProbe
 from pdcluster_connector.plan.geometry import Region
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.sidechannel.peers import PeerBook, PeerSource
+from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.sidechannel.server import SideChannelServer
 
 LAYERS = tuple(
@@ -99,8 +99,7 @@ def connect(book: PeerBook, port: int, engine_id: str = PREFILL, seconds: float 
 class HeldQuestions:
     """Holds a book's questions whether peers live, while the test replaces what they would find."""
 
-    def __init__(self, book: PeerSource, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert isinstance(book, PeerBook)
+    def __init__(self, book: PeerBook, monkeypatch: pytest.MonkeyPatch) -> None:
         self._go = threading.Event()
         self._ask = book._health
         monkeypatch.setattr(book, "_health", self._asked)

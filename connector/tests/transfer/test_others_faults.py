@@ -343,7 +343,7 @@ def test_a_connection_heals_when_the_peer_answers_again(bench: Bench, reason: Re
     bench.hanging.add(prefill.engine_id)
     slow = bench.send(prefill)
     bench.hanging.clear()
-    bench.receives.gone("x/1", Failure(reason, "a hiccup"))
+    bench.connections.gone("x/1", Failure(reason, "a hiccup"))
     bench.turns()
     assert bench.send(prefill) in bench.take().received
     assert slow in bench.receives._by_id
@@ -377,7 +377,7 @@ def test_a_check_is_no_answer_of_a_peer_that_failed_to_authenticate(bench: Bench
     bench.send(prefill)
     bench.hanging.clear()
     failure = Failure(Reason.AUTHENTICATION_FAILED, "no peer of ours")
-    bench.receives.gone("x/1", failure)
+    bench.connections.gone("x/1", failure)
     future: Future[ProbeResult] = Future()
     bench.connections.check(prefill.metadata, future)
     bench.turns()

@@ -292,7 +292,7 @@ def test_of_a_peer_that_falls_silent_nothing_more_is_posted() -> None:
     bench.receives.turn()
     posted = len(bench.fabric.flying)
     silent = Failure(Reason.SIDE_CHANNEL_UNREACHABLE, "no answer")
-    bench.receives.gone("p/1", silent)
+    bench.connections.gone("p/1", silent)
     bench.turns()
     assert len(bench.fabric.flying) == posted == 3
     assert not bench.take().finished

@@ -21,7 +21,7 @@ PROBE_BYTES = 64 * 1024
 
 
 class FakePeers:
-    """A PeerSource that answers from a table, at once or when the test says so."""
+    """A peer book that answers from a table, at once or when the test says so."""
 
     def __init__(self) -> None:
         self.on_gone: Callable[[str, Failure], None] | None = None

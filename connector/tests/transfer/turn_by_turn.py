@@ -13,7 +13,6 @@ from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.testing.caches import LabelledCache
 from pdcluster_connector.testing.nixl import Behaviour, Fabric, Transfer
-from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
 from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receiver import ReceiveResults
 from pdcluster_connector.transfer.receives import Receives
@@ -37,7 +36,9 @@ class Bench:
         self.hanging: set[str] = set()
         self.fabric.behave = self._behave
         self.receives = Receives(
-            self._make_connections,
+            self.cache.shard,
+            self.cache.memory,
+            partial(self.fabric.agent, "decode"),
             self.peers,
             self.ended,
             options or ReceiverOptions(drain_deadline_seconds=1e6),
@@ -45,21 +46,9 @@ class Bench:
             clock=lambda: self.now,
             answer=lambda serial, answer: self.answers.append((serial, answer)),
         )
+        self.connections = self.receives.connections
         self.answers: list = []
         self.sent = 0
-
-    def _make_connections(self, warmed: Warmed, closed: Closed) -> Connections:
-        self.connections = Connections(
-            self.cache.shard,
-            self.cache.memory,
-            partial(self.fabric.agent, "decode"),
-            clock=lambda: self.now,
-            probe_seconds=PROBE_SECONDS,
-            check_seconds=5.0,
-            warmed=warmed,
-            closed=closed,
-        )
-        return self.connections
 
     def _behave(self, transfer: Transfer) -> Behaviour:
         """From an engine of ``hanging``, KV hangs; warm-ups and lease words are well."""
@@ -102,7 +91,7 @@ class Bench:
         for _ in range(100):
             answers, self.answers = self.answers, []
             for serial, answer in answers:
-                self.receives.answered(serial, answer)
+                self.connections.answered(serial, answer)
             for serial in self.timers.run_out(self.now):
                 self.receives.time_is_up(serial)
             self.receives.turn()

@@ -33,7 +33,7 @@ from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.launcher_documents import LinkState, PeerEntry, RankLink
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.handshake import TryAgain, ask_health, unreachable
-from pdcluster_connector.sidechannel.peers import PeerSource
+from pdcluster_connector.sidechannel.peers import PeerBook
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class LinkKeeper:
         self,
         entry: PeerEntry,
         data_rank: int,
-        peers: PeerSource,
+        peers: PeerBook,
         probe: Probe,
         changed: Callable[[], None],
         tls: Tls | None = None,

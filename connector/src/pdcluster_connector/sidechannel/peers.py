@@ -16,7 +16,6 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import aiohttp
 
@@ -36,6 +35,10 @@ from pdcluster_connector.sidechannel.handshake import (
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
+logger = logging.getLogger(__name__)
+
+Done = Callable[[EngineMetadata | Failure], None]
+OnGone = Callable[[str, Failure], None]
 Ask = Callable[[float], Awaitable[HealthReply | Failure | TryAgain]]
 
 POLL_SECONDS = 1.0
@@ -44,6 +47,16 @@ RARE_POLL_SECONDS = (16.0, 24.0)
 # A peer is gone after two questions without an answer, three seconds in all. One is not enough: it
 # also times out if this loop itself was held up.
 HEALTH_SECONDS = (2.0, 1.0)
+FIRST_RETRY_SECONDS = 0.05
+LAST_RETRY_SECONDS = 1.0
+REFUSAL_SECONDS = 5.0  # how long a refusal is answered from memory
+FIRST_RANK = (0, 0)
+# What a question to a peer can find. Other failures are of one rank's own transfers.
+CONCERNS_ALL_RANKS = frozenset(
+    {Reason.SIDE_CHANNEL_UNREACHABLE, Reason.PEER_RESTARTED, Reason.AUTHENTICATION_FAILED}
+)
+MAX_PEERS = 4096
+CLOSING = "this engine is shutting down"
 
 
 async def why_gone(ask: Ask, engine_id: str, where: str, *, often: bool) -> Failure:
@@ -66,11 +79,6 @@ async def why_gone(ask: Ask, engine_id: str, where: str, *, often: bool) -> Fail
             return reply
         if reply.engine_id != engine_id:
             return restarted(engine_id, reply.engine_id, where)
-
-
-logger = logging.getLogger(__name__)
-
-Done = Callable[[EngineMetadata | Failure], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -124,60 +132,16 @@ def call(callback: Callable[..., None], *args: object) -> None:
         logger.exception("a callback of the peer book failed")
 
 
-class PeerSource(Protocol):
-    """Where a receiver learns about prefill engines. Every method is thread-safe.
-
-    Attributes:
-        on_gone: called as ``on_gone(engine_id, failure)`` on the source's own thread when a
-            connected incarnation has vanished; it must not block. May be None.
-    """
-
-    on_gone: Callable[[str, Failure], None] | None
-
-    def connect(
-        self,
-        engine_id: str,
-        host: str,
-        port: int,
-        deadline: Callable[[], float],
-        done: Callable[[EngineMetadata | Failure], None],
-    ) -> None:
-        """Ask for an engine's metadata; ``done`` is called once, on the source's thread.
-
-        Never blocks and never raises. Attempts go on until ``deadline()`` (time.monotonic
-        seconds), which may move meanwhile; concurrent calls for one engine share the attempts;
-        the metadata is kept until the engine is gone or forgotten. A refusal is reported at once.
-        """
-        ...
-
-    def forget(self, engine_id: str, failure: Failure) -> None:
-        """Drop what is known of an engine, because of ``failure``.
-
-        The next ``connect`` shakes hands anew.
-        """
-        ...
-
-
-OnGone = Callable[[str, Failure], None]
-
-FIRST_RETRY_SECONDS = 0.05
-LAST_RETRY_SECONDS = 1.0
-REFUSAL_SECONDS = 5.0  # how long a refusal is answered from memory
-FIRST_RANK = (0, 0)
-# What a question to a peer can find. Other failures are of one rank's own transfers.
-CONCERNS_ALL_RANKS = frozenset(
-    {Reason.SIDE_CHANNEL_UNREACHABLE, Reason.PEER_RESTARTED, Reason.AUTHENTICATION_FAILED}
-)
-MAX_PEERS = 4096
-CLOSING = "this engine is shutting down"
-
-
-class PeerBook(PeerSource):
-    """The :class:`PeerSource` over side channels.
+class PeerBook:
+    """Keeps the metadata of peers until they are gone. Public methods are thread-safe.
 
     Args:
         engine_id, shape, rank: how this rank introduces itself.
         tls: what it shows to peers and asks of them; None for plain HTTP.
+
+    Attributes:
+        on_gone: called as ``on_gone(engine_id, failure)`` on the book's thread when a connected
+            incarnation has vanished; it must not block. May be None.
     """
 
     def __init__(
@@ -207,13 +171,21 @@ class PeerBook(PeerSource):
     def connect(
         self, engine_id: str, host: str, port: int, deadline: Callable[[], float], done: Done
     ) -> None:
-        """See :meth:`PeerSource.connect`."""
+        """Ask for an engine's metadata; ``done`` is called once, on the book's thread.
+
+        Never blocks and never raises. Attempts go on until ``deadline()`` (time.monotonic
+        seconds), which may move meanwhile; concurrent calls for one engine share the attempts;
+        the metadata is kept until the engine is gone or forgotten. A refusal is reported at once.
+        """
         waiter = Waiter(done, deadline)
         if self._closed or not self._thread.call(self._connect, engine_id, host, port, waiter):
             done(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, CLOSING))
 
     def forget(self, engine_id: str, failure: Failure) -> None:
-        """See :meth:`PeerSource.forget`. Those that wait for the engine are told."""
+        """Drop what is known of an engine, because of ``failure``; waiters get the failure, too.
+
+        The next ``connect`` shakes hands anew.
+        """
         self._thread.call(self._forget, engine_id, failure)
 
     def hear(self, engine_id: str, failure: Failure) -> None:

@@ -24,8 +24,8 @@ from pdcluster_connector.plan.slices import seams
 from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.sidechannel.peers import PeerSource
-from pdcluster_connector.transfer.job import FenceWords, Job, Tell, guarded
+from pdcluster_connector.sidechannel.peers import PeerBook
+from pdcluster_connector.transfer.job import FenceWords, Job, ReceiverOptions, Tell, guarded
 from pdcluster_connector.transfer.probing import Probing, answer
 from pdcluster_connector.transfer.receive import Connected, Failed, State
 
@@ -38,8 +38,7 @@ SILENT = frozenset({Reason.SIDE_CHANNEL_UNREACHABLE, Reason.AUTHENTICATION_FAILE
 With TLS, a connection that breaks can also look like the second one.
 """
 
-Warmed = Callable[[Connection, Failure | None], None]
-Closed = Callable[[Connection], None]
+Answer = Callable[[int, EngineMetadata | Failure], None]
 
 
 class Connections:
@@ -48,8 +47,13 @@ class Connections:
     Args:
         shard: this rank's KV.
         memory: what to register for reading into.
-        warmed: called when the warm-up has passed, and when it or a later probe has failed.
-        closed: called when a broken connection has closed, so that a new one may be opened.
+        peers: where handshakes come from.
+        jobs: all receives under way, by serial.
+        tell: passes an event to a job's machine.
+        connect: has a job connect anew.
+        hold: keeps a job for the next agent if the present one is about to be destroyed; returns
+            whether it does.
+        answer: passes a handshake's answer for one job to :meth:`answered`, on this thread.
 
     Attributes:
         by_engine: every connection, whatever its state, by the peer's engine id.
@@ -63,18 +67,25 @@ class Connections:
         shard: Shard,
         memory: Sequence[MemoryRange],
         make_agent: Callable[[], AgentInterface],
+        peers: PeerBook,
+        jobs: Mapping[int, Job],
+        options: ReceiverOptions,
         *,
         clock: Callable[[], float],
-        probe_seconds: float,
-        check_seconds: float,
-        warmed: Warmed,
-        closed: Closed,
+        tell: Tell,
+        connect: Callable[[Job], None],
+        hold: Callable[[Job], bool],
+        answer: Answer,
     ) -> None:
         self._shard = replace(shard, seams=seams(item.span for item in memory))
         self._memory = memory
         self._make_agent = make_agent
-        self._warmed = warmed
-        self._closed = closed
+        self._peers = peers
+        self._jobs = jobs
+        self._tell = tell
+        self._connect = connect
+        self._hold = hold
+        self._answer = answer
         self._agent: ReadingAgent | None = None
         self.by_engine: dict[str, Connection] = {}
         self._plans: dict[str, PeerPlan] = {}
@@ -84,8 +95,8 @@ class Connections:
             settle=self.settle,
             failed=self._probe_failed,
             clock=clock,
-            probe_seconds=probe_seconds,
-            check_seconds=check_seconds,
+            probe_seconds=options.probe_seconds,
+            check_seconds=options.check_seconds,
         )
         self.runs, self.probes = probing.runs, probing.waiting
         self.fence_words = FenceWords()
@@ -156,12 +167,6 @@ class Connections:
             del self._plans[next(iter(self._plans))]
         self._probing.warm_up(connection, self._warm_up_done)
         return connection
-
-    def peer_answered(self, engine_id: str) -> None:
-        """Take in that a peer has just answered a handshake: its silence is over."""
-        connection = self.by_engine.get(engine_id)
-        if connection is not None and connection.broken and connection.broken.reason in SILENT:
-            connection.broken = None
 
     def break_off(self, connection: Connection, failure: Failure) -> None:
         """Start nothing new over ``connection``; it closes when its last transfer has ended."""
@@ -242,53 +247,10 @@ class Connections:
             logger.exception("a reading agent could not be destroyed; it writes no KV")
         self._agent = None
 
-
-def _replaced(engine_id: str, successor: str) -> Failure:
-    message = f"{successor} has taken the place of {engine_id}"
-    return Failure(Reason.PEER_RESTARTED, message)
-
-
-Answer = Callable[[int, EngineMetadata | Failure], None]
-
-
-class Connecting:
-    """Connects receives.
-
-    Args:
-        make_connections: makes the connections, given who hears of warm-ups and of ends.
-        peers: where handshakes come from.
-        jobs: all receives under way, by serial.
-        tell: takes what happened to a job's machine.
-        connect: has a job connect anew.
-        hold: keeps a job for the next agent if the present one is about to be destroyed; returns
-            whether it is.
-        answer: takes a handshake's answer for one job to the transfer thread's queue.
-
-    Attributes:
-        connections: what was made.
-    """
-
-    def __init__(
-        self,
-        make_connections: Callable[[Warmed, Closed], Connections],
-        peers: PeerSource,
-        jobs: Mapping[int, Job],
-        *,
-        tell: Tell,
-        connect: Callable[[Job], None],
-        hold: Callable[[Job], bool],
-        answer: Answer,
-    ) -> None:
-        self.connections = make_connections(self._warmed, self._closed)
-        self._peers = peers
-        self._jobs = jobs
-        self._tell = tell
-        self._connect = connect
-        self._hold = hold
-        self._answer = answer
+    # Receives that have no connection yet.
 
     def shake_hands(self, job: Job) -> None:
-        """Ask the peer source for a handshake; its answer comes to :meth:`answered`."""
+        """Ask for a handshake; its answer comes to :meth:`answered`."""
         ticket = job.request.ticket
         host, port = ticket.side_channel
         done = partial(self._answer, job.serial)
@@ -308,8 +270,10 @@ class Connecting:
                 message = f"{answer.engine_id} answered for {job.request.ticket.engine_id}"
                 self._tell(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
             elif not self._hold(job):
-                self.connections.peer_answered(answer.engine_id)
-                self.join(job, self.connections.open(answer))
+                connection = self.by_engine.get(answer.engine_id)
+                if connection and connection.broken and connection.broken.reason in SILENT:
+                    connection.broken = None
+                self.join(job, self.open(answer))
 
     def join(self, job: Job, connection: Connection) -> None:
         """Go on over ``connection``, or wait for it."""
@@ -327,9 +291,9 @@ class Connecting:
         Only another incarnation in its place proves that it is dead: until then what is
         posted may end well.
         """
-        connection = self.connections.by_engine.get(engine_id)
+        connection = self.by_engine.get(engine_id)
         if connection is not None:
-            self.connections.break_off(connection, failure)
+            self.break_off(connection, failure)
         dead = failure.reason is Reason.PEER_RESTARTED
         for job in list(self._jobs.values()):
             if dead and job.request.ticket.engine_id == engine_id:
@@ -337,7 +301,7 @@ class Connecting:
 
     def broken(self, connection: Connection, failure: Failure) -> None:
         """Take in that a transfer found a connection broken; the next receive shakes hands."""
-        self.connections.break_off(connection, failure)
+        self.break_off(connection, failure)
         self._peers.forget(connection.engine_id, failure)
 
     def _warmed(self, connection: Connection, failure: Failure | None) -> None:
@@ -357,3 +321,8 @@ class Connecting:
             job = self._jobs.get(serial)
             if job is not None:
                 self._connect(job)
+
+
+def _replaced(engine_id: str, successor: str) -> Failure:
+    message = f"{successor} has taken the place of {engine_id}"
+    return Failure(Reason.PEER_RESTARTED, message)

@@ -20,8 +20,7 @@ from pdcluster_connector.nixl_io.reading_agent import ProbeResult
 from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.sidechannel.peers import PeerSource
-from pdcluster_connector.transfer.connections import Closed, Connections, Warmed
+from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer.job import Job, ReceiveRequest, ReceiverOptions
 from pdcluster_connector.transfer.receive import Receive, State
 from pdcluster_connector.transfer.receives import Receives
@@ -134,7 +133,7 @@ class Receiver:
         shard: Shard,
         memory: Sequence[MemoryRange],
         make_agent: Callable[[], AgentInterface],
-        peers: PeerSource,
+        peers: PeerBook,
         options: ReceiverOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         prepare_thread: Callable[[], None] | None = None,
@@ -142,22 +141,11 @@ class Receiver:
         options = options or ReceiverOptions()
         self._ended: deque[Job] = deque()  # thread-safe at both ends
 
-        def make_connections(warmed: Warmed, closed: Closed) -> Connections:
-            self._connections = Connections(
-                shard,
-                memory,
-                make_agent,
-                clock=clock,
-                probe_seconds=options.probe_seconds,
-                check_seconds=options.check_seconds,
-                warmed=warmed,
-                closed=closed,
-            )
-            return self._connections
-
         timers = Timers()
         self._receives = Receives(
-            make_connections,
+            shard,
+            memory,
+            make_agent,
             peers,
             self._ended,
             options,
@@ -165,6 +153,7 @@ class Receiver:
             clock=clock,
             answer=self._answered,
         )
+        self._connections = self._receives.connections
         self._prepare_thread = prepare_thread
         self._thread = TransferThread(
             f"pdcluster-transfer-{shard.rank[0]}-{shard.rank[1]}",
@@ -247,7 +236,7 @@ class Receiver:
         _ = self._connections.agent
 
     def _answered(self, serial: int, answer: EngineMetadata | Failure) -> None:
-        self._thread.put(partial(self._receives.answered, serial, answer))
+        self._thread.put(partial(self._connections.answered, serial, answer))
 
     def _gone(self, engine_id: str, failure: Failure) -> None:
-        self._thread.put(partial(self._receives.gone, engine_id, failure))
+        self._thread.put(partial(self._connections.gone, engine_id, failure))

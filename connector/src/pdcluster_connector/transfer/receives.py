@@ -16,16 +16,17 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.nixl_io.interface import AgentInterface, MemoryRange
 from pdcluster_connector.nixl_io.reading_agent import Connection
+from pdcluster_connector.plan.geometry import Shard
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.messages import EngineMetadata
-from pdcluster_connector.sidechannel.peers import PeerSource
+from pdcluster_connector.sidechannel.peers import PeerBook
 from pdcluster_connector.transfer.agent_rebuild import AgentRebuild
-from pdcluster_connector.transfer.connections import Answer, Closed, Connecting, Connections, Warmed
+from pdcluster_connector.transfer.connections import Answer, Connections
 from pdcluster_connector.transfer.job import (
     Job,
     ReceiveRequest,
@@ -56,15 +57,20 @@ class Receives:
     """All receives of one worker.
 
     Args:
-        make_connections, peers, answer: those of :class:`Connecting`.
+        shard, memory, make_agent, peers, answer: those of :class:`Connections`.
         ended: where ended jobs go; the engine step takes them from there.
         timers: of the transfer thread; they call :meth:`time_is_up`.
+
+    Attributes:
+        connections: to prefill engines, and the reading agent.
     """
 
     def __init__(
         self,
-        make_connections: Callable[[Warmed, Closed], Connections],
-        peers: PeerSource,
+        shard: Shard,
+        memory: Sequence[MemoryRange],
+        make_agent: Callable[[], AgentInterface],
+        peers: PeerBook,
         ended: deque[Job],
         options: ReceiverOptions,
         timers: Timers,
@@ -74,21 +80,24 @@ class Receives:
     ) -> None:
         self._jobs: dict[int, Job] = {}
         self._by_id: dict[str, int] = {}
-        self._connecting = connecting = Connecting(
-            make_connections,
+        self.connections = connections = Connections(
+            shard,
+            memory,
+            make_agent,
             peers,
             self._jobs,
+            options,
+            clock=clock,
             tell=self._tell,
             connect=self._connect,
             hold=self._hold,
             answer=answer,
         )
-        self._connections = connecting.connections
         self._transfers = Transfers(
-            self._connections.fence_words,
+            connections.fence_words,
             tell=self._tell,
-            broken=connecting.broken,
-            settle=self._connections.settle,
+            broken=connections.broken,
+            settle=connections.settle,
             clock=clock,
         )
         self._ended = ended
@@ -98,7 +107,7 @@ class Receives:
         self._clock = clock
         self._serials = itertools.count()
         self._rebuild = AgentRebuild(
-            self._connections,
+            self.connections,
             self._transfers,
             self._jobs,
             tell=self._tell,
@@ -141,14 +150,6 @@ class Receives:
         """Take in which requests have no lease any more, and why."""
         self._tell_each((request_id, Failed(why)) for request_id, why in failures.items())
 
-    def answered(self, serial: int, answer: EngineMetadata | Failure) -> None:
-        """Take in how a handshake ended."""
-        self._connecting.answered(serial, answer)
-
-    def gone(self, engine_id: str, failure: Failure) -> None:
-        """Take in that a peer is gone; see :meth:`Connecting.gone`."""
-        self._connecting.gone(engine_id, failure)
-
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
         """Destroy the agent, because the thread failed; see :meth:`AgentRebuild.carry_out`."""
         self._rebuild.carry_out(failure, crashed=True, final=final)
@@ -171,7 +172,7 @@ class Receives:
         moved = self._transfers.post_some()
         moved = self._transfers.poll() or moved
         if self._probing:
-            moved = self._connections.step() or moved
+            moved = self.connections.step() or moved
             self._rebuild.look_at_probes(self._drain_seconds)
         if self._draining:
             moved = self._rebuild.carry_out_if_due() or moved
@@ -184,7 +185,7 @@ class Receives:
 
     @property
     def _probing(self) -> bool:
-        return bool(self._connections.runs or self._connections.probes)
+        return bool(self.connections.runs or self.connections.probes)
 
     @property
     def _draining(self) -> bool:
@@ -219,11 +220,11 @@ class Receives:
             if job.request.start >= job.request.stop:
                 self._tell(job, Connected())
                 return
-            connection = self._connections.by_engine.get(job.request.ticket.engine_id)
+            connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             if connection is None or connection.broken is not None or self._draining:
-                self._connecting.shake_hands(job)
+                self.connections.shake_hands(job)
             elif connection.waiting is not None:
-                self._connecting.join(job, connection)
+                self.connections.join(job, connection)
             else:
                 job.connection = connection
                 self._tell(job, Connected())
@@ -238,7 +239,7 @@ class Receives:
         self._read(job, partial(plan_reads, job, limit=self._options.descriptors_per_transfer))
 
     def _fence(self, job: Job) -> None:
-        self._read(job, partial(plan_fence, job, words=self._connections.fence_words))
+        self._read(job, partial(plan_fence, job, words=self.connections.fence_words))
 
     def _read(self, job: Job, plan: Callable[[Connection], Failure | None]) -> None:
         """Plan reads and post them. Without a connection there is nothing to read."""
