@@ -173,9 +173,12 @@ def in_groups(shard: Shard, *groups: int) -> Shard:
 def test_an_interval_begins_where_every_class_of_the_groups_has_a_unit() -> None:
     [source] = plan_peer(packed(base=BASE * 2), [packed()]).sources
     [known] = source.classes
-    classes = tuple(dataclasses.replace(known, unit=unit) for unit in (2, 3, 1))
+    classes = tuple(
+        dataclasses.replace(known, key=dataclasses.replace(known.key, unit=unit))
+        for unit in (2, 3, 1)
+    )
     plan = PeerPlan((dataclasses.replace(source, classes=classes),))
-    assert units(plan) == {known.groups: 6}
+    assert units(plan) == {known.key.groups: 6}
 
 
 def test_an_empty_request_moves_nothing() -> None:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.ticket import (
     DIGEST_BYTES,
     FORMAT,
@@ -25,7 +26,6 @@ from pdcluster_connector.protocol.ticket import (
     MAX_TICKET_BYTES,
     BlockIds,
     PromptDigest,
-    Rejected,
     Ticket,
     decode,
     encode,
@@ -88,7 +88,7 @@ def signed(body: bytes, number: int = FORMAT) -> str:
 
 
 def reason(found: object) -> Reason:
-    assert isinstance(found, Rejected), found
+    assert isinstance(found, Failure), found
     assert found.message
     return found.reason
 
@@ -108,14 +108,14 @@ def test_round_trip(ticket: Ticket) -> None:
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda b: b64encode(b).decode()))
 def test_any_text_is_rejected(text: str) -> None:
     for keys in (KEYS, None):
-        assert isinstance(decode(text, keys), Rejected)
+        assert isinstance(decode(text, keys), Failure)
 
 
 @settings(max_examples=2 * EXAMPLES)
 @given(st.binary(max_size=200))
 def test_any_body_that_is_signed_is_rejected(body: bytes) -> None:
     """What an engine with our key may send, by a fault of its own."""
-    assert isinstance(decode(signed(body), KEYS), Rejected)
+    assert isinstance(decode(signed(body), KEYS), Failure)
 
 
 @settings(max_examples=2 * EXAMPLES)
@@ -130,7 +130,7 @@ def test_any_body_that_is_signed_is_rejected(body: bytes) -> None:
     ),
 )  # fmt: skip
 def test_any_value_of_any_field_is_read_or_rejected(name: str, value: object) -> None:
-    assert isinstance(decode(signed(body_of(TICKET, **{name: value})), KEYS), Ticket | Rejected)
+    assert isinstance(decode(signed(body_of(TICKET, **{name: value})), KEYS), Ticket | Failure)
 
 
 @pytest.mark.parametrize("name", Ticket.__struct_fields__)
@@ -175,7 +175,7 @@ def test_each_bit_of_the_ticket_is_signed() -> None:
 def test_a_ticket_of_a_stranger_is_not_read(made_with: object, why: Reason, remedy: str) -> None:
     found = decode(encode(TICKET, made_with), KEYS)  # type: ignore[arg-type]
     assert reason(found) is why
-    assert isinstance(found, Rejected)
+    assert isinstance(found, Failure)
     assert re.search(remedy, found.message)
 
 
@@ -190,7 +190,7 @@ def test_a_ticket_for_other_engines_is_refused() -> None:
     for audience in ("", "ns/two/k1", "ns/one/k2", "ns/one/k"):
         found = decode(encode(ticket, KEYS), KEYS, audience)
         assert reason(found) is Reason.AUDIENCE_MISMATCH
-        assert isinstance(found, Rejected)
+        assert isinstance(found, Failure)
         assert found.message == (
             "the ticket is meant for engines with ticket_audience 'ns/one/k1'; this one has "
             f"{audience!r}"
@@ -218,9 +218,9 @@ def test_mutations_never_raise() -> None:
             for _ in range(rng.randint(1, 6)):
                 mutant[rng.randrange(len(mutant))] = rng.randrange(128)
             found = decode(mutant.decode(), keys)
-            assert isinstance(found, Rejected) or keys is None or found == TICKET
+            assert isinstance(found, Failure) or keys is None or found == TICKET
         for length in range(len(text)):
-            assert isinstance(decode(text[:length], keys), Rejected)
+            assert isinstance(decode(text[:length], keys), Failure)
 
 
 @pytest.mark.parametrize(
@@ -271,13 +271,13 @@ def test_a_field_of_a_ticket_ends_at_its_bounds(field: str, good: Any, bad: Any)
         assert isinstance(found, Ticket), value
         assert getattr(found, field) == value
     for value in bad:
-        assert isinstance(decode(signed(body_of(TICKET, **{field: value})), KEYS), Rejected), value
+        assert isinstance(decode(signed(body_of(TICKET, **{field: value})), KEYS), Failure), value
 
 
 def test_an_audience_has_512_characters_at_most() -> None:
     most, more = "a" * 512, "a" * 513
     assert isinstance(decode(signed(body_of(TICKET, audience=most)), KEYS, most), Ticket)
-    assert isinstance(decode(signed(body_of(TICKET, audience=more)), KEYS, more), Rejected)
+    assert isinstance(decode(signed(body_of(TICKET, audience=more)), KEYS, more), Failure)
 
 
 def test_what_an_older_prefill_engine_leaves_out_of_a_ticket() -> None:
@@ -295,7 +295,7 @@ def test_what_an_older_prefill_engine_leaves_out_of_a_ticket() -> None:
 def test_a_ticket_of_another_format_says_so(number: int) -> None:
     found = decode(signed(body_of(TICKET), number), KEYS)
     assert reason(found) is Reason.TICKET_INVALID
-    assert isinstance(found, Rejected)
+    assert isinstance(found, Failure)
     assert f"format {number}; this version reads 3: give" in found.message
 
 
@@ -339,7 +339,7 @@ def test_a_ticket_has_256_groups_at_most_and_no_more_are_built() -> None:
     """A ticket of 4 MB can list a million empty groups, which would take five times as much."""
     one = BlockIds((1,)).packed()
     assert isinstance(decode(signed(body_of(TICKET, blocks=[one] * 256)), KEYS), Ticket)
-    assert isinstance(decode(signed(body_of(TICKET, blocks=[one] * 257)), KEYS), Rejected)
+    assert isinstance(decode(signed(body_of(TICKET, blocks=[one] * 257)), KEYS), Failure)
     text = signed(body_of(TICKET, blocks=[b""] * 1_400_000))
     assert len(text) < MAX_TICKET_BYTES
     tracemalloc.start()
@@ -362,7 +362,7 @@ def test_groups_of_a_ticket_share_one_bound() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert reason(found) is Reason.TICKET_INVALID
-    assert isinstance(found, Rejected)
+    assert isinstance(found, Failure)
     assert "more than" in found.message
     assert peak < 64 * MAX_BLOCKS
 
@@ -380,7 +380,7 @@ def test_what_stands_instead_of_block_ids_is_not_built(piece: bytes, count: int)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert reason(found) is Reason.TICKET_INVALID
-    assert isinstance(found, Rejected)
+    assert isinstance(found, Failure)
     assert "$.blocks[0]" in found.message
     assert peak < 4 * len(text)
 
@@ -389,16 +389,16 @@ def test_what_stands_instead_of_block_ids_is_not_built(piece: bytes, count: int)
 def test_only_base64_in_its_one_form_is_read(spoil: str) -> None:
     found = decode(spoil.replace("{}", encode(TICKET, KEYS)), KEYS)
     assert reason(found) is Reason.TICKET_INVALID
-    assert isinstance(found, Rejected)
+    assert isinstance(found, Failure)
     assert "not base64" in found.message
 
 
 def test_too_long_is_refused_before_decoding() -> None:
     found = decode("A" * (MAX_TICKET_BYTES + 4), KEYS)
-    assert isinstance(found, Rejected)
+    assert isinstance(found, Failure)
     assert f"more than {4 * 1024 * 1024}" in found.message
     most = decode("A" * 4 * 1024 * 1024, KEYS)
-    assert isinstance(most, Rejected)
+    assert isinstance(most, Failure)
     assert "more than" not in most.message, "it is read, and is no ticket"
 
 
@@ -430,10 +430,10 @@ def test_router_keys() -> None:
         ({"do_remote_prefill": False, "ticket": encode(TICKET, KEYS)}, type(None)),
         ([1, 2], type(None)),
         ("text", type(None)),
-        ({"do_remote_prefill": True}, Rejected),
-        ({"do_remote_prefill": True, "ticket": 7}, Rejected),
-        ({"do_remote_prefill": True, "ticket": ["x"]}, Rejected),
-        ({"do_remote_prefill": True, "ticket": ""}, Rejected),
+        ({"do_remote_prefill": True}, Failure),
+        ({"do_remote_prefill": True, "ticket": 7}, Failure),
+        ({"do_remote_prefill": True, "ticket": ["x"]}, Failure),
+        ({"do_remote_prefill": True, "ticket": ""}, Failure),
         ({"do_remote_prefill": True, "ticket": encode(TICKET, KEYS)}, Ticket),
         # JSON has a word for true, and only that one means that KV waits elsewhere.
         *(
@@ -457,7 +457,7 @@ def test_ticket_of_takes_any_params(params: object, kind: type) -> None:
 )
 def test_a_client_is_told_what_is_no_ticket(params: dict[str, object], message: str) -> None:
     found = ticket_of({"do_remote_prefill": True, **params}, KEYS)
-    assert found == Rejected(Reason.TICKET_INVALID, message)
+    assert found == Failure(Reason.TICKET_INVALID, message)
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,11 @@ class Prefill:
         self.asked: list[tuple[float, str, m.LeaseRequest]] = []
         self.arguments: list[dict[str, Any]] = []
 
-    def post(self, url: str, data: bytes, **arguments: Any) -> Prefill:
-        request = m.decode_lease_request(data)
-        assert isinstance(request, m.LeaseRequest)
-        self.asked.append((now(), url, request))
+    def request(self, method: str, url: str, data: bytes, **arguments: Any) -> Prefill:
+        assert method == "POST"
+        leases = m.decode_lease_request(data)
+        assert isinstance(leases, m.LeaseRequest)
+        self.asked.append((now(), url, leases))
         if self.next:
             self.status = self.next.pop(0)
         self.arguments.append(arguments)

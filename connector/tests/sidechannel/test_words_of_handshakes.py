@@ -170,13 +170,12 @@ class Session:
         self.outcome = outcome
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
-    def post(self, url: str, **arguments: Any) -> Response:
+    def request(self, method: str, url: str, **arguments: Any) -> Response:
+        assert method == ("GET" if url.endswith("/healthz") else "POST")
         self.asked.append((url, arguments))
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
-
-    get = post
 
 
 async def shaken(outcome: Response | Exception) -> object:

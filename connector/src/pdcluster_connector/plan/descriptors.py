@@ -76,13 +76,19 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class ClassKey:
-    """What runs must share to be indexed together."""
+    """What runs must share to be indexed together.
 
-    groups: tuple[int, int]  # (prefill's, decode's) KV cache group
+    Attributes:
+        groups: (prefill's, decode's) KV cache group.
+        unit: tokens that one descriptor covers.
+        by_token: whether each token of a unit has a descriptor of its own.
+    """
+
+    groups: tuple[int, int]
     unit: int
     prefill: Side
     decode: Side
-    by_token: bool = False  # each token of a unit has a descriptor of its own
+    by_token: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

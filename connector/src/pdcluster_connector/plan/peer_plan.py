@@ -23,41 +23,19 @@ from pdcluster_connector.plan.topology import Assignment, assign_sources
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class IndexedSide:
-    """One side of a stride class, ready to be indexed.
-
-    Attributes:
-        name: ``prefill`` or ``decode``.
-        num_blocks, block_tokens: of the cache.
-        first: flattened index of each run's first descriptor.
-        per_block, per_unit: how far the flattened index moves with a block and with a unit.
-    """
-
-    name: str
-    num_blocks: int
-    block_tokens: int
-    first: Int64
-    per_block: int
-    per_unit: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class StrideClass:
     """Runs of bytes that repeat with the same strides, and are indexed together.
 
     Attributes:
-        groups: (prefill's, decode's) KV cache group.
-        unit: tokens that one descriptor covers.
+        key: how they repeat on both sides.
         unit_bytes: bytes of one unit over all runs.
-        by_token: whether each token of a unit has a descriptor of its own.
+        prefill_first, decode_first: flattened index of each run's first descriptor, by side.
     """
 
-    groups: tuple[int, int]
-    unit: int
+    key: ClassKey
     unit_bytes: int
-    by_token: bool
-    prefill: IndexedSide
-    decode: IndexedSide
+    prefill_first: Int64
+    decode_first: Int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,22 +120,21 @@ def _indexed(found: Mapping[ClassKey, Runs]) -> tuple[StrideClass, ...]:
         PlanError: LayoutUnsupported, for more descriptors than int32 can count.
     """
     made = []
-    used = {"prefill": 0, "decode": 0}
+    prefill_used = decode_used = 0
     for key, runs in found.items():
-        sides = {}
-        for name, side in (("prefill", key.prefill), ("decode", key.decode)):
-            number = np.arange(runs.length.size, dtype=np.int64)
-            first = used[name] + number * side.elements
-            used[name] += number.size * side.elements
-            sides[name] = IndexedSide(name, side.num_blocks, side.block_tokens, first, *side.steps)
-        unit_bytes = int(runs.length.sum())
+        number = np.arange(runs.length.size, dtype=np.int64)
         made.append(
             StrideClass(
-                key.groups, key.unit, unit_bytes, key.by_token, sides["prefill"], sides["decode"]
+                key=key,
+                unit_bytes=int(runs.length.sum()),
+                prefill_first=prefill_used + number * key.prefill.elements,
+                decode_first=decode_used + number * key.decode.elements,
             )
         )
-    if max(used.values()) > LIMIT:
-        message = f"{max(used.values())} descriptors are more than NIXL can index"
+        prefill_used += number.size * key.prefill.elements
+        decode_used += number.size * key.decode.elements
+    if (used := max(prefill_used, decode_used)) > LIMIT:
+        message = f"{used} descriptors are more than NIXL can index"
         raise PlanError(Reason.LAYOUT_UNSUPPORTED, message)
     return tuple(made)
 
@@ -174,10 +151,11 @@ def descriptors(plan: PeerPlan, tokens: int) -> tuple[int, int]:
     taken = least = 0
     for source in plan.sources:
         for item in source.classes:
-            states = item.prefill.block_tokens == 1  # a Mamba group: one slot a request
-            count = item.prefill.first.size * (1 if states else -(-tokens // item.unit))
+            key = item.key
+            states = key.prefill.block_tokens == 1  # a Mamba group: one slot a request
+            count = item.prefill_first.size * (1 if states else -(-tokens // key.unit))
             taken += count
-            least += -(-count // item.unit) if item.by_token else count
+            least += -(-count // key.unit) if key.by_token else count
     return taken, least
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import GroupShape, LayerKind
+from pdcluster_connector.plan.descriptors import ClassKey, Side
 from pdcluster_connector.plan.errors import CoverageError, PlanError
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.plan.pairing import (
@@ -31,7 +32,7 @@ from pdcluster_connector.plan.pairing import (
     expand_blocks,
     pair_blocks,
 )
-from pdcluster_connector.plan.peer_plan import IndexedSide, PeerPlan, StrideClass
+from pdcluster_connector.plan.peer_plan import PeerPlan, StrideClass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,7 +162,8 @@ def units(plan: PeerPlan) -> dict[tuple[int, int], int]:
     found: dict[tuple[int, int], int] = {}
     for source in plan.sources:
         for item in source.classes:
-            found[item.groups] = math.lcm(found.get(item.groups, 1), item.unit)
+            key = item.key
+            found[key.groups] = math.lcm(found.get(key.groups, 1), key.unit)
     return found
 
 
@@ -181,7 +183,7 @@ def descriptor_indices(
     """
     found = []
     for number, source in enumerate(plan.sources):
-        chosen = [item for item in source.classes if item.groups == groups]
+        chosen = [item for item in source.classes if item.key.groups == groups]
         if not chosen:
             continue
         columns = [_class_indices(item, pairs) for item in chosen]
@@ -199,30 +201,36 @@ def descriptor_indices(
 
 def _class_indices(item: StrideClass, pairs: Pairs) -> tuple[Int32, Int32, int]:
     """Return prefill indices, decode indices and the bytes that they move."""
-    prefill, decode = item.prefill, item.decode
-    first = {
-        "prefill": _first_unit(
-            prefill, item.unit, pairs, pairs.prefill_block, pairs.prefill_offset
-        ),
-        "decode": _first_unit(decode, item.unit, pairs, pairs.decode_block, pairs.decode_offset),
-    }
+    key = item.key
+    prefill, decode = _first_unit("prefill", key, pairs), _first_unit("decode", key, pairs)
     order = np.argsort(pairs.prefill_block, kind="stable")
-    counts = -(-pairs.tokens[order].astype(np.int64) // item.unit)
+    counts = -(-pairs.tokens[order].astype(np.int64) // key.unit)
     before = np.repeat(np.cumsum(counts) - counts, counts)
     inner = np.arange(before.size) - before
-    indices = []
-    for side in (prefill, decode):
-        elements = np.repeat(first[side.name][order], counts) + inner * side.per_unit
-        indices.append(np.add.outer(side.first, elements).ravel().astype(np.int32))
-    return indices[0], indices[1], item.unit_bytes * int(before.size)
+
+    def indices(side: Side, runs: Int64, first: Int64) -> Int32:
+        elements = np.repeat(first[order], counts) + inner * side.steps[1]
+        found: Int32 = np.add.outer(runs, elements).ravel().astype(np.int32)
+        return found
+
+    return (
+        indices(key.prefill, item.prefill_first, prefill),
+        indices(key.decode, item.decode_first, decode),
+        item.unit_bytes * int(before.size),
+    )
 
 
-def _first_unit(side: IndexedSide, unit: int, pairs: Pairs, blocks: Int32, offsets: Int32) -> Int64:
+def _first_unit(name: str, key: ClassKey, pairs: Pairs) -> Int64:
     """Return each pair's first element within a run, after the checks that bound it."""
-    prefill = side.name == "prefill"
-    size = pairs.prefill_block_tokens if prefill else pairs.decode_block_tokens
+    prefill = name == "prefill"
+    if prefill:
+        side, size = key.prefill, pairs.prefill_block_tokens
+        blocks, offsets = pairs.prefill_block, pairs.prefill_offset
+    else:
+        side, size = key.decode, pairs.decode_block_tokens
+        blocks, offsets = pairs.decode_block, pairs.decode_offset
     if size != side.block_tokens:
-        message = f"{side.name} blocks were paired as {size} tokens and have {side.block_tokens}"
+        message = f"{name} blocks were paired as {size} tokens and have {side.block_tokens}"
         raise CoverageError(message)
     if not len(blocks):
         return np.empty(0, np.int64)
@@ -230,14 +238,15 @@ def _first_unit(side: IndexedSide, unit: int, pairs: Pairs, blocks: Int32, offse
     if low < 0 or high >= side.num_blocks:
         reason = Reason.TICKET_INVALID if prefill else Reason.COVERAGE_INCOMPLETE
         block = low if low < 0 else high
-        message = f"{side.name} block {block} is outside of the cache's {side.num_blocks} blocks"
+        message = f"{name} block {block} is outside of the cache's {side.num_blocks} blocks"
         raise PlanError(reason, message)
     end = offsets.astype(np.int64) + pairs.tokens
     if int(offsets.min()) < 0 or int(pairs.tokens.min()) < 1 or int(end.max()) > size:
-        raise CoverageError(f"{side.name} tokens reach out of their block of {size}")
-    units, rest = np.divmod(offsets.astype(np.int64), unit)
+        raise CoverageError(f"{name} tokens reach out of their block of {size}")
+    units, rest = np.divmod(offsets.astype(np.int64), key.unit)
     if rest.any():
-        message = f"tokens start inside of a {side.name} block's unit of {unit} tokens, "
+        message = f"tokens start inside of a {name} block's unit of {key.unit} tokens, "
         raise CoverageError(message + "which can only be moved whole")
-    first: Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
+    per_block, per_unit = side.steps
+    first: Int64 = blocks.astype(np.int64) * per_block + units * per_unit
     return first

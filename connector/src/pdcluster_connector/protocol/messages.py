@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ PROTOCOL_NEWEST = 3
 
 MAX_REQUEST_BYTES = 256 * 1024  # a request carries its engine's layers: 60 bytes each
 MAX_REPLY_BYTES = 64 * 1024 * 1024
+MAX_HEALTH_BYTES = 4096
 MAX_REGIONS_PER_ENGINE = 100_000
 MAX_SEAMS = 65_536
 
@@ -171,17 +173,23 @@ def bounded(raw: bytes, limit: int, decoder: Callable[[bytes], T]) -> T | Malfor
 encode: Callable[[Struct], bytes] = msgspec.msgpack.encode
 encode_health: Callable[[HealthReply], bytes] = msgspec.json.encode
 
-_REPLY = msgspec.msgpack.Decoder(EngineMetadata | Refusal)
-_REQUEST = msgspec.msgpack.Decoder(HandshakeRequest)
-_LEASES = msgspec.msgpack.Decoder(LeaseRequest)
-_LEASES_REPLY = msgspec.msgpack.Decoder(LeaseReply)
-_SHARD = msgspec.msgpack.Decoder(ShardMetadata)
+
+def _parser(kind: type[T], limit: int) -> Callable[[bytes], T | Malformed]:
+    return partial(bounded, limit=limit, decoder=msgspec.msgpack.Decoder(kind).decode)
+
+
+decode_handshake_request = _parser(HandshakeRequest, MAX_REQUEST_BYTES)
+decode_lease_request = _parser(LeaseRequest, MAX_REQUEST_BYTES)
+decode_lease_reply = _parser(LeaseReply, MAX_REQUEST_BYTES)
+decode_shard = _parser(ShardMetadata, MAX_REPLY_BYTES)  # from a worker to its scheduler side
+
 _HEALTH = msgspec.json.Decoder(HealthReply)
+_REPLY = msgspec.msgpack.Decoder(EngineMetadata | Refusal)
 
 
-def decode_handshake_request(raw: bytes) -> HandshakeRequest | Malformed:
-    """Decode ``POST /v1/handshake``'s body."""
-    return bounded(raw, MAX_REQUEST_BYTES, _REQUEST.decode)
+def decode_health(raw: bytes) -> HealthReply | Malformed:
+    """Decode ``GET /healthz``'s JSON body."""
+    return bounded(raw, MAX_HEALTH_BYTES, _HEALTH.decode)
 
 
 def decode_handshake_reply(raw: bytes) -> EngineMetadata | Refusal | Malformed:
@@ -192,23 +200,3 @@ def decode_handshake_reply(raw: bytes) -> EngineMetadata | Refusal | Malformed:
         if regions > MAX_REGIONS_PER_ENGINE:
             return Malformed(f"{regions} regions, more than the {MAX_REGIONS_PER_ENGINE} allowed")
     return reply
-
-
-def decode_lease_request(raw: bytes) -> LeaseRequest | Malformed:
-    """Decode ``POST /v1/leases``'s body."""
-    return bounded(raw, MAX_REQUEST_BYTES, _LEASES.decode)
-
-
-def decode_lease_reply(raw: bytes) -> LeaseReply | Malformed:
-    """Decode the answer to ``POST /v1/leases``."""
-    return bounded(raw, MAX_REQUEST_BYTES, _LEASES_REPLY.decode)
-
-
-def decode_shard(raw: bytes) -> ShardMetadata | Malformed:
-    """Decode what a worker handed to its own engine's scheduler side."""
-    return bounded(raw, MAX_REPLY_BYTES, _SHARD.decode)
-
-
-def decode_health(raw: bytes) -> HealthReply | Malformed:
-    """Decode ``GET /healthz``'s JSON body."""
-    return bounded(raw, 4096, _HEALTH.decode)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, Any, Final
 
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.compat.shape import Count, Identifier, ParallelSize
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.messages import Malformed, Token, bounded
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
@@ -237,14 +237,6 @@ class Ticket(Struct, frozen=True):
         return self.host, self.port
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A ticket that decode must not use, why in one sentence, and nothing else of it."""
-
-    reason: Reason
-    message: str
-
-
 class _Envelope(Struct, frozen=True, array_like=True):
     """The body stays bytes, so that the signature is checked before the body is parsed."""
 
@@ -307,8 +299,8 @@ def encode(ticket: Ticket, keys: TicketKeys | None) -> str:
     return text
 
 
-def decode(text: str, keys: TicketKeys | None, audience: str = "") -> Ticket | Rejected:
-    """Return the ticket in ``text``; whatever ``text`` is, this does not raise.
+def decode(text: str, keys: TicketKeys | None, audience: str = "") -> Ticket | Failure:
+    """Return the ticket in ``text``, or why decode must not use it. Any ``text`` raises nothing.
 
     Args:
         keys: the keys of which one must have signed the ticket. None accepts any ticket, which is
@@ -316,15 +308,15 @@ def decode(text: str, keys: TicketKeys | None, audience: str = "") -> Ticket | R
         audience: the ticket must be meant for it.
     """
     body = _verified(text, keys)
-    if isinstance(body, Rejected):
+    if isinstance(body, Failure):
         return body
     ticket = bounded(body, MAX_TICKET_BYTES, _body)
     if isinstance(ticket, Malformed):
-        return Rejected(Reason.TICKET_INVALID, ticket.message)
+        return Failure(Reason.TICKET_INVALID, ticket.message)
     if not math.isfinite(ticket.expires_at):
-        return Rejected(Reason.TICKET_INVALID, "a ticket whose expires_at is not a finite number")
+        return Failure(Reason.TICKET_INVALID, "a ticket whose expires_at is not a finite number")
     if ticket.audience != audience:
-        return Rejected(
+        return Failure(
             Reason.AUDIENCE_MISMATCH,
             f"the ticket is meant for engines with ticket_audience {ticket.audience!r}; this one "
             f"has {audience!r}",
@@ -332,13 +324,13 @@ def decode(text: str, keys: TicketKeys | None, audience: str = "") -> Ticket | R
     return ticket
 
 
-def _verified(text: str, keys: TicketKeys | None) -> bytes | Rejected:
+def _verified(text: str, keys: TicketKeys | None) -> bytes | Failure:
     """Return the body that one of ``keys`` has signed."""
     envelope = _envelope(text)
     if isinstance(envelope, Malformed):
-        return Rejected(Reason.TICKET_INVALID, envelope.message)
+        return Failure(Reason.TICKET_INVALID, envelope.message)
     if envelope.format != FORMAT:
-        return Rejected(
+        return Failure(
             Reason.TICKET_INVALID,
             f"a ticket of format {envelope.format}; this version reads {FORMAT}: "
             "give the prefill and the decode engine the same connector",
@@ -358,14 +350,14 @@ def _envelope(text: str) -> _Envelope | Malformed:
     return bounded(raw, MAX_TICKET_BYTES, _ENVELOPE.decode)
 
 
-def _stranger(envelope: _Envelope) -> Rejected:
+def _stranger(envelope: _Envelope) -> Failure:
     if not envelope.signature:
-        return Rejected(
+        return Failure(
             Reason.UNSIGNED,
             "the ticket is not signed, and this engine has a ticket key; start the prefill engine "
             "with the same ticket_key_file",
         )
-    return Rejected(
+    return Failure(
         Reason.FORGED,
         "none of this engine's ticket keys made the ticket's signature: the ticket was changed on "
         "its way, or the prefill engine has another ticket_key_file",

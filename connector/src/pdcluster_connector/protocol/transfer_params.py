@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.protocol.ticket import Rejected, Ticket, decode, encode
+from pdcluster_connector.protocol.failure import Failure
+from pdcluster_connector.protocol.ticket import Ticket, decode, encode
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 
 MOST_IDS_FOR_ROUTERS = 4096
@@ -45,21 +46,21 @@ def kv_transfer_params(ticket: Ticket, keys: TicketKeys | None) -> dict[str, Any
 
 def ticket_of(
     params: Mapping[str, Any] | None, keys: TicketKeys | None, audience: str = ""
-) -> Ticket | Rejected | None:
+) -> Ticket | Failure | None:
     """Return the ticket that a request came with; None when none was meant.
 
     ``params`` is the client's JSON: ``do_remote_prefill`` decides whether KV waits elsewhere, and
-    then a missing or wrong ticket is Rejected. :func:`ticket.decode` says what ``keys`` and
+    then a missing or wrong ticket is a Failure. :func:`ticket.decode` says what ``keys`` and
     ``audience`` are.
     """
     if not isinstance(params, Mapping) or params.get("do_remote_prefill") is not True:
         return None
     text = params.get("ticket")
     if text is None:
-        return Rejected(Reason.TICKET_INVALID, "do_remote_prefill without a ticket")
+        return Failure(Reason.TICKET_INVALID, "do_remote_prefill without a ticket")
     if not isinstance(text, str):
         why = f"a ticket of type {type(text).__name__}, not a string"
-        return Rejected(Reason.TICKET_INVALID, why)
+        return Failure(Reason.TICKET_INVALID, why)
     return decode(text, keys, audience)
 
 

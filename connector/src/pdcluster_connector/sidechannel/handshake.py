@@ -88,6 +88,39 @@ async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
     return bytes(body[: limit + 1])
 
 
+async def request(
+    session: aiohttp.ClientSession,
+    method: str,
+    path: str,
+    engine_id: str,
+    host: str,
+    port: int,
+    tls: Tls | None,
+    *,
+    timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's own type
+    limit: int,
+    body: bytes | None = None,
+) -> tuple[int, bytes]:
+    """Send one request to the side channel of ``engine_id``.
+
+    Returns:
+        The status, and at most ``limit + 1`` bytes of the body.
+
+    Raises:
+        NETWORK_ERRORS: no answer; ssl.SSLError: the server does not prove that it is the engine.
+        ValueError: the host is not valid in a URL, or no certificate can name the engine.
+    """
+    async with session.request(
+        method,
+        url(host, port, path, secured=tls is not None),
+        data=body,
+        timeout=timeout,
+        allow_redirects=False,
+        **tls_arguments(tls, engine_id),
+    ) as response:
+        return response.status, await read_bounded(response, limit)
+
+
 async def shake_hands(
     session: aiohttp.ClientSession,
     me: Introduction,
@@ -98,16 +131,17 @@ async def shake_hands(
 ) -> EngineMetadata | Failure | TryAgain:
     """Ask ``host:port`` once for the metadata of ``engine_id``, and judge the answer."""
     where = f"{host}:{port}"
+    peer = (engine_id, host, port, tls)
     try:
-        async with session.post(
-            url(host, port, "/v1/handshake", secured=tls is not None),
-            data=me.request(),
+        status, body = await request(
+            session,
+            "POST",
+            "/v1/handshake",
+            *peer,
             timeout=ATTEMPT,
-            allow_redirects=False,
-            **tls_arguments(tls, engine_id),
-        ) as response:
-            status = response.status
-            body = await read_bounded(response, messages.MAX_REPLY_BYTES)
+            limit=messages.MAX_REPLY_BYTES,
+            body=me.request(),
+        )
     except ssl.SSLError as error:
         return Failure(Reason.AUTHENTICATION_FAILED, _not_trusted(where, engine_id, error))
     except NETWORK_ERRORS as error:
@@ -151,19 +185,16 @@ async def ask_health(
 ) -> HealthReply | Failure | TryAgain:
     """Ask ``/healthz`` of ``engine_id`` once, for at most ``seconds``."""
     where = f"{host}:{port}"
+    peer, timeout = (engine_id, host, port, tls), aiohttp.ClientTimeout(total=seconds)
     try:
-        async with session.get(
-            url(host, port, "/healthz", secured=tls is not None),
-            timeout=aiohttp.ClientTimeout(total=seconds),
-            allow_redirects=False,
-            **tls_arguments(tls, engine_id),
-        ) as response:
-            reply = messages.decode_health(await read_bounded(response, 4096))
-            status = response.status
+        status, body = await request(
+            session, "GET", "/healthz", *peer, timeout=timeout, limit=messages.MAX_HEALTH_BYTES
+        )
     except ssl.SSLError as error:
         return Failure(Reason.AUTHENTICATION_FAILED, _not_trusted(where, engine_id, error))
     except (*NETWORK_ERRORS, ValueError) as error:
         return _no_answer(where, error, tls)
+    reply = messages.decode_health(body)
     if status != 200 or isinstance(reply, Malformed):
         return TryAgain(f"{where} answered {status}, which is not the answer of a side channel")
     return reply

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from pdcluster_connector.certificate_files import Tls, tls_arguments
+from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.protocol import messages
-from pdcluster_connector.protocol.addresses import url
 from pdcluster_connector.protocol.lease import Standing
 from pdcluster_connector.protocol.messages import (
     LeaseKey,
@@ -32,7 +31,7 @@ from pdcluster_connector.sidechannel.handshake import (
     NETWORK_ERRORS,
     client_session,
     describe,
-    read_bounded,
+    request,
 )
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
@@ -188,15 +187,18 @@ class LeaseClient:
         if self._session is None:
             self._session = client_session()
         try:
-            async with self._session.post(
-                url(host, port, "/v1/leases", secured=self._tls is not None),
-                data=body,
+            status, raw = await request(
+                self._session,
+                "POST",
+                "/v1/leases",
+                engine_id,
+                host,
+                port,
+                self._tls,
                 timeout=SEND,
-                allow_redirects=False,
-                **tls_arguments(self._tls, engine_id),
-            ) as response:
-                status = response.status
-                raw = await read_bounded(response, messages.MAX_REQUEST_BYTES)
+                limit=messages.MAX_REQUEST_BYTES,
+                body=body,
+            )
         except NETWORK_ERRORS as error:
             logger.debug("leases of %s: %s", engine_id, describe(error))
             return "retry"

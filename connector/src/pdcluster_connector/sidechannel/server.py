@@ -344,7 +344,7 @@ class SideChannelServer:
         if self._tls is None or not self._tls.named:
             return None
         transport = request.transport
-        return names_in(transport and transport.get_extra_info("peercert"))
+        return names_in(None if transport is None else transport.get_extra_info("peercert"))
 
 
 async def _body(request: web.Request) -> bytes:

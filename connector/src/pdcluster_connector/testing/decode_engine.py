@@ -10,7 +10,7 @@ from typing import Any
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
 from pdcluster_connector.protocol.failure import Failure
-from pdcluster_connector.protocol.ticket import Rejected, Ticket
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.protocol.transfer_params import ticket_of
 from pdcluster_connector.sidechannel.lease_client import LeaseClient
@@ -109,7 +109,7 @@ class DecodeEngine:
         """
         fetch = Fetch(seed, tokens, [])
         ticket = ticket_of(params, self._keys)
-        if isinstance(ticket, Rejected):
+        if isinstance(ticket, Failure):
             fetch.failure = Failure(ticket.reason, ticket.message)
         elif ticket is None or ticket.prompt_digest != digest_of(seed):
             fetch.failure = Failure(Reason.TICKET_INVALID, "the ticket is of another prompt")

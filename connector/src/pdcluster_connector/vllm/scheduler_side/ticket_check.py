@@ -14,8 +14,9 @@ from typing import Final
 from vllm.v1.request import Request
 
 from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.prompt_outcomes import LocalReason
-from pdcluster_connector.protocol.ticket import Rejected, Ticket
+from pdcluster_connector.protocol.ticket import Ticket
 from pdcluster_connector.protocol.ticket_keys import TicketKeys
 from pdcluster_connector.protocol.transfer_params import ticket_of
 from pdcluster_connector.vllm.scheduler_side.decode_leases import DecodeLeases
@@ -70,7 +71,7 @@ class TicketCheck:
         ticket = ticket_of(request.kv_transfer_params, keys, self._audience)
         if ticket is None:
             return Incoming(None, Stage.SETTLED, LocalReason.NO_TICKET.value)
-        if isinstance(ticket, Rejected):
+        if isinstance(ticket, Failure):
             return Incoming(None, Stage.SETTLED, ticket.reason.value, ticket.message)
         incoming = Incoming(ticket, Stage.WAITING, self._objection(request, ticket))
         if keys is not None:
