@@ -6,12 +6,13 @@ import json
 import logging
 
 import pytest
+from aiohttp import web
 from loopback_engines import DECODE, PREFILL, SHAPE, shards_of
 from msgspec.structs import replace
 
 from pdcluster_connector.protocol import messages as m
 from pdcluster_connector.protocol.engine_id import engine_name
-from pdcluster_connector.sidechannel.answers import Answer, Answers
+from pdcluster_connector.sidechannel.answers import Answers
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 
 LEASE = ("r", 7)
@@ -27,7 +28,7 @@ def asked(oldest: int = 3, newest: int = 3) -> bytes:
     return m.encode(m.HandshakeRequest((oldest, newest), DECODE, SHAPE, (0, 0)))
 
 
-def refusal(answer: Answer) -> m.Refusal:
+def refusal(answer: web.Response) -> m.Refusal:
     found = m.decode_handshake_reply(answer.body)
     assert isinstance(found, m.Refusal)
     return found
@@ -47,7 +48,7 @@ def test_before_the_memory_is_registered_a_handshake_may_be_tried_again() -> Non
     engine = answers()
     engine.set_shards(())
     answer = engine.handshake(asked(), None)
-    assert answer == Answer(503, b"the engine's memory is not registered yet", "text/plain")
+    assert answer == web.Response(503, b"the engine's memory is not registered yet", "text/plain")
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ from transfer_rig import Prefill
 from turn_by_turn import LEASE, PROBE_SECONDS, Bench
 
 from pdcluster_connector.compat.reasons import Reason
-from pdcluster_connector.nixl_io.reading_agent import PROBE_SLOTS
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.transfer import connections as connections_module
 from pdcluster_connector.transfer import probing as probing_module
 from pdcluster_connector.transfer.job import HANDSHAKE_GRACE_SECONDS
-from pdcluster_connector.transfer.probing import NO_ROOM
+from pdcluster_connector.transfer.probing import NO_ROOM, PROBE_SLOTS
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ that stops a transfer that is under way.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from pdcluster_connector.nixl_io.interface import (
     NixlError,
     NixlErrorKind,
 )
-from pdcluster_connector.nixl_io.serving_agent import PROBE_BYTES, WARM_UP_BYTES, word_rows
+from pdcluster_connector.nixl_io.serving_agent import word_rows
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.held_blocks import groups_of
 from pdcluster_connector.plan.peer_plan import PeerPlan, SourcePlan
@@ -36,8 +35,6 @@ from pdcluster_connector.protocol.messages import (
     ShardMetadata,
 )
 
-WARM_UP_SLOTS = 1024
-PROBE_SLOTS = 2
 FIRST: NDArray[np.int32] = np.zeros(1, np.int32)
 
 
@@ -151,61 +148,11 @@ class ProbeResult:
         return self.nbytes / seconds if seconds > 0 else 0.0
 
 
-class Scratch:
-    """Registered host memory that warm-ups and probes are read into, in slots.
-
-    A slot is given back only when no transfer can write into it any more.
-    """
-
-    def __init__(self) -> None:
-        # Zeros of the kernel's, which cost no time before they are used.
-        size = WARM_UP_SLOTS * WARM_UP_BYTES + PROBE_SLOTS * PROBE_BYTES
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._bytes = np.frombuffer(mmap.mmap(-1, size, flags=private), np.uint8)
-        self.reset()
-
-    @property
-    def memory(self) -> MemoryRange:
-        """Return the range to register."""
-        return MemoryRange(self._bytes.ctypes.data, self._bytes.nbytes)
-
-    def reset(self) -> None:
-        """Take all slots back: the agent that could write into them is destroyed."""
-        probes = WARM_UP_SLOTS * WARM_UP_BYTES
-        self._free = {
-            WARM_UP_BYTES: list(range(0, probes, WARM_UP_BYTES)),
-            PROBE_BYTES: list(range(probes, self._bytes.nbytes, PROBE_BYTES)),
-        }
-
-    def take(self, size: int) -> int | None:
-        """Return the offset of a free slot of ``size`` bytes; None when all are taken."""
-        free = self._free[size]
-        return free.pop() if free else None
-
-    def give_back(self, size: int, offset: int) -> None:
-        """Return a slot."""
-        self._free[size].append(offset)
-
-    def view(self, offset: int, length: int) -> NDArray[np.uint8]:
-        """Return the bytes of a slot."""
-        return self._bytes[offset : offset + length]
-
-    def row(self, offset: int, length: int) -> Rows:
-        """Return the descriptor list of a slot."""
-        return one_row(self._bytes.ctypes.data + offset, length, 0)
-
-
-def one_row(address: int, length: int, device: int) -> Rows:
-    """Return a strided descriptor list of one element."""
-    return np.array([[address, length, device, length, 1]], np.uint64)
-
-
 class ReadingAgent:
     """Owns one NIXL agent. Every method may raise NixlError; one thread calls them.
 
     Args:
-        memory: what to register for reading into, beside ``scratch``.
-        scratch: where probes are read into.
+        memory: what to register for reading into.
         fence_words: the descriptor list of the memory that lease words are read into.
     """
 
@@ -213,14 +160,12 @@ class ReadingAgent:
         self,
         make_agent: Callable[[], AgentInterface],
         memory: Sequence[MemoryRange],
-        scratch: Scratch,
         fence_words: Rows,
     ) -> None:
         self._nixl = make_agent()
-        self._scratch = scratch
         self._peers: dict[str, int] = {}  # agent name -> connections that use it
         try:
-            self._nixl.register([*memory, scratch.memory])
+            self._nixl.register(memory)
             self._words = self._nixl.prepare(None, fence_words, Memory.DRAM)
         except NixlError:
             self._nixl.close()
@@ -285,16 +230,18 @@ class ReadingAgent:
             with suppress(NixlError):
                 self._nixl.remove_peer(peer)
 
-    def probe_lists(self, source: Source, offset: int, length: int) -> tuple[Dlist, Dlist]:
-        """Prepare a read of the first ``length`` probe bytes into a scratch slot.
+    def probe_lists(self, source: Source, into: NDArray[np.uint8]) -> tuple[Dlist, Dlist]:
+        """Prepare a read of the first probe bytes, as many as ``into`` has; it is registered.
 
         Returns the local and the remote list; the caller releases them.
         """
         region = source.probe
-        row = one_row(region.address, length, region.device)
+        row = _one_row(region.address, into.nbytes, region.device)
         remote = self._nixl.prepare(source.peer, row, region.memory)
         try:
-            local = self._nixl.prepare(None, self._scratch.row(offset, length), Memory.DRAM)
+            local = self._nixl.prepare(
+                None, _one_row(into.ctypes.data, into.nbytes, 0), Memory.DRAM
+            )
         except NixlError:
             self.release_dlists([remote])
             raise
@@ -317,3 +264,8 @@ class ReadingAgent:
             AgentSurvivedError: it could not be destroyed.
         """
         self._nixl.close()
+
+
+def _one_row(address: int, length: int, device: int) -> Rows:
+    """Return a strided descriptor list of one element."""
+    return np.array([[address, length, device, length, 1]], np.uint64)

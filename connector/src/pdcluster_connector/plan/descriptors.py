@@ -35,6 +35,7 @@ class Side:
         unit_stride: bytes from one unit to the next in a block; 0 if a block is one unit.
         units: units in a block.
         device: device index.
+        steps: how far a run's flattened index moves from block to block, and from unit to unit.
     """
 
     num_blocks: int
@@ -43,16 +44,12 @@ class Side:
     unit_stride: int
     units: int
     device: int
+    steps: tuple[int, int]
 
     @property
     def dense(self) -> bool:
         """Tell whether blocks continue the units' stride, so that one row holds all of them."""
         return self.block_stride == self.units * self.unit_stride
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Return how far a run's flattened index moves per block and per unit."""
-        return (self.units, 1) if self.dense else (1, self.num_blocks)
 
     @property
     def elements(self) -> int:
@@ -180,6 +177,7 @@ def _side(region: Region, unit: int) -> Side:
         unit_stride=stride,
         units=units,
         device=region.device,
+        steps=(units, 1) if region.block_stride == units * stride else (1, region.num_blocks),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a side channel answers: to whom, and in which words. It knows nothing of HTTP's sockets.
+"""What a side channel answers: to whom, and in which words.
 
 Peers learn from these answers how to read KV memory. So with TLS, what a peer says of itself has to
 fit the names in its certificate.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from aiohttp import web
 
 from pdcluster_connector.compat import rules
 from pdcluster_connector.compat.reasons import Reason
@@ -27,19 +28,8 @@ from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 
 logger = logging.getLogger(__name__)
 
-MSGPACK = "application/msgpack"
-TEXT = "text/plain"
 # The DNS names of a client's certificate; None where nobody is asked for one.
 Names = tuple[str, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One HTTP answer."""
-
-    status: int
-    body: bytes
-    content_type: str = MSGPACK
 
 
 class Answers:
@@ -91,12 +81,12 @@ class Answers:
         }
         self._shards = tuple(shards)
 
-    def health(self) -> Answer:
+    def health(self) -> web.Response:
         """Say which incarnation listens here."""
         reply = messages.HealthReply(self._engine_id, self._role, len(self._shards))
-        return Answer(200, messages.encode_health(reply), "application/json")
+        return web.Response(body=messages.encode_health(reply), content_type="application/json")
 
-    def handshake(self, body: bytes, names: Names) -> Answer:
+    def handshake(self, body: bytes, names: Names) -> web.Response:
         """Give the engine's metadata to a decode engine that can read its KV."""
         asked = messages.decode_handshake_request(body)
         if isinstance(asked, Malformed):
@@ -108,12 +98,12 @@ class Answers:
             logger.warning(
                 "handshake of %s refused: %s: %s", asked.engine_id, refusal.reason, refusal.message
             )
-            return Answer(409, messages.encode(refusal))
+            return _packed(409, messages.encode(refusal))
         if not self._shards:
             return _text(503, "the engine's memory is not registered yet")
-        return Answer(200, self._metadata[min(asked.protocols[1], messages.PROTOCOL_NEWEST)])
+        return _packed(200, self._metadata[min(asked.protocols[1], messages.PROTOCOL_NEWEST)])
 
-    def lease(self, body: bytes, names: Names) -> Answer:
+    def lease(self, body: bytes, names: Names) -> web.Response:
         """Take a decode engine's releases and renewals in."""
         asked = messages.decode_lease_request(body)
         if isinstance(asked, Malformed):
@@ -127,10 +117,10 @@ class Answers:
                 self._engine_id,
                 asked.engine_id,
             )
-            return Answer(409, messages.encode(refusal))
+            return _packed(409, messages.encode(refusal))
         if self._leases is None:
             return _text(404, "this engine grants no leases")
-        return Answer(200, messages.encode(self._leases.answer(asked)))
+        return _packed(200, messages.encode(self._leases.answer(asked)))
 
     def refusal(self, asked: HandshakeRequest) -> Refusal | None:
         """Return why the two engines cannot exchange KV; None if they can."""
@@ -157,7 +147,7 @@ class Answers:
             logger.warning("a %s was refused: %s", what, why)
         return why
 
-    def _malformed(self, why: Malformed) -> Answer:
+    def _malformed(self, why: Malformed) -> web.Response:
         self._malformed_messages += 1
         number = self._malformed_messages
         if number & (number - 1) == 0:  # 1, 2, 4, 8 ...
@@ -165,5 +155,10 @@ class Answers:
         return _text(400, why.message)
 
 
-def _text(status: int, text: str) -> Answer:
-    return Answer(status, text.encode("utf-8", "replace"), TEXT)
+def _packed(status: int, body: bytes) -> web.Response:
+    return web.Response(status=status, body=body, content_type="application/msgpack")
+
+
+def _text(status: int, text: str) -> web.Response:
+    body = text.encode("utf-8", "replace")
+    return web.Response(status=status, body=body, content_type="text/plain")

@@ -30,7 +30,7 @@ from pdcluster_connector.protocol import messages
 from pdcluster_connector.protocol.engine_id import names_in
 from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.messages import ShardMetadata
-from pdcluster_connector.sidechannel.answers import Answer, Answers, Names
+from pdcluster_connector.sidechannel.answers import Answers, Names
 from pdcluster_connector.sidechannel.lease_desk import LeaseDesk
 from pdcluster_connector.sidechannel.loop_thread import LoopThread
 
@@ -213,15 +213,11 @@ class SideChannelServer:
 
     Args:
         host, port: where to listen; port 0 takes any free one (see :attr:`port`).
-        engine_id: this engine's incarnation.
-        shape: this engine's shape, all fields known.
+        engine_id, shape, leases, role, lease_seconds, versions: as in :class:`Answers`.
         shards: metadata of every rank; empty until :meth:`set_shards`, handshakes are then
             answered with 503, which peers retry.
-        leases: what answers releases and renewals; None refuses them (a decode engine).
         tls: serve HTTPS to peers with a certificate; None for plain HTTP.
         allow_insecure: listen on an address that is not loopback, without TLS.
-        lease_seconds: how long this engine holds blocks for a peer.
-        versions: named versions to tell peers, for people to read.
     """
 
     def __init__(
@@ -331,13 +327,13 @@ class SideChannelServer:
             self._guard.ended(request.protocol)
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        return _response(self._answers.health())
+        return self._answers.health()
 
     async def _handshake(self, request: web.Request) -> web.Response:
-        return _response(self._answers.handshake(await _body(request), self._names(request)))
+        return self._answers.handshake(await _body(request), self._names(request))
 
     async def _lease(self, request: web.Request) -> web.Response:
-        return _response(self._answers.lease(await _body(request), self._names(request)))
+        return self._answers.lease(await _body(request), self._names(request))
 
     def _names(self, request: web.Request) -> Names:
         """Return the names in the client's certificate; None where names do not count."""
@@ -357,7 +353,3 @@ async def _body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout from None
-
-
-def _response(answer: Answer) -> web.Response:
-    return web.Response(status=answer.status, body=answer.body, content_type=answer.content_type)

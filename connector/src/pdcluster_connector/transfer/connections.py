@@ -107,8 +107,11 @@ class Connections:
         if self._agent is None:
             self._agent = ReadingAgent(
                 self._make_agent,
-                [*self._memory, self.fence_words.memory],
-                self._probing.scratch,
+                [
+                    *self._memory,
+                    self.fence_words.memory,
+                    *(slots.memory for slots in self._probing.scratch.values()),
+                ],
                 self.fence_words.rows,
             )
         return self._agent

@@ -8,6 +8,7 @@ earlier proves nothing. ``receives.py`` has the reads posted, and reports the jo
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import sys
 from collections import deque
@@ -16,11 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import Indices, MemoryRange
 from pdcluster_connector.nixl_io.reading_agent import Connection
-from pdcluster_connector.nixl_io.serving_agent import word_rows
+from pdcluster_connector.nixl_io.serving_agent import WORD_BYTES
 from pdcluster_connector.plan.descriptors import Rows
 from pdcluster_connector.plan.errors import PlanError
 from pdcluster_connector.plan.held_blocks import EngineBlocks, GroupBlocks
@@ -200,25 +202,29 @@ def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:
     return None
 
 
-class FenceWords:
-    """Registered host memory that lease words are read into, in slots.
+class Slots:
+    """Registered host memory that reads go into, in ``count`` slots of ``size`` bytes.
 
     A slot is given back only when no transfer can write into it any more.
     """
 
-    def __init__(self) -> None:
-        self._words = np.zeros(FENCE_WORDS, np.uint64)
+    def __init__(self, size: int, count: int) -> None:
+        # The kernel gives zeros, and only when they are used.
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = np.frombuffer(mmap.mmap(-1, size * count, flags=private), np.uint8)
+        self._bytes = memory.reshape(count, size)
         self.reset()
 
     @property
     def memory(self) -> MemoryRange:
         """Return the range to register."""
-        return MemoryRange(self._words.ctypes.data, self._words.nbytes)
+        return MemoryRange(self._bytes.ctypes.data, self._bytes.nbytes)
 
     @property
     def rows(self) -> Rows:
-        """Return the descriptor list; a slot is the index of its word."""
-        return word_rows(self._words.ctypes.data, len(self._words))
+        """Return the descriptor list of all slots; a slot is the index of its descriptor."""
+        count, size = self._bytes.shape
+        return np.array([[self._bytes.ctypes.data, size, 0, size, count]], np.uint64)
 
     @property
     def free(self) -> int:
@@ -227,23 +233,38 @@ class FenceWords:
 
     def reset(self) -> None:
         """Take all slots back: the agent that could write into them is destroyed."""
-        self._free = list(range(len(self._words)))
+        self._free = list(range(len(self._bytes)))
 
     def take(self) -> int | None:
-        """Return a free slot, which holds no lease word now; None when all are taken."""
-        if not self._free:
-            return None
-        slot = self._free.pop()
-        self._words[slot] = CLEARED  # this job may have read its word into it before
-        return slot
+        """Return a free slot; None when all are taken."""
+        return self._free.pop() if self._free else None
 
     def give_back(self, slot: int) -> None:
         """Return a slot."""
         self._free.append(slot)
 
+    def view(self, slot: int) -> NDArray[np.uint8]:
+        """Return the bytes of a slot."""
+        found: NDArray[np.uint8] = self._bytes[slot]
+        return found
+
+
+class FenceWords(Slots):
+    """Registered host memory that lease words are read into, one in each slot."""
+
+    def __init__(self) -> None:
+        super().__init__(WORD_BYTES, FENCE_WORDS)
+
+    def take(self) -> int | None:
+        """Return a free slot, which holds no lease word now; None when all are taken."""
+        slot = super().take()
+        if slot is not None:  # this job may have read its word into it before
+            self.view(slot).view(np.uint64)[:] = CLEARED
+        return slot
+
     def read(self, slot: int) -> int:
         """Return the lease word that was read into a slot."""
-        return int(self._words[slot])
+        return int(self.view(slot).view(np.uint64)[0])
 
 
 def plan_fence(job: Job, connection: Connection, words: FenceWords) -> Failure | None:

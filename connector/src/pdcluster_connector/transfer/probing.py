@@ -16,7 +16,6 @@ from pdcluster_connector.nixl_io.reading_agent import (
     Connection,
     ProbeResult,
     ReadingAgent,
-    Scratch,
     Source,
     SourceProbe,
 )
@@ -28,6 +27,7 @@ from pdcluster_connector.nixl_io.serving_agent import (
 )
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
+from pdcluster_connector.transfer.job import Slots
 from pdcluster_connector.transfer.transfers import release
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class ProbeRun:
     ``done`` is called exactly once, ``seconds`` after the first read at the latest. While KV lands
     from the same source, the probe may be queued behind it, so the seconds count from the last KV.
     While KV is under way and does not land, they are at least BEHIND_KV_SECONDS. The run goes on
-    until none of its transfers can write any more. Only then is its scratch slot free.
+    until none of its transfers can write any more. Only then is its slot free.
 
     A ``check`` is a run over a connection in use. It leaves out sources from which KV has landed
     within the last RECENT_SECONDS.
@@ -58,7 +58,7 @@ class ProbeRun:
         self,
         agent: ReadingAgent,
         connection: Connection,
-        scratch: Scratch,
+        slots: Slots,
         *,
         size: int,
         seconds: float,
@@ -74,11 +74,11 @@ class ProbeRun:
         self._reading: Source | None = None
         self._since = 0.0  # when the present source's read began
         self._agent = agent
-        self._scratch = scratch
+        self._slots = slots
         self._size = size
         self._clock = clock
         self._done = done
-        self._offset = scratch.take(size)
+        self._slot = slots.take()
         self._probes: list[SourceProbe] = []
         self._stuck = False
         self._steps = self._run()
@@ -102,8 +102,8 @@ class ProbeRun:
             if not self.reported:
                 self._watch_the_time()
         if over:
-            if self._offset is not None:
-                self._scratch.give_back(self._size, self._offset)
+            if self._slot is not None:
+                self._slots.give_back(self._slot)
             self.connection.transfers -= 1
         return not over
 
@@ -131,7 +131,7 @@ class ProbeRun:
             self._done(connection, result)
 
     def _run(self) -> Iterator[None]:
-        if self._offset is None:
+        if self._slot is None:
             self.report(NO_ROOM)
             return
         for source in self.connection.sources:
@@ -156,10 +156,10 @@ class ProbeRun:
         self.report(None)
 
     def _read(self, source: Source, length: int) -> Iterator[None]:
-        assert self._offset is not None  # noqa: S101 - checked by _run
-        found = self._scratch.view(self._offset, length)
+        assert self._slot is not None  # noqa: S101 - checked by _run
+        found = self._slots.view(self._slot)[:length]
         found[:] = 0
-        lists = self._agent.probe_lists(source, self._offset, length)
+        lists = self._agent.probe_lists(source, found)
         started = self._clock()
         handle, flying = None, True
         try:
@@ -185,6 +185,8 @@ class ProbeRun:
 
 
 MAX_PROBES = 1024
+WARM_UP_SLOTS = 1024
+PROBE_SLOTS = 2
 
 
 class Probing:
@@ -198,7 +200,7 @@ class Probing:
         probe_seconds, check_seconds: how long one may take.
 
     Attributes:
-        scratch: the memory that they read into.
+        scratch: the memory that they read into, by the size of a slot.
         runs: reads that have to be polled.
         waiting: probes that wait for their turn.
     """
@@ -221,7 +223,10 @@ class Probing:
         self._clock = clock
         self._probe_seconds = probe_seconds
         self._check_seconds = check_seconds
-        self.scratch = Scratch()
+        self.scratch = {
+            WARM_UP_BYTES: Slots(WARM_UP_BYTES, WARM_UP_SLOTS),
+            PROBE_BYTES: Slots(PROBE_BYTES, PROBE_SLOTS),
+        }
         self.runs: list[ProbeRun] = []
         self.waiting: dict[Future[ProbeResult], EngineMetadata] = {}
         self._probe: tuple[ProbeRun, Future[ProbeResult]] | None = None  # the one under way
@@ -305,7 +310,8 @@ class Probing:
                 run.report(failure if final else None)  # unknown; the next check will tell
             run.reported = True
         self._probe = None
-        self.scratch.reset()
+        for slots in self.scratch.values():
+            slots.reset()
         while final and self.waiting:
             future, metadata = self.waiting.popitem()
             answer(future, ProbeResult(metadata.engine_id, (), failure))
@@ -367,7 +373,7 @@ class Probing:
         run = ProbeRun(
             self._agent(),
             connection,
-            self.scratch,
+            self.scratch[size],
             size=size,
             seconds=self._check_seconds if check else self._probe_seconds,
             clock=self._clock,
