@@ -48,7 +48,8 @@ def test_before_the_memory_is_registered_a_handshake_may_be_tried_again() -> Non
     engine = answers()
     engine.set_shards(())
     answer = engine.handshake(asked(), None)
-    assert answer == web.Response(503, b"the engine's memory is not registered yet", "text/plain")
+    assert (answer.status, answer.content_type) == (503, "text/plain")
+    assert answer.body == b"the engine's memory is not registered yet"
 
 
 @pytest.mark.parametrize(
