@@ -3,7 +3,7 @@
 ``transfer/receive.py`` decides what comes next for a receive; this module carries it out.
 
 The way of one receive: :meth:`Receives.receive` starts its machine, which asks for a connection;
-``_connect`` finds one, or has :class:`Connecting` make one; ``_prepare`` has the reads planned;
+``_connect`` finds one, or has :class:`Connections` make one; ``_prepare`` has the reads planned;
 :class:`Transfers` posts and polls them; ``_report`` hands the result over. ``_tell`` carries out
 what the machine decides.
 
