@@ -18,7 +18,7 @@ from pdcluster_connector.plan.request import plan_request, units
 
 # A plan in which the first groups of both sides hold the same layers.
 PAIRED: Any = SimpleNamespace(
-    sources=[SimpleNamespace(classes=[SimpleNamespace(groups=(0, 0), unit=1)])]
+    sources=[SimpleNamespace(classes=[SimpleNamespace(key=SimpleNamespace(groups=(0, 0), unit=1))])]
 )
 KINDS = (LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.MLA)
 
