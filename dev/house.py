@@ -34,11 +34,11 @@ from pdcluster_operator.api.conditions import ConditionType, StatusReason, set_c
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import ConnectorBundle, Observed
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import observe_pairs
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.status.link_conditions import links_established
+from pdcluster_operator.plan.status.conditions import links_established
+from pdcluster_operator.plan.types import ConnectorBundle, Observed
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {part: ROOT / part / "src" for part in ("operator", "connector")}

@@ -19,7 +19,7 @@ from cryptography import x509
 from bench_operator.watching import events
 from pdcluster_connector.certificate_files import TlsFiles, server_context
 from pdcluster_connector.protocol.engine_id import OPERATOR_NAME, engine_name, names_in
-from pdcluster_operator.plan.builders.certificates import AUTHORITY_FILE
+from pdcluster_operator.plan.builders.secrets import AUTHORITY_FILE
 
 SELECTOR = "app.kubernetes.io/component=certificates"
 

@@ -19,9 +19,8 @@ from typing import Any
 
 from pdcluster_operator.plan.forecast.world import World
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import ConnectorBundle, Observed
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.stages import stages
+from pdcluster_operator.plan.types import ConnectorBundle, Observed, stages
 
 PLANS = {1: 200, 64: 20}
 """How many plans are measured, by engines of each role."""

@@ -30,7 +30,7 @@ from pdcluster_operator.api.object_names import HTTP_PORT, LAUNCHER_PORT, SIDE_C
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
 from pdcluster_operator.local.cluster import LocalCluster
-from pdcluster_operator.plan.builders.certificates import has_certificates
+from pdcluster_operator.plan.builders.secrets import has_certificates
 from waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]

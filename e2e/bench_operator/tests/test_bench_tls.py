@@ -17,7 +17,7 @@ from pdcluster_operator.adapters.engine_authority import EngineAuthority, with_c
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.model import WriteCertificates
+from pdcluster_operator.plan.types import WriteCertificates
 from pdcluster_operator.runtime.errors import LauncherError
 
 ENGINE, OTHER = "bench.c-1.prefill.7f9c4.0", "bench.c-1.decode.7f9c4.0"

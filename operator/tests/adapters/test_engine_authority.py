@@ -30,7 +30,7 @@ from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.labels import CERTIFICATES_HASH_ANNOTATION
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.model import HeldCertificates, WriteCertificates
+from pdcluster_operator.plan.types import HeldCertificates, WriteCertificates
 from pdcluster_operator.runtime.errors import LauncherError
 
 NOW = time.time()

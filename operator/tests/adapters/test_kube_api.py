@@ -19,8 +19,10 @@ from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.conditions import ConditionType, set_conditions, yes
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
-from pdcluster_operator.plan.children.name_conflicts import NAME_CONFLICT
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
+from pdcluster_operator.plan.objects.drift import is_applied
+from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import (
     Apply,
     ConnectorBundle,
     Delete,
@@ -31,8 +33,6 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.objects.drift import is_applied
-from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid, NamespaceTerminating
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store

@@ -30,8 +30,8 @@ from pdcluster_operator.api.object_names import LAUNCHER_PORT
 from pdcluster_operator.api.rules.validate import review
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.controllers import Workloads
-from pdcluster_operator.plan.forecast.healthy import running
-from pdcluster_operator.plan.model import ConnectorBundle, Event
+from pdcluster_operator.plan.forecast.world import running
+from pdcluster_operator.plan.types import ConnectorBundle, Event
 from pdcluster_operator.runtime import control_loop
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.queue import Backoff

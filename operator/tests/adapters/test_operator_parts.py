@@ -45,7 +45,7 @@ from pdcluster_operator.api.object_names import connector_name
 from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.cli import operator as command
 from pdcluster_operator.cli.operator import JsonLines
-from pdcluster_operator.plan.children.deletions import MANAGED_KINDS
+from pdcluster_operator.plan.children import MANAGED_KINDS
 from pdcluster_operator.runtime.store import Store
 
 

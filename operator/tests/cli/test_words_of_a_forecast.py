@@ -15,7 +15,7 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.cli.against import _ask, _show_course, in_words
 from pdcluster_operator.cli.exits import Exit
 from pdcluster_operator.plan.forecast.course import Course, Replaced, Round
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.types import (
     Apply,
     Delete,
     RestartPod,

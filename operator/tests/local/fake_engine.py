@@ -12,7 +12,7 @@ import io
 import textwrap
 import zipfile
 
-from pdcluster_operator.plan.model import ConnectorBundle
+from pdcluster_operator.plan.types import ConnectorBundle
 
 PROGRAM = textwrap.dedent("""
     import http.server, json, os, pathlib, signal, ssl, subprocess, sys, threading, time

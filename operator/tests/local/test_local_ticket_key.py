@@ -12,9 +12,9 @@ from manifests import tiny
 from pdcluster_connector.protocol.ticket_keys import parse_keys
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.volumes import volume_folder
-from pdcluster_operator.plan.builders.ticket_key import TICKET_KEY_FILE, TICKET_KEY_VOLUME
-from pdcluster_operator.plan.model import Apply, Observed, WriteTicketKey
+from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE, TICKET_KEY_VOLUME
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import Apply, Observed, WriteTicketKey
 from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 
 

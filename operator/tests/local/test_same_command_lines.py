@@ -25,8 +25,8 @@ from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet.kubelet import Kubelet, PodRun
 from pdcluster_operator.local.kubelet.translate import Substitutions, expand
 from pdcluster_operator.local.names import Names
-from pdcluster_operator.plan.model import Apply, Observed, WriteCertificates, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import Apply, Observed, WriteCertificates, WriteTicketKey
 from pdcluster_operator.runtime.cluster_secrets import with_a_new_key
 
 

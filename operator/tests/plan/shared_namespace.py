@@ -10,12 +10,12 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.adapters.api_server.kinds import POD, slim
 from pdcluster_operator.api.labels import UNUSED_ANNOTATION
-from pdcluster_operator.plan.model import Delete
-from pdcluster_operator.plan.shared_connectors.connector_mounts import shared_connectors_of
-from pdcluster_operator.plan.shared_connectors.unused_connectors import (
+from pdcluster_operator.plan.connectors import (
     MarkConnector,
+    shared_connectors_of,
     step_for_connector,
 )
+from pdcluster_operator.plan.types import Delete
 
 Step = MarkConnector | Delete
 

@@ -25,9 +25,11 @@ from pdcluster_operator.api.labels import (
     ROTATE_TICKET_KEY_ANNOTATION,
     engine_of,
 )
-from pdcluster_operator.plan.forecast.healthy import ready_engine, running, verified_link
+from pdcluster_operator.plan.connectors import is_shared_connector
+from pdcluster_operator.plan.forecast.world import ready_engine, running, verified_link
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import (
     Apply,
     ConnectorBundle,
     HeldCertificates,
@@ -40,8 +42,6 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
 
 GRACE = 30  # seconds that a pod has to end
 START = 1_800_000_000.0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.plan.model import ConnectorBundle
 from pdcluster_operator.plan.objects.contents import MARK, SHORT, without_contents
-from pdcluster_operator.plan.objects.drift import is_applied
-from pdcluster_operator.plan.objects.rewrites import rewrite_of
+from pdcluster_operator.plan.objects.drift import is_applied, rewrite_of
+from pdcluster_operator.plan.types import ConnectorBundle
 
 CONFIG_MAP = {
     "kind": "ConfigMap",

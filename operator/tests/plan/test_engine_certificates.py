@@ -13,7 +13,7 @@ from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import TLS_LABEL
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import launchers_to_poll
-from pdcluster_operator.plan.observed.lost import LOST_SECONDS
+from pdcluster_operator.plan.observed.pods import LOST_SECONDS
 
 ROLE: dict[str, Any] = {
     "podTemplate": {

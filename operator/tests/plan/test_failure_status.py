@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdcluster_operator.api.conditions import ConditionType
-from pdcluster_operator.plan.status.failed_step import with_failure
+from pdcluster_operator.plan.status.progress import with_failure
 
 NOW = 1_800_000_000.0
 

@@ -12,21 +12,21 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.protocol.launcher_documents import CanaryState, LinkState
 from pdcluster_operator.api.labels import PAIRING_LABEL, ROTATE_TICKET_KEY_ANNOTATION, engine_of
-from pdcluster_operator.plan.builders.certificates import entry_of
-from pdcluster_operator.plan.children.restarts import POD_REVISION_LABEL
+from pdcluster_operator.plan.builders.secrets import entry_of
+from pdcluster_operator.plan.children import POD_REVISION_LABEL
 from pdcluster_operator.plan.forecast.course import Course, forecast, with_rewrites
-from pdcluster_operator.plan.forecast.from_status import reports_in
-from pdcluster_operator.plan.forecast.kubectl_apply import (
+from pdcluster_operator.plan.forecast.user_view import (
     LAST_APPLIED,
     merge_patch,
+    reports_in,
     server_side_manager,
 )
 from pdcluster_operator.plan.forecast.world import GONE, ROUTED, VERIFIED, World
-from pdcluster_operator.plan.model import Apply, Delete, Observed
 from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.observed.pods import is_pod_ready
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.secrets.certificates import certificates_as_due
+from pdcluster_operator.plan.secrets import certificates_as_due
+from pdcluster_operator.plan.types import Apply, Delete, Observed
 
 GPUS = {"transfer": {"device": "CUDA"}, "engine": {"blockSize": 16}}
 

@@ -16,9 +16,9 @@ from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.forecast.course import forecast
-from pdcluster_operator.plan.model import Apply
 from pdcluster_operator.plan.observed.engines import HELD
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import Apply
 
 GANG = {"gang": "Enabled"}
 EXAMPLES = settings().max_examples // 4  # each is dozens of plans

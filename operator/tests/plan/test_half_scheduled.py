@@ -7,7 +7,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import RELEASED_ANNOTATION
-from pdcluster_operator.plan.children import half_scheduled
+from pdcluster_operator.plan import half_scheduled
 
 TIMEOUT = 100
 WORDS = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."

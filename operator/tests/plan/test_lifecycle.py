@@ -13,8 +13,7 @@ from pdcluster_operator.plan.lifecycle import (
     needs_live_check,
     stage_of,
 )
-from pdcluster_operator.plan.model import Apply, Delete, RestartPod, TryOut, WriteTicketKey
-from pdcluster_operator.plan.stages import creates
+from pdcluster_operator.plan.types import Apply, Delete, RestartPod, TryOut, WriteTicketKey, creates
 
 
 def cluster(observed: int | None, available: str = "", generation: int = 2) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.observed.lost import LOST_SECONDS
-from pdcluster_operator.plan.rollout.engine_names import choose_indexes
+from pdcluster_operator.plan.observed.pods import LOST_SECONDS
+from pdcluster_operator.plan.rollout.desired import choose_indexes
 
 
 def indexes(world: SimulatedCluster, role: str = "prefill") -> list[int]:

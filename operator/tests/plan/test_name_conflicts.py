@@ -6,12 +6,12 @@ import copy
 from typing import Any
 
 from pdcluster_operator.plan.builders.connector_configmap import build_connector_configmap
-from pdcluster_operator.plan.children.name_conflicts import (
+from pdcluster_operator.plan.name_conflicts import (
     NAME_CONFLICT,
     STILL_BEING_DELETED,
     why_not_applied,
 )
-from pdcluster_operator.plan.model import ConnectorBundle
+from pdcluster_operator.plan.types import ConnectorBundle
 
 
 def service(*owners: str, **metadata: Any) -> dict[str, Any]:

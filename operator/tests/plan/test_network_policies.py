@@ -6,7 +6,7 @@ import pytest
 from simulated_cluster import manifest
 
 from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.plan.builders.network_policies import (
+from pdcluster_operator.plan.builders.protection import (
     build_engines_policy,
     build_router_policy,
     operator_namespace_in,

@@ -7,7 +7,7 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import yes
 from pdcluster_operator.api.findings import FieldError, Findings
-from pdcluster_operator.plan.status.engine_conditions import accepted, with_warnings
+from pdcluster_operator.plan.status.conditions import accepted, with_warnings
 
 
 def test_accepted_names_the_warnings():

@@ -12,7 +12,7 @@ from pdcluster_operator.api.schema.crd import crd
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
-from pdcluster_operator.plan.builders.router_deployment import bound, build_router_template
+from pdcluster_operator.plan.builders.router import bound, build_router_template
 
 SPEC = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 EVIL = "--trust-remote-code"

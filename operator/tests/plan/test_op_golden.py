@@ -14,8 +14,8 @@ import pytest
 import yaml
 from simulated_cluster import CONNECTOR, START
 
-from pdcluster_operator.plan.model import Apply, Observed, WriteCertificates, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import Apply, Observed, WriteCertificates, WriteTicketKey
 
 HERE = Path(__file__).parent
 SCENARIOS = sorted(path.stem for path in (HERE / "scenarios").glob("*.yaml"))

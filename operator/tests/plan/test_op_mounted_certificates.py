@@ -14,8 +14,8 @@ from simulated_cluster import manifest as cluster
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import Target, launchers_to_poll
-from pdcluster_operator.plan.model import WriteCertificates
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import WriteCertificates
 
 ROLE = {
     "podTemplate": {

@@ -28,8 +28,8 @@ from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.findings import Rule
 from pdcluster_operator.api.schema.status_schema import status_schema
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.secrets.certificates import DAY
-from pdcluster_operator.plan.status.failed_step import with_failure
+from pdcluster_operator.plan.secrets import DAY
+from pdcluster_operator.plan.status.progress import with_failure
 
 STATUS = jsonschema.Draft202012Validator(status_schema())
 

@@ -10,14 +10,14 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_connector.protocol.launcher_documents import PeersDocument, decode_peers, encode_json
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.secrets import DAY
+from pdcluster_operator.plan.types import (
     Apply,
     Delete,
     RestartPod,
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.secrets.certificates import DAY
 
 
 def kinds(plan):

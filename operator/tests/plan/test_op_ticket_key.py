@@ -10,8 +10,8 @@ from simulated_cluster import SimulatedCluster
 from simulated_cluster import manifest as cluster
 
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
-from pdcluster_operator.plan.builders.ticket_key import TICKET_KEY_VOLUME
-from pdcluster_operator.plan.model import WriteTicketKey
+from pdcluster_operator.plan.builders.secrets import TICKET_KEY_VOLUME
+from pdcluster_operator.plan.types import WriteTicketKey
 
 
 def key_steps(world: SimulatedCluster) -> list[WriteTicketKey]:

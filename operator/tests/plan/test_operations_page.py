@@ -13,8 +13,8 @@ from simulated_cluster import CONNECTOR, START
 
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.api.rules.validate import check_manifest
-from pdcluster_operator.plan.model import Apply, Observed
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import Apply, Observed
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "operations.md").read_text()

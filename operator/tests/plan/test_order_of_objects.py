@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from simulated_cluster import SimulatedCluster, copied, manifest
 
-from pdcluster_operator.plan.model import Plan
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import Plan
 
 TWO = {"replicas": 2, "parallelism": {"tensor": 2, "nodes": 2}}
 

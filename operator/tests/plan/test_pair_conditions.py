@@ -13,7 +13,7 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Transfer
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import PairView
-from pdcluster_operator.plan.status.link_conditions import (
+from pdcluster_operator.plan.status.conditions import (
     links_established,
     path_verified,
     transport_healthy,

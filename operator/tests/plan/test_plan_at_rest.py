@@ -16,10 +16,10 @@ from simulated_cluster import SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import Observed
-from pdcluster_operator.plan.observed.lost import LOST_SECONDS, lost_pods
+from pdcluster_operator.plan.observed.pods import LOST_SECONDS, lost_pods
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.secrets.certificates import PERIOD_SECONDS
+from pdcluster_operator.plan.secrets import PERIOD_SECONDS
+from pdcluster_operator.plan.types import Observed
 
 MOST_CALLS = 190
 """There were 150, with any number of engines. In 0.5 ms, CPython calls some 3,000 functions."""

@@ -14,11 +14,11 @@ from simulated_cluster import CheckedMemo, SimulatedCluster, manifest
 from pdcluster_operator.plan import planner
 from pdcluster_operator.plan.builders import connector_configmap
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import Apply
-from pdcluster_operator.plan.objects import drift, rewrites
+from pdcluster_operator.plan.objects import drift
 from pdcluster_operator.plan.observed import links
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.rollout import targets, wanted_children
+from pdcluster_operator.plan.types import Apply
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for module, name in (
         (planner, "check_manifest"),
-        (rewrites, "is_applied"),
+        (drift, "is_applied"),
         (targets, "pairing_key"),
         (targets, "build_engine_pod"),
         (wanted_children, "build_engine_statefulset"),

@@ -22,20 +22,18 @@ from pdcluster_operator.api.object_names import (
     is_connector_name,
     own_connector_name,
 )
-from pdcluster_operator.plan.children.name_conflicts import may_be_taken
-from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, RestartPod
-from pdcluster_operator.plan.objects.drift import stamped
-from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.shared_connectors.connector_mounts import (
-    MOUNTING_KINDS,
-    shared_connectors_of,
-)
-from pdcluster_operator.plan.shared_connectors.forged_connectors import is_forged
-from pdcluster_operator.plan.shared_connectors.unused_connectors import (
+from pdcluster_operator.plan.connectors import (
     KEEP_SECONDS,
+    MOUNTING_KINDS,
     MarkConnector,
+    is_forged,
+    shared_connectors_of,
     step_for_connector,
 )
+from pdcluster_operator.plan.name_conflicts import may_be_taken
+from pdcluster_operator.plan.objects.drift import stamped
+from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import Apply, ConnectorBundle, Delete, RestartPod
 
 OLDER, NEWER = ConnectorBundle("c" * 64, b"older"), ConnectorBundle("d" * 64, b"newer")
 OLD, NEW = "pdcluster-connector-cccccccccccccccc", "pdcluster-connector-dddddddddddddddd"

@@ -8,7 +8,15 @@ import pytest
 from simulated_cluster import START, SimulatedCluster, manifest
 
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.planner import BUSY_SECONDS, make_plan
+from pdcluster_operator.plan.secrets import DAY
+from pdcluster_operator.plan.status.pace import (
+    CROWD,
+    LONGEST_SECONDS,
+    QUIET_SECONDS,
+    wait_before_writing,
+)
+from pdcluster_operator.plan.types import (
     Apply,
     Delete,
     RestartPod,
@@ -16,15 +24,7 @@ from pdcluster_operator.plan.model import (
     TryOut,
     WriteCertificates,
     WriteTicketKey,
-)
-from pdcluster_operator.plan.planner import BUSY_SECONDS, make_plan
-from pdcluster_operator.plan.secrets.certificates import DAY
-from pdcluster_operator.plan.stages import stages
-from pdcluster_operator.plan.status.pace import (
-    CROWD,
-    LONGEST_SECONDS,
-    QUIET_SECONDS,
-    wait_before_writing,
+    stages,
 )
 
 

@@ -16,7 +16,7 @@ from pdcluster_operator.api.rules import extra_args
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.builders import engine_pod
-from pdcluster_operator.plan.model import Apply, ConnectorBundle, Delete, TryOut
+from pdcluster_operator.plan.connectors import shared_connectors_of
 from pdcluster_operator.plan.rollout import targets
 from pdcluster_operator.plan.rollout.changes import (
     changed_fields,
@@ -26,13 +26,13 @@ from pdcluster_operator.plan.rollout.changes import (
     why_replaced,
     with_spec_of_engines,
 )
-from pdcluster_operator.plan.rollout.stored import (
+from pdcluster_operator.plan.rollout.revisions import (
     Revision,
     build_revision,
     revisions_in,
     stored_revisions,
 )
-from pdcluster_operator.plan.shared_connectors.connector_mounts import shared_connectors_of
+from pdcluster_operator.plan.types import Apply, ConnectorBundle, Delete, TryOut
 
 NEWER = ConnectorBundle("d" * 64, b"newer")
 OLD_CONNECTOR = "pdcluster-connector-c0ffee0000000000"

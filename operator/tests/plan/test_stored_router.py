@@ -12,9 +12,9 @@ from simulated_cluster import SimulatedCluster, manifest
 from valid_specs import manifests
 
 from pdcluster_operator.api.spec.parse import parse_cluster
-from pdcluster_operator.plan.builders import router_deployment
-from pdcluster_operator.plan.model import Apply, ConnectorBundle
+from pdcluster_operator.plan.builders import router
 from pdcluster_operator.plan.rollout import stored_router
+from pdcluster_operator.plan.types import Apply, ConnectorBundle
 
 RENDERED = "pdcluster.dev/rendered"
 NEWER = ConnectorBundle("d" * 64, b"newer")
@@ -63,7 +63,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def upgrade(later: pytest.MonkeyPatch) -> None:
-    later.setattr(router_deployment, "PROBE_SECONDS", 9)
+    later.setattr(router, "PROBE_SECONDS", 9)
 
 
 @pytest.mark.parametrize("router", [{}, KEY], ids=["plain", "key"])
@@ -215,9 +215,9 @@ def test_routers_are_made_from_nothing_but_the_parts_that_are_compared(
     parts = {part: drawn["spec"][part] for part in stored_router.PARTS if part in drawn["spec"]}
     alone = {**drawn, "spec": {"model": source, **parts}}
     whole, few = parse_cluster(drawn).cluster, parse_cluster(alone).cluster
-    assert router_deployment.build_router_template(
-        whole, "key", "connector"
-    ) == router_deployment.build_router_template(few, "key", "connector")
+    assert router.build_router_template(whole, "key", "connector") == router.build_router_template(
+        few, "key", "connector"
+    )
 
 
 def test_routers_stay_with_the_connector_of_prefill_when_decode_alone_gets_another() -> None:

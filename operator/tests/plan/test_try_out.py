@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from simulated_cluster import SimulatedCluster, manifest
 
-from pdcluster_operator.plan.model import Delete, TryOut
-from pdcluster_operator.plan.rollout.try_out import refusal
+from pdcluster_operator.plan.rollout.wanted_children import refusal
+from pdcluster_operator.plan.types import Delete, TryOut
 
 LONGER = {"maxModelLen": 512}
 

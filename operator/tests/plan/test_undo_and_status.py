@@ -12,7 +12,7 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.rollout.announce import announce
 from pdcluster_operator.plan.rollout.changes import spec_of_engines, with_spec_of_engines
 from pdcluster_operator.plan.rollout.undo import undo
-from pdcluster_operator.plan.status.failed_step import with_failure
+from pdcluster_operator.plan.status.progress import with_failure
 
 
 def env(value: str) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from simulated_cluster import START, SimulatedCluster, copied, manifest
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, EngineState, LinksReport
 from pdcluster_operator.api.conditions import timestamp
-from pdcluster_operator.plan.forecast.healthy import verified_link
-from pdcluster_operator.plan.model import Observed, Plan, Rewrite
-from pdcluster_operator.plan.objects.rewrites import rewritten_event
+from pdcluster_operator.plan.forecast.world import verified_link
+from pdcluster_operator.plan.objects.drift import rewritten_event
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import Observed, Plan, Rewrite
 
 GONE = "default.llama.prefill.gone1.0"
 STUCK = {

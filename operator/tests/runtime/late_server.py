@@ -10,8 +10,9 @@ from typing import Any
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, WATCHED, Kind, as_kept, slim
 from pdcluster_operator.local.api import LocalApi
-from pdcluster_operator.plan.children.name_conflicts import why_not_applied
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.name_conflicts import why_not_applied
+from pdcluster_operator.plan.objects.ownership import controller_uid
+from pdcluster_operator.plan.types import (
     ConnectorBundle,
     Delete,
     HeldCertificates,
@@ -20,7 +21,6 @@ from pdcluster_operator.plan.model import (
     TryOut,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.objects.ownership import controller_uid
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import ApiError, Conflict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.types import (
     HeldCertificates,
     TicketKey,
     WriteCertificates,

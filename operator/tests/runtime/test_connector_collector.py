@@ -11,8 +11,8 @@ import pytest
 import virtual_time
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import UNUSED_ANNOTATION
-from pdcluster_operator.plan.model import Delete
-from pdcluster_operator.plan.shared_connectors.unused_connectors import MarkConnector
+from pdcluster_operator.plan.connectors import MarkConnector
+from pdcluster_operator.plan.types import Delete
 from pdcluster_operator.runtime.connector_collector import ConnectorCollector
 from pdcluster_operator.runtime.errors import ApiError, Conflict
 from pdcluster_operator.runtime.store import Store

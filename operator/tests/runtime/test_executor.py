@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.types import (
     Apply,
     Delete,
     HeldCertificates,

@@ -18,10 +18,10 @@ from late_server import CERTIFICATES, CONNECTOR, KINDS, NAMESPACE, Manifest, Por
 import virtual_time
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
 from pdcluster_operator.api.labels import API_VERSION
-from pdcluster_operator.plan.model import Observed
+from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.objects.ownership import controller_uid
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
+from pdcluster_operator.plan.types import Observed
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of
 from pdcluster_operator.runtime.control_loop import ControlLoop

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
+from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.queue import Key
 

@@ -21,7 +21,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.model import PeerAssignment
+from pdcluster_operator.plan.types import PeerAssignment
 from pdcluster_operator.runtime import launcher_monitor, launcher_watch
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import LauncherError

@@ -20,8 +20,8 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.status.local_prefill import local_share
+from pdcluster_operator.plan.types import PeerAssignment
 from pdcluster_operator.runtime import launcher_watch
 from pdcluster_operator.runtime.errors import LauncherError
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor

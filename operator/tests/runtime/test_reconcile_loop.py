@@ -29,11 +29,13 @@ from pdcluster_operator.api.labels import API_VERSION, ROTATE_TICKET_KEY_ANNOTAT
 from pdcluster_operator.api.object_names import certificates_name
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.plan import launchers
-from pdcluster_operator.plan.builders.network_policies import operator_namespace_in
-from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
+from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
+from pdcluster_operator.plan.builders.protection import operator_namespace_in
 from pdcluster_operator.plan.launchers import Target, launchers_to_poll
 from pdcluster_operator.plan.lifecycle import FIRST_CHILDREN_SECONDS, JUST_REPORTED_SECONDS
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.operators.operator_start import LONGEST_WAIT_SECONDS
+from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
+from pdcluster_operator.plan.types import (
     ConnectorBundle,
     Delete,
     Event,
@@ -46,8 +48,6 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.operators.operator_start import LONGEST_WAIT_SECONDS
-from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop

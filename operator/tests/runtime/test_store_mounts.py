@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from listing import list_into
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, slim
-from pdcluster_operator.plan.shared_connectors.connector_mounts import shared_connectors_of
+from pdcluster_operator.plan.connectors import shared_connectors_of
 from pdcluster_operator.runtime import object_places
 from pdcluster_operator.runtime.store import Store
 

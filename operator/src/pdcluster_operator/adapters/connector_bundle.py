@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pdcluster_operator.plan.model import ConnectorBundle
+from pdcluster_operator.plan.types import ConnectorBundle
 
 MODULE = "pdcluster_connector.launcher.bundle"
 

@@ -2,7 +2,7 @@
 
 A certificate and its key follow from the CA's key, the name and the first moment of validity. So
 they can be made again at any time, and what is made is the same as before. The engines of a
-PDCluster find theirs in one Secret: ``plan/secrets/certificates.py`` decides which engines get one,
+PDCluster find theirs in one Secret: ``plan/secrets.py`` decides which engines get one,
 and when all of them are made again.
 """
 
@@ -29,8 +29,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdcluster_connector.protocol.engine_id import engine_name
 from pdcluster_operator.api.labels import CERTIFICATES_ANNOTATION, CERTIFICATES_HASH_ANNOTATION
-from pdcluster_operator.plan.builders.certificates import AUTHORITY_FILE
-from pdcluster_operator.plan.model import HeldCertificates, WriteCertificates
+from pdcluster_operator.plan.builders.secrets import AUTHORITY_FILE
+from pdcluster_operator.plan.types import HeldCertificates, WriteCertificates
 
 Manifest = Mapping[str, Any]
 LIFETIME = timedelta(days=20 * 365)

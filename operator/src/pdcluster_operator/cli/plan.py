@@ -17,8 +17,8 @@ from pdcluster_operator.api.schema.crd import PlainDumper
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.cli.lint import print_findings
 from pdcluster_operator.cli.manifest import read_cluster
-from pdcluster_operator.plan.model import Apply, Observed, Plan, WriteTicketKey
 from pdcluster_operator.plan.planner import make_plan
+from pdcluster_operator.plan.types import Apply, Observed, Plan, WriteTicketKey
 
 PLACEHOLDER_UID = "00000000-0000-0000-0000-000000000000"
 LONGEST_BINARY = 64

@@ -11,9 +11,9 @@ from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.cluster_reader import change_spec, observe, read_cluster
 from pdcluster_operator.cli.connection import Where, connected
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.plan.model import ConnectorBundle
 from pdcluster_operator.plan.rollout.announce import Announcement, announce
 from pdcluster_operator.plan.rollout.undo import Undo, undo
+from pdcluster_operator.plan.types import ConnectorBundle
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.queue import Key
 

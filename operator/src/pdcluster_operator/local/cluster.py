@@ -35,7 +35,7 @@ from pdcluster_operator.local.api import LocalApi, Manifest
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.local.kubelet.kubelet import Kubelet
 from pdcluster_operator.local.names import Names
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.types import (
     Delete,
     Event,
     HeldCertificates,

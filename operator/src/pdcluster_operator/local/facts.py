@@ -29,8 +29,8 @@ from pdcluster_operator.local.machine import (
 from pdcluster_operator.local.preflight import Facts
 from pdcluster_operator.local.preflight_gpus import VISIBLE, Gpus
 from pdcluster_operator.local.preflight_models import Folder
-from pdcluster_operator.plan.model import ConnectorBundle, Observed
 from pdcluster_operator.plan.rollout.desired import desire
+from pdcluster_operator.plan.types import ConnectorBundle, Observed
 
 MODULE = "pdcluster_connector.launcher.host"
 PATIENCE_SECONDS = 30.0

@@ -16,8 +16,7 @@ from typing import Any
 
 from pdcluster_connector.protocol import api_key
 from pdcluster_operator.api.spec.resources import parse_quantity
-from pdcluster_operator.plan.builders.certificates import CERTIFICATE_VOLUME
-from pdcluster_operator.plan.builders.ticket_key import TICKET_KEY_VOLUME
+from pdcluster_operator.plan.builders.secrets import CERTIFICATE_VOLUME, TICKET_KEY_VOLUME
 
 Manifest = Mapping[str, Any]
 

@@ -9,8 +9,8 @@ from pdcluster_connector.protocol.launcher_documents import LinksReport, PeersDo
 from pdcluster_operator.api.labels import POD_INDEX_LABEL, engine_of
 from pdcluster_operator.api.object_names import LAUNCHER_PORT
 from pdcluster_operator.api.spec.enums import Certificates, Role
-from pdcluster_operator.plan.model import Manifest
-from pdcluster_operator.plan.secrets.engine_certificates import certificates_by_engine
+from pdcluster_operator.plan.secrets import certificates_by_engine
+from pdcluster_operator.plan.types import Manifest
 
 MISSES = 2
 """Polls in a row that must fail before an engine counts as unreachable."""

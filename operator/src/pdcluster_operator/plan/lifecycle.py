@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from pdcluster_operator.api.conditions import ConditionType, Status, find_condition
-from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.types import Manifest
 
 JUST_REPORTED_SECONDS = 5.0
 FIRST_CHILDREN_SECONDS = 300.0

@@ -21,9 +21,9 @@ from pdcluster_connector.protocol.launcher_documents import (
 from pdcluster_operator.api.object_names import HTTP_PORT, SIDE_CHANNEL_PORT, EngineName
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.launchers import url_host
-from pdcluster_operator.plan.model import PeerAssignment
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import links_of
+from pdcluster_operator.plan.types import PeerAssignment
 
 GENERATION_DIGITS = 12
 CANARIES_PER_SECOND = 4

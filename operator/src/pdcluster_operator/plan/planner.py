@@ -18,26 +18,18 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.rules.validate import check_manifest
 from pdcluster_operator.api.spec.enums import Role, RolloutType
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.certificates import has_certificates
-from pdcluster_operator.plan.children.changed_children import steps_to
-from pdcluster_operator.plan.children.name_conflicts import (
+from pdcluster_operator.plan.builders.secrets import has_certificates
+from pdcluster_operator.plan.children import steps_to
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.name_conflicts import (
     may_be_taken,
     strange_connectors,
     why_strange,
 )
-from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import (
-    Manifest,
-    Observed,
-    PeerAssignment,
-    Plan,
-    Step,
-    WriteCertificates,
-)
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.observed.engines import observe_engines
 from pdcluster_operator.plan.observed.links import by_pairing_key, observe_pairs, to_sample
-from pdcluster_operator.plan.observed.lost import lost_pods, seconds_to_loss
+from pdcluster_operator.plan.observed.pods import lost_pods, seconds_to_loss
 from pdcluster_operator.plan.observed.routers import (
     routed_engines,
     router_available,
@@ -49,17 +41,24 @@ from pdcluster_operator.plan.prefill_scaler import as_scaled, scaler_status
 from pdcluster_operator.plan.rollout.desired import Desired, desire, live_engines
 from pdcluster_operator.plan.rollout.fleet import engine_keys
 from pdcluster_operator.plan.rollout.wanted_children import Wanted
-from pdcluster_operator.plan.secrets.certificates import (
+from pdcluster_operator.plan.secrets import (
     are_needed,
     certificates_step,
     period_start,
     seconds_to_renewal,
+    ticket_key_step,
 )
-from pdcluster_operator.plan.secrets.ticket_key import ticket_key_step
 from pdcluster_operator.plan.status.build import View, build_status
 from pdcluster_operator.plan.status.events import transitions
-from pdcluster_operator.plan.status.failed_step import with_failure
-from pdcluster_operator.plan.status.progress import ChangeView
+from pdcluster_operator.plan.status.progress import ChangeView, with_failure
+from pdcluster_operator.plan.types import (
+    Manifest,
+    Observed,
+    PeerAssignment,
+    Plan,
+    Step,
+    WriteCertificates,
+)
 
 BUSY_SECONDS = 10.0
 """How often a cluster on its way to Ready is looked at without an event, to be sure."""

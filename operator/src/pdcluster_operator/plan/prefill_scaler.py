@@ -12,9 +12,9 @@ from typing import Any
 
 from pdcluster_operator.api.labels import role_selector
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.children.deletions import existing_engines
-from pdcluster_operator.plan.model import Manifest, Observed, ScalerStatus
+from pdcluster_operator.plan.children import existing_engines
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
+from pdcluster_operator.plan.types import Manifest, Observed, ScalerStatus
 
 LEAST_SHARE = "minPercentOfDecode"
 MOST_SHARE = "maxPercentOfDecode"

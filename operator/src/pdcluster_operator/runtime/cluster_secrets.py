@@ -16,8 +16,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from pdcluster_connector.protocol.ticket_keys import KEY_BYTES
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
-from pdcluster_operator.plan.builders.ticket_key import TICKET_KEY_FILE
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.builders.secrets import TICKET_KEY_FILE
+from pdcluster_operator.plan.types import (
     HeldCertificates,
     TicketKey,
     WriteCertificates,

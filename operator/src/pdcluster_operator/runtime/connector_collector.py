@@ -11,13 +11,13 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from pdcluster_operator.plan.model import Delete
-from pdcluster_operator.plan.shared_connectors.connector_mounts import shared_connectors_of
-from pdcluster_operator.plan.shared_connectors.unused_connectors import (
+from pdcluster_operator.plan.connectors import (
     KEEP_SECONDS,
     MarkConnector,
+    shared_connectors_of,
     step_for_connector,
 )
+from pdcluster_operator.plan.types import Delete
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.interfaces import Clock
 from pdcluster_operator.runtime.store import Store

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
 from pdcluster_operator.api.labels import SCALER_KIND
+from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.operators.operator_class import belongs_to
 from pdcluster_operator.plan.queueing.changed_specs import is_changed_spec
 from pdcluster_operator.plan.queueing.gathered_news import GATHER_SECONDS, may_be_gathered, starts
-from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
 from pdcluster_operator.plan.status.local_prefill import local_share
 from pdcluster_operator.runtime.interfaces import Api, Clock, ConnectorSource, EventSink, Launchers
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor

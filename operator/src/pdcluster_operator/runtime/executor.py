@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.objects.drift import rewrite_of, rewritten_event
+from pdcluster_operator.plan.types import (
     Apply,
     Event,
     Rewrite,
@@ -19,9 +20,8 @@ from pdcluster_operator.plan.model import (
     TryOut,
     WriteCertificates,
     WriteTicketKey,
+    stages,
 )
-from pdcluster_operator.plan.objects.rewrites import rewrite_of, rewritten_event
-from pdcluster_operator.plan.stages import stages
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
 from pdcluster_operator.runtime.interfaces import Api
 from pdcluster_operator.runtime.queue import Key

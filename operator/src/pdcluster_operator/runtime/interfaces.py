@@ -16,7 +16,7 @@ from pdcluster_connector.protocol.launcher_documents import (
     PeersDocument,
 )
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.types import (
     ConnectorBundle,
     Delete,
     Event,

@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 
 from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.plan.model import PeerAssignment
+from pdcluster_operator.plan.types import PeerAssignment
 from pdcluster_operator.runtime.errors import LauncherError
 from pdcluster_operator.runtime.interfaces import Launchers
 from pdcluster_operator.runtime.launcher_watch import LauncherWatch

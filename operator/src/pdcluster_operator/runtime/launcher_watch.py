@@ -23,7 +23,7 @@ from pdcluster_connector.protocol.launcher_documents import (
 )
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target, has_other_peers, is_unreachable
-from pdcluster_operator.plan.model import PeerAssignment
+from pdcluster_operator.plan.types import PeerAssignment
 from pdcluster_operator.runtime.errors import LauncherError
 from pdcluster_operator.runtime.interfaces import Launchers
 

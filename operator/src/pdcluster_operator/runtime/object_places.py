@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.labels import CLUSTER_LABEL, SCALER_KIND
-from pdcluster_operator.plan.objects.ownership import controller_uid
-from pdcluster_operator.plan.shared_connectors.connector_mounts import (
+from pdcluster_operator.plan.connectors import (
     is_shared_connector,
     shared_connectors_of,
 )
+from pdcluster_operator.plan.objects.ownership import controller_uid
 from pdcluster_operator.runtime.queue import Key
 
 log = logging.getLogger(__name__)

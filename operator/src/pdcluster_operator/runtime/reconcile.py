@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pdcluster_operator.api.conditions import own_status
-from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
+from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.launchers import launchers_to_poll
 from pdcluster_operator.plan.lifecycle import Stage, needs_live_check, stage_of
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import Observed, Plan
 from pdcluster_operator.plan.objects.ownership import is_being_deleted
 from pdcluster_operator.plan.operators.operator_start import wait_before_judging
 from pdcluster_operator.plan.planner import make_plan
-from pdcluster_operator.plan.stages import creates
-from pdcluster_operator.plan.status.failed_step import with_failure
 from pdcluster_operator.plan.status.pace import wait_before_writing
+from pdcluster_operator.plan.status.progress import with_failure
+from pdcluster_operator.plan.types import Observed, Plan, creates
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
 from pdcluster_operator.runtime.errors import ApiError, NamespaceTerminating
 from pdcluster_operator.runtime.executor import Executor, RewriteNotes

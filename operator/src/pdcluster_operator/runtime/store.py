@@ -16,9 +16,9 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pdcluster_operator.api.labels import SCALER_KIND
+from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.objects.ownership import own_pods
 from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
-from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
 from pdcluster_operator.runtime.object_places import (
     CLUSTER_KIND,
     CLUSTERS,

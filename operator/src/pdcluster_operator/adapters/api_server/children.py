@@ -35,8 +35,13 @@ from pdcluster_operator.adapters.engine_authority import (
 from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import FIELD_MANAGER, STATUS_FIELD_MANAGER, UNUSED_ANNOTATION
 from pdcluster_operator.api.object_names import certificates_name, ticket_key_name
-from pdcluster_operator.plan.children.name_conflicts import name_conflict, why_not_applied
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.connectors import MOUNTING_KINDS, MarkConnector
+from pdcluster_operator.plan.name_conflicts import name_conflict, why_not_applied
+from pdcluster_operator.plan.objects.drift import repair, without_manager
+from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
+from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
+from pdcluster_operator.plan.rollout.wanted_children import REFUSALS, refusal
+from pdcluster_operator.plan.types import (
     Delete,
     HeldCertificates,
     RestartPod,
@@ -46,12 +51,6 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.objects.drift import repair, without_manager
-from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
-from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
-from pdcluster_operator.plan.rollout.try_out import REFUSALS, refusal
-from pdcluster_operator.plan.shared_connectors.connector_mounts import MOUNTING_KINDS
-from pdcluster_operator.plan.shared_connectors.unused_connectors import MarkConnector
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
 from pdcluster_operator.runtime.queue import Key
@@ -256,7 +255,7 @@ class ServerSideApply:
         self._client = client
 
     async def apply(self, manifest: Manifest, uid: str = "") -> dict[str, Any]:
-        """Apply a child and return it, unless ``plan/children/name_conflicts.py`` objects.
+        """Apply a child and return it, unless ``plan/name_conflicts.py`` objects.
 
         The request carries what was seen: the live object's UID, or that there is none. If the
         API server has it otherwise, it answers with a conflict, and only then we look.

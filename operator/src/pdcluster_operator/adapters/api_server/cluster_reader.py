@@ -15,12 +15,11 @@ from pdcluster_operator.adapters.api_server.client import APPLY, MERGE, KubeClie
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED, slim
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION
-from pdcluster_operator.plan.builders.network_policies import operator_namespace_in
-from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
-from pdcluster_operator.plan.forecast.from_status import reports_in
-from pdcluster_operator.plan.forecast.kubectl_apply import merge_patch, server_side_manager
-from pdcluster_operator.plan.model import ConnectorBundle, HeldCertificates, Observed, TicketKey
-from pdcluster_operator.plan.secrets.certificates import certificates_as_due
+from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
+from pdcluster_operator.plan.builders.protection import operator_namespace_in
+from pdcluster_operator.plan.forecast.user_view import merge_patch, reports_in, server_side_manager
+from pdcluster_operator.plan.secrets import certificates_as_due
+from pdcluster_operator.plan.types import ConnectorBundle, HeldCertificates, Observed, TicketKey
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.store import Store

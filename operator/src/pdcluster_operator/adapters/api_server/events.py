@@ -14,8 +14,8 @@ from typing import Any
 from pdcluster_operator.adapters.api_server.client import MERGE, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.kinds import EVENT
 from pdcluster_operator.api.labels import API_VERSION, GROUP, KIND
-from pdcluster_operator.plan.model import Event
-from pdcluster_operator.plan.rollout.revision import short_hash
+from pdcluster_operator.plan.rollout.revisions import short_hash
+from pdcluster_operator.plan.types import Event
 from pdcluster_operator.runtime.errors import ApiError, NamespaceTerminating
 
 log = logging.getLogger(__name__)

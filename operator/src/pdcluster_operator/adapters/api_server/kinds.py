@@ -16,13 +16,13 @@ from pdcluster_operator.api.labels import (
     VERSION,
 )
 from pdcluster_operator.api.labels import KIND as CLUSTER_KIND
-from pdcluster_operator.plan.builders.pod_group import POD_GROUP_KIND
+from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.objects.contents import (
     pod_spec_that_is_read,
     status_that_is_read,
     without_contents,
 )
-from pdcluster_operator.plan.rollout.stored import REVISION_COMPONENT, REVISION_KIND
+from pdcluster_operator.plan.rollout.revisions import REVISION_COMPONENT, REVISION_KIND
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The ConfigMap that carries the connector into engine pods.
 
 All PDClusters of a namespace share one. It has no owner, and
-``shared_connectors/unused_connectors.py`` says when it goes. Older operators made a copy for each
+``plan/connectors.py`` says when it goes. Older operators made a copy for each
 PDCluster, and stored revisions may mount that one.
 """
 
@@ -19,8 +19,8 @@ from pdcluster_operator.api.labels import (
 )
 from pdcluster_operator.api.object_names import CONNECTOR_LENGTH, connector_name, own_connector_name
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.metadata import child_metadata
-from pdcluster_operator.plan.model import ConnectorBundle
+from pdcluster_operator.plan.objects.ownership import child_metadata
+from pdcluster_operator.plan.types import ConnectorBundle
 
 CONNECTOR_FILE = "connector.pyz"
 CONNECTOR_FOLDER = "/pdcluster"

@@ -16,25 +16,32 @@ from pdcluster_operator.api.object_names import (
 )
 from pdcluster_operator.api.spec.enums import Certificates, ConnectorSource, Device
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
-from pdcluster_operator.api.spec.resolve import STOP_SECONDS, Engine, drain_seconds, grace_period
+from pdcluster_operator.api.spec.resolve import (
+    CACHE_FOLDER,
+    MODEL_FOLDER,
+    STOP_SECONDS,
+    Engine,
+    drain_seconds,
+    grace_period,
+)
 from pdcluster_operator.api.spec.resources import added_limits
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.api_key import api_key_env
-from pdcluster_operator.plan.builders.certificates import (
-    certificate_mount,
-    certificate_volume,
-    certificates_of,
-    has_certificates,
-    tls_labels,
-)
 from pdcluster_operator.plan.builders.connector_configmap import (
     CONNECTOR_FILE,
     CONNECTOR_FOLDER,
     connector_mount,
     connector_volume,
 )
-from pdcluster_operator.plan.builders.model_volumes import model_env, model_mounts, model_volumes
-from pdcluster_operator.plan.builders.ticket_key import ticket_key_mount, ticket_key_volume
+from pdcluster_operator.plan.builders.secrets import (
+    api_key_env,
+    certificate_mount,
+    certificate_volume,
+    certificates_of,
+    has_certificates,
+    ticket_key_mount,
+    ticket_key_volume,
+    tls_labels,
+)
 from pdcluster_operator.plan.builders.vllm_args import NODE_RANK_VARIABLE, vllm_args
 from pdcluster_operator.plan.objects.merge import merge
 
@@ -194,3 +201,41 @@ def _volumes(engine: Engine, digest: str) -> list[dict[str, Any]]:
 
 def _mounts(engine: Engine) -> list[dict[str, Any]]:
     return [] if engine.connector is ConnectorSource.IMAGE else [connector_mount()]
+
+
+def model_volumes(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the volumes of weights: the source's, or the cache for a download."""
+    source = cluster.spec.model.source
+    if source.persistent_volume_claim is not None:
+        claim = source.persistent_volume_claim.claim_name
+        return [{"name": "model", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}]
+    if source.host_path is not None:
+        # With Directory a missing folder is an error of the pod. The kubelet creates no empty one.
+        return [{"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}]
+    cache = cluster.spec.model.cache.persistent_volume_claim
+    if cache is not None:
+        return [{"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim_name}}]
+    return [{"name": "cache", "emptyDir": {}}]
+
+
+def model_mounts(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the mounts of those volumes."""
+    if cluster.spec.model.source.hugging_face is None:
+        return [{"name": "model", "mountPath": MODEL_FOLDER, "readOnly": True}]
+    mount: dict[str, Any] = {"name": "cache", "mountPath": CACHE_FOLDER}
+    cache = cluster.spec.model.cache.persistent_volume_claim
+    if cache is not None and cache.path:
+        mount["subPath"] = cache.path.strip("/")
+    return [mount]
+
+
+def model_env(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the environment of a download: where it goes and with which token."""
+    source = cluster.spec.model.source.hugging_face
+    if source is None:
+        return []
+    env: list[dict[str, Any]] = [{"name": "HF_HOME", "value": CACHE_FOLDER}]
+    if source.token_secret_ref is not None:
+        ref = {"name": source.token_secret_ref.name, "key": source.token_secret_ref.key}
+        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": ref}})
+    return env

@@ -16,12 +16,13 @@ from pdcluster_operator.api.object_names import (
 from pdcluster_operator.api.spec.enums import Device, LoadFailurePolicy, Role, Switch, Visibility
 from pdcluster_operator.api.spec.resolve import DRAIN_DEADLINE_SECONDS, Engine
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.api_key import api_key_args
-from pdcluster_operator.plan.builders.certificates import has_certificates, tls_option
-from pdcluster_operator.plan.builders.ticket_key import (
+from pdcluster_operator.plan.builders.secrets import (
     TICKET_KEY_FILE,
     TICKET_KEY_FOLDER,
+    api_key_args,
+    has_certificates,
     ticket_audience,
+    tls_option,
 )
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}

@@ -20,15 +20,13 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.plan.forecast.world import World
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import Apply, Observed, Rewrite, Step
-from pdcluster_operator.plan.objects.drift import applied_hash
+from pdcluster_operator.plan.objects.drift import applied_hash, rewrite_of
 from pdcluster_operator.plan.objects.ownership import identity
-from pdcluster_operator.plan.objects.rewrites import rewrite_of
 from pdcluster_operator.plan.planner import make_plan
 from pdcluster_operator.plan.prefill_scaler import as_scaled
 from pdcluster_operator.plan.rollout.changes import spec_of_engines, why_replaced
 from pdcluster_operator.plan.rollout.targets import find_targets, live_by_role
-from pdcluster_operator.plan.stages import stages
+from pdcluster_operator.plan.types import Apply, Observed, Rewrite, Step, stages
 
 MOST_ROUNDS = 500
 """A course that is longer has no end. Each round is a plan, or something that others do."""

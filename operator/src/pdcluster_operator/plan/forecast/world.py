@@ -9,24 +9,34 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from pdcluster_connector.protocol.launcher_documents import LinksReport
+from pdcluster_connector.protocol.launcher_documents import (
+    CanaryReport,
+    CanaryState,
+    EngineReport,
+    EngineState,
+    LinkReport,
+    LinksReport,
+    LinkState,
+)
 from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.labels import (
     CERTIFICATES_ANNOTATION,
     PAIRING_LABEL,
+    POD_INDEX_LABEL,
     ROTATE_TICKET_KEY_ANNOTATION,
     engine_of,
 )
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.forecast.healthy import (
-    is_ready,
-    ready_engine,
-    running_pod,
-    verified_link,
-)
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.children import POD_REVISION_LABEL
+from pdcluster_operator.plan.connectors import is_shared_connector
+from pdcluster_operator.plan.objects.drift import covers
+from pdcluster_operator.plan.objects.ownership import identity
+from pdcluster_operator.plan.observed.pods import accelerators
+from pdcluster_operator.plan.rollout.revisions import short_hash
+from pdcluster_operator.plan.types import (
     Apply,
     Manifest,
     Observed,
@@ -37,11 +47,6 @@ from pdcluster_operator.plan.model import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.plan.objects.drift import covers
-from pdcluster_operator.plan.objects.ownership import identity
-from pdcluster_operator.plan.observed.gpus import accelerators
-from pdcluster_operator.plan.rollout.revision import short_hash
-from pdcluster_operator.plan.shared_connectors.connector_mounts import is_shared_connector
 
 GONE = "the pods that were told to end are gone"
 VERIFIED = "the new engines have loaded their weights, and KV was seen to move"
@@ -223,3 +228,61 @@ class World:
                 self._children[key] = {**child, "status": status}
                 changed = True
         return changed
+
+
+def running_pod(name: EngineName, node: int, child: Manifest, number: int) -> dict[str, Any]:
+    """Return the pod of one node of an engine.
+
+    Args:
+        child: the engine's StatefulSet.
+        number: makes the pod's UID unique.
+    """
+    template = child["spec"]["template"]
+    revision = str((child.get("status") or {}).get("updateRevision") or "")
+    labels = {POD_INDEX_LABEL: str(node), POD_REVISION_LABEL: revision}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name.pod(node),
+            "namespace": name.namespace,
+            "uid": f"forecast-pod-{number}",
+            "resourceVersion": f"forecast-{number}",
+            "labels": {**template["metadata"]["labels"], **labels},
+        },
+        "spec": {**template["spec"], "nodeName": "forecast"},
+        "status": running("192.0.2.1"),
+    }
+
+
+def running(address: str) -> dict[str, Any]:
+    """Return the status of a pod that runs and is ready."""
+    return {
+        "phase": "Running",
+        "podIP": address,
+        "conditions": [{"type": "Ready", "status": "True"}],
+        "containerStatuses": [{"name": "engine", "state": {"running": {}}}],
+    }
+
+
+def is_ready(pod: Manifest) -> bool:
+    """Return whether a pod's Ready condition is True."""
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
+
+
+def ready_engine(name: EngineName, incarnation: str = "forecast") -> EngineReport:
+    """Return what the launcher of a ready engine reports."""
+    return EngineReport(
+        ready=True,
+        engine=name.logical,
+        engine_id=f"{name.logical}/{incarnation}",
+        role=name.role.value,
+        state=EngineState.READY,
+    )
+
+
+def verified_link(prefill: str, engine_id: str, nbytes: int = 1) -> LinkReport:
+    """Return what a decode launcher reports of a link whose canary moved ``nbytes`` bytes."""
+    canary = CanaryReport(CanaryState.PASSED, nbytes)
+    return LinkReport(prefill, engine_id, LinkState.ESTABLISHED, canary=canary)

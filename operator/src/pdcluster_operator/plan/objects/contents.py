@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from pdcluster_operator.api.object_names import is_connector_name, owner_of_connector
-from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.types import Manifest
 
 CONTENTS = ("data", "binaryData")
 MARK = "sha256:"

@@ -2,6 +2,11 @@
 
 A live object holds more than was applied: defaults, the status and fields of other owners.
 The API server also rewrites values: it normalizes quantities and drops empty values.
+
+Something else may change a child as soon as it is applied. A mutating webhook adds a sidecar to a
+pod template, or writes another registry's name into an image. The live object is then never as
+wanted, and to apply it again changes nothing. Such a rewrite is noted from the answer to an apply,
+reported once in an event, and left as it is.
 """
 
 from __future__ import annotations
@@ -11,11 +16,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import APPLIED_ANNOTATION
 from pdcluster_operator.api.spec.resources import parse_quantity
-from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.objects.contents import without_contents
 from pdcluster_operator.plan.objects.merge import KEYED_LISTS
+from pdcluster_operator.plan.types import Event, Manifest, Rewrite
 
 QUANTITY_FIELDS = frozenset({"requests", "limits", "sizeLimit"})
 
@@ -145,3 +151,40 @@ def _is_empty(value: Any) -> bool:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+MAX_SHOWN_FIELDS = 5
+
+
+def rewrite_of(live: Manifest, desired: Manifest) -> Rewrite | None:
+    """Return how ``live`` differs from ``desired`` (stamped); None if it does not."""
+    found = tuple(
+        (path, json.dumps(value, sort_keys=True, default=str))
+        for path, value in differences(without_contents(live), without_contents(desired))
+    )
+    return Rewrite(applied_hash(desired), found) if found else None
+
+
+def is_settled(live: Manifest | None, desired: Manifest, noted: Rewrite | None) -> bool:
+    """Whether applying ``desired`` (stamped) would change nothing.
+
+    Args:
+        noted: what became of the last apply of this object; None if it went as wanted.
+    """
+    if live is None or is_applied(live, desired):
+        return live is not None
+    return noted is not None and rewrite_of(live, desired) == noted
+
+
+def rewritten_event(desired: Manifest, rewrite: Rewrite) -> Event:
+    """Return the event that tells of a rewrite."""
+    paths = [path for path, _ in rewrite.fields]
+    shown = ", ".join(paths[:MAX_SHOWN_FIELDS])
+    if len(paths) > MAX_SHOWN_FIELDS:
+        shown += f" and {len(paths) - MAX_SHOWN_FIELDS} more"
+    return Event(
+        "Warning",
+        StatusReason.REWRITTEN,
+        f"{desired['kind']} {desired['metadata']['name']}: something else, such as a mutating "
+        f"webhook, changes what the operator applies: {shown}. The operator leaves that change",
+    )

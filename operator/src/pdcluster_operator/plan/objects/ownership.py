@@ -1,4 +1,4 @@
-"""Who owns an object, and whether it is being deleted.
+"""Who owns an object, whether it is being deleted, and the metadata of a new child.
 
 An object's owner is its controller, by UID. Labels can be copied, UIDs cannot.
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pdcluster_operator.api.labels import engine_of
-from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.api.labels import API_VERSION, KIND, engine_of
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.types import Manifest
 
 
 def identity(manifest: Manifest) -> tuple[str, str]:
@@ -80,3 +81,22 @@ def _made_by(pod: Manifest, workloads: Mapping[tuple[str, str], str], born: str)
 def _created(manifest: Manifest) -> str:
     """Return when an object was created, as the API server writes it; empty if it is not known."""
     return str(manifest["metadata"].get("creationTimestamp") or "")
+
+
+def child_metadata(cluster: Cluster, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return metadata with the cluster as controlling owner, so that deletion cascades."""
+    return {
+        "name": name,
+        "namespace": cluster.namespace,
+        "labels": dict(labels),
+        "ownerReferences": [
+            {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": cluster.name,
+                "uid": cluster.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }

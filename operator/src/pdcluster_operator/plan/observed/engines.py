@@ -18,7 +18,6 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.engine_types import Parallelism
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.observed.pods import (
     Trouble,
     is_pod_ready,
@@ -30,6 +29,7 @@ from pdcluster_operator.plan.observed.pods import (
     status_of,
     text_of,
 )
+from pdcluster_operator.plan.types import Manifest, Observed
 
 REPORTED_STATES = {
     "Starting": StatusReason.STARTING,

@@ -1,18 +1,31 @@
-"""What the status of a pod says: why it does not run, such as an image that cannot be pulled.
+"""What a pod says: why it does not run, whether it is lost with its node, how many GPUs it holds.
 
 A status of any shape can be read.
+
+The kubelet of a node that is gone confirms no deletion, so a pod of that node stays Terminating
+until somebody removes the node. Its StatefulSet makes no other pod of that name. So the pod counts
+as lost after a time, and its engine is replaced under another index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.conditions import StatusReason
-from pdcluster_operator.api.labels import ENGINE_LABEL, KUEUE_GATES, QUEUE_LABEL, WORKLOAD_LABEL
+from pdcluster_operator.api.conditions import StatusReason, seconds
+from pdcluster_operator.api.labels import (
+    ENGINE_LABEL,
+    KUEUE_GATES,
+    QUEUE_LABEL,
+    WORKLOAD_LABEL,
+    engine_of,
+)
+from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER, ROUTER_CONTAINER
-from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.api.spec.resources import is_accelerator, parse_quantity
+from pdcluster_operator.plan.types import Manifest
 
 IMAGE_TROUBLE = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull")
 CONFIG_TROUBLE = (
@@ -171,3 +184,61 @@ def status_of(manifest: Manifest) -> Mapping[str, Any]:
 def text_of(value: object) -> str:
     """Return a string, or an empty one for anything else."""
     return value if isinstance(value, str) else ""
+
+
+LOST_SECONDS = 60.0
+"""How long after the end of its grace period a pod may still be there."""
+
+
+def lost_pods(pods: Iterable[Manifest], now: float) -> frozenset[str]:
+    """Return the names of the pods that should have gone long ago."""
+    return frozenset(name for name, since in _ending(pods) if now > since)
+
+
+def seconds_to_loss(pods: Iterable[Manifest], now: float) -> float | None:
+    """Return in how many seconds the next pod is lost; None if no pod is being deleted.
+
+    No event tells of that moment.
+    """
+    return min((since - now for _, since in _ending(pods) if now <= since), default=None)
+
+
+def _ending(pods: Iterable[Manifest]) -> Iterator[tuple[str, float]]:
+    """Yield the name of each pod that is being deleted, and from when on it is lost.
+
+    ``deletionTimestamp`` is the moment at which the pod's grace period ends.
+    """
+    ending = (pod["metadata"] for pod in pods if pod["metadata"].get("deletionTimestamp"))
+    for metadata in ending:
+        if (ends := seconds(metadata["deletionTimestamp"])) is not None:
+            yield str(metadata["name"]), ends + LOST_SECONDS
+
+
+def lost_engines(pods: Iterable[Manifest], lost: AbstractSet[str]) -> frozenset[EngineName]:
+    """Return the engines with a pod that is lost.
+
+    Args:
+        lost: names of the pods that are lost.
+    """
+    found = (engine_of(pod) for pod in pods if is_lost(pod, lost)) if lost else ()
+    return frozenset(engine for engine in found if engine is not None)
+
+
+def is_lost(pod: Manifest, lost: AbstractSet[str]) -> bool:
+    """Whether a pod is one of those that are lost."""
+    return str(pod["metadata"].get("name")) in lost
+
+
+def gpus(template: Manifest) -> int:
+    """Return the GPUs of a pod or of a pod template; 1 for one without GPUs."""
+    return max(1, accelerators(template))
+
+
+def accelerators(template: Manifest) -> int:
+    """Return the GPUs of a pod or of a pod template."""
+    asked = 0
+    for container in (template.get("spec") or {}).get("containers") or ():
+        limits = (container.get("resources") or {}).get("limits") or {}
+        found = (parse_quantity(str(n)) for name, n in limits.items() if is_accelerator(name))
+        asked += sum(int(n) for n in found if n is not None)
+    return asked

@@ -8,10 +8,9 @@ from collections.abc import Set as AbstractSet
 from pdcluster_operator.api.labels import PAIRING_LABEL
 from pdcluster_operator.api.object_names import EngineName, router_name
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.router_deployment import ROUTER_COMPONENT
-from pdcluster_operator.plan.model import Apply, Manifest, Observed, Step
-from pdcluster_operator.plan.observed.lost import is_lost
-from pdcluster_operator.plan.observed.pods import metadata_of, pod_trouble, status_of
+from pdcluster_operator.plan.builders.router import ROUTER_COMPONENT
+from pdcluster_operator.plan.observed.pods import is_lost, metadata_of, pod_trouble, status_of
+from pdcluster_operator.plan.types import Apply, Manifest, Observed, Step
 
 CHANGED = "the routers' Deployment has changed"
 NOT_READY = "not every router pod is new and ready"

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pdcluster_operator.api.labels import FIELD_MANAGER, OPERATOR_LABELS
-from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.types import Manifest
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 30, 120
 RENEWALS_PER_SECOND = 1.0

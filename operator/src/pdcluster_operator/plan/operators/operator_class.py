@@ -6,7 +6,7 @@ Of these, the one that holds the Lease of the namespace works (``namespace_lease
 
 from __future__ import annotations
 
-from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.types import Manifest
 
 
 def belongs_to(cluster: Manifest, operator_class: str | None) -> bool:

@@ -6,8 +6,8 @@ that no engine answers, and a moment later that all do.
 
 from __future__ import annotations
 
-from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.observed.engines import known_ids
+from pdcluster_operator.plan.types import Manifest
 
 LONGEST_WAIT_SECONDS = 5.0
 """The longest wait. An engine that has not answered by then counts as silent."""

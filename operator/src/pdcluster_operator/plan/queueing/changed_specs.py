@@ -7,7 +7,7 @@ waiting.
 from __future__ import annotations
 
 from pdcluster_operator.api.labels import KIND
-from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.types import Manifest
 
 
 def is_changed_spec(manifest: Manifest) -> bool:

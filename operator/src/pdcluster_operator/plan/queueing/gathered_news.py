@@ -8,8 +8,8 @@ cluster Available waits for nothing. Neither does any change of a cluster that i
 from __future__ import annotations
 
 from pdcluster_operator.api.conditions import ConditionType, Status, find_condition
-from pdcluster_operator.plan.model import Manifest
 from pdcluster_operator.plan.observed.pods import status_of
+from pdcluster_operator.plan.types import Manifest
 
 GATHER_SECONDS = 1.0
 

@@ -10,7 +10,7 @@ from pdcluster_operator.api.conditions import (
     StatusReason,
     find_condition,
 )
-from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.types import Manifest
 
 WITHOUT_AN_END = frozenset(
     {

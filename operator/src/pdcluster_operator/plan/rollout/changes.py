@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.model import Manifest
-from pdcluster_operator.plan.rollout.stored import Revision
+from pdcluster_operator.plan.rollout.revisions import Revision
+from pdcluster_operator.plan.types import Manifest
 
 # None of these is a part of an engine.
 ELSEWHERE = ("rollout", "monitoring", "verification", "operatorClass", "scheduling")

@@ -6,7 +6,7 @@ which engines the routers know. :mod:`.wanted_children` makes the objects.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -14,28 +14,26 @@ from pdcluster_operator.api.labels import PAIRING_LABEL, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role, RolloutType, Switch
 from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.connectors import config_maps_seen
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import Manifest, Observed, TryOut
-from pdcluster_operator.plan.observed.lost import lost_engines
+from pdcluster_operator.plan.observed.pods import lost_engines
 from pdcluster_operator.plan.rollout.changes import in_words, spec_of_engines, why_replaced
-from pdcluster_operator.plan.rollout.engine_names import engine_names
 from pdcluster_operator.plan.rollout.fleet import engine_keys, observe_fleet
 from pdcluster_operator.plan.rollout.gangs import GangEngines, find_gangs, without
-from pdcluster_operator.plan.rollout.history import keep_history
 from pdcluster_operator.plan.rollout.moves import frozen, next_moves
+from pdcluster_operator.plan.rollout.revisions import Revision
 from pdcluster_operator.plan.rollout.routing import Routing, route
-from pdcluster_operator.plan.rollout.stored import Revision
 from pdcluster_operator.plan.rollout.stored_router import stored_templates
 from pdcluster_operator.plan.rollout.targets import (
     Targets,
     find_targets,
+    keep_history,
     live_by_role,
     queues_of,
     what_targets_depend_on,
 )
-from pdcluster_operator.plan.rollout.try_out import try_out
-from pdcluster_operator.plan.rollout.wanted_children import Build, Wanted, wanted_children
-from pdcluster_operator.plan.shared_connectors.connector_mounts import config_maps_seen
+from pdcluster_operator.plan.rollout.wanted_children import Build, Wanted, try_out, wanted_children
+from pdcluster_operator.plan.types import Manifest, Observed, TryOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +247,44 @@ def _pairing_key(
     engines = (engine for found in live.values() for engine in found.values())
     labels = (engine["metadata"].get("labels") or {} for engine in engines)
     return next((str(found.get(PAIRING_LABEL, "")) for found in labels), "")
+
+
+def engine_names(
+    cluster: Cluster,
+    role: Role,
+    revision: str,
+    live: Iterable[EngineName] = (),
+    lost: Iterable[EngineName] = (),
+) -> tuple[EngineName, ...]:
+    """Return the names of all engines that the spec wants of a role.
+
+    Args:
+        live: engines that exist.
+        lost: engines whose names cannot be used, because their node is gone.
+    """
+
+    def indexes(names: Iterable[EngineName]) -> set[int]:
+        return {name.index for name in names if (name.role, name.revision) == (role, revision)}
+
+    replicas = cluster.spec.role(role).replicas
+    return tuple(
+        EngineName(cluster.namespace, cluster.name, role, revision, index)
+        for index in choose_indexes(replicas, indexes(live), indexes(lost))
+    )
+
+
+def choose_indexes(
+    replicas: int, live: Iterable[int], lost: AbstractSet[int] = frozenset()
+) -> Sequence[int]:
+    """Return the indexes of the engines to have, in order.
+
+    Engines that exist stay: an index that was free for a while is not asked for again while
+    another one has its place. Of too many, those with the highest indexes go.
+    """
+    kept = sorted(index for index in set(live) if index not in lost)[:replicas]
+    free = (index for index in range(replicas + len(lost) + len(kept)))
+    while len(kept) < replicas:
+        index = next(free)
+        if index not in kept and index not in lost:
+            kept.append(index)
+    return sorted(kept)

@@ -13,16 +13,16 @@ from pdcluster_operator.api.schema.status_schema import MAX_ENGINES
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.observed.engines import EngineView, known_ids, observe_engines
-from pdcluster_operator.plan.observed.gpus import gpus
 from pdcluster_operator.plan.observed.links import (
     PairView,
     by_pairing_key,
     observe_pairs,
 )
+from pdcluster_operator.plan.observed.pods import gpus
 from pdcluster_operator.plan.observed.routers import listed_engines, routed_engines, served_key
-from pdcluster_operator.plan.rollout.stored import Revision
+from pdcluster_operator.plan.rollout.revisions import Revision
+from pdcluster_operator.plan.types import Manifest, Observed
 
 Live = Mapping[Role, Mapping[EngineName, Manifest]]
 Pair = tuple[EngineName, EngineName]

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from pdcluster_operator.api.labels import engine_of
 from pdcluster_operator.api.object_names import EngineName, is_group_of, start_group_name
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.model import Manifest
-from pdcluster_operator.plan.rollout.revision import short_hash
-from pdcluster_operator.plan.rollout.stored import Revision
+from pdcluster_operator.plan.rollout.revisions import Revision, short_hash
+from pdcluster_operator.plan.types import Manifest
 
 Live = Mapping[Role, Mapping[EngineName, Manifest]]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Role
-from pdcluster_operator.plan.model import Observed
 from pdcluster_operator.plan.observed.routers import routed_keys, routers_run
 from pdcluster_operator.plan.rollout.fleet import Fleet
 from pdcluster_operator.plan.rollout.moves import Moves
+from pdcluster_operator.plan.types import Observed
 
 Members = Mapping[Role, tuple[EngineName, ...]]
 

@@ -15,13 +15,13 @@ from typing import Any
 from pdcluster_operator.api.labels import API_VERSION, KIND, RENDERED_ANNOTATION
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.router_deployment import (
+from pdcluster_operator.plan.builders.router import (
     build_router_template,
     router_selector,
 )
-from pdcluster_operator.plan.model import Manifest, Observed
-from pdcluster_operator.plan.rollout.stored import is_pod_template
-from pdcluster_operator.plan.shared_connectors.connector_mounts import mounted_connector
+from pdcluster_operator.plan.connectors import mounted_connector
+from pdcluster_operator.plan.rollout.revisions import is_pod_template
+from pdcluster_operator.plan.types import Manifest, Observed
 
 PARTS = ("router", "requestTimeoutSeconds")
 """What routers are made from in the spec."""

@@ -1,45 +1,59 @@
-"""Which revision the engines of each role should have.
+"""Which revision the engines of each role should have, and which stored ones are kept.
 
 A stored revision is used again as long as the user's spec means the same. Both specs are
 rendered by the builder of today to find out: the one that is stored and the one of now. So
 another builder, another connector or another default makes no new revision. What changes for
 an engine has to come from the user.
+
+Two kinds come from older operators. Engines may exist without a stored revision; theirs is adopted.
+And a revision from before ``spec.transfer.tls`` does not mention TLS. An upgrade replaces no
+engine, so its engines run without TLS, and engines with TLS never pair with them. So when one role
+gets another revision, the other role may need one too. Once its engines are gone, such a revision
+is not used again where the spec wants TLS.
+
+A connector's bytes exist only in its ConfigMap, and in the operator that brought it. So a
+ConfigMap of the cluster's own stays for as long as a revision that names it. What stays of those
+that a namespace shares, :mod:`..connectors` decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.conditions import ConditionType, find_condition
+from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
 from pdcluster_operator.api.labels import PAIRING_LABEL, QUEUE_LABEL, engine_of
-from pdcluster_operator.api.object_names import EngineName
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.object_names import EngineName, own_connector_name, revision_name
+from pdcluster_operator.api.spec.enums import Certificates, Role, TlsMode
 from pdcluster_operator.api.spec.parse import parse_cluster
 from pdcluster_operator.api.spec.resolve import resolve_engine
 from pdcluster_operator.api.spec.types import Cluster
 from pdcluster_operator.plan.builders.engine_pod import build_engine_pod
-from pdcluster_operator.plan.model import Manifest, Observed
-from pdcluster_operator.plan.objects.drift import covers
-from pdcluster_operator.plan.rollout.adopted import adopted_revisions
-from pdcluster_operator.plan.rollout.before_tls import (
-    speaking_alike,
-    speaks_alike,
-    spec_with_tls,
+from pdcluster_operator.plan.builders.secrets import (
+    certificates_of,
+    certificates_of_template,
 )
-from pdcluster_operator.plan.rollout.changes import spec_of_engines
-from pdcluster_operator.plan.rollout.revision import is_same_json, pairing_key, short_hash
-from pdcluster_operator.plan.rollout.stored import (
-    REVISION_KIND,
-    Revision,
-    nameless,
-    stored_revisions,
-)
-from pdcluster_operator.plan.shared_connectors.connector_mounts import (
+from pdcluster_operator.plan.connectors import (
     config_maps_seen,
+    digest_in,
     mounted_connector,
 )
+from pdcluster_operator.plan.objects.drift import covers
+from pdcluster_operator.plan.rollout.changes import spec_of_engines
+from pdcluster_operator.plan.rollout.revisions import (
+    REVISION_KIND,
+    Revision,
+    is_same_json,
+    nameless,
+    pairing_key,
+    renamed,
+    short_hash,
+    stored_revisions,
+    without_group,
+)
+from pdcluster_operator.plan.types import Manifest, Observed
 
 NO_CONNECTOR = ""
 
@@ -224,3 +238,102 @@ def queues_of(live: Mapping[Role, Mapping[EngineName, Manifest]]) -> dict[Engine
         for found in live.values()
         for name, engine in found.items()
     }
+
+
+def adopted_revisions(
+    observed: Observed,
+    spec: Mapping[str, Any],
+    live: Mapping[Role, Mapping[EngineName, Manifest]],
+    stored: set[Role],
+) -> Iterator[Revision]:
+    """Yield the revision of engines that exist without one: an older operator stored none.
+
+    They are taken for engines of this spec only if that operator had seen this very spec and
+    had nothing left to replace.
+    """
+    status = observed.cluster.get("status") or {}
+    seen = status.get("observedGeneration") == observed.cluster["metadata"].get("generation")
+    ready = find_condition(status, ConditionType.READY).get("reason")
+    if not seen or ready in (StatusReason.PAUSED, StatusReason.REPLACING):
+        return
+    for role in Role:
+        revisions = {name.revision for name in live[role]}
+        if role in stored or len(revisions) != 1:
+            continue
+        name, engine = min(live[role].items(), key=lambda item: item[0])
+        template = engine["spec"]["template"]
+        key = str((engine["metadata"].get("labels") or {}).get(PAIRING_LABEL, ""))
+        nobody = nameless(name.namespace, name.cluster, role)
+        mounted = mounted_connector(name.cluster, template)
+        yield Revision(
+            role=role,
+            name=name.revision,
+            pairing_key=key,
+            connector=digest_in(mounted) or observed.connector.digest,
+            nodes=int(engine["spec"].get("replicas") or 1),
+            template=renamed(_given(without_group(template, name)), name, nobody, key),
+            spec=dict(spec),
+        )
+
+
+def _given(template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a live template without the empty fields that an API server adds."""
+    metadata = {name: value for name, value in template["metadata"].items() if value is not None}
+    return {**template, "metadata": metadata}
+
+
+def spec_with_tls(one: Revision, cluster: Cluster) -> dict[str, Any]:
+    """Return the spec of a revision. One from before there was TLS agrees with ``cluster``.
+
+    So neither today's default nor a spec that says Disabled replaces its engines. A spec that says
+    Mounted does: its user wants TLS.
+    """
+    transfer = one.spec.get("transfer") or {}
+    wanted = cluster.spec.transfer.tls
+    held = certificates_of_template(one.template, cluster.name)
+    if "tls" in transfer or held is Certificates.OPERATOR or wanted is TlsMode.MOUNTED:
+        return dict(one.spec)
+    return {**one.spec, "transfer": {**transfer, "tls": wanted.value}}
+
+
+def speaking_alike(cluster: Cluster, found: Iterable[Revision]) -> list[Revision]:
+    """Return the revisions whose engines can pair with one that is rendered today."""
+    return [one for one in found if speaks_alike(one, cluster)]
+
+
+def speaks_alike(one: Revision, cluster: Cluster) -> bool:
+    """Whether the engines of a revision can pair with one that is rendered today."""
+    return certificates_of_template(one.template, cluster.name) is certificates_of(cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What of the past goes, and what has to stay.
+
+    Attributes:
+        forgotten: names of ControllerRevisions to delete.
+        mounted: names of the ConfigMaps that the remaining revisions mount.
+    """
+
+    forgotten: frozenset[str]
+    mounted: frozenset[str]
+
+
+def keep_history(cluster: Cluster, targets: Targets, seen: AbstractSet[EngineName]) -> History:
+    """Return which revisions go: those over the limit that are not wanted and have no engine."""
+    in_use = {(name.role, name.revision) for name in seen}
+    in_use |= {(role, one.name) for role, one in targets.wanted.items()}
+    forgotten: set[tuple[Role, str]] = set()
+    for role in Role:
+        of_role = [(role, one.name) for one in targets.stored if one.role is role]
+        idle = [one for one in of_role if one not in in_use]
+        forgotten.update(idle[cluster.spec.rollout.revision_history_limit :])
+    remaining = [one for one in targets.stored if (one.role, one.name) not in forgotten]
+    return History(
+        frozenset(revision_name(cluster.name, role, name) for role, name in forgotten),
+        frozenset(
+            mounted_connector(cluster.name, one.template)
+            or own_connector_name(cluster.name, one.connector)
+            for one in remaining
+        ),
+    )

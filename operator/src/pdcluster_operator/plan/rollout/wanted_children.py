@@ -1,6 +1,10 @@
 """The children of one spec: every object that should exist, and why.
 
 Which engines and which routers these are, :mod:`.desired` decides.
+
+A new revision is tried out on the API server before it replaces anything. The revision is stored
+once the server would take its objects. So a stored revision has passed, and one that was refused
+leaves the engines as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdcluster_operator.api.labels import RENDERED_ANNOTATION
+from pdcluster_operator.api.labels import POD_INDEX_LABEL, RENDERED_ANNOTATION
 from pdcluster_operator.api.object_names import (
     EngineName,
     connector_name,
@@ -23,37 +27,41 @@ from pdcluster_operator.plan.builders.connector_configmap import (
     build_connector_configmap,
     build_own_configmap,
 )
-from pdcluster_operator.plan.builders.disruption_budget import (
+from pdcluster_operator.plan.builders.engine_objects import (
+    build_engine_service,
+    build_engine_statefulset,
+    build_pod_group,
+)
+from pdcluster_operator.plan.builders.protection import (
     build_disruption_budget,
-    build_router_budget,
-)
-from pdcluster_operator.plan.builders.engine_service import build_engine_service
-from pdcluster_operator.plan.builders.engine_statefulset import build_engine_statefulset
-from pdcluster_operator.plan.builders.network_policies import (
     build_engines_policy,
+    build_router_budget,
     build_router_policy,
+    build_service_account,
 )
-from pdcluster_operator.plan.builders.pod_group import build_pod_group
-from pdcluster_operator.plan.builders.router_deployment import bound, build_router_deployment
-from pdcluster_operator.plan.builders.router_service import build_router_service
-from pdcluster_operator.plan.builders.service_account import build_service_account
+from pdcluster_operator.plan.builders.router import (
+    bound,
+    build_router_deployment,
+    build_router_service,
+)
+from pdcluster_operator.plan.connectors import (
+    is_shared_connector,
+    mounted_connector,
+)
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import ConnectorBundle
 from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.plan.objects.ownership import identity
 from pdcluster_operator.plan.rollout.gangs import Gangs
-from pdcluster_operator.plan.rollout.routing import Members, Routing
-from pdcluster_operator.plan.rollout.stored import (
+from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
+from pdcluster_operator.plan.rollout.revisions import (
     Revision,
     build_revision,
     engine_template,
     in_group,
 )
+from pdcluster_operator.plan.rollout.routing import Members, Routing
 from pdcluster_operator.plan.rollout.stored_router import router_template
-from pdcluster_operator.plan.shared_connectors.connector_mounts import (
-    is_shared_connector,
-    mounted_connector,
-)
+from pdcluster_operator.plan.types import ConnectorBundle, TryOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +233,59 @@ def wanted_children(
 
 def _stamped(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest if is_shared_connector(manifest) else stamped(manifest)
+
+
+REFUSALS = frozenset({"Invalid", "Forbidden", "BadRequest"})
+"""What an API server answers to an object that it does not take. Anything else is its trouble."""
+USED_UP = "exceeded quota"
+
+
+def try_out(cluster: Cluster, revision: Revision, *, beside: bool) -> TryOut:
+    """Return the step that tries a revision out.
+
+    Args:
+        beside: the new engines are to run while the old ones do.
+    """
+    name = EngineName(cluster.namespace, cluster.name, revision.role, revision.name, 0)
+    engine = build_engine_statefulset(
+        cluster,
+        name,
+        engine_template(revision, name),
+        pairing_key=revision.pairing_key,
+        nodes=revision.nodes,
+    )
+    why = f"would the API server take {revision.role} engines of revision {revision.name}?"
+    return TryOut(
+        (engine, _pod_of(engine)), stamped(build_revision(cluster, revision)), beside, why
+    )
+
+
+def refusal(step: TryOut, kind: str, reason: str, message: str) -> str | None:
+    """Return why a revision is refused, in words; None if this answer does not refuse it.
+
+    Args:
+        reason, message: what the API server answered to the dry run of a ``kind``.
+    """
+    if reason not in REFUSALS:
+        return None
+    if USED_UP in message and not step.beside:
+        return None
+    remedy = f"; {MAKE_ROOM}" if USED_UP in message else ""
+    return f"the API server refuses the new {kind}, so the old engines serve on: {message}{remedy}"
+
+
+def _pod_of(engine: dict[str, Any]) -> dict[str, Any]:
+    """Return a pod as the StatefulSet would make it, with a name that the server makes up."""
+    template, metadata = engine["spec"]["template"], engine["metadata"]
+    labels = {**template["metadata"]["labels"], POD_INDEX_LABEL: "0"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            **template["metadata"],
+            "generateName": f"{metadata['name']}-",
+            "namespace": metadata["namespace"],
+            "labels": labels,
+        },
+        "spec": template["spec"],
+    }

@@ -25,28 +25,27 @@ from pdcluster_operator.api.labels import role_selector
 from pdcluster_operator.api.schema.status_schema import MAX_ENGINES, MAX_FAILED_LINKS
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.router_service import endpoint
-from pdcluster_operator.plan.children.deletions import existing_engines
+from pdcluster_operator.plan.builders.router import endpoint
+from pdcluster_operator.plan.children import existing_engines
 from pdcluster_operator.plan.memo import Memo
-from pdcluster_operator.plan.model import Observed
 from pdcluster_operator.plan.observed.engines import EngineView
 from pdcluster_operator.plan.observed.links import PairView
 from pdcluster_operator.plan.prefill_scaler import who_decides
 from pdcluster_operator.plan.status.certificates import transfer_status
-from pdcluster_operator.plan.status.engine_conditions import (
+from pdcluster_operator.plan.status.conditions import (
     accepted,
+    available,
+    links_established,
+    path_verified,
     role_ready,
+    summary,
+    transport_healthy,
     with_scaler,
     with_warnings,
 )
-from pdcluster_operator.plan.status.link_conditions import (
-    links_established,
-    path_verified,
-    transport_healthy,
-)
 from pdcluster_operator.plan.status.local_prefill import local_prefill
 from pdcluster_operator.plan.status.progress import ChangeView, progressing, progressing_since
-from pdcluster_operator.plan.status.ready import available, summary
+from pdcluster_operator.plan.types import Observed
 
 LONGEST_DETAIL = 512
 

@@ -15,11 +15,11 @@ from pdcluster_operator.api.conditions import timestamp
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.certificates import has_certificates
-from pdcluster_operator.plan.model import Observed
-from pdcluster_operator.plan.observed.lost import is_lost
-from pdcluster_operator.plan.secrets.engine_certificates import certificates_by_engine
+from pdcluster_operator.plan.builders.secrets import has_certificates
+from pdcluster_operator.plan.observed.pods import is_lost
+from pdcluster_operator.plan.secrets import certificates_by_engine
 from pdcluster_operator.plan.status.progress import ChangeView
+from pdcluster_operator.plan.types import Observed
 
 DANGER = "whoever reaches their ports can read where their KV lies"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdcluster_operator.api.conditions import ConditionType, Status
-from pdcluster_operator.plan.children.name_conflicts import NAME_CONFLICT
-from pdcluster_operator.plan.status.engine_conditions import NEED_HELP
+from pdcluster_operator.plan.name_conflicts import NAME_CONFLICT
+from pdcluster_operator.plan.status.conditions import NEED_HELP
 
 QUIET_SECONDS = 5.0
 """The shortest time from one write to another that says nothing of what somebody waits for.

@@ -1,7 +1,7 @@
-"""Progressing: whether something is on its way to Ready, and since when.
+"""Progressing: whether something is on its way to Ready, and since when; or which step fails.
 
-``ready.py`` computes Ready. What is said of pods comes through Ready: ``plan/observed/pods.py``
-judges a pod, and ``engine_conditions.py`` a role.
+``conditions.py`` computes Ready. What is said of pods comes through Ready:
+``plan/observed/pods.py`` judges a pod, and ``conditions.py`` a role.
 """
 
 from __future__ import annotations
@@ -10,10 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdcluster_operator.api.conditions import Status, StatusReason, Verdict, no, seconds, yes
+from pdcluster_operator.api.conditions import (
+    ConditionType,
+    Status,
+    StatusReason,
+    Verdict,
+    no,
+    own_status,
+    seconds,
+    set_conditions,
+    yes,
+)
 from pdcluster_operator.api.findings import Findings
 from pdcluster_operator.plan.observed.pods import IN_QUEUE
 from pdcluster_operator.plan.rollout.moves import MAKE_ROOM
+from pdcluster_operator.plan.types import Manifest
 
 HELD_BY_OTHERS = (
     "Insufficient ",
@@ -117,3 +128,23 @@ def progressing_since(before: Mapping[str, Any], generation: int, now: float) ->
     known = seconds(before.get("progressingSince"))
     same = before.get("observedGeneration") == generation
     return known if known is not None and same else now
+
+
+def with_failure(
+    status: Manifest, cluster: Manifest, reason: str, message: str, now: float
+) -> dict[str, Any]:
+    """Return ``status`` with the failure in its Progressing condition.
+
+    Args:
+        status: the planned status, or the one that the cluster has if there is no plan. Of that,
+            only what the operator itself writes is returned.
+        cluster: the live PDCluster; its Progressing condition says when that last changed.
+        now: seconds since the epoch.
+    """
+    verdict = (ConditionType.PROGRESSING, no(reason, message))
+    generation = cluster["metadata"].get("generation", 0)
+    failed = set_conditions(cluster.get("status"), [verdict], generation, now)
+    given = status.get("conditions")
+    others = given if isinstance(given, list) else []
+    written: dict[str, Any] = own_status({**status, "conditions": [*failed, *others]})
+    return written

@@ -1,11 +1,17 @@
-"""A revision of one role, as the API server stores it: a ControllerRevision.
+"""A revision of one role, as the API server stores it: a ControllerRevision; and the pairing key.
 
-It holds the pod template as it was rendered, and the spec that it was rendered from. It is
-never rendered again, so another builder or another connector changes no engine that exists.
+A revision holds the pod template as it was rendered, and the spec that it was rendered from. It is
+never rendered again, so another builder or another connector changes no engine that exists. What
+forces a new one, :mod:`.targets` says.
+
+The pairing key names what decides whether KV can be exchanged. It is part of the pod template, so a
+change of it changes both roles' revisions, and a change of one role's environment only that role's.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -17,13 +23,20 @@ from pdcluster_operator.api.labels import (
     cluster_labels,
     engine_labels,
 )
-from pdcluster_operator.api.object_names import EngineName, is_group_of, revision_name
-from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.object_names import (
+    REVISION_LENGTH,
+    EngineName,
+    is_group_of,
+    revision_name,
+)
+from pdcluster_operator.api.spec.enums import Role, TlsMode
 from pdcluster_operator.api.spec.pod_templates import ENGINE_CONTAINER
+from pdcluster_operator.api.spec.resolve import resolve_engine
+from pdcluster_operator.api.spec.shape import MODEL_FLAGS, engine_shape
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.certificates import renamed_volume
-from pdcluster_operator.plan.builders.metadata import child_metadata
-from pdcluster_operator.plan.model import Manifest, Observed
+from pdcluster_operator.plan.builders.secrets import renamed_volume
+from pdcluster_operator.plan.objects.ownership import child_metadata
+from pdcluster_operator.plan.types import Manifest, Observed
 
 REVISION_KIND = "ControllerRevision"
 REVISION_COMPONENT = "revision"
@@ -185,3 +198,47 @@ def _read(child: Manifest) -> Revision | None:
         renew=str(data.get("renew") or ""),
         number=int(child.get("revision") or 0),
     )
+
+
+# No vowels, so that no word appears by accident, and no characters that look alike.
+ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
+
+
+def is_same_json(one: Any, other: Any) -> bool:
+    """Whether two documents are the same JSON. For Python, 1 and true are equal."""
+    return one == other and json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def short_hash(document: Any, length: int = REVISION_LENGTH) -> str:
+    """Return a short name of a JSON document, fit for object names and labels."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
+    letters = []
+    for _ in range(length):
+        number, rest = divmod(number, len(ALPHABET))
+        letters.append(ALPHABET[rest])
+    return "".join(letters)
+
+
+def pairing_key(cluster: Cluster) -> str:
+    """Return the key of all engines of a spec; engines pair when their keys are equal."""
+    document: dict[str, Any] = {"model": _source(cluster)}
+    if (tls := cluster.spec.transfer.tls) is not TlsMode.DISABLED:
+        # Without TLS, the key is the same as before the field existed.
+        document["tls"] = True if tls is TlsMode.ENABLED else tls.value
+    for role in Role:
+        engine = resolve_engine(cluster, role)
+        shape = engine_shape(cluster, engine)
+        document[role.value] = {
+            "model": shape.model,
+            "kv_dtype": shape.kv_dtype,
+            "block_size": shape.block_size,
+            "memory": shape.memory,
+            "attention_backend": engine.attention_backend,
+            "flags": sorted(flag.words for flag in engine.flags if flag.head in MODEL_FLAGS),
+        }
+    return short_hash(document)
+
+
+def _source(cluster: Cluster) -> str:
+    return repr(cluster.spec.model.source)

@@ -1,20 +1,35 @@
-"""Which ConfigMaps with a connector there are, and which of them pods mount."""
+"""The ConfigMaps with a connector: which exist and can be trusted, who mounts them, when one goes.
+
+The PDClusters of a namespace share one. Nobody owns it, so it is judged by what mounts it; then
+operators of several classes may share it, too. Two steps make sure that a pod never misses it:
+
+1. It is marked. Whoever plans to mount a marked one takes the mark away first.
+2. It is deleted when the mark is old, if the API server still has nothing that mounts it, and only
+   in the version with the mark.
+
+What somebody planned before the mark has long been written by then. The mark is in the object, so
+another operator goes on where the first one stopped. ``runtime/connector_collector.py`` looks at
+the API server and carries it out. A copy that an older operator made for one PDCluster is deleted
+by :mod:`.children`, when no stored revision mounts it any more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from pdcluster_operator.api.conditions import seconds, timestamp
 from pdcluster_operator.api.labels import CONNECTOR_LABEL, UNUSED_ANNOTATION
 from pdcluster_operator.api.object_names import (
     connector_name,
     is_connector_name,
     owner_of_connector,
 )
-from pdcluster_operator.plan.builders.connector_configmap import CONNECTOR_VOLUME
-from pdcluster_operator.plan.model import Manifest, Observed
-from pdcluster_operator.plan.objects.ownership import controller_uid
-from pdcluster_operator.plan.shared_connectors.forged_connectors import is_forged
+from pdcluster_operator.plan.builders.connector_configmap import CONNECTOR_FILE, CONNECTOR_VOLUME
+from pdcluster_operator.plan.objects.contents import MARK
+from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
+from pdcluster_operator.plan.types import Delete, Manifest, Observed
 
 MOUNTING_KINDS = frozenset({"StatefulSet", "Deployment", "ControllerRevision", "Pod"})
 """The kinds that hold a pod's spec. A stored revision counts: engines may be made of it again."""
@@ -108,3 +123,75 @@ def _config_maps(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def is_forged(config_map: Manifest) -> bool:
+    """Whether a ConfigMap has the name of a connector, but has other bytes or can be changed.
+
+    Args:
+        config_map: as the store keeps it, with hashes. One with its contents is not judged.
+    """
+    name = str(config_map["metadata"]["name"])
+    if not is_connector_name(name) and not owner_of_connector(name):
+        return False
+    held = config_map.get("binaryData") or {}
+    if not all(str(content).startswith(MARK) for content in held.values()):
+        return False
+    only = set(held) == {CONNECTOR_FILE} and not config_map.get("data")
+    digest = name.rpartition("-")[2]
+    right = only and str(held[CONNECTOR_FILE]).startswith(MARK + digest)
+    return not (right and config_map.get("immutable") is True)
+
+
+KEEP_SECONDS = 600.0
+"""How old a mark must be before the deletion.
+
+This is longer than any plan takes, and longer than a watch that works lags behind.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkConnector:
+    """Say on one ConfigMap since when nothing mounts it, only if it is still the version seen.
+
+    Attributes:
+        since: the time as Kubernetes writes it; empty if something mounts it again.
+    """
+
+    namespace: str
+    name: str
+    uid: str
+    resource_version: str
+    since: str
+    why: str
+
+
+def step_for_connector(
+    live: Manifest, *, mounted: bool, now: float, keep: float = KEEP_SECONDS
+) -> MarkConnector | Delete | None:
+    """Return what to do about the ConfigMap of a connector; None if nothing.
+
+    Args:
+        mounted: whether a StatefulSet, Deployment, stored revision or pod of its namespace mounts
+            it.
+        now: seconds since the epoch.
+        keep: how old a mark has to be, in seconds.
+    """
+    if is_being_deleted(live):
+        return None
+    metadata = live["metadata"]
+    marked = marked_unused(live)
+    seen = (
+        str(metadata["namespace"]),
+        str(metadata["name"]),
+        str(metadata["uid"]),
+        str(metadata["resourceVersion"]),
+    )
+    if mounted:
+        return MarkConnector(*seen, "", "something mounts it again") if marked else None
+    since = seconds(marked)
+    if since is None or since > now + keep:
+        return MarkConnector(*seen, timestamp(now), "nothing mounts it")
+    if now - since < keep:
+        return None
+    return Delete("v1", "ConfigMap", *seen, "nothing has mounted it for a while")

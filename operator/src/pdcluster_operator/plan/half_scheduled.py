@@ -17,9 +17,9 @@ from pdcluster_operator.api.labels import (
     RELEASED_ANNOTATION,
     RELEASED_BECAUSE_ANNOTATION,
 )
-from pdcluster_operator.plan.model import Manifest, Observed
 from pdcluster_operator.plan.observed.engines import released
 from pdcluster_operator.plan.observed.pods import pods_by_engine, status_of, text_of
+from pdcluster_operator.plan.types import Manifest, Observed
 
 LONGEST_WORDS = 512
 

@@ -1,20 +1,31 @@
-"""Which certificates engines have. The Secret with the operator's, and where pods mount it.
+"""What pods read from Secrets: certificates, the keys that sign tickets, and the API key.
 
-One Secret holds the certificates of all engines of a cluster. A pod mounts those of its own engine
-alone. The keys are made when the Secret is written. No plan, status or log ever holds one.
+One Secret of the operator's holds the certificates of all engines of a cluster, and a pod mounts
+those of its own engine alone. Another one holds the ticket keys. The API key is in a Secret of the
+user's. :mod:`..secrets` says when the operator's Secrets are written. The keys are made then
+(``runtime/cluster_secrets.py``, ``adapters/tls``): no manifest, plan, status or log ever holds one.
+
+Engines ask clients for the API key by ``vllm/api_guard.py`` of the connector. Routers ask by its
+``launcher/router_gate.py``, which :mod:`.router` has started in front of the router.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from pdcluster_operator.api.labels import CERTIFICATES_ANNOTATION, TLS_LABEL, cluster_labels
-from pdcluster_operator.api.object_names import EngineName, certificates_name
+from pdcluster_connector.protocol.api_key import VARIABLE
+from pdcluster_operator.api.labels import (
+    CERTIFICATES_ANNOTATION,
+    ROTATE_TICKET_KEY_ANNOTATION,
+    TLS_LABEL,
+    cluster_labels,
+)
+from pdcluster_operator.api.object_names import EngineName, certificates_name, ticket_key_name
 from pdcluster_operator.api.spec.enums import Certificates, TlsMode
 from pdcluster_operator.api.spec.pod_templates import CERTIFICATE_FOLDER, ENGINE_CONTAINER
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.metadata import child_metadata
-from pdcluster_operator.plan.model import Manifest
+from pdcluster_operator.plan.objects.ownership import child_metadata
+from pdcluster_operator.plan.types import Manifest
 
 CERTIFICATE_VOLUME = "certificate"
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.crt", "tls.crt", "tls.key"
@@ -118,3 +129,51 @@ def _mounts_own_volume(spec: Manifest, secret: str) -> bool:
     ]
     ours = any(one.get("secretName") == secret and one.get("items") for one in sources)
     return ours and (CERTIFICATE_VOLUME, CERTIFICATE_FOLDER) in mounts
+
+
+TICKET_KEY_VOLUME = "ticket-key"
+TICKET_KEY_FOLDER = "/pdcluster-keys"
+TICKET_KEY_FILE = "ticket"
+
+
+def build_ticket_key_secret(cluster: Cluster, rotation: str) -> dict[str, Any]:
+    """Return the Secret without its data; ``rotation`` is noted in an annotation."""
+    labels = cluster_labels(cluster.name, "ticket-key")
+    metadata = child_metadata(cluster, ticket_key_name(cluster.name), labels)
+    metadata["annotations"] = {ROTATE_TICKET_KEY_ANNOTATION: rotation}
+    return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata}
+
+
+def ticket_key_volume(cluster: Cluster) -> dict[str, Any]:
+    """Return the volume of a pod that mounts the keys."""
+    return {"name": TICKET_KEY_VOLUME, "secret": {"secretName": ticket_key_name(cluster.name)}}
+
+
+def ticket_key_mount() -> dict[str, Any]:
+    """Return where a container sees them. Without a subPath, so that the kubelet updates them."""
+    return {"name": TICKET_KEY_VOLUME, "mountPath": TICKET_KEY_FOLDER, "readOnly": True}
+
+
+def ticket_audience(cluster: Cluster, pairing_key: str) -> str:
+    """Return which engines may use a ticket: those of this cluster with this pairing key."""
+    return f"{cluster.namespace}/{cluster.name}/{pairing_key}"
+
+
+# vLLM's own check asks for the key only on paths that begin with /v1.
+ENGINE_MIDDLEWARE = "pdcluster_connector.vllm.api_guard.RequireKey"
+
+
+def api_key_env(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the variable that engines and routers find the key in; nothing without a key."""
+    ref = cluster.spec.router.api_key_secret_ref
+    if ref is None:
+        return []
+    source = {"secretKeyRef": {"name": ref.name, "key": ref.key}}
+    return [{"name": VARIABLE, "valueFrom": source}]
+
+
+def api_key_args(cluster: Cluster) -> list[str]:
+    """Return what makes vLLM ask for the key on every path."""
+    if cluster.spec.router.api_key_secret_ref is None:
+        return []
+    return ["--middleware", ENGINE_MIDDLEWARE]

@@ -12,13 +12,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pdcluster_operator.api.object_names import connector_name, own_connector_name
-from pdcluster_operator.plan.model import Apply, Manifest, Observed, RestartPod, Step
-from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
-from pdcluster_operator.plan.shared_connectors.connector_mounts import (
+from pdcluster_operator.plan.connectors import (
     connector_of,
+    is_forged,
     is_shared_connector,
 )
-from pdcluster_operator.plan.shared_connectors.forged_connectors import is_forged
+from pdcluster_operator.plan.objects.ownership import controller_uid, is_being_deleted
+from pdcluster_operator.plan.types import Apply, Manifest, Observed, RestartPod, Step
 
 NAME_CONFLICT = "NameConflict"
 STILL_BEING_DELETED = "StillBeingDeleted"

@@ -1,31 +1,35 @@
-"""When the Secret with the engines' certificates is written, and for how long it serves.
+"""When the Secrets with certificates and ticket keys are written; which certificates engines have.
 
 All certificates of a cluster are made for the same period. In the next period they are made again,
 long before they expire. The kubelet brings the new files into the pods, and the engines read them
-for new connections, so nothing is restarted.
+for new connections, so nothing is restarted. The ticket keys are written once, and again for each
+rotation. The connector's ``protocol/ticket_keys.py`` says when a new key begins to sign.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.labels import ROTATE_TICKET_KEY_ANNOTATION, engine_of
 from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.certificates import (
+from pdcluster_operator.plan.builders.secrets import (
     build_certificates_secret,
+    build_ticket_key_secret,
     certificates_of,
+    certificates_of_template,
     entry_of,
 )
-from pdcluster_operator.plan.model import (
+from pdcluster_operator.plan.rollout.desired import live_engines
+from pdcluster_operator.plan.rollout.revisions import revisions_in
+from pdcluster_operator.plan.types import (
     HeldCertificates,
     Manifest,
     Observed,
     WriteCertificates,
+    WriteTicketKey,
 )
-from pdcluster_operator.plan.rollout.desired import live_engines
-from pdcluster_operator.plan.secrets.engine_certificates import certificates_by_engine
 
 DAY = 86_400.0
 PERIOD_SECONDS = 30 * DAY
@@ -98,3 +102,52 @@ def _why(observed: Observed, issue: str) -> str:
     if held != issue:
         return "the engines' certificates, made again before they expire"
     return "the certificates of the engines that there are now"
+
+
+def certificates_by_engine(
+    pods: Iterable[Manifest], children: Iterable[Manifest]
+) -> dict[EngineName, Certificates]:
+    """Return which certificates the engine of each pod has.
+
+    Args:
+        pods: the pods that the cluster's own workloads made; see :mod:`.objects.ownership`.
+        children: the objects that the cluster controls.
+    """
+    children = tuple(children)
+    sets = {
+        str(child["metadata"]["name"]): child["spec"]["template"]
+        for child in children
+        if child.get("kind") == "StatefulSet"
+    }
+    engines = {name for name in map(engine_of, pods) if name is not None}
+    templates = {name: sets.get(name.stateful_set) for name in engines}
+    if None in templates.values():
+        stored = {(one.role, one.name): one.template for one in revisions_in(children)}
+        for name in engines:
+            templates[name] = templates[name] or stored.get((name.role, name.revision))
+    return {
+        name: Certificates.UNKNOWN
+        if template is None
+        else certificates_of_template(template, name.cluster)
+        for name, template in templates.items()
+    }
+
+
+def ticket_key_step(observed: Observed, cluster: Cluster) -> WriteTicketKey | None:
+    """Return the step that the Secret needs; None if it is as it should be.
+
+    A Secret that exists keeps its keys. Only a new value of the annotation replaces one; taking the
+    annotation away replaces none.
+    """
+    annotations = observed.cluster["metadata"].get("annotations") or {}
+    wanted = str(annotations.get(ROTATE_TICKET_KEY_ANNOTATION, ""))
+    held = observed.ticket_key
+    if held is not None and wanted in ("", held.rotation):
+        return None
+    return WriteTicketKey(
+        build_ticket_key_secret(cluster, wanted),
+        rotate=held is not None,
+        why="a new key that signs tickets; the old one stays valid"
+        if held is not None
+        else "the key that signs tickets",
+    )

@@ -6,7 +6,7 @@ the plan and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -259,3 +259,39 @@ class Plan:
     requeue_after: float | None = None
     events: tuple[Event, ...] = ()
     scaler: ScalerStatus | None = None
+
+
+WORKLOADS = frozenset({"StatefulSet", "Deployment"})
+"""The kinds that make pods. Pods mount, or go by, what the other kinds hold."""
+
+
+def stages(steps: Iterable[Step]) -> list[tuple[Step, ...]]:
+    """Return the steps in stages; within a stage they keep their order.
+
+    What pods need comes first, then what makes pods. What is tried out may end all of it before
+    something is deleted, and then pods are restarted.
+    """
+    staged: dict[int, list[Step]] = {}
+    for step in steps:
+        staged.setdefault(_stage(step), []).append(step)
+    return [tuple(staged[number]) for number in sorted(staged)]
+
+
+def creates(steps: Iterable[Step]) -> bool:
+    """Whether any step creates an object."""
+    return any(
+        not step.uid
+        if isinstance(step, Apply)
+        else isinstance(step, WriteTicketKey | WriteCertificates | TryOut)
+        for step in steps
+    )
+
+
+def _stage(step: Step) -> int:
+    if isinstance(step, WriteTicketKey | WriteCertificates):
+        return 0
+    if isinstance(step, Apply):
+        return 1 if step.manifest["kind"] in WORKLOADS else 0
+    if isinstance(step, TryOut):
+        return 2
+    return 3 if isinstance(step, Delete) else 4

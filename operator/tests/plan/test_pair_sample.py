@@ -12,8 +12,7 @@ from pdcluster_operator.api.conditions import StatusReason
 from pdcluster_operator.api.labels import EngineName
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.observed.engines import EngineView
-from pdcluster_operator.plan.observed.link_sample import ALL_LINKS, sample_links
-from pdcluster_operator.plan.observed.links import to_sample
+from pdcluster_operator.plan.observed.links import ALL_LINKS, sample_links, to_sample
 
 numbers = st.integers(1, 80)
 

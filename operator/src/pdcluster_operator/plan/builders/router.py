@@ -1,4 +1,4 @@
-"""The router before the engines of one pairing key: vLLM's own ``vllm-router``."""
+"""The router before the engines of one pairing key, vLLM's own ``vllm-router``, and its Service."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from pdcluster_operator.api.object_names import (
     ROUTER_PORT,
     EngineName,
     router_deployment_name,
+    router_name,
     service_account_name,
 )
 from pdcluster_operator.api.spec.enums import Role, RouterPolicy
 from pdcluster_operator.api.spec.pod_templates import ROUTER_CONTAINER
 from pdcluster_operator.api.spec.resolve import ROUTER_LINGER_SECONDS, router_grace_period
 from pdcluster_operator.api.spec.types import Cluster
-from pdcluster_operator.plan.builders.api_key import api_key_env
 from pdcluster_operator.plan.builders.connector_configmap import (
     CONNECTOR_FILE,
     CONNECTOR_FOLDER,
     connector_mount,
     connector_volume,
 )
-from pdcluster_operator.plan.builders.metadata import child_metadata
+from pdcluster_operator.plan.builders.secrets import api_key_env
 from pdcluster_operator.plan.objects.merge import merge
+from pdcluster_operator.plan.objects.ownership import child_metadata
 
 ROUTER_COMPONENT = "router"
 POLICIES = {
@@ -223,3 +224,34 @@ def _resources(cluster: Cluster) -> dict[str, Any]:
     given = cluster.spec.router.resources
     parts = {"requests": dict(given.requests), "limits": dict(given.limits)}
     return {name: part for name, part in parts.items() if part}
+
+
+def build_router_service(cluster: Cluster, pairing_key: str) -> dict[str, Any] | None:
+    """Return the Service of the routers of one pairing key; None without routers."""
+    if cluster.spec.router.replicas == 0:
+        return None
+    labels = cluster_labels(cluster.name, ROUTER_COMPONENT)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": child_metadata(cluster, router_name(cluster.name), labels),
+        "spec": {
+            "selector": router_selector(cluster, pairing_key),
+            "ports": [
+                {
+                    "name": "http",
+                    "port": ROUTER_PORT,
+                    "targetPort": "http",
+                    "protocol": "TCP",
+                    "appProtocol": "http",
+                }
+            ],
+        },
+    }
+
+
+def endpoint(cluster: Cluster) -> str:
+    """Return the base URL for clients inside the Kubernetes cluster; empty without routers."""
+    if cluster.spec.router.replicas == 0:
+        return ""
+    return f"http://{router_name(cluster.name)}.{cluster.namespace}.svc:{ROUTER_PORT}"

@@ -1,0 +1,220 @@
+"""The steps that take the children to what is desired: applies, deletions and restarts of pods.
+
+StatefulSets of engines use ``OnDelete``: Kubernetes never replaces an engine's pod by itself. So a
+pod that was made from an older template is deleted here, and its StatefulSet makes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+
+from pdcluster_operator.api.labels import engine_of
+from pdcluster_operator.api.object_names import EngineName
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.api.spec.types import Cluster
+from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
+from pdcluster_operator.plan.connectors import config_maps_of
+from pdcluster_operator.plan.half_scheduled import with_releases
+from pdcluster_operator.plan.memo import Memo
+from pdcluster_operator.plan.objects.drift import is_settled, stamped
+from pdcluster_operator.plan.objects.ownership import identity, is_being_deleted
+from pdcluster_operator.plan.rollout.desired import Desired, live_engines
+from pdcluster_operator.plan.rollout.revisions import REVISION_KIND
+from pdcluster_operator.plan.rollout.wanted_children import Wanted
+from pdcluster_operator.plan.types import Apply, Delete, Manifest, Observed, RestartPod, Step
+
+
+def steps_to(
+    observed: Observed, cluster: Cluster, desired: Desired, now: float, memo: Memo
+) -> tuple[Step, ...]:
+    """Return the steps in order."""
+    children = _children(observed, cluster, desired, now, memo)
+    return memo.get(
+        "steps",
+        (observed, desired, children),
+        lambda *_: tuple(_steps(observed, desired, children, memo)),
+    )
+
+
+def _steps(
+    observed: Observed, desired: Desired, children: Iterable[Wanted], memo: Memo
+) -> Iterator[Step]:
+    live = {identity(child): child for child in (*observed.connectors, *observed.children)}
+    applied = _applied(observed, live, children, memo)
+    for wanted in children:
+        name = identity(wanted.manifest)
+        if name not in applied:
+            yield Apply(wanted.manifest, wanted.why, _uid(live.get(name)))
+    yield from desired.trials
+    yield from deletions(observed, desired)
+    yield from restarts(observed, desired, applied)
+
+
+def _children(
+    observed: Observed, cluster: Cluster, desired: Desired, now: float, memo: Memo
+) -> tuple[Wanted, ...]:
+    """Return the children as they should be now: some engines may have to be without pods."""
+    engines = memo.get("engines of several pods", (desired.children,), _of_several_pods)
+    timeout = cluster.spec.rollout.schedule_timeout_seconds
+    released = {
+        identity(engine): stamped(engine)
+        for engine in with_releases(observed, engines, timeout, now).values()
+    }
+    if not released:
+        return desired.children
+    return tuple(
+        Wanted(released.get(identity(one.manifest), one.manifest), one.why)
+        for one in desired.children
+    )
+
+
+def _of_several_pods(children: Iterable[Wanted]) -> tuple[Manifest, ...]:
+    engines = (one.manifest for one in children if one.manifest["kind"] == "StatefulSet")
+    return tuple(engine for engine in engines if engine["spec"]["replicas"] > 1)
+
+
+def _applied(
+    observed: Observed,
+    live: Mapping[tuple[str, str], Manifest],
+    children: Iterable[Wanted],
+    memo: Memo,
+) -> AbstractSet[tuple[str, str]]:
+    """Return the identities of the children that an apply would not change."""
+    found = set()
+    for wanted in children:
+        name = identity(wanted.manifest)
+        inputs = live.get(name), wanted.manifest, observed.rewrites.get(name)
+        if memo.get(("settled", *name), inputs, is_settled):
+            found.add(name)
+    return found
+
+
+def _uid(live: Manifest | None) -> str:
+    if live is None or is_being_deleted(live):
+        return ""
+    return str(live["metadata"].get("uid") or "")
+
+
+MANAGED_KINDS = frozenset(
+    {
+        "StatefulSet",
+        "Deployment",
+        "Service",
+        "ConfigMap",
+        "ServiceAccount",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        POD_GROUP_KIND,
+        REVISION_KIND,
+    }
+)
+"""The kinds that the operator creates. It deletes no object of another kind."""
+
+
+def deletions(observed: Observed, desired: Desired) -> Iterator[Delete]:
+    """Yield each child that is not wanted and that nothing needs any more."""
+    wanted = {identity(child.manifest) for child in desired.children}
+    kept_engines = {name.stateful_set for name in desired.kept}
+    leaving = _leaving(observed, desired)
+    for child in observed.children:
+        kind, name = identity(child)
+        if kind not in MANAGED_KINDS or (kind, name) in wanted or is_being_deleted(child):
+            continue
+        engine = engine_of(child)
+        if engine is not None and engine.stateful_set in kept_engines:
+            continue
+        if kind == "Service" and engine in leaving:
+            # An engine that is leaving needs its name until its last pod is gone.
+            continue
+        if kind == REVISION_KIND and name not in desired.forgotten:
+            continue
+        if kind == "ConfigMap" and (name in desired.mounted or _is_mounted(observed, name)):
+            continue
+        if kind in ("ConfigMap", POD_GROUP_KIND) and (leaving or desired.kept):
+            # A pod that is leaving may restart once more. It needs what it was made with.
+            continue
+        metadata = child["metadata"]
+        yield Delete(
+            str(child.get("apiVersion")),
+            kind,
+            str(metadata.get("namespace") or "default"),
+            name,
+            str(metadata.get("uid", "")),
+            str(metadata.get("resourceVersion", "")),
+            "the spec no longer asks for it",
+        )
+
+
+def existing_engines(children: Iterable[Manifest], role: Role) -> int:
+    """Return how many engines of a role exist and are not being deleted."""
+    engines = (
+        engine_of(c) for c in children if c.get("kind") == "StatefulSet" and not is_being_deleted(c)
+    )
+    return sum(engine is not None and engine.role is role for engine in engines)
+
+
+def _is_mounted(observed: Observed, config_map: str) -> bool:
+    """Whether a live pod or template mounts it. An older operator stored no revision that does."""
+    live = (*observed.children, *observed.pods)
+    return any(config_map in config_maps_of(one) for one in live)
+
+
+def _leaving(observed: Observed, desired: Desired) -> set[EngineName]:
+    """Return the engines that are not wanted and still have a StatefulSet or a pod."""
+    wanted = {name for names in desired.names.values() for name in names} | desired.kept
+    pods = (engine_of(pod) for pod in observed.pods)
+    found = {*live_engines(observed), *(name for name in pods if name is not None)}
+    return found - wanted
+
+
+POD_REVISION_LABEL = "controller-revision-hash"
+"""Kubernetes' label of a StatefulSet's pod: the template that the pod was made from."""
+
+
+def restarts(
+    observed: Observed, desired: Desired, applied: AbstractSet[tuple[str, str]]
+) -> Iterator[RestartPod]:
+    """Yield each pod that was made from an older template of its StatefulSet.
+
+    Args:
+        applied: identities of the children that an apply would not change.
+    """
+    current = _current_revisions(observed, desired.children, applied)
+    for pod in observed.pods:
+        engine = engine_of(pod)
+        if engine is None or is_being_deleted(pod):
+            continue
+        metadata = pod["metadata"]
+        revision = current.get(engine.stateful_set)
+        made_from = metadata.get("labels", {}).get(POD_REVISION_LABEL)
+        if revision and made_from and made_from != revision:
+            yield RestartPod(
+                str(metadata.get("namespace") or "default"),
+                str(metadata["name"]),
+                str(metadata.get("uid", "")),
+                str(metadata.get("resourceVersion", "")),
+                "its StatefulSet's template changed",
+            )
+
+
+def _current_revisions(
+    observed: Observed, children: tuple[Wanted, ...], applied: AbstractSet[tuple[str, str]]
+) -> Mapping[str, str]:
+    """Return the template revision of each StatefulSet, by name.
+
+    A StatefulSet is left out while our change of it is not applied, and while Kubernetes has
+    not computed its revision yet.
+    """
+    live = {identity(child): child for child in observed.children}
+    found = {}
+    for wanted in children:
+        kind, name = identity(wanted.manifest)
+        existing = live.get((kind, name))
+        if kind != "StatefulSet" or existing is None:
+            continue
+        status = existing.get("status") or {}
+        computed = status.get("observedGeneration") == existing["metadata"].get("generation")
+        if computed and (kind, name) in applied:
+            found[name] = str(status.get("updateRevision") or "")
+    return found

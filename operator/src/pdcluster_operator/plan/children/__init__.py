@@ -1,1 +1,0 @@
-"""The steps that take the objects of a PDCluster, its children, to what is desired."""

@@ -1,1 +1,0 @@
-"""The ConfigMaps with the connector, which the clusters of a namespace share."""

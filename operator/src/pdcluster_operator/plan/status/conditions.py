@@ -1,0 +1,262 @@
+"""The conditions of a PDCluster that do not depend on the time: all but Progressing.
+
+Accepted, PrefillReady and DecodeReady come from the spec and the engines. KVLinksEstablished,
+KVPathVerified and TransportHealthy come from the pairs: a link that was never tried is Unknown, and
+one that was established and is lost is False. :mod:`.local_prefill` may decide TransportHealthy
+first. A PDCluster is Available if some verified pair of engines serves. It is Ready if all that the
+spec wants is there and verified; Ready is computed from the other conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pdcluster_connector.compat.counted import counted
+from pdcluster_connector.compat.reasons import Reason
+from pdcluster_connector.protocol.launcher_documents import LinkState
+from pdcluster_operator.api.conditions import (
+    ConditionType,
+    Status,
+    StatusReason,
+    Verdict,
+    no,
+    unknown,
+    yes,
+)
+from pdcluster_operator.api.findings import Findings
+from pdcluster_operator.api.rules.engines import unchecked_message
+from pdcluster_operator.api.spec.types import Transfer
+from pdcluster_operator.plan.observed.engines import EngineView
+from pdcluster_operator.plan.observed.links import PairView
+from pdcluster_operator.plan.status.progress import ChangeView
+
+MAX_SHOWN_ERRORS = 5
+NEED_HELP = (
+    StatusReason.ENGINE_FAILED,
+    StatusReason.IMAGE_UNAVAILABLE,
+    StatusReason.POD_CONFIG_ERROR,
+    StatusReason.UNSCHEDULABLE,
+)
+"""Reasons that waiting does not cure, the worst first."""
+HINDERED = (*NEED_HELP, StatusReason.SCHEDULING_GATED)
+"""With a wait in a queue: it may last for hours, but it is also part of each start."""
+# Which engine's reason is shown if several are not ready.
+SEVERITY = (
+    *HINDERED,
+    StatusReason.PODS_MISSING,
+    StatusReason.CONTAINER_CREATING,
+    StatusReason.STARTING,
+    StatusReason.LOADING_WEIGHTS,
+    StatusReason.WARMING_UP,
+    StatusReason.DRAINING,
+)
+
+
+def accepted(findings: Findings) -> Verdict:
+    """Whether the spec breaks no rule that can be checked before the engines run."""
+    if not findings.ok:
+        shown = [str(error) for error in findings.errors[:MAX_SHOWN_ERRORS]]
+        more = len(findings.errors) - len(shown)
+        if more:
+            shown.append(f"and {more} more")
+        return no(str(findings.errors[0].rule), "; ".join(shown))
+    return yes(StatusReason.PARTIALLY_CHECKED, unchecked_message(findings.unchecked))
+
+
+def role_ready(engines: Sequence[EngineView], findings: Findings) -> Verdict:
+    """Whether every wanted engine of a role is ready."""
+    if not engines and not findings.ok:
+        return no(StatusReason.NOT_ACCEPTED, "the spec is not accepted")
+    if not engines:
+        return yes(StatusReason.SCALED_TO_ZERO, "no engine is wanted")
+    ready = sum(engine.ready is True for engine in engines)
+    count = f"{ready} of {counted(len(engines), 'engine')} ready"
+    failing = [engine for engine in engines if engine.ready is False]
+    if failing:
+        worst = min(failing, key=lambda engine: SEVERITY.index(engine.reason))
+        detail = f": {worst.message}" if worst.message else ""
+        return no(worst.reason, f"{count}; {worst.name.stateful_set} {worst.reason}{detail}")
+    silent = next((engine for engine in engines if engine.ready is None), None)
+    if silent is not None:
+        return unknown(silent.reason, silent.message)
+    return yes(StatusReason.ENGINES_READY, count)
+
+
+def urgency(reason: str) -> int:
+    """Return the place of a reason in ``HINDERED``; the number after the last for all others."""
+    return HINDERED.index(reason) if reason in HINDERED else len(HINDERED)
+
+
+def with_scaler(ready: Verdict, decides: str) -> Verdict:
+    """Return PrefillReady with who decides how many engines there are, if it is not the spec."""
+    return replace(ready, message="; ".join(filter(None, (ready.message, decides))))
+
+
+def with_warnings(accepted: Verdict, findings: Findings) -> Verdict:
+    """Return Accepted with the warnings: users see them here if the webhook was down."""
+    if not findings.ok or not findings.warnings:
+        return accepted
+    named = ", ".join(f"{warning.path} [{warning.rule}]" for warning in findings.warnings)
+    parts = filter(None, (accepted.message, f"Warnings: {named}."))
+    return replace(accepted, message=" ".join(parts))
+
+
+MEGABYTE = 1_000_000
+# Slower than this over RDMA hardware means that another transport was taken.
+RDMA_LEAST_MBPS = 1000
+
+
+def links_established(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict:
+    """Whether each decode engine shook hands with each prefill engine and read its memory."""
+    if not pairs:
+        return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
+    failed = [pair for pair in pairs if pair.state is LinkState.FAILED]
+    if failed:
+        first = failed[0]
+        count = f"{len(failed)} of {counted(len(pairs), 'link')} failed; " if len(pairs) > 1 else ""
+        detail = f": {first.message}" if first.message else ""
+        return no(first.reason or Reason.BACKEND_ERROR, f"{count}{first.label}{detail}")
+    return _undecided(pairs, before) or yes(
+        StatusReason.LINKS_ESTABLISHED,
+        f"{len(pairs)} of {counted(len(pairs), 'link')} established",
+    )
+
+
+def path_verified(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict:
+    """Whether a canary's KV was counted on every link."""
+    if not pairs:
+        return unknown(StatusReason.NO_PAIRS, "there is no pair of engines")
+    failed = [pair for pair in pairs if pair.canary_failed]
+    if failed:
+        detail = f": {failed[0].canary.message}" if failed[0].canary.message else ""
+        return no(Reason.CANARY_FAILED, f"{failed[0].label}{detail}")
+    broken = next((pair for pair in pairs if pair.state is LinkState.FAILED), None)
+    if broken is not None:
+        return _open(StatusReason.CANARY_PENDING, f"{broken.label}: the link failed", before)
+    undecided = _undecided(pairs, before)
+    if undecided is not None:
+        return undecided
+    waiting = next((pair for pair in pairs if not pair.verified), None)
+    if waiting is not None:
+        detail = f": {waiting.canary.message}" if waiting.canary.message else ""
+        message = f"{waiting.label}: no canary since the link was established{detail}"
+        return _open(StatusReason.CANARY_PENDING, message, before)
+    return yes(
+        StatusReason.CANARY_PASSED, f"KV was seen to move over {counted(len(pairs), 'link')}"
+    )
+
+
+def transport_healthy(pairs: Sequence[PairView], transfer: Transfer) -> Verdict:
+    """Whether every link is as fast as was asked for. Speeds themselves are metrics."""
+    least = transfer.min_bandwidth_mbps
+    if least is None and transfer.rdma is not None:
+        least = RDMA_LEAST_MBPS
+    if least is None:
+        # That a link is established is the evidence: its probe was read and checked.
+        if not pairs or any(pair.state is not LinkState.ESTABLISHED for pair in pairs):
+            return unknown(StatusReason.BANDWIDTH_UNMEASURED, "not every link is established")
+        return yes(StatusReason.NO_THRESHOLD, "no bandwidth is asked for")
+    measured = [
+        pair for pair in pairs if pair.state is LinkState.ESTABLISHED and pair.bytes_per_second > 0
+    ]
+    slow = [pair for pair in measured if pair.bytes_per_second < least * MEGABYTE]
+    if slow:
+        return no(
+            StatusReason.PROBABLE_TCP_FALLBACK,
+            f"{len(slow)} of {counted(len(pairs), 'link')} slower than {least} MB/s; "
+            f"{slow[0].label}",
+        )
+    if not pairs or len(measured) < len(pairs):
+        return unknown(StatusReason.BANDWIDTH_UNMEASURED, "not every link is measured")
+    return yes(StatusReason.BANDWIDTH_SUFFICIENT, f"all links reach {least} MB/s")
+
+
+def _undecided(pairs: Sequence[PairView], before: Mapping[str, Any]) -> Verdict | None:
+    """Return the verdict of a pair of which nothing is decided; None if there is no such pair.
+
+    A pair whose decode launcher does not answer comes before one that waits.
+    """
+    silent = next((pair for pair in pairs if pair.state is LinkState.UNKNOWN), None)
+    if silent is not None:
+        return unknown(silent.reason, silent.message)
+    waiting = next((pair for pair in pairs if pair.state is LinkState.PENDING), None)
+    if waiting is None:
+        return None
+    detail = f": {waiting.message}" if waiting.message else ""
+    return _open(waiting.reason, f"{waiting.label}{detail}", before)
+
+
+def _open(reason: str, message: str, before: Mapping[str, Any]) -> Verdict:
+    once_known = before.get("status") in (Status.TRUE, Status.FALSE)
+    return no(reason, message) if once_known else unknown(reason, message)
+
+
+# In this order the first that is False, or else Unknown, explains why Ready is not True.
+SUMMARIZED = (
+    ConditionType.ACCEPTED,
+    ConditionType.PREFILL_READY,
+    ConditionType.DECODE_READY,
+    ConditionType.KV_LINKS_ESTABLISHED,
+    ConditionType.KV_PATH_VERIFIED,
+    ConditionType.TRANSPORT_HEALTHY,
+)
+
+
+def available(pairs: Sequence[PairView], change: ChangeView) -> Verdict:
+    """Whether some verified pair of engines serves."""
+    if change.scaled_to_zero:
+        return _nothing_serves(change)
+    if change.router_available is False:
+        return _no_router(change)
+    if any(pair.verified for pair in pairs):
+        return yes(StatusReason.SERVING, "a verified pair of engines serves")
+    silent = next((pair for pair in pairs if pair.state is LinkState.UNKNOWN), None)
+    if silent is not None:
+        return unknown(silent.reason, silent.message)
+    return no(StatusReason.NO_VERIFIED_PAIR, "no pair of engines is verified")
+
+
+def _no_router(change: ChangeView) -> Verdict:
+    detail = f": {change.router_trouble}" if change.router_trouble else ""
+    return no(StatusReason.ROUTER_UNAVAILABLE, f"no router pod is ready{detail}")
+
+
+def _nothing_serves(change: ChangeView) -> Verdict:
+    role = change.scaled_to_zero
+    return no(StatusReason.SCALED_TO_ZERO, f"no {role} engine is wanted, so no request is served")
+
+
+def summary(verdicts: Mapping[ConditionType, Verdict], change: ChangeView) -> Verdict:
+    """Ready: what the spec wants is there and verified."""
+    if (wrong := _first(verdicts, Status.FALSE)) is not None:
+        return wrong
+    if change.scaled_to_zero:
+        return _replaced(change) or _nothing_serves(change)
+    if (unclear := _first(verdicts, Status.UNKNOWN)) is not None:
+        return unclear
+    if change.router_available is False:
+        return _no_router(change)
+    return _replaced(change) or yes(StatusReason.READY, "what the spec wants is there and verified")
+
+
+def _first(verdicts: Mapping[ConditionType, Verdict], status: Status) -> Verdict | None:
+    """Return the first verdict with this status.
+
+    A role whose engines need help comes before one whose engines only wait.
+    """
+    found = [kind for kind in SUMMARIZED if verdicts[kind].status is status]
+    if not found:
+        return None
+    accepted = ConditionType.ACCEPTED
+    return verdicts[min(found, key=lambda one: (one != accepted, urgency(verdicts[one].reason)))]
+
+
+def _replaced(change: ChangeView) -> Verdict | None:
+    if not change.replacing:
+        behind = change.router_behind
+        return no(StatusReason.ROUTER_REPLACING, behind) if behind else None
+    reason = StatusReason.PAUSED if change.paused else StatusReason.REPLACING
+    cause = f": {change.changed}" if change.changed else ""
+    return no(reason, f"engines that the spec does not ask for still exist{cause}")
