@@ -8,6 +8,8 @@ BIN = $(dir $(PY))
 export PYTHONPATH := $(CURDIR)/operator/src:$(CURDIR)/connector/src:$(CURDIR)/e2e
 # Without bytecode every engine start compiles thousands of modules again.
 unexport PYTHONDONTWRITEBYTECODE
+# This make's process: conftest.py lists at the end what all of its runs of pytest have skipped.
+export PDCLUSTER_RUN := $(shell echo $$PPID)
 # In a new checkout, each worker would compute hypothesis' tables of characters again: two seconds.
 CACHE = $(or $(PDCLUSTER_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pdcluster)
 export HYPOTHESIS_STORAGE_DIRECTORY ?= $(CACHE)/hypothesis

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -15,6 +15,8 @@ import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+
+import machine
 
 # What failed here is tried again here, and not in other checkouts.
 EXAMPLES = DirectoryBasedExampleDatabase(Path(__file__).with_name(".hypothesis") / "examples")
@@ -40,6 +42,7 @@ PROCESSES = (
     "operator/tests/local/",
 )
 
+NOT_RUN = "pdcluster/not_run"  # in pytest's cache: by make's process, the lines of its runs
 FILES_MARKS = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
 
 
@@ -55,6 +58,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Imports and the collection make objects that stay: looking through them finds no garbage."""
+    try:
+        machine.without()
+    except ValueError as error:
+        raise pytest.UsageError(f"PDCLUSTER_WITHOUT: {error}") from None
     gc.disable()
     if worker := getattr(config, "workerinput", None):
         # In a new checkout each file is compiled once: each worker begins with other files, and
@@ -95,6 +102,49 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             yield kind[len(kind) * worker // workers : len(kind) * (worker + 1) // workers]
 
     items[:] = [item for worker in range(workers) for part in parts(worker) for item in part]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Refuse a feature of the machine that is not known: it would never be asked for."""
+    try:
+        machine.known(needs(item))
+    except ValueError as error:
+        raise pytest.UsageError(f"{item.nodeid}: {error}") from None
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture starts an engine
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs what this machine lacks."""
+    if why := machine.reason(needs(item)):
+        pytest.skip(why)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around all others: it prints last
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> Generator[None, object, object]:
+    """List what was skipped and why. `make test` runs pytest twice: the second run lists both."""
+    result = yield
+    if hasattr(config, "workerinput"):
+        return result
+    skipped = [
+        (report.nodeid, report.longrepr[2].removeprefix("Skipped: "))
+        for report in terminalreporter.stats.get("skipped", ())
+    ]
+    make, cache = os.environ.get("PDCLUSTER_RUN", ""), config.cache
+    before = cache.get(NOT_RUN, {}).get(make, ()) if cache and make else ()
+    lines = machine.not_run(skipped, before)
+    if lines:
+        terminalreporter.write_sep("=", "not run on this machine")
+        terminalreporter.write_line("\n".join(lines))
+    if cache and make:
+        cache.set(NOT_RUN, {make: lines})
+    return result
+
+
+def needs(item: pytest.Item) -> list[str]:
+    """Return the features that the marks of a test name."""
+    return [feature for mark in item.iter_markers("needs") for feature in mark.args]
 
 
 def _inside(arg: str) -> list[str]:

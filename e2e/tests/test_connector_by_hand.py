@@ -17,12 +17,13 @@ import psutil
 import pytest
 from by_hand import ROOT, engines, router_and_request, snippet, transfer_configs
 
+import machine
 from pdcluster_connector.vllm.config import parse_options
 
 CPU, GPU = "On a CPU", "On two GPUs"
 SECONDS = 600
 # Another process of this machine may listen on the ports that a reader has free.
-OWN_NETWORK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+OWN_NETWORK = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 PARSE = """
 import json, sys
 import pdcluster_connector.launcher.vllm_shim
@@ -39,8 +40,8 @@ for words in json.load(sys.stdin):
 @pytest.mark.local
 @pytest.mark.timeout(SECONDS + 200)
 def test_the_snippet_for_a_cpu_moves_kv() -> None:
-    isolate = os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
-    command = [*(OWN_NETWORK if isolate else []), "bash", "-c", snippet(CPU)]
+    unshared = machine.unshared("--net") if os.geteuid() == 0 and shutil.which("ip") else ()
+    command = [*unshared, *(OWN_NETWORK if unshared else ()), "bash", "-c", snippet(CPU)]
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False

@@ -88,6 +88,7 @@ class ProcessGrid:
         without: Collection[str] = (),
         spoil: str = "",
         missing: Collection[Rank] = (),
+        decode: Case | None = None,
     ) -> Outcome:
         """Prefill, handshake, receive; returns what decode's ranks found in their memory.
 
@@ -95,6 +96,7 @@ class ProcessGrid:
             without: ids of rules that are not applied.
             spoil: name of a fault in the plan.
             missing: prefill ranks that publish nothing.
+            decode: the case as decode's ranks see it, if their model differs from prefill's.
         """
         engine_id = f"grid.c.prefill.r.0/{next(self._incarnations):016x}"
         prefill = Modelled(case.model, case.prefill, 0)
@@ -107,9 +109,10 @@ class ProcessGrid:
         with without_rules(without):
             server.start()
             handed_over = encode(self._ticket(case, prefill, engine_id, server.port), KEYS)
-            reading = self._ranks("decode", case.decode.pipeline, case.decode.tensor)
+            seen = decode or case
+            reading = self._ranks("decode", seen.decode.pipeline, seen.decode.tensor)
             for rank, process in reading.items():
-                process.ask("receive", case, rank, handed_over, spoil, set(without))
+                process.ask("receive", seen, rank, handed_over, spoil, set(without))
             received = [process.answer() for process in reading.values()]
             server.stop()
         for process in serving.values():

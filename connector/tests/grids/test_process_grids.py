@@ -7,12 +7,12 @@ byte of its memory. What bytes are right is said by the oracle's model of a layo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 from layout_cases import FULL, MAMBA, MLA, WINDOW, Case, named, paired
-from modelled_engine import PAGES, Array, Grid, Group
+from modelled_engine import PAGES, Array, Grid, Group, Model
 from process_grid import ProcessGrid
 from wrong_plans import SPOILERS
 
@@ -125,6 +125,35 @@ def quantized() -> Iterator[Way]:
         grid = Grid(16, 1, orders[0]), Grid(16, 1, orders[1])
         case = paired([group(unit=32)], [grid], tensors, tokens=50, start=16, dtype="fp8_e4m3")
         yield Way(f"fp8, {orders}, TP {tensors}", case, 48 * 2 * HEADS * 32)
+    # As CPU_ATTN packs them, where its engines cannot run.
+    for dtype in ("fp8_e4m3", "fp8_e5m2"):
+        for tensors in ((1, 1), (2, 1), (1, 2)):
+            case = fp8(dtype=dtype, tensors=tensors)
+            yield Way(f"packed {dtype}, TP {tensors}", case, 48 * 2 * HEADS * 32)
+    for tensors in ((1, 1), (2, 1)):
+        yield Way(
+            f"fp8 but for one layer, TP {tensors}",
+            second_layer(128, "float32", tensors),
+            48 * HEADS * 160,
+        )
+
+
+def fp8(
+    layers: Sequence[Group] = (group(unit=32, opaque=True),),
+    dtype: str = "fp8_e4m3",
+    scales: str = "k=0.5,v=2.0",
+    tensors: tuple[int, int] = (1, 1),
+) -> Case:
+    """Two layers whose blocks are packed, with one byte an element."""
+    case = paired(layers, [same(16)] * len(layers), tensors, tokens=50, start=16)
+    return replace(case, model=Model(tuple(layers), dtype, scales))
+
+
+def second_layer(unit: int, dtype: str, tensors: tuple[int, int] = (1, 1)) -> Case:
+    """The second layer may keep the model's float32, with four bytes an element."""
+    first = Group(FULL, ("full.0",), (Array("", HEADS, 32),), opaque=True)
+    second = Group(FULL, ("full.1",), (Array("", HEADS, unit),), opaque=True, dtype=dtype)
+    return fp8((first, second), tensors=tensors)
 
 
 WAYS = [
@@ -184,6 +213,26 @@ def test_packed_blocks_of_other_sizes_are_refused_with_nothing_posted(
     case = paired([group(opaque=True)], [(Grid(32), Grid(128))], (1, 1), tokens=333, start=128)
     outcome = grid.run(case, without=without)
     assert all(failure.startswith("BlockInteriorOpaque: ") for failure in outcome.failures)
+    assert outcome.nbytes == 0
+    assert outcome.faults == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "refusal"),
+    [
+        (fp8(), fp8(dtype="fp8_e5m2"), "KVDtypeMismatch: "),
+        (fp8(), paired([group(unit=128)], [same(16)], (1, 1), tokens=50), "KVDtypeMismatch: "),
+        (second_layer(32, ""), second_layer(128, "float32"), "KVDtypeMismatch: "),
+        (fp8(), fp8(scales="k=0.7,v=2.0"), "KVScalesMismatch: "),
+        (fp8(dtype="int8_per_token_head"), fp8(dtype="int8_per_token_head"), "LayoutUnsupported: "),
+    ],
+    ids=["the other fp8", "float32", "one layer of float32", "other scales", "a scale a token"],
+)
+def test_quantized_caches_that_differ_are_refused_with_nothing_posted(
+    grid: ProcessGrid, prefill: Case, decode: Case, refusal: str
+) -> None:
+    outcome = grid.run(prefill, decode=decode)
+    assert all(failure.startswith(refusal) for failure in outcome.failures), outcome.failures
     assert outcome.nbytes == 0
     assert outcome.faults == (0, 0, 0)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 from launched import CONFIG, HERE, Launched
 
+import machine
 from forked_python import Forked, ForkedPython
 from loopback import free_port
 from pdcluster_connector.launcher import bundle
@@ -37,25 +36,9 @@ def inside(cgroup: Path | None) -> tuple[str, ...]:
 
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
-    """A cgroup that allows 300 MiB, of the version that this machine has; as root only."""
-    root = Path("/sys/fs/cgroup")
-    v1 = (root / "memory/memory.limit_in_bytes").exists()
-    folder = (root / "memory" if v1 else root) / f"pdcluster-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-        limit = "memory.limit_in_bytes" if v1 else "memory.max"
-        (folder / limit).write_text(str(300 << 20))
-        if not v1:
-            (folder / "memory.swap.max").write_text("0")
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    yield folder
-    deadline = time.monotonic() + 10
-    while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    folder.rmdir()
+    """A cgroup that allows 300 MiB. A test that uses it is marked ``needs("cgroup")``."""
+    with machine.small_cgroup(300 << 20) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")

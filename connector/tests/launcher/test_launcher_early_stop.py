@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from launched import CONFIG, HERE
 
+import machine
 from loopback import free_port
 
 pytestmark = pytest.mark.process
@@ -73,13 +74,13 @@ def ended(process: subprocess.Popen) -> str:
         raise AssertionError(f"it goes on: {process.communicate()[1]}") from None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a process namespace")
+@pytest.mark.needs("pid1")
 def test_process_1_ends_whenever_it_is_told_to(unpacked, model):
     names = ended(start(unpacked, model, "exit:0", 0)).splitlines()
     first, last = names.index(FIRST) + 1, len(names)
     assert last - first > 5 * MOMENTS, "most of the launcher is imported after it heeds SIGTERM"
     moments = [first + (last - first) * number // MOMENTS for number in range(MOMENTS)]
-    alone = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    alone = machine.unshared(*machine.PROCESSES)
     # An engine that never gets ready: the launcher ends by being told to, or not at all.
     for at in range(0, MOMENTS, 5):
         some = [start(unpacked, model, "slow:600", m, *alone) for m in moments[at : at + 5]]

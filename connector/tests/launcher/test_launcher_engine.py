@@ -95,6 +95,7 @@ def test_a_launcher_that_is_killed_takes_its_engine_along(launch, tiny_llama):
     wait_for(lambda: not engine_processes(engine))
 
 
+@pytest.mark.needs("cgroup")
 def test_a_real_engine_out_of_memory(launch, tiny_llama, small_cgroup):
     engine = start(launch, tiny_llama, small_cgroup)
     assert engine.end(400) in {1, 137}

@@ -110,6 +110,7 @@ def test_a_core_that_the_engine_ended_itself_is_not_the_cause(launch):
     assert engine.termination == "AsyncLLM output_handler failed."
 
 
+@pytest.mark.needs("cgroup")
 def test_an_engine_core_out_of_memory(launch, small_cgroup):
     engine = launch("core:hungry", cgroup=small_cgroup)
     assert engine.end() == 1
@@ -118,6 +119,7 @@ def test_an_engine_core_out_of_memory(launch, small_cgroup):
     )
 
 
+@pytest.mark.needs("cgroup")
 def test_an_api_server_out_of_memory(launch, small_cgroup):
     engine = launch("hungry", cgroup=small_cgroup)
     assert engine.end() == 137

@@ -39,13 +39,14 @@ class Array:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share a block list."""
+    """Layers that share a block list. ``dtype``: unquantised, in a model whose KV is fp8."""
 
     kind: LayerKind
     layers: tuple[str, ...]
     arrays: tuple[Array, ...]
     window: int | None = None
     opaque: bool = False
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -329,6 +330,7 @@ class Modelled:
                     kv_heads=1 if mamba else group.arrays[0].heads,
                     token_bytes=sum(a.unit * (a.heads if mamba else 1) for a in group.arrays),
                     window=group.window,
-                    scales="" if mamba else self.model.scales,
+                    scales="" if mamba or group.dtype else self.model.scales,
+                    dtype=group.dtype,
                     parts=parts if whole else (),
                 )

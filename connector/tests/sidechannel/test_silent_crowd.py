@@ -14,6 +14,7 @@ from typing import Self
 import pytest
 from loopback_engines import DECODE, PREFILL, SHAPE, shards_of, until
 
+import machine
 from authority import Authority
 from pdcluster_connector.certificate_files import Tls
 from pdcluster_connector.protocol.failure import Failure
@@ -32,7 +33,6 @@ ROUNDS, HANDSHAKES = 5, 8
 STAYS_SECONDS = 600.0  # longer than the test: who waits for a connection to be closed fails
 HTTP_HEAD = b"POST /v1/handshake HTTP/1.1\r\nHost: x\r\nX-Slow: "
 TLS_HEAD = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32)
-FILES = 3 * CROWD
 
 
 @pytest.fixture(params=["http", "tls"])
@@ -41,10 +41,8 @@ def side_channel(
 ) -> Iterator[tuple[SideChannelServer, Tls | None, bytes]]:
     """A prefill engine's side channel, decode's TLS, and how a slow client begins."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= hard < 4 * FILES:
-        pytest.skip("a process may have too few file descriptors here")
     # A side channel takes at most a quarter of them.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4 * FILES), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, machine.OPEN_FILES), hard))
     monkeypatch.setattr(server_module, "IDLE_SECONDS", STAYS_SECONDS)
     monkeypatch.setattr(server_module, "TLS_SECONDS", STAYS_SECONDS)
     ours = theirs = None
@@ -114,6 +112,7 @@ def worst_of_each_round(server: SideChannelServer, tls: Tls | None) -> list[floa
     return asyncio.run(measure())
 
 
+@pytest.mark.needs("files")
 def test_a_crowd_that_says_nothing_delays_nobody(
     side_channel: tuple[SideChannelServer, Tls | None, bytes],
     record_property: Callable[[str, object], None],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -18,12 +17,7 @@ from transfer_rig import Decode, FakePeers, eventually
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.transfer.job import ReceiverOptions
 
-pytestmark = [
-    pytest.mark.nixl,
-    pytest.mark.skipif(
-        os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and ip"
-    ),
-]
+pytestmark = [pytest.mark.nixl, pytest.mark.needs("network")]
 CACHE = {"kv_heads": 4, "layers": 2, "num_blocks": 64, "block_tokens": 16, "token_bytes": 32}
 NEW_NETWORK = 0x40000000
 NEAR, FAR = "10.213.7.1", "10.213.7.2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,15 +13,32 @@ from typing import Any
 import pytest
 from fork_host import Engine, ForkHost
 
+import machine
+
+
+@functools.cache
+def host() -> ForkHost:
+    """Start one process for the whole session that has imported vLLM."""
+    folder = Path(tempfile.mkdtemp(prefix="pdc-"))  # short: it holds Unix sockets
+    return ForkHost(folder, hides_avx512="fp8" in machine.without())
+
+
+def end_host() -> None:
+    if host.cache_info().currsize:
+        host().close()
+        shutil.rmtree(host().folder, ignore_errors=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The fork host asks vLLM whether this processor can have an fp8 KV cache."""
+    machine.PROBES["fp8"] = lambda: host().refusal_of_fp8
+    config.add_cleanup(end_host)
+
 
 @pytest.fixture(scope="session")
-def fork_host() -> Iterator[ForkHost]:
-    """One process for the whole session that has imported vLLM."""
-    folder = Path(tempfile.mkdtemp(prefix="pdc-"))  # short: it holds Unix sockets
-    host = ForkHost(folder)
-    yield host
-    host.close()
-    shutil.rmtree(folder, ignore_errors=True)
+def fork_host() -> ForkHost:
+    """The process that has imported vLLM. It ends with the session."""
+    return host()
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ for engines; an :class:`Engine` is the handle of one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -36,6 +37,8 @@ ENVIRONMENT = {
     # Conv states as (channels, rows): their heads can be told apart.
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
 }
+# forked_engine.py hides AVX-512 from vLLM; these are for torch and for its oneDNN.
+HIDES_AVX512 = {"HIDES_AVX512": "1", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 @dataclass
@@ -167,26 +170,37 @@ class Engine:
 
 
 class ForkHost:
-    """Starts the host process and asks it for engines."""
+    """Starts the host process and asks it for engines.
 
-    def __init__(self, folder: Path) -> None:
+    ``hides_avx512``: vLLM finds a processor that has AVX2 only, and takes its kernels for it.
+    """
+
+    def __init__(self, folder: Path, *, hides_avx512: bool = False) -> None:
         self.folder = folder
         self._log = (folder / "host.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("forked_engine.py")), str(folder)],
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{SOURCES}:{Path(__file__).parent}"},
+            env={
+                **os.environ,
+                **ENVIRONMENT,
+                **(HIDES_AVX512 if hides_avx512 else {}),
+                "PYTHONPATH": f"{SOURCES}:{Path(__file__).parent}",
+            },
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._connection: Connection | None = None
         self._count = itertools.count()
         self.engines: list[Engine] = []
 
+    @functools.cached_property
+    def refusal_of_fp8(self) -> str:
+        """Why vLLM takes no fp8 KV cache on this processor, in its words; nothing if it does."""
+        self._connection.send("refusal_of_fp8")
+        return self._connection.recv()
+
     def engine(self, name: str, connector: dict[str, Any] | None = None, **llm: Any) -> Engine:
         """Fork an engine; not ready yet. ``connector`` is its kv-transfer-config."""
-        if self._connection is None:
-            self._connection = self._connect()
         name = f"{name}{next(self._count)}"
         address = str(self.folder / name)
         log = self.folder / f"{name}.log"
@@ -204,7 +218,9 @@ class ForkHost:
         self._process.wait()
         self._log.close()
 
-    def _connect(self) -> Connection:
+    @functools.cached_property
+    def _connection(self) -> Connection:
+        """The connection to the host, which takes many seconds to import vLLM."""
         deadline = time.monotonic() + 240
         while self._process.poll() is None and time.monotonic() < deadline:
             try:

@@ -29,8 +29,30 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def _hide_avx512() -> None:
+    """Answer vLLM as on a processor that has AVX2 only. It chooses its kernels by that."""
+    import torch
+
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        setattr(torch.cpu, name, lambda: False)
+
+
+def _refusal_of_fp8() -> str:
+    """Why vLLM's attention takes no fp8 KV cache on this processor; nothing if it does."""
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    try:
+        _get_attn_isa(torch.float32, 32, 64, "fp8")
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
 def _host(folder: Path) -> None:
     _end_with_parent()
+    if "HIDES_AVX512" in os.environ:
+        _hide_avx512()
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama
     import vllm.v1.attention.backends.cpu_attn
@@ -55,9 +77,13 @@ def _host(folder: Path) -> None:
         connection = listener.accept()
         while True:
             try:
-                address, log, connector, llm = connection.recv()
+                asked = connection.recv()
             except EOFError:
                 break
+            if asked == "refusal_of_fp8":
+                connection.send(_refusal_of_fp8())
+                continue
+            address, log, connector, llm = asked
             pid = os.fork()
             if pid == 0:
                 listener.close()

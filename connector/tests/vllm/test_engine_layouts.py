@@ -184,7 +184,14 @@ def references(engines: Callable[..., Engine], case: Case) -> Expected:
     return expected
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+FP8_MARK = pytest.mark.needs("fp8")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=FP8_MARK if FP8 in case.kinds else ()) for case in CASES],
+    ids=str,
+)
 def running(request: Any, engines: Callable[..., Engine]) -> Iterator[tuple[Case, Pair, Expected]]:
     case: Case = request.param
     expected = (

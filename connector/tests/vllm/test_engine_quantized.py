@@ -18,7 +18,7 @@ from engine_pair import Pair, connector_config
 
 from models.tiny import model_path
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.needs("fp8")]
 
 PROMPT = [3 + (i * 37 + i * i // 3) % 250 for i in range(100)]
 TOKENS = 12

@@ -59,11 +59,14 @@ class Rank:
         return range(*head_interval(HEADS, self.made.shape.tensor, self.made.shard.rank[1]))
 
 
-def engine(layout: KVCacheLayout, tensor: int, dtype: torch.dtype, seed: int = -1) -> list[Rank]:
+def engine(
+    layout: KVCacheLayout, tensor: int, dtype: torch.dtype, seed: int = -1,
+    backend: str = "FLASH_ATTN",
+) -> list[Rank]:  # fmt: skip
     """An engine's ranks, with random bytes (zeros without a seed)."""
     kinds = {torch.uint8: "fp8", torch.float32: "auto"}
     config = vllm_config(
-        tensor=tensor, total_heads=HEADS, backend="FLASH_ATTN", cache_dtype=kinds[dtype]
+        tensor=tensor, total_heads=HEADS, backend=backend, cache_dtype=kinds[dtype]
     )
     ranks = []
     for rank in range(tensor):
@@ -136,6 +139,16 @@ def test_the_other_order_and_other_tensor_sizes(
 ) -> None:
     ours = engine(order[0], tensor[0], torch.float32, seed=8)
     theirs = engine(order[1], tensor[1], torch.float32)
+    transfer(ours, theirs)
+    check_arrived(ours, theirs)
+
+
+@pytest.mark.parametrize("tensor", [(1, 1), (2, 1), (1, 2), (4, 1), (2, 4)])
+def test_packed_fp8_of_other_tensor_sizes(tensor: tuple[int, int]) -> None:
+    """vLLM's CPU engines have such caches, on processors that can compute with them."""
+    ours = engine(HND, tensor[0], torch.uint8, seed=10, backend="CPU_ATTN")
+    theirs = engine(HND, tensor[1], torch.uint8, backend="CPU_ATTN")
+    assert ours[0].made.shape.packing == "CPU_ATTN/vec/float32"
     transfer(ours, theirs)
     check_arrived(ours, theirs)
 

@@ -39,7 +39,10 @@ def test_the_installed_version(installed: Sources) -> None:
     assert findings(installed) == []
 
 
-@pytest.mark.skipif("PDCLUSTER_ASK_INDEX" not in os.environ, reason="see `make newest-vllm`")
+@pytest.mark.skipif(
+    "PDCLUSTER_ASK_INDEX" not in os.environ,
+    reason="the newest vLLM on the package index: `make newest-vllm` looks at it",
+)
 def test_the_newest_version_on_the_index(newest: Sources) -> None:
     """Fails when vLLM moved: support that version, or lower the promise below it.
 

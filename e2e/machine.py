@@ -1,0 +1,171 @@
+"""What tests need of the machine that they run on, and the list of what was not run.
+
+``@pytest.mark.needs("fp8")`` skips a test where the machine lacks that feature. Each process asks
+the machine once. ``PDCLUSTER_WITHOUT=fp8,cgroup`` treats these features as missing. At the end of a
+run, the root's ``conftest.py`` prints :func:`not_run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import resource
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+OPEN_FILES = 12_000
+
+
+def without() -> frozenset[str]:
+    """Return the features that ``PDCLUSTER_WITHOUT`` names.
+
+    Raises:
+        ValueError: one of them is not known.
+    """
+    named = os.environ.get("PDCLUSTER_WITHOUT", "").split(",")
+    return frozenset(known(word.strip() for word in named if word.strip()))
+
+
+def known(features: Iterable[str]) -> list[str]:
+    """Return the same features.
+
+    Raises:
+        ValueError: one of them is not known.
+    """
+    features = list(features)
+    for feature in features:
+        if feature not in SHOWS:
+            raise ValueError(f"no feature of a machine: {feature!r}; known are {', '.join(SHOWS)}")
+    return features
+
+
+@functools.cache
+def lacks(feature: str) -> str:
+    """Return why this machine cannot run what needs a feature; nothing if it can."""
+    if feature in without():
+        return f"PDCLUSTER_WITHOUT names {feature}"
+    return PROBES[feature]()
+
+
+def reason(features: Iterable[str]) -> str:
+    """Return what is not run and why, if one of these features is missing; else nothing."""
+    missing = [(SHOWS[feature], why) for feature in features if (why := lacks(feature))]
+    return "; ".join(f"{shown}: {why}" for shown, why in missing)
+
+
+@functools.cache
+def unshared(*options: str) -> tuple[str, ...]:
+    """Return words before a command that run it in namespaces of its own.
+
+    Root may make them, but often not in a container. Other users may on most machines, as the root
+    of a user namespace. Where neither works, there are no words.
+    """
+    for user in ((), ("--user", "--map-root-user")):
+        words = ("unshare", *user, *options)
+        if not _refusal(*words, "true"):
+            return words
+    return ()
+
+
+@contextlib.contextmanager
+def small_cgroup(limit: int) -> Iterator[Path]:
+    """Make a cgroup with a limit of memory in bytes, of the version that this machine has.
+
+    Raises:
+        OSError: this user may not, or there is no controller for memory.
+    """
+    root = Path("/sys/fs/cgroup")
+    first = (root / "memory/memory.limit_in_bytes").exists()
+    folder = (root / "memory" if first else root) / f"pdcluster-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        (folder / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(limit))
+        if not first:
+            (folder / "memory.swap.max").write_text("0")
+        yield folder
+    finally:
+        deadline = time.monotonic() + 10
+        while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        folder.rmdir()
+
+
+def not_run(skipped: Iterable[tuple[str, str]], before: Iterable[str] = ()) -> list[str]:
+    """Return a line for each reason why tests were skipped.
+
+    Args:
+        skipped: node ids, and why each was skipped. An id that comes twice counts once.
+        before: lines of an earlier run, which come first.
+    """
+    tests: dict[str, dict[str, None]] = defaultdict(dict)
+    for node, why in skipped:
+        tests[why][node] = None
+    lines = list(before)
+    for why, nodes in tests.items():
+        files = sorted({node.partition("::")[0].rpartition("/")[2] for node in nodes})
+        count = f"{len(nodes)} test{'s' if len(nodes) > 1 else ''}"
+        lines.append(f"- {why} ({count} in {', '.join(files)})")
+    return lines
+
+
+def _refusal(*command: str) -> str:
+    """Return what a command says that fails; nothing if it works."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return f"there is no program {command[0]}"
+    return (done.stderr.strip() or f"{command[0]} failed") if done.returncode else ""
+
+
+def _no_cgroup() -> str:
+    try:
+        with small_cgroup(300 << 20):
+            return ""
+    except OSError as error:
+        return f"no memory cgroup can be made ({error.strerror})"
+
+
+def _no_network() -> str:
+    """A pair of network devices, one of them in a named namespace, as ``test_cut_network`` has."""
+    device = f"pdp{os.getpid()}"
+    cable = f"ip link add {device} type veth peer name {device} netns {device}"
+    if refusal := _refusal("ip", "netns", "add", device):
+        return f"no network namespace can be made ({refusal})"
+    refusal = _refusal(*cable.split())
+    _refusal("ip", "netns", "del", device)
+    return refusal and f"no pair of network devices can be made ({refusal})"
+
+
+def _no_pid1() -> str:
+    return "" if unshared(*PROCESSES) else "no process namespace can be made"
+
+
+def _few_files() -> str:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return f"a process may open {hard} files" if 0 <= hard < OPEN_FILES else ""
+
+
+def _ask_vllm() -> str:
+    raise LookupError("only tests in connector/tests/vllm may need fp8: their fork host asks vLLM")
+
+
+PROCESSES = ("--pid", "--fork", "--mount-proc", "--kill-child")
+# By feature: what is not shown without it, and the function that asks this machine.
+SHOWS = {
+    "fp8": "engines with an fp8 or int8 KV cache",
+    "cgroup": "an engine that the kernel kills because memory is short",
+    "network": "KV over a network that drops packets",
+    "pid1": "a launcher that is process 1 of its namespace",
+    "files": "a side channel with thousands of connections",
+}
+PROBES: dict[str, Callable[[], str]] = {
+    "fp8": _ask_vllm,
+    "cgroup": _no_cgroup,
+    "network": _no_network,
+    "pid1": _no_pid1,
+    "files": _few_files,
+}
