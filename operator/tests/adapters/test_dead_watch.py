@@ -17,10 +17,11 @@ from operator_runs import GROUP, cluster, create, edit, owned, until
 from real_api import CRD_FILES, CRDS, RealApi
 
 from loopback import free_ports
-from pdcluster_operator.adapters import operator_process
+from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
-from pdcluster_operator.adapters.operator_process import OperatorOptions, run_operator
+from pdcluster_operator.adapters.operator_process import OperatorOptions
+from pdcluster_operator.handlers import run_operator
 
 pytestmark = pytest.mark.cluster
 
@@ -37,7 +38,7 @@ async def running_here(
     async def found() -> Any:
         return configuration
 
-    monkeypatch.setattr(operator_process, "find_configuration", found)
+    monkeypatch.setattr(kubeconfig, "find_configuration", found)
     health, metrics = free_ports(2)
     options = OperatorOptions(
         namespaces=(namespace,),

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from reached import reaching
 
 from design_walk import Call, Calls, happened
 from loopback import free_network
+from pdcluster_operator import handlers
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED
@@ -171,7 +173,16 @@ async def walked(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
             loop.queue._rest = 0.01
             api._remember, api._same = loop.remember, loop.store.same
             loop.start()
-            watching = asyncio.create_task(Reflectors(client, loop, (), 300.0).run())
+            reflectors = Reflectors(client, loop, (), 300.0, (PDCLUSTER,))
+            watching = asyncio.create_task(reflectors.run())
+            memo, handled = SimpleNamespace(process=reflectors), set()
+
+            def kopf_sees(what: str, found: dict[str, Any]) -> None:
+                if found["kind"] == PDCLUSTER.name:
+                    event = {"type": what, "object": found}
+                    handled.add(asyncio.create_task(handlers.see(event=event, memo=memo)))
+
+            server.api.watch(kopf_sees)
             server.api.apply(MANIFEST)
             async with asyncio.timeout(20):
                 while not any(body["peers"] for body in server.told):  # noqa: ASYNC110

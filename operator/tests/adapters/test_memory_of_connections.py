@@ -83,4 +83,4 @@ async def test_the_operator_uses_small_buffers(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(operator_process, "use_small_buffers", ask)
     with pytest.raises(AskedError):
-        await operator_process.run_operator(operator_process.OperatorOptions(), asyncio.Event())
+        await operator_process.OperatorProcess(operator_process.OperatorOptions()).start()

@@ -6,20 +6,24 @@ import asyncio
 import copy
 import json
 import logging
+import signal
+import socket
 import sys
 from pathlib import Path
 
+import click
 import jsonschema
+import msgspec
 import pytest
 from kubernetes.aio import client as kubernetes
 from operator_runs import cluster
 
 from loopback import free_ports
+from pdcluster_operator import handlers
 from pdcluster_operator.adapters import (
     connector_bundle,
     operator_process,
     status_pages,
-    webhook_process,
 )
 from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.kinds import (
@@ -32,8 +36,8 @@ from pdcluster_operator.adapters.api_server.kinds import (
 from pdcluster_operator.adapters.metrics import MOST_SHOWN, Metrics, resource_of
 from pdcluster_operator.adapters.operator_process import (
     OperatorOptions,
+    OperatorProcess,
     own_identity,
-    run_operator,
 )
 from pdcluster_operator.adapters.own_secrets import WebhookPlace
 from pdcluster_operator.adapters.webhook_process import (
@@ -215,45 +219,74 @@ def test_a_log_line_is_one_json_object():
     assert json.loads(line)["level"] == "warning"
 
 
-async def test_when_one_part_of_the_operator_ends_all_do():
-    ended = []
-
-    async def lasting():
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            ended.append("lasting")
-
+async def test_a_part_that_fails_ends_the_process(monkeypatch, caplog):
     async def failing():
-        await asyncio.sleep(0)
         raise RuntimeError("the watch is lost")
 
-    async def short():
-        ended.append("short")
-
-    with pytest.raises(RuntimeError, match="the watch is lost"):
-        await operator_process.until_one_ends([lasting(), failing()])
-    assert ended == ["lasting"]
-    await operator_process.until_one_ends([lasting(), short()])
-    assert ended == ["lasting", "short", "lasting"]
-
-
-async def test_what_the_operator_waits_for_at_its_start_ends_with_it():
-    stop, ended = asyncio.Event(), []
-
     async def lasting():
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            ended.append("lasting")
+        await asyncio.sleep(3600)
 
-    async def short():
-        ended.append("short")
+    signals = []
+    monkeypatch.setattr(operator_process.signal, "raise_signal", signals.append)
+    process = OperatorProcess(OperatorOptions())
+    process._go_on(process._stack, lasting())
+    process._go_on(process._stack, failing())
+    await asyncio.sleep(0.01)
+    assert signals == [signal.SIGTERM]
+    assert str(process.error) == "the watch is lost"
+    assert caplog.messages == ["the operator cannot go on: the watch is lost"]
+    await process.stop()
 
-    assert await operator_process._unless_stopped(short(), stop) is True
-    asyncio.get_running_loop().call_soon(stop.set)
-    assert await operator_process._unless_stopped(lasting(), stop) is False
-    assert ended == ["short", "lasting"]
+
+async def test_what_the_operator_waits_for_at_its_start_ends_with_it(monkeypatch):
+    async def configuration():
+        return kubernetes.Configuration(host="http://127.0.0.1:1")
+
+    monkeypatch.setattr(kubeconfig, "find_configuration", configuration)
+    health, metrics = free_ports(2)
+    options = OperatorOptions(
+        authority=("a", "b"), host="127.0.0.1", health_port=health, metrics_port=metrics
+    )
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(1.0, stop.set)
+    async with asyncio.timeout(30):
+        await handlers.run_operator(options, stop)
+    with socket.create_server(("127.0.0.1", health)):
+        """The pages are closed."""
+
+
+async def test_the_error_of_a_start_is_raised_as_it_is():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = OperatorOptions(host="127.0.0.1", health_port=port, metrics_port=0)
+        with pytest.raises(OSError, match="in use"):
+            await handlers.run_operator(options, asyncio.Event())
+
+
+def test_kopf_run_has_the_options_of_the_command(monkeypatch):
+    assert handlers.options_of_kopf_run({"HOME": "/"}) == OperatorOptions()
+    environment = {
+        "PDCLUSTER_AUTHORITY": "system/ca",
+        "PDCLUSTER_HOST_PATH_MODELS": "true",
+        "PDCLUSTER_HEALTH_PORT": "1",
+        "PDCLUSTER_SWEEP_SECONDS": "30",
+        "PDCLUSTER_ENGINE_CERTIFICATE": "/c",
+        "PDCLUSTER_OPERATOR_CLASS": "blue",
+    }
+    with click.Context(click.Command("run")) as context:
+        context.params["namespaces"] = ("a", "b")
+        found = handlers.options_of_kopf_run(environment)
+    assert found == OperatorOptions(
+        namespaces=("a", "b"),
+        authority=("system", "ca"),
+        host_path_models=True,
+        health_port=1,
+        sweep_seconds=30.0,
+        engine_certificate=Path("/c"),
+        operator_class="blue",
+    )
+    with pytest.raises(msgspec.ValidationError):
+        handlers.options_of_kopf_run({"PDCLUSTER_HEALTH_PORT": "many"})
 
 
 async def test_a_page_of_health_says_what_is_wrong():
@@ -337,8 +370,8 @@ def started(monkeypatch):
     async def start(options, stop):
         taken.append(options)
 
-    monkeypatch.setattr(operator_process, "run_operator", start)
-    monkeypatch.setattr(webhook_process, "run_webhook", start)
+    monkeypatch.setattr(handlers, "run_operator", start)
+    monkeypatch.setattr(handlers, "run_webhook", start)
     monkeypatch.setattr(command, "set_up_logs", lambda *_: None)
     return taken
 
@@ -398,7 +431,7 @@ def test_a_process_that_fails_ends_with_1_and_says_why(started, monkeypatch, cap
     async def fail(options, stop):
         raise RuntimeError("port 8081 is in use")
 
-    monkeypatch.setattr(operator_process, "run_operator", fail)
+    monkeypatch.setattr(handlers, "run_operator", fail)
     assert command.main(["run"]) == 1
     assert caplog.messages == ["stopped: port 8081 is in use"]
     assert started == []
@@ -532,9 +565,9 @@ async def test_leases_do_not_wait_behind_other_calls(monkeypatch):
 
     monkeypatch.setattr(operator_process, "KubeApi", api)
     monkeypatch.setattr(operator_process, "KubeLeases", leases)
-    monkeypatch.setattr(operator_process, "find_configuration", configuration)
+    monkeypatch.setattr(kubeconfig, "find_configuration", configuration)
     health, metrics = free_ports(2)
     options = OperatorOptions(host="127.0.0.1", health_port=health, metrics_port=metrics)
     with pytest.raises(EnoughError):
-        await run_operator(options, asyncio.Event())
+        await OperatorProcess(options).start()
     assert made["leases"] is not made["api"]

@@ -53,7 +53,7 @@ def test_local_mode_is_left_out(installed: Path) -> None:
 
 def test_operator_and_webhook_need_no_local_mode(installed: Path) -> None:
     """One Python imports all of them: no import before makes a missing module appear."""
-    modules = ["adapters.operator_process", "adapters.webhook_process", "cli.operator"]
+    modules = ["adapters.operator_process", "adapters.webhook_process", "handlers", "cli.operator"]
     imports = "\n".join(f"import pdcluster_operator.{module}" for module in modules)
     done = run(installed, "-c", imports)
     assert done.returncode == 0, done.stderr

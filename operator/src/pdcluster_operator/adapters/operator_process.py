@@ -1,4 +1,4 @@
-"""The operator as a process. It starts every part, and ends when one of them ends."""
+"""The parts of an operator's process, and what each needs. :mod:`..handlers` runs it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Coroutine, Mapping
@@ -15,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdcluster_operator.adapters.api_server import kubeconfig
 from pdcluster_operator.adapters.api_server.children import KubeApi, KubeConnectors
-from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound
+from pdcluster_operator.adapters.api_server.client import CONNECTIONS, KubeClient, NotFound
 from pdcluster_operator.adapters.api_server.events import KubeEvents
-from pdcluster_operator.adapters.api_server.kinds import LEASE
-from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration, own_namespace
+from pdcluster_operator.adapters.api_server.kinds import LEASE, PDCLUSTER, PREFILL_SCALER
 from pdcluster_operator.adapters.api_server.reflector import Reflectors
 from pdcluster_operator.adapters.connector_bundle import BuiltConnector
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
@@ -42,6 +43,7 @@ from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
 
+Manifest = Mapping[str, Any]
 RENEWALS_AT_ONCE = 256
 """Connections for Leases. One that hangs keeps one for half a minute."""
 
@@ -78,21 +80,57 @@ class _WallClock:
         return time.time()
 
 
-async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
-    """Run until ``stop``, a signal, or the first part that fails, whose error is raised."""
-    _allow_many_connections()
-    use_small_buffers()
-    metrics = Metrics()
-    watched: list[Reflectors] = []
+class OperatorProcess:
+    """All parts of one operator process.
 
-    async def alive() -> str | None:
-        return next(filter(None, (one.trouble() for one in watched)), None)
+    Args:
+        is_kopf_watching: whether PDClusters and PrefillScalers come through :meth:`see`.
 
-    async def readiness() -> str | None:
-        known = any(one.is_ready for one in watched)
-        return None if known else "objects are not listed yet"
+    Attributes:
+        error: of the first part that failed; None while none has.
+    """
 
-    async with AsyncExitStack() as stack:
+    def __init__(self, options: OperatorOptions, *, is_kopf_watching: bool = False) -> None:
+        self._options = options
+        self._elsewhere = (PDCLUSTER, PREFILL_SCALER) if is_kopf_watching else ()
+        self._stack = AsyncExitStack()
+        self._reflectors: Reflectors | None = None
+        self.error: BaseException | None = None
+
+    async def start(self) -> None:
+        """Serve health and metrics, list everything, and begin to work.
+
+        It waits for the API server, and until all objects of a namespace are known.
+        """
+        async with self._stack as stack:
+            await self._start(stack)
+            self._stack = stack.pop_all()
+
+    async def stop(self) -> None:
+        """End the work in hand, and give back the Leases."""
+        await self._stack.aclose()
+
+    def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
+        """Take in what kopf has watched, or has listed: then the event is None."""
+        if self._reflectors is not None:
+            self._reflectors.see(event, manifest)
+
+    def trouble(self) -> str | None:
+        """Return which watch is dead; None while all report."""
+        return None if self._reflectors is None else self._reflectors.trouble()
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        _allow_many_connections()
+        use_small_buffers()
+        options, metrics, store = self._options, Metrics(), Store()
+
+        async def alive() -> str | None:
+            return self.trouble()
+
+        async def readiness() -> str | None:
+            known = self._reflectors is not None and self._reflectors.is_ready
+            return None if known else "objects are not listed yet"
+
         await serve_pages(
             stack,
             host=options.host,
@@ -101,35 +139,28 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             checks={"/healthz": alive, "/readyz": readiness},
             metrics=metrics,
         )
-        client = KubeClient(await find_configuration(), metrics.called)
-        await stack.enter_async_context(client)
-        # Behind a burst on a slow API server, or behind calls that hang, a renewal would come too
-        # late.
-        renewing = KubeClient(
-            await find_configuration(), metrics.called, connections=RENEWALS_AT_ONCE
-        )
-        await stack.enter_async_context(renewing)
-        watching = KubeClient(await find_configuration(), metrics.called, connections=0)
-        await stack.enter_async_context(watching)
+        client, renewing, watching = [
+            await stack.enter_async_context(
+                KubeClient(
+                    await kubeconfig.find_configuration(), metrics.called, connections=number
+                )
+            )
+            # Behind a burst on a slow API server, or behind calls that hang, a renewal of a Lease
+            # would come too late. Each watch holds a connection.
+            for number in (CONNECTIONS, RENEWALS_AT_ONCE, 0)
+        ]
         connector = await asyncio.to_thread(BuiltConnector)
-        authority: list[EngineAuthority] = []
-
-        async def find() -> None:
-            if options.authority is None:
-                log.warning("no --authority-secret: a restart makes all certificates again")
-                authority.append(EngineAuthority.new(time.time())[0])
-            else:
-                authority.append(await find_authority(client, options.authority))
-
-        if not await _unless_stopped(find(), stop):
-            return
-        store = Store()
+        if options.authority is None:
+            log.warning("no --authority-secret: a restart makes all certificates again")
+            authority = EngineAuthority.new(time.time())[0]
+        else:
+            authority = await find_authority(client, options.authority)
         folder = options.engine_certificate
         identity = None if folder is None else _identity(folder)
         # The loop needs these two, and they call it back: it is made after them.
         api = KubeApi(
             client,
-            authority[0],
+            authority,
             lambda answer: loop.remember(answer),  # noqa: PLW0108
             store.same,
         )
@@ -143,13 +174,13 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
         loop = ControlLoop(
             store=store,
             api=api,
-            launchers=await stack.enter_async_context(EnginesHttp(authority[0], identity=identity)),
+            launchers=await stack.enter_async_context(EnginesHttp(authority, identity=identity)),
             events=KubeEvents(client),
             connector=connector,
             clock=_WallClock(),
             poll_seconds=options.launcher_poll_seconds,
             place=Place(
-                own_namespace(),
+                kubeconfig.own_namespace(),
                 options.host_path_models,
                 mounted_certificates=identity is not None,
                 operator_class=options.operator_class,
@@ -164,16 +195,11 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             loop.not_ready,
             lambda: loop.unlisted,
         )
-        reflectors = Reflectors(watching, loop, options.namespaces, options.sweep_seconds)
-        watched.append(reflectors)
+        reflectors = self._reflectors = Reflectors(
+            watching, loop, options.namespaces, options.sweep_seconds, self._elsewhere
+        )
         stack.push_async_callback(leases.stop)  # after the loop has stopped
         stack.push_async_callback(loop.stop)
-
-        async def work() -> None:
-            await reflectors.ready()
-            loop.start()
-            await collector.run()
-
         keep = options.keep_connector_seconds
         collector = ConnectorCollector(
             store,
@@ -182,14 +208,34 @@ async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
             period=max(1.0, min(PERIOD_SECONDS, keep)),
             keep=keep,
         )
-        parts: list[Coroutine[Any, Any, object]] = [stop.wait(), reflectors.run(), work()]
+        self._go_on(stack, reflectors.run())
         if options.webhook is not None:
             keeper = CertificateKeeper(
                 client, options.webhook, expires=metrics.certificate_expiry.set
             )
-            parts.append(keeper.run())
+            self._go_on(stack, keeper.run())
+        await reflectors.ready()
+        loop.start()
+        self._go_on(stack, collector.run())
         log.info("reconciling %s", ", ".join(options.namespaces) or "every namespace")
-        await until_one_ends(parts)
+
+    def _go_on(self, stack: AsyncExitStack, part: Coroutine[Any, Any, None]) -> None:
+        """Run a part until the process stops. If it fails, so does the process."""
+        task = asyncio.create_task(part)
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        stack.push_async_callback(end)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None or self.error is not None:
+            return
+        self.error = error
+        log.error("the operator cannot go on: %s", error, exc_info=error)
+        signal.raise_signal(signal.SIGTERM)  # kopf ends at it, whoever has started kopf
 
 
 def _identity(folder: Path) -> MountedIdentity:
@@ -207,33 +253,6 @@ def _allow_many_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-async def until_one_ends(parts: list[Coroutine[Any, Any, object]]) -> None:
-    """Run all parts until the first ends; its error is raised."""
-    tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
-
-
-async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
-    """Run ``work``; return whether it ended before ``stop``."""
-    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
-    finished = task.done()
-    for one in (task, stopped):
-        one.cancel()
-    await asyncio.gather(task, stopped, return_exceptions=True)
-    return finished
-
-
-Manifest = Mapping[str, Any]
 
 
 class KubeLeases:

@@ -19,7 +19,6 @@ from typing import Any
 import aiohttp
 
 from pdcluster_connector.certificate_files import no_password
-from pdcluster_operator.adapters.api_server import kopf_app
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER
 from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.status_pages import serve_pages
@@ -29,6 +28,8 @@ log = logging.getLogger(__name__)
 
 SELF_CHECK = "ready?"
 """Name of the manifest that readiness asks about: no cluster can have it."""
+WEBHOOK_ID = "validate"
+"""The last part of the URL that the API server calls."""
 ASK_SECONDS = 3.0
 WAIT_SECONDS = 1.0
 
@@ -47,43 +48,53 @@ class WebhookOptions:
     check_seconds: float = 10.0
 
 
-async def run_webhook(options: WebhookOptions, stop: asyncio.Event) -> None:
-    """Answer admission reviews until ``stop``, a signal or a failure."""
-    metrics = Metrics()
-    judge = Judge(
-        metrics,
-        host_paths=options.host_path_models,
-        mounted_certificates=options.mounted_certificates,
-    )
+class WebhookProcess:
+    """The pages, the certificate and the judge of one process; kopf answers with them.
 
-    async def alive() -> str | None:
-        return None
+    Attributes:
+        context: the server's TLS, into which a renewed certificate is loaded.
+    """
 
-    async def readiness() -> str | None:
-        return await ask_review(options.port)
-
-    async with AsyncExitStack() as stack:
-        await serve_pages(
-            stack,
-            host=options.host,
-            health_port=options.health_port,
-            metrics_port=options.metrics_port,
-            checks={"/healthz": alive, "/readyz": readiness},
-            metrics=metrics,
+    def __init__(self, options: WebhookOptions) -> None:
+        self.options = options
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        metrics = self._metrics = Metrics()
+        self.judge = Judge(
+            metrics,
+            host_paths=options.host_path_models,
+            mounted_certificates=options.mounted_certificates,
         )
-        if not await _certificate(options.folder, stop):
-            return
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        following = asyncio.create_task(keep_loaded(context, options.folder, options.check_seconds))
-        stack.callback(following.cancel)
-        await kopf_app.serve_webhook(
-            judge,
-            host=options.host,
-            port=options.port,
-            context=context,
-            folder=options.folder,
-            stop=stop,
-        )
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        """Serve health and metrics, and wait for a certificate that can serve."""
+
+        async def alive() -> str | None:
+            return None
+
+        async def readiness() -> str | None:
+            return await ask_review(self.options.port)
+
+        async with self._stack as stack:
+            await serve_pages(
+                stack,
+                host=self.options.host,
+                health_port=self.options.health_port,
+                metrics_port=self.options.metrics_port,
+                checks={"/healthz": alive, "/readyz": readiness},
+                metrics=self._metrics,
+            )
+            await _certificate(self.options.folder)
+            load(self.context, self.options.folder)
+            following = asyncio.create_task(
+                keep_loaded(self.context, self.options.folder, self.options.check_seconds)
+            )
+            stack.callback(following.cancel)
+            self._stack = stack.pop_all()
+
+    async def stop(self) -> None:
+        """Close the pages."""
+        await self._stack.aclose()
 
 
 class Judge:
@@ -99,7 +110,7 @@ class Judge:
     def __call__(
         self, new: Mapping[str, Any] | None, old: Mapping[str, Any] | None, operation: str
     ) -> Review:
-        """See :data:`kopf_app.Judge`."""
+        """Judge one review of (new, old, operation)."""
         answer = review(
             new,
             old,
@@ -145,7 +156,7 @@ async def ask_review(port: int) -> str | None:
             "dryRun": True,
         },
     }
-    url = f"https://127.0.0.1:{port}/{kopf_app.WEBHOOK_ID}"
+    url = f"https://127.0.0.1:{port}/{WEBHOOK_ID}"
     timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
     try:
         # Whose certificate it is does not matter here: the API server checks that.
@@ -162,17 +173,14 @@ async def ask_review(port: int) -> str | None:
     return None if refused else "a manifest without a model was admitted"
 
 
-async def _certificate(folder: Path, stop: asyncio.Event) -> bool:
-    """Wait for a certificate that can serve; False when ``stop`` came first."""
+async def _certificate(folder: Path) -> None:
+    """Wait for a certificate that can serve."""
     said = ""
     while (problem := tls_problem(folder)) is not None:
         if problem != said:
             log.warning("%s; waiting", problem)
             said = problem
-        if stop.is_set():
-            return False
         await asyncio.sleep(WAIT_SECONDS)
-    return True
 
 
 def tls_problem(folder: Path) -> str | None:

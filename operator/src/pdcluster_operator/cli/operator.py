@@ -161,8 +161,9 @@ Work = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 
 def _operator(options: argparse.Namespace) -> Work:
-    from pdcluster_operator.adapters.operator_process import OperatorOptions, run_operator
+    from pdcluster_operator.adapters.operator_process import OperatorOptions
     from pdcluster_operator.adapters.own_secrets import WebhookPlace
+    from pdcluster_operator.handlers import run_operator
 
     place = None
     if options.webhook_configuration is not None:
@@ -187,7 +188,8 @@ def _operator(options: argparse.Namespace) -> Work:
 
 
 def _webhook(options: argparse.Namespace) -> Work:
-    from pdcluster_operator.adapters.webhook_process import WebhookOptions, run_webhook
+    from pdcluster_operator.adapters.webhook_process import WebhookOptions
+    from pdcluster_operator.handlers import run_webhook
 
     chosen = WebhookOptions(
         folder=options.certificate_folder,
@@ -231,8 +233,6 @@ def set_up_logs(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(PLAIN))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # kopf logs every manifest that our webhook refuses.
-    logging.getLogger("kopf.objects").setLevel(logging.CRITICAL)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -179,8 +179,7 @@ class KubeClient:
         configuration = self._configuration
         if self._http is None:
             self._http = self._session()
-        headers = {"Accept": JSON, "Content-Type": content, "User-Agent": USER_AGENT}
-        await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, None)
+        headers = await self._headers(method, path, content)
         question = f"?{urlencode(query)}" if query else ""
         return await self._http.request(
             method,
@@ -193,14 +192,25 @@ class KubeClient:
             server_hostname=configuration.tls_server_name or None,
         )
 
-    def _session(self) -> aiohttp.ClientSession:
+    async def session(self, response: type[aiohttp.ClientResponse]) -> aiohttp.ClientSession:
+        """Return a session for somebody else, who closes it. It has the credentials of now."""
+        headers = await self._headers("GET", "", JSON)
+        return self._session(headers=headers, response_class=response)
+
+    def _session(self, **more: Any) -> aiohttp.ClientSession:
         tls = self._client.rest_client.ssl_context
         options = self._configuration.client_session_kwargs or {}
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=most_given(self._connections), ssl=tls),
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=bool(options.get("trust_env")),
+            **more,
         )
+
+    async def _headers(self, method: str, path: str, content: str) -> dict[str, str]:
+        headers = {"Accept": JSON, "Content-Type": content, "User-Agent": USER_AGENT}
+        await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, None)
+        return headers
 
     async def _once(
         self,
@@ -313,6 +323,16 @@ def _shallow_parts(text: bytes) -> Iterator[bytes]:
             level -= 1
     if level <= LEVELS:  # what is cut off has an end
         yield text[written:]
+
+
+async def shallow(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield each line of a stream, as a document that any parser can read."""
+    async for line in lines_of(pieces):
+        try:
+            msgspec.json.decode(line, type=msgspec.Raw)
+            yield line
+        except RecursionError:
+            yield without_depths(line)
 
 
 async def lines_of(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:

@@ -16,7 +16,9 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -47,6 +49,8 @@ FORGOTTEN = frozenset({"Expired", "Gone", "Http410"})
 REPORTED = frozenset({"ADDED", "MODIFIED", "DELETED"})
 EVERY_VERSION = str(2**63)
 """A version that is later than each: all that is held of a kind was there before."""
+SOON = 2.0
+"""Seconds between a LIST of kopf and ours."""
 DEAD_AFTER = 2
 """So many LISTs in a row have shown changes, and the watch before each of them had no line.
 
@@ -101,18 +105,28 @@ class Reflector:
         client: has a connection for each watch.
         namespace: whose objects are listed and watched; None for all.
         age: seconds after which a watch ends and its kind is listed again.
+        elsewhere: whether kopf watches the kind, and this reflector only lists it.
 
     Attributes:
         why_not: why the last attempt failed; empty if it did not.
     """
 
     def __init__(
-        self, client: KubeClient, loop: ControlLoop, kind: Kind, namespace: Namespace, age: float
+        self,
+        client: KubeClient,
+        loop: ControlLoop,
+        kind: Kind,
+        namespace: Namespace,
+        age: float,
+        *,
+        elsewhere: bool = False,
     ) -> None:
         self._client, self._loop, self._store = client, loop, loop.store
-        self._kind, self._namespace = kind, namespace
+        self.kind, self._namespace = kind, namespace
         self._path = kind.path(namespace)
         self._age = age
+        self._elsewhere = elsewhere
+        self._sooner = asyncio.Event()
         self._last = ""  # the version of the last LIST
         self._version = ""  # that the next watch goes on from; empty: list first
         self._due = 0.0  # when the kind is listed again
@@ -129,7 +143,7 @@ class Reflector:
         It was listed, or the API server does not have it, or it is a kind that no API server needs
         to have and cannot be listed.
         """
-        spare = self._kind.optional and self._kind.group != GROUP
+        spare = self.kind.optional and self.kind.group != GROUP
         return self._listed or (self._tried and spare)
 
     async def run(self, changed: asyncio.Event) -> None:
@@ -143,6 +157,8 @@ class Reflector:
             try:
                 if not self._version or _now() >= self._due:
                     await self._list()
+                elif self._elsewhere:
+                    await self._wait_until_due()
                 elif not await self._follow():
                     pause = self._after_a_failure()
             except NotFound as error:
@@ -157,6 +173,15 @@ class Reflector:
             changed.set()
             await asyncio.sleep(pause)
 
+    def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
+        """Take in what kopf reports; see :meth:`Reflectors.see`."""
+        self._heard = True
+        kept = as_kept(manifest, self.kind, self._store.same)
+        self._loop.see(event or "MODIFIED", kept)
+        if event is None and self._due - _now() > SOON:
+            self._due = _now() + SOON
+            self._sooner.set()
+
     def trouble(self) -> str | None:
         """Return why the watch counts as dead although its connection looks well; else None.
 
@@ -166,12 +191,12 @@ class Reflector:
         if self._unheard < DEAD_AFTER:
             return None
         return (
-            f"the watch of {self._kind.name} is dead: {self._path} was listed, and the watch had "
+            f"the watch of {self.kind.name} is dead: {self._path} was listed, and the watch had "
             "not reported what has changed"
         )
 
     async def _list(self) -> None:
-        kind, due = self._kind, _now() + self._one_age()
+        kind, due = self.kind, _now() + self._one_age()
         query = {**self._selector(), "limit": str(kind.page)}
         names: set[tuple[str, str]] = set()
         news = False
@@ -197,6 +222,12 @@ class Reflector:
         self._heard = False
         self._version, self._due = version, due
         self._listed, self.why_not = True, ""
+
+    async def _wait_until_due(self) -> None:
+        while (left := self._due - _now()) > 0:
+            self._sooner.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._sooner.wait(), left)
 
     async def _follow(self) -> bool:
         """Watch until the server ends it, at the latest when the kind is listed again.
@@ -231,25 +262,26 @@ class Reflector:
         self._version = head.metadata.resource_version
         if line.type not in REPORTED:
             return
-        found = self._store.same(self._kind.name, {"metadata": msgspec.to_builtins(head.metadata)})
+        found = self._store.same(self.kind.name, {"metadata": msgspec.to_builtins(head.metadata)})
         if found is None:
-            found = slim(document_of(line.object), self._kind)
+            found = slim(document_of(line.object), self.kind)
         self._loop.see(line.type, found)
 
     def _not_served(self, error: NotFound) -> float:
         """Note that the API server does not have the kind; return when to ask again, in seconds."""
         self._version = ""
-        if not self._kind.optional:
-            self._say(f"the CRD of {self._kind.name} is not installed: {error}")
+        if not self.kind.optional:
+            self._say(f"the CRD of {self.kind.name} is not installed: {error}")
             return self._after_a_failure()
-        for gone in self._store.listed(self._kind.name, self._namespace, set(), EVERY_VERSION):
+        for gone in self._store.listed(self.kind.name, self._namespace, set(), EVERY_VERSION):
             self._loop.see("DELETED", gone)
-        self._loop.set_served(self._kind.name, served=False)
+        self._loop.set_served(self.kind.name, served=False)
+        self._elsewhere = False  # kopf watches what was there when it started
         self._listed = True
         return self._one_age()
 
     def _selector(self) -> dict[str, str]:
-        return {"labelSelector": self._kind.selector} if self._kind.selector else {}
+        return {"labelSelector": self.kind.selector} if self.kind.selector else {}
 
     def _one_age(self) -> float:
         return self._age * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
@@ -271,14 +303,23 @@ class Reflectors:
 
     Args:
         age: see :class:`Reflector`.
+        elsewhere: kinds that kopf watches. They are only listed here.
     """
 
     def __init__(
-        self, client: KubeClient, loop: ControlLoop, namespaces: Collection[str], age: float
+        self,
+        client: KubeClient,
+        loop: ControlLoop,
+        namespaces: Collection[str],
+        age: float,
+        elsewhere: Collection[Kind] = (),
     ) -> None:
         self._loop = loop
         self._of: dict[Namespace, list[Reflector]] = {
-            place: [Reflector(client, loop, kind, place, age) for kind in WATCHED]
+            place: [
+                Reflector(client, loop, kind, place, age, elsewhere=kind in elsewhere)
+                for kind in WATCHED
+            ]
             for place in (*namespaces, *(() if namespaces else (None,)))
         }
         self._changed = asyncio.Event()
@@ -299,6 +340,20 @@ class Reflectors:
     def is_ready(self) -> bool:
         """Whether all objects of a namespace are known."""
         return self._ready.is_set()
+
+    def see(self, event: str | None, manifest: Mapping[str, Any]) -> None:
+        """Take in what kopf reports of a kind that is watched elsewhere.
+
+        kopf lists again when the API server has forgotten its version, and says nothing of what was
+        deleted meanwhile. So a LIST of ours follows each of kopf's.
+
+        Args:
+            event: ADDED, MODIFIED or DELETED; None for an object of a LIST.
+        """
+        namespace = manifest["metadata"].get("namespace")
+        for one in self._of.get(namespace) or self._of.get(None) or ():
+            if one.kind.name == manifest["kind"]:
+                one.see(event, manifest)
 
     def trouble(self) -> str | None:
         """Return which watch is dead; None while all report."""

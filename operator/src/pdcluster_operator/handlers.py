@@ -1,0 +1,275 @@
+"""The operator as kopf sees it: all handlers, and how kopf is run. Only this module imports kopf.
+
+``kopf run -m pdcluster_operator.handlers`` starts an operator, and so does ``pdcluster-operator
+run``. PDClusters and PrefillScalers come from kopf's watches. Their handlers only hand an object to
+the store, so kopf writes nothing: no finalizer, no annotation, no event. A reflector of ours
+watches what the operator creates, which is more, and reports more often (docs/adr/0013).
+
+``pdcluster-operator webhook`` runs another registry, with the admission handler alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import aiohttp
+import click
+import kopf
+import msgspec
+
+from pdcluster_operator.adapters.api_server import kubeconfig
+from pdcluster_operator.adapters.api_server.client import KubeClient, document_of, shallow
+from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER
+from pdcluster_operator.adapters.operator_process import OperatorOptions, OperatorProcess
+from pdcluster_operator.adapters.webhook_process import WEBHOOK_ID, WebhookOptions, WebhookProcess
+from pdcluster_operator.api.labels import GROUP
+
+log = logging.getLogger(__name__)
+
+WEBHOOK = kopf.OperatorRegistry()
+"""The handlers of the webhook's process. All others are in kopf's default registry."""
+
+ENVIRONMENT = "PDCLUSTER_"
+"""``kopf run`` has no options of ours. Each field of OperatorOptions is a variable, so prefixed."""
+IDENTITY: Any = "pdcluster-operator"
+REFUSED = 422
+LEAVE_SECONDS = 0.5
+NEVER = 10 * 365 * 86_400.0  # seconds; an event loop sleeps no infinity
+
+
+@kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
+async def start(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> None:
+    """List everything, and begin to work. Wait for the API server and for the CRDs meanwhile."""
+    _configure(settings)
+    options = memo.get("options") or options_of_kopf_run(os.environ)
+    process = memo.process = OperatorProcess(options, is_kopf_watching=True)
+    await process.start()
+
+
+@kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT, registry=WEBHOOK)
+async def start_webhook(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> None:
+    """Wait for the certificate, and have kopf serve reviews with it."""
+    _configure(settings)
+    # kopf logs every manifest that is refused.
+    logging.getLogger("kopf.objects").setLevel(logging.CRITICAL)
+    process = memo.process = WebhookProcess(memo.options)
+    await process.start()
+    settings.admission.server = kopf.WebhookServer(
+        addr=process.options.host,
+        port=process.options.port,
+        context=process.context,
+        certfile=process.options.folder / "tls.crt",
+        pkeyfile=process.options.folder / "tls.key",
+        file_check_interval=NEVER,  # the process loads a renewed certificate
+    )
+
+
+@kopf.on.cleanup()
+@kopf.on.cleanup(registry=WEBHOOK)
+async def stop(memo: Any, **_: Any) -> None:
+    """End what was started. An operator ends the work in hand, and gives back its Leases."""
+    await memo.process.stop()
+
+
+@kopf.on.login(retries=3)
+@kopf.on.login(retries=3, registry=WEBHOOK)
+async def login(**_: Any) -> kopf.AiohttpSession:
+    """Return a session with the same rights as the operator's own. kopf asks again after a 401."""
+    configuration = await kubeconfig.find_configuration()
+    async with KubeClient(configuration, connections=0) as client:
+        session = await client.session(_Response)
+    return kopf.AiohttpSession(server=configuration.host, aiohttp_session=session)
+
+
+@kopf.on.event(GROUP, PDCLUSTER.version, PDCLUSTER.plural, id="pdcluster")
+@kopf.on.event(GROUP, PREFILL_SCALER.version, PREFILL_SCALER.plural, id="prefill-scaler")
+async def see(event: Mapping[str, Any], memo: Any, **_: Any) -> None:
+    """Hand on what kopf has listed (the type is None) or watched: ADDED, MODIFIED or DELETED."""
+    memo.process.see(event["type"], dict(event["object"]))
+
+
+@kopf.on.probe(id="watches")
+async def watches(memo: Any, **_: Any) -> str:
+    """Return ok, or raise if a watch is dead. ``kopf run --liveness`` asks for it."""
+    if (trouble := memo.process.trouble()) is not None:
+        raise kopf.PermanentError(trouble)
+    return "ok"
+
+
+@kopf.on.validate(GROUP, PDCLUSTER.version, PDCLUSTER.plural, id=WEBHOOK_ID, registry=WEBHOOK)
+async def validate(*, warnings: list[str], memo: Any, **review: Any) -> None:
+    """Judge one admission review by the rules of ``pdcluster lint``."""
+    answer = memo.process.judge(_plain(review["new"]), _plain(review["old"]), review["operation"])
+    warnings.extend(answer.warnings)
+    if answer.errors:
+        raise kopf.AdmissionError(answer.message, code=REFUSED)
+
+
+async def run_operator(options: OperatorOptions, stop: asyncio.Event) -> None:
+    """Run the operator until ``stop``, a signal, or the first part that fails.
+
+    Raises:
+        Exception: the error of that part; or kopf's, if it cannot go on with its watches.
+    """
+    memo = kopf.Memo(options=options)
+    await _run(kopf.get_default_registry(), stop, memo, options.namespaces)
+    if (process := memo.get("process")) is not None and process.error is not None:
+        raise process.error
+
+
+async def run_webhook(options: WebhookOptions, stop: asyncio.Event) -> None:
+    """Answer admission reviews until ``stop``, a signal or a failure."""
+    await _run(WEBHOOK, stop, kopf.Memo(options=options), leave=LEAVE_SECONDS)
+
+
+def options_of_kopf_run(environment: Mapping[str, str]) -> OperatorOptions:
+    """Return the options of an operator that ``kopf run`` has started.
+
+    Namespaces are those of ``kopf run -n``; the rest are variables such as
+    ``PDCLUSTER_AUTHORITY=NAMESPACE/NAME`` and ``PDCLUSTER_HOST_PATH_MODELS=true``, and defaults.
+
+    Raises:
+        msgspec.ValidationError: a variable has a value of another type.
+    """
+    context = click.get_current_context(silent=True)
+    chosen: dict[str, Any] = {"namespaces": context.params.get("namespaces", ()) if context else ()}
+    for field in fields(OperatorOptions):
+        if (text := environment.get(ENVIRONMENT + field.name.upper())) is not None:
+            chosen[field.name] = text.split("/") if field.name == "authority" else text
+    return msgspec.convert(
+        chosen, OperatorOptions, strict=False, dec_hook=lambda kind, value: kind(value)
+    )
+
+
+class _Endless:
+    """Seconds between the attempts of one request of kopf, which never gives up.
+
+    A list with an end would end the process after a minute without an API server, or because of
+    one namespace in which the operator has lost its rights.
+    """
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((1.0, 3.0), itertools.repeat(10.0))
+
+
+class _NothingStored(kopf.DiffBaseStorage, kopf.ProgressStorage):
+    """kopf's records of what its handlers have done: there are none in users' objects.
+
+    kopf asks for them before each event, although no handler of ours needs them.
+    """
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> Any:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return
+
+    def purge(self, **_: Any) -> None:
+        return
+
+    def touch(self, **_: Any) -> None:
+        return
+
+    def clear(self, *, essence: Any) -> Any:
+        return essence
+
+
+class _Response(aiohttp.ClientResponse):
+    """An answer to kopf, whose parser gives up at documents that anybody may write.
+
+    See ``document_of``.
+    """
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        await super().start(connection)
+        if self.url.query.get("watch") == "true" and self.ok:
+            self.content = _ShallowLines(self.content)  # type: ignore[assignment]
+        return self
+
+    async def json(self, **more: Any) -> Any:
+        try:
+            return document_of(await self.read())
+        except ValueError:
+            return await super().json(**more)  # raises what kopf expects
+
+
+class _ShallowLines:
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self._content = content
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)
+
+    async def iter_chunked(self, _: int) -> Any:
+        async for line in shallow(self._content.iter_any()):
+            yield line + b"\n"
+
+
+def _configure(settings: kopf.OperatorSettings) -> None:
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    # Neither CRDs nor namespaces are watched: the operator needs no right for it.
+    settings.scanning.disabled = True
+    settings.networking.request_timeout = 30.0
+    settings.networking.connect_timeout = 5.0
+    settings.networking.error_backoffs = _Endless()
+    settings.watching.chunk_size = PDCLUSTER.page
+    settings.persistence.finalizer = f"{GROUP}/none"
+    settings.persistence.diffbase_storage = _NothingStored()
+    settings.persistence.progress_storage = _NothingStored()
+    # One line for each event is too much. A handler that raises is logged.
+    logging.getLogger("kopf.objects").setLevel(logging.ERROR)
+
+
+async def _run(
+    registry: kopf.OperatorRegistry,
+    stop: asyncio.Event,
+    memo: Any,
+    namespaces: tuple[str, ...] = (),
+    leave: float | None = None,
+) -> None:
+    """Run kopf until it fails or ``stop`` is set, and then its cleanup.
+
+    ``kopf.run_tasks`` would then wait for every other task of the event loop, too: five seconds for
+    reviews that are being answered, and for ever for a watch that wants to log in again.
+
+    Args:
+        leave: how long to wait for the cleanup, in seconds; None for as long as it takes.
+    """
+    tasks = await kopf.spawn_tasks(
+        registry=registry,
+        memo=memo,
+        standalone=True,
+        clusterwide=not namespaces,
+        namespaces=namespaces,
+        # kopf would look up the name of the user, and a container's user has none.
+        identity=IDENTITY,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((*tasks, stopped), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        for task in tasks:
+            task.cancel()
+    done, _ = await asyncio.wait(tasks, timeout=leave)
+    for error in (task.exception() for task in done if not task.cancelled()):
+        if error is not None:
+            raise error.__cause__ or error  # kopf wraps the error of a handler of startup
+
+
+def _plain(body: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if body is None else dict(body)
