@@ -277,7 +277,7 @@ def tls_of(files: TlsFiles | None, engine_id: str) -> Tls | None:
 
 
 def tls_arguments(tls: Tls | None, engine_id: str) -> dict[str, Any]:
-    """Return what aiohttp has to be told so that only ``engine_id`` is spoken to.
+    """Return the arguments of aiohttp with which a request reaches no server but ``engine_id``.
 
     Raises:
         ValueError: no certificate can name this engine.
@@ -288,7 +288,7 @@ def tls_arguments(tls: Tls | None, engine_id: str) -> dict[str, Any]:
 
 
 def own_arguments(tls: Tls | None) -> dict[str, Any]:
-    """Return what aiohttp has to be told so that only this engine's own pods are spoken to."""
+    """Return the arguments of aiohttp with which a request reaches only this engine's own pods."""
     return {} if tls is None else tls_arguments(tls, tls.engine_id)
 
 

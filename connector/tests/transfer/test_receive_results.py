@@ -54,16 +54,16 @@ def test_each_phase_lasts_from_the_one_before_and_the_total_from_the_beginning()
     assert results.received == {"a": Received(4096, 3, 4.25)}
     results.add(received("b", 200.0, 2.0, 2.25, 8.0, 9.0), 1024, 1)
     assert results.received["b"] == Received(1024, 1, 9.0)
-    assert results.stats.phase_seconds == {
+    assert results.phase_seconds == {
         "handshake": [1.0, 2.0],
         "post": [0.5, 0.25],
         "transfer": [3.0, 6.0],
         "fence": [0.25, 1.0],
         "total": [4.25, 9.0],
     }
-    assert results.stats.nbytes == 5120
+    assert results.nbytes == 5120
     assert results.finished == {"a", "b"}
-    assert results.failed == results.stats.failures == {}
+    assert results.failed == results.failures == {}
 
 
 def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up() -> None:
@@ -72,7 +72,7 @@ def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up() 
     for request_id, failure in (("a", GONE), ("b", GONE), ("c", expired)):
         results.add(ended(request_id, (1.0, Started()), (2.0, Failed(failure))), 512, 1)
     results.add(ended("d", (1.0, Started()), (2.0, Abandoned())), 512, 1)
-    assert results.stats.failures == {"PeerRestarted": 2, "LeaseExpired": 1}
+    assert results.failures == {"PeerRestarted": 2, "LeaseExpired": 1}
     assert results.abandoned == {"d"}
     assert results.failed == {
         "a": GONE,
@@ -80,7 +80,7 @@ def test_failures_are_counted_by_reason_and_not_those_that_the_engine_gave_up() 
         "c": expired,
         "d": Failure(Reason.TRANSFER_STALLED, "given up by the engine before all data had landed"),
     }
-    assert results.stats.nbytes == 0, "what did not arrive whole is not counted"
+    assert results.nbytes == 0, "what did not arrive whole is not counted"
     assert results.received == {}
 
 

@@ -150,7 +150,7 @@ def test_stats_by_phase_and_reason(rig: Rig) -> None:
     failures: dict[str, int] = {}
     phases: dict[str, int] = {}
     while phases.get("total", 0) + sum(failures.values()) < 2:
-        stats = rig.decode.take().stats
+        stats = rig.decode.take()
         nbytes += stats.nbytes
         failures.update(stats.failures)
         phases.update({phase: len(values) for phase, values in stats.phase_seconds.items()})

@@ -1,4 +1,4 @@
-"""What a rule says: a finding, and the rule that it comes from."""
+"""Rules about engine shapes, and their findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two engines must know of each other to decide whether KV can be exchanged.
+"""The shape of an engine: the facts that decide whether two engines can exchange KV.
 
 The same types travel in a handshake. A layer, a part and a group are sent as arrays, because there
 are many of them: a new field goes to the end. The bounds of the fields are checked while a message
@@ -171,7 +171,7 @@ class EngineShape(Struct, frozen=True):
 
     @property
     def has_mamba(self) -> bool | None:
-        """Tell whether any layer is a Mamba layer; None if nothing says so."""
+        """Return whether any layer is a Mamba layer; None if nothing says so."""
         if self.layers is not None:
             return any(layer.kind is LayerKind.MAMBA for layer in self.layers)
         return self.hybrid

@@ -65,7 +65,7 @@ PACKED: Final = frozenset({"CPU_ATTN"})
 
 
 def token_sliceable(backend: str | None) -> bool | None:
-    """Tell whether a backend's blocks can be cut by token; None for a name that is not known."""
+    """Return whether a backend's blocks can be cut by token; None for an unknown name."""
     if backend in TOKEN_SLICEABLE:
         return True
     return False if backend in PACKED else None

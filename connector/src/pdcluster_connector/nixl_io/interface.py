@@ -1,4 +1,4 @@
-"""NIXL as the rest of the connector sees it: a small interface with two implementations.
+"""The interface to NIXL that the rest of the connector uses. It has two implementations.
 
 The real one is :class:`pdcluster_connector.nixl_io.nixl_agent.NixlAgent`; the one in memory,
 with faults on request, is in :mod:`pdcluster_connector.testing.nixl`.
@@ -21,11 +21,11 @@ Indices = NDArray[np.int32]
 
 
 class NixlErrorKind(StrEnum):
-    """What a failed NIXL call tells about the transfer or the peer."""
+    """What a failed NIXL call means for the transfer or the peer."""
 
     DISCONNECTED = "disconnected"  # the transport lost the peer
     TRANSPORT = "transport"  # the backend failed the operation
-    LOST = "lost"  # NIXL no longer knows the peer: says nothing about the DMA
+    LOST = "lost"  # NIXL has dropped the peer; its DMA may still run
     INVALID = "invalid"  # refused before anything happened
     INTERNAL = "internal"  # anything else
 
@@ -39,7 +39,7 @@ class NixlError(Exception):
     """A NIXL call failed.
 
     Attributes:
-        kind: what failed, as far as NIXL tells.
+        kind: what failed, as far as NIXL reports it.
         flying: whether this transfer may still write bytes. False if it was refused before it
             was posted, or if the transport itself ended it.
     """

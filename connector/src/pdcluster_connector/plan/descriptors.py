@@ -48,7 +48,7 @@ class Side:
 
     @property
     def dense(self) -> bool:
-        """Tell whether blocks continue the units' stride, so that one row holds all of them."""
+        """Return whether blocks continue the units' stride, so that one row holds all of them."""
         return self.block_stride == self.units * self.unit_stride
 
     @property

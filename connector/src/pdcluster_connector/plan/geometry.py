@@ -86,8 +86,8 @@ class Region(Struct, frozen=True, array_like=True):
     def block_layout(self) -> tuple[int, list[tuple[int, int]]]:
         """Return how the bytes of a block lie: a length, and the axes over which it repeats.
 
-        The length is that of one token of one head, or of one head where tokens cannot be told
-        apart. Each axis is (stride in bytes, count): heads, then tokens.
+        The length is that of one token of one head, or of one head where a block is packed.
+        Each axis is (stride in bytes, count): heads, then tokens.
         """
         axes = [(self.head_stride, self.heads)]
         if self.token_stride is None:

@@ -137,7 +137,7 @@ def _first_needed(
 
 
 def _freed_up_to(held: BlockList, token: int) -> bool:
-    """Tell whether ``token`` is the last one of a block that is not held any more."""
+    """Return whether ``token`` is the last one of a block that is not held any more."""
     index, offset = divmod(token - held.first_token, held.block_tokens)
     gone = index < 0 or (index < len(held.blocks) and held.blocks[index] < 0)
     return gone and offset == held.block_tokens - 1

@@ -32,7 +32,7 @@ def headers(key: str | None) -> dict[str, str]:
 
 
 def admits(key: str, authorization: str) -> bool:
-    """Tell whether ``Authorization`` holds the key, in the same time for every wrong key.
+    """Return whether ``Authorization`` holds the key, in the same time for every wrong key.
 
     Args:
         authorization: the header's value; empty if there was none.

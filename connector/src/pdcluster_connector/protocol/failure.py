@@ -1,7 +1,7 @@
 """Why a request, a probe or a handshake failed.
 
 A refusal has three forms: a rule's finding, a message on the wire, and a failure. At a handshake,
-both engines know everything about themselves. So a rule that cannot be decided is a refusal, too.
+both engines state all of their fields. So a rule that cannot be decided is a refusal, too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def failure_of(refusal: Refusal) -> Failure:
     """Return what a request fails with, or a link shows, for a refusal.
 
     Most rules name both values in their message; values that are not in it are added. A reason that
-    only a newer peer knows becomes ProtocolVersionMismatch, and the message begins with it.
+    only a newer peer has becomes ProtocolVersionMismatch, and the message begins with it.
     """
     reason = _REASONS.get(refusal.reason)
     message = refusal.message

@@ -118,7 +118,7 @@ class HandshakeRequest(Struct, frozen=True):
 
 
 class LeaseRequest(Struct, frozen=True):
-    """Decode ``holder`` tells prefill ``engine_id`` which leases it is done with or still needs.
+    """Decode ``holder`` releases and renews leases of prefill ``engine_id``.
 
     The first renewal of a lease claims it for ``holder``.
     """

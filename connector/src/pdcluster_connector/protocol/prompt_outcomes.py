@@ -62,12 +62,12 @@ _KNOWN: Final = frozenset((*(r.value for r in Reason), *(r.value for r in LocalR
 
 
 def was_due(outcome: str, reason: str) -> bool:
-    """Tell whether prefill should have brought the KV of such a prompt."""
+    """Return whether prefill should have brought the KV of such a prompt."""
     return outcome != Outcome.LOCAL or reason not in NOT_DUE
 
 
 def is_fault(outcome: str, reason: str) -> bool:
-    """Tell whether decode computed a prompt that prefill should have brought."""
+    """Return whether decode computed a prompt that prefill should have brought."""
     return outcome in (Outcome.LOCAL, Outcome.RECOMPUTED) and was_due(outcome, reason)
 
 

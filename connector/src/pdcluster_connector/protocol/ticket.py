@@ -304,7 +304,7 @@ def decode(text: str, keys: TicketKeys | None, audience: str = "") -> Ticket | F
 
     Args:
         keys: the keys of which one must have signed the ticket. None accepts any ticket, which is
-            for engines that were told to be insecure.
+            for engines with ``allow_insecure``.
         audience: the ticket must be meant for it.
     """
     body = _verified(text, keys)

@@ -1,6 +1,6 @@
 """``kv_transfer_params``: what requests and answers say about KV that waits elsewhere.
 
-A request has the ticket, which is one string, next to the keys that routers know. An answer has
+A request has the ticket, which is one string, next to the keys that routers read. An answer has
 ``kv_path``: what the KV path did for this request. Engine ids name the Kubernetes namespace, the
 cluster and the engine. A client gets them only if the manifest allows it. The launcher's canary
 always gets them.
@@ -65,7 +65,7 @@ def ticket_of(
 
 
 def passed_on(params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what an answer repeats of a request: the id by which some routers know a transfer.
+    """Return what an answer repeats of a request: the id that some routers give a transfer.
 
     Nothing else is done with it.
     """

@@ -41,7 +41,7 @@ class Answers:
         leases: what answers releases and renewals; None refuses them (a decode engine).
         role: of this engine.
         lease_seconds: how long this engine holds blocks for a peer.
-        versions: named versions to tell peers, for people to read.
+        versions: versions by name, which peers log.
     """
 
     def __init__(

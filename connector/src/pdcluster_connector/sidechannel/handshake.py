@@ -50,7 +50,7 @@ class TryAgain:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What this engine tells peers about itself. ``rank`` is (pipeline, tensor)."""
+    """How this engine introduces itself to peers. ``rank`` is (pipeline, tensor)."""
 
     engine_id: str
     shape: EngineShape

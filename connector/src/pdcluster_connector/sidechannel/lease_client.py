@@ -1,4 +1,4 @@
-"""Renews and releases leases: tells prefill engines which ones decode still needs.
+"""Sends renewals and releases of leases to prefill engines.
 
 Runs on decode's scheduler side. A message is one HTTP request to one engine and carries
 everything that waits for that engine; it is repeated until it arrives or its deadline has
@@ -103,7 +103,7 @@ class LeaseClient:
     def release(
         self, host: str, port: int, engine_id: str, request_id: str, token: int, deadline: float
     ) -> None:
-        """Tell ``engine_id`` that decode needs the lease no longer.
+        """Release a lease of ``engine_id``, which decode needs no longer.
 
         ``request_id`` is prefill's own; ``deadline`` is in time.monotonic seconds.
         """
@@ -112,7 +112,7 @@ class LeaseClient:
     def renew(
         self, host: str, port: int, engine_id: str, request_id: str, token: int, deadline: float
     ) -> None:
-        """Tell ``engine_id`` once that decode still needs the lease; the first time claims it."""
+        """Renew a lease of ``engine_id`` once. The first renewal claims it."""
         self._thread.call(self._add, (host, port, engine_id), (request_id, token), deadline, False)
 
     def answers(self) -> list[LeaseAnswer]:

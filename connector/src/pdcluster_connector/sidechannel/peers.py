@@ -92,8 +92,8 @@ class Waiter:
     deadline: Callable[[], float]
     timer: asyncio.TimerHandle | None = None
 
-    def tell(self, outcome: EngineMetadata | Failure) -> None:
-        """Say how the handshake ended."""
+    def answer(self, outcome: EngineMetadata | Failure) -> None:
+        """Pass on how the handshake ended."""
         if self.timer is not None:
             self.timer.cancel()
         call(self.done, outcome)
@@ -104,7 +104,7 @@ class KnownPeer:
     """One incarnation of an engine.
 
     Attributes:
-        answer: how its handshake ended; None while nobody knows.
+        answer: how its handshake ended; None before that.
         last_error: why the last attempt did not succeed.
         task: shakes hands, and then watches the peer.
     """
@@ -117,11 +117,11 @@ class KnownPeer:
     last_error: TryAgain | None = None
     task: asyncio.Task[None] | None = None
 
-    def tell_all(self, outcome: EngineMetadata | Failure) -> None:
-        """Say to everyone who waits how the handshake ended."""
+    def answer_all(self, outcome: EngineMetadata | Failure) -> None:
+        """Pass on to every waiter how the handshake ended."""
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
-            waiter.tell(outcome)
+            waiter.answer(outcome)
 
 
 def call(callback: Callable[..., None], *args: object) -> None:
@@ -162,7 +162,7 @@ class PeerBook:
         self._thread.start()
 
     def close(self) -> None:
-        """End every attempt and tell those that wait. May be called twice."""
+        """End every attempt; callers that wait get a failure. May be called twice."""
         self._closed = True
         if self._thread.alive:
             self._thread.submit(self._close()).result(timeout=10)
@@ -206,11 +206,11 @@ class PeerBook:
                 self._trim()
             if len(self._peers) >= MAX_PEERS:
                 message = f"{MAX_PEERS} handshakes are under way already"
-                waiter.tell(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
+                waiter.answer(Failure(Reason.SIDE_CHANNEL_UNREACHABLE, message))
                 return
             peer = self._peers[engine_id] = KnownPeer(engine_id, host, port)
         if peer.answer is not None:
-            waiter.tell(peer.answer)
+            waiter.answer(peer.answer)
             return
         peer.host, peer.port = host, port
         peer.waiters.append(waiter)
@@ -252,7 +252,7 @@ class PeerBook:
             if isinstance(outcome, Failure):
                 logger.warning("no KV from %s: %s", peer.engine_id, outcome)
                 self._thread.loop.call_later(REFUSAL_SECONDS, self._drop_refused, peer)
-            peer.tell_all(outcome)
+            peer.answer_all(outcome)
 
     async def _health(self, peer: KnownPeer, seconds: float) -> HealthReply | Failure | TryAgain:
         return await ask_health(
@@ -286,7 +286,7 @@ class PeerBook:
             peer.waiters.remove(waiter)
             last = peer.last_error or TryAgain(f"{peer.host}:{peer.port} has not answered yet")
             message = f"no handshake before the deadline; last: {last.message}"
-            waiter.tell(Failure(last.reason, message))
+            waiter.answer(Failure(last.reason, message))
             if not peer.waiters and peer.task is not None:
                 peer.task.cancel()
                 self._peers.pop(peer.engine_id, None)
@@ -297,7 +297,7 @@ class PeerBook:
             return
         if peer.task is not None:
             peer.task.cancel()
-        peer.tell_all(failure)
+        peer.answer_all(failure)
         if isinstance(peer.answer, EngineMetadata):  # nobody watches it any more
             self._tell_listeners(peer, failure)
 

@@ -1,7 +1,7 @@
-"""When the reading agent is destroyed, and what becomes of what ran on it.
+"""Destroys the reading agent and begins again over a new one.
 
-Nothing else stops a transfer that hangs. A receive that is healthy has no part in that: the agent
-waits a moment for it, and what has not landed then is read again over a new agent.
+Nothing else stops a transfer that hangs. Other receives must not suffer from it: the agent is kept
+for a moment until their transfers land. What has not landed then is read again over a new agent.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class AgentRebuild:
 
     Args:
         jobs: all receives under way, by serial.
-        tell: takes what happened to a job's machine.
+        dispatch: passes an event to the machine of a job.
         connect: has a job connect anew.
-        fatal: told when the agent cannot be destroyed.
+        fatal: called when the agent cannot be destroyed.
         stall_seconds: how long a probe may hang before receives are cut that are under way.
 
     Attributes:
-        by: when the agent is destroyed at the latest; None while nobody asked for it.
-        renew_by: when a renewal is given up: until then, the agent is destroyed as soon as nothing
+        by: when the agent is destroyed at the latest; None if it is not asked for.
+        renew_by: when a renewal is put off: until then, the agent is destroyed as soon as nothing
             runs on it. None while no renewal is wanted.
         held: jobs that connect over the next agent.
-        over: what every further receive fails with; None while there may be another agent.
+        over: the failure of every further receive; None while there may be another agent.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AgentRebuild:
         transfers: Transfers,
         jobs: Mapping[int, Job],
         *,
-        tell: Callable[[Job, Event], None],
+        dispatch: Callable[[Job, Event], None],
         connect: Callable[[Job], None],
         fatal: Callable[[str], None],
         stall_seconds: float,
@@ -65,7 +65,7 @@ class AgentRebuild:
         self._connections = connections
         self._transfers = transfers
         self._jobs = jobs
-        self._tell = tell
+        self._dispatch = dispatch
         self._connect = connect
         self._fatal = fatal
         self._clock = clock
@@ -168,9 +168,9 @@ class AgentRebuild:
         again, self.held = again + self.held, []
         for job in list(jobs.values()):
             if final:
-                self._tell(job, Failed(failure))
-            self._tell(job, AgentDestroyed(failure, crashed))
+                self._dispatch(job, Failed(failure))
+            self._dispatch(job, AgentDestroyed(failure, crashed))
         self._connect_waiting(again)
         if not final:
-            with suppress(NixlError):  # the next request tries again, and tells
+            with suppress(NixlError):  # the next request tries again, and fails
                 _ = self._connections.agent

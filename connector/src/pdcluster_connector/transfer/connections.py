@@ -25,7 +25,7 @@ from pdcluster_connector.protocol.engine_id import parse_engine_id
 from pdcluster_connector.protocol.failure import Failure
 from pdcluster_connector.protocol.messages import EngineMetadata
 from pdcluster_connector.sidechannel.peers import PeerBook
-from pdcluster_connector.transfer.job import FenceWords, Job, ReceiverOptions, Tell, guarded
+from pdcluster_connector.transfer.job import Dispatch, FenceWords, Job, ReceiverOptions, guarded
 from pdcluster_connector.transfer.probing import Probing, answer
 from pdcluster_connector.transfer.receive import Connected, Failed, State
 
@@ -49,7 +49,7 @@ class Connections:
         memory: what to register for reading into.
         peers: where handshakes come from.
         jobs: all receives under way, by serial.
-        tell: passes an event to a job's machine.
+        dispatch: passes an event to the machine of a job.
         connect: has a job connect anew.
         hold: keeps a job for the next agent if the present one is about to be destroyed; returns
             whether it does.
@@ -72,7 +72,7 @@ class Connections:
         options: ReceiverOptions,
         *,
         clock: Callable[[], float],
-        tell: Tell,
+        dispatch: Dispatch,
         connect: Callable[[Job], None],
         hold: Callable[[Job], bool],
         answer: Answer,
@@ -82,7 +82,7 @@ class Connections:
         self._make_agent = make_agent
         self._peers = peers
         self._jobs = jobs
-        self._tell = tell
+        self._dispatch = dispatch
         self._connect = connect
         self._hold = hold
         self._answer = answer
@@ -219,7 +219,7 @@ class Connections:
         """Destroy the agent and every connection; return those that were still warming up.
 
         Args:
-            failure: what its probes are told.
+            failure: the answer to its probes.
             writing: whether transfers into KV blocks may be under way.
             final: also end the probes that have not begun, and refuse further ones.
 
@@ -266,12 +266,12 @@ class Connections:
         if job is None or job.machine.state is not State.HANDSHAKE:
             return
         if isinstance(answer, Failure):
-            self._tell(job, Failed(answer))
+            self._dispatch(job, Failed(answer))
             return
-        with guarded(job, self._tell):
+        with guarded(job, self._dispatch):
             if answer.engine_id != job.request.ticket.engine_id:
                 message = f"{answer.engine_id} answered for {job.request.ticket.engine_id}"
-                self._tell(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
+                self._dispatch(job, Failed(Failure(Reason.PEER_RESTARTED, message)))
             elif not self._hold(job):
                 connection = self.by_engine.get(answer.engine_id)
                 if connection and connection.broken and connection.broken.reason in SILENT:
@@ -282,11 +282,11 @@ class Connections:
         """Go on over ``connection``, or wait for it."""
         job.connection = connection
         if connection.broken is not None and not connection.closing:
-            self._tell(job, Failed(connection.broken))
+            self._dispatch(job, Failed(connection.broken))
         elif connection.broken is not None or connection.waiting is not None:
             connection.waiting = [*(connection.waiting or ()), job.serial]
         else:
-            self._tell(job, Connected())
+            self._dispatch(job, Connected())
 
     def gone(self, engine_id: str, failure: Failure) -> None:
         """Take in that a peer's incarnation has vanished, or does not answer any more.
@@ -300,7 +300,7 @@ class Connections:
         dead = failure.reason is Reason.PEER_RESTARTED
         for job in list(self._jobs.values()):
             if dead and job.request.ticket.engine_id == engine_id:
-                self._tell(job, Failed(failure))
+                self._dispatch(job, Failed(failure))
 
     def broken(self, connection: Connection, failure: Failure) -> None:
         """Take in that a transfer found a connection broken; the next receive shakes hands."""
@@ -315,7 +315,7 @@ class Connections:
         for serial in connection.waiting or ():
             job = self._jobs.get(serial)
             if job is not None:
-                self._tell(job, Connected() if failure is None else Failed(failure))
+                self._dispatch(job, Connected() if failure is None else Failed(failure))
 
     def _closed(self, connection: Connection) -> None:
         """Let those connect anew that waited for a broken connection to close."""

@@ -113,11 +113,11 @@ class Job:
     """One receive on the transfer thread.
 
     Attributes:
-        serial: tells requests of one id apart.
-        request: what the engine step asked for.
-        machine: where the receive stands.
+        serial: distinguishes requests of one id.
+        request: from the engine step.
+        machine: the state machine of the receive.
         connection: to the prefill engine, once there is one.
-        reads: what is still to be posted.
+        reads: those that are not yet posted.
         sources: the connection's sources that KV is read from.
         nbytes, descriptors: of all that is read for it.
     """
@@ -133,7 +133,7 @@ class Job:
 
     @property
     def due(self) -> float:
-        """When its machine is to be told the time."""
+        """When the next ``Tick`` of its machine is due, in seconds of the receiver's clock."""
         connecting = self.machine.state is State.HANDSHAKE
         return self.machine.next_tick + (HANDSHAKE_GRACE_SECONDS if connecting else 0.0)
 
@@ -145,12 +145,12 @@ class Job:
         self.nbytes = self.descriptors = 0
 
 
-Tell = Callable[[Job, Event], None]
-"""Tells a job's machine what happened."""
+Dispatch = Callable[[Job, Event], None]
+"""Passes an event to the machine of a job, and carries out its actions."""
 
 
 @contextmanager
-def guarded(job: Job, tell: Tell) -> Iterator[None]:
+def guarded(job: Job, dispatch: Dispatch) -> Iterator[None]:
     """Let any exception fail this job and nothing else."""
     try:
         yield
@@ -161,7 +161,7 @@ def guarded(job: Job, tell: Tell) -> Iterator[None]:
             failure = Failure(Reason.BACKEND_ERROR, f"{type(error).__name__}: {error}")
     else:
         return
-    tell(job, Failed(failure))
+    dispatch(job, Failed(failure))
 
 
 def plan_reads(job: Job, connection: Connection, limit: int) -> Failure | None:

@@ -123,7 +123,7 @@ class ProbeRun:
             self.report(Failure(Reason.TRANSFER_STALLED, message))
 
     def report(self, failure: Failure | None) -> None:
-        """Tell the result. Later calls do nothing."""
+        """Pass the result on. Later calls do nothing."""
         if not self.reported:
             self.reported = True
             connection, probes = self.connection, tuple(self._probes)
@@ -307,7 +307,7 @@ class Probing:
             if self._probe is not None and run is self._probe[0]:
                 run.report(failure)
             elif run.check:
-                run.report(failure if final else None)  # unknown; the next check will tell
+                run.report(failure if final else None)  # unknown; the next check shows it
             run.reported = True
         self._probe = None
         for slots in self.scratch.values():

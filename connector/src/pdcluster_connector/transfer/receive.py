@@ -50,7 +50,7 @@ class Action(Enum):
     POST = "post the transfers, each between an Opened and, at the end, one Posted"
     FENCE = "post the reads of the lease words, in the same way"
     DESTROY_AGENT = "destroy the reading agent: nothing else stops what is still under way"
-    REPORT = "tell the engine: DONE or FAILED, with failure"
+    REPORT = "report to the engine: DONE or FAILED, with failure"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Acknowledged:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Something else went wrong: handshake, plan, a peer that is gone, an exception."""
+    """Another failure: of the handshake or the plan, a peer that is gone, an exception."""
 
     failure: Failure
 
@@ -277,9 +277,9 @@ class Receive:
             case Acknowledged(until):
                 self._acknowledge(until, now, actions)
             case Broken() | Failed() | Abandoned() | AgentDestroyed():
-                self._take_trouble(event, now, actions)
+                self._take_failure(event, now, actions)
 
-    def _take_trouble(
+    def _take_failure(
         self,
         event: Broken | Failed | Abandoned | AgentDestroyed,
         now: float,

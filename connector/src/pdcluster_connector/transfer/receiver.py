@@ -1,4 +1,4 @@
-"""The receiving side of one worker, as the engine step sees it.
+"""The receiving side of one worker, as the engine step uses it.
 
 ``receive``, ``abandon`` and ``results`` only put into a queue or take from one: they never block
 and never raise. Everything else happens on the transfer thread.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -42,22 +42,6 @@ class Received:
 
 
 @dataclass(slots=True)
-class ReceiveStats:
-    """Counters since the last take. Adds up over steps and ranks.
-
-    Attributes:
-        nbytes: bytes read by requests that arrived whole.
-        phase_seconds: one value a request under ``handshake``, ``post``, ``transfer``, ``fence``,
-            ``total``.
-        failures: requests failed, by reason; not those that the engine gave up.
-    """
-
-    nbytes: int = 0
-    phase_seconds: dict[str, list[float]] = field(default_factory=dict)
-    failures: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class ReceiveResults:
     """What has ended since the last take.
 
@@ -68,14 +52,15 @@ class ReceiveResults:
         abandoned: the requests of ``failed`` that the engine gave up. They are not failures of the
             KV path.
         received: those that arrived whole.
-        stats: counters.
+        phase_seconds: one value for each of them under ``handshake``, ``post``, ``transfer``,
+            ``fence``, ``total``.
     """
 
     finished: set[str] = field(default_factory=set)
     failed: dict[str, Failure] = field(default_factory=dict)
     abandoned: set[str] = field(default_factory=set)
     received: dict[str, Received] = field(default_factory=dict)
-    stats: ReceiveStats = field(default_factory=ReceiveStats)
+    phase_seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.finished)
@@ -83,22 +68,27 @@ class ReceiveResults:
     def add(self, receive: Receive, nbytes: int, descriptors: int) -> None:
         """Count a receive that is DONE or FAILED, and what was read for it."""
         self.finished.add(receive.request_id)
-        if receive.state is State.DONE:
-            self._count_received(receive, nbytes, descriptors)
+        if receive.state is not State.DONE:
+            failure = receive.failure or Failure(Reason.BACKEND_ERROR, "no cause is known")
+            self.failed[receive.request_id] = failure
+            if receive.abandoned:
+                self.abandoned.add(receive.request_id)
             return
-        failure = receive.failure or Failure(Reason.BACKEND_ERROR, "no cause is known")
-        self.failed[receive.request_id] = failure
-        if receive.abandoned:
-            self.abandoned.add(receive.request_id)
-        else:
-            self.stats.failures[failure.reason] = self.stats.failures.get(failure.reason, 0) + 1
-
-    def _count_received(self, receive: Receive, nbytes: int, descriptors: int) -> None:
         phases = _phases(receive)
         self.received[receive.request_id] = Received(nbytes, descriptors, phases["total"])
-        self.stats.nbytes += nbytes
         for phase, seconds in phases.items():
-            self.stats.phase_seconds.setdefault(phase, []).append(seconds)
+            self.phase_seconds.setdefault(phase, []).append(seconds)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes read by requests that arrived whole."""
+        return sum(received.nbytes for received in self.received.values())
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Return how many requests failed, by reason; not those that the engine gave up."""
+        failed = self.failed.keys() - self.abandoned
+        return dict(Counter(self.failed[request_id].reason.value for request_id in failed))
 
 
 def _phases(receive: Receive) -> dict[str, float]:
@@ -175,7 +165,7 @@ class Receiver:
         self._thread.start(START_SECONDS)
 
     def receive(self, requests: Iterable[ReceiveRequest]) -> None:
-        """Take requests over; each is reported once by :meth:`results`."""
+        """Start receives; :meth:`results` reports each request once."""
         try:
             batch = tuple(requests)
             if not batch:
@@ -185,7 +175,7 @@ class Receiver:
             logger.exception("requests could not be taken over")
 
     def abandon(self, request_ids: Iterable[str]) -> None:
-        """Give requests up; each is still reported once, when nothing of it can write."""
+        """Abandon requests. Each is still reported once, when no transfer of it can write."""
         try:
             batch = tuple(request_ids)
             if batch:
@@ -194,12 +184,12 @@ class Receiver:
             logger.exception("requests could not be given up")
 
     def acknowledge(self, until: Mapping[str, float]) -> None:
-        """Tell of leases that prefill has renewed for this engine: until when, by request."""
+        """Take in until when prefill has renewed leases for this engine, by request id."""
         if until:
             self._thread.put(partial(self._receives.acknowledge, until))
 
     def refuse(self, failures: Mapping[str, Failure]) -> None:
-        """Tell of requests whose leases are not this engine's any more, and why."""
+        """Fail requests whose leases this engine no longer holds; the reasons, by request id."""
         if failures:
             self._thread.put(partial(self._receives.refuse, failures))
 

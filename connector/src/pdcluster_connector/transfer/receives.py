@@ -4,8 +4,8 @@
 
 The way of one receive: :meth:`Receives.receive` starts its machine, which asks for a connection;
 ``_connect`` finds one, or has :class:`Connections` make one; ``_prepare`` has the reads planned;
-:class:`Transfers` posts and polls them; ``_report`` hands the result over. ``_tell`` carries out
-what the machine decides.
+:class:`Transfers` posts and polls them; ``_report`` hands the result over. ``_dispatch``
+passes events to the machine and carries out its actions.
 
 Everything here runs on the transfer thread. An error of one request fails that request. Any other
 error is left to the thread, which destroys the agent and goes on.
@@ -88,14 +88,14 @@ class Receives:
             self._jobs,
             options,
             clock=clock,
-            tell=self._tell,
+            dispatch=self._dispatch,
             connect=self._connect,
             hold=self._hold,
             answer=answer,
         )
         self._transfers = Transfers(
             connections.fence_words,
-            tell=self._tell,
+            dispatch=self._dispatch,
             broken=connections.broken,
             settle=connections.settle,
             clock=clock,
@@ -110,7 +110,7 @@ class Receives:
             self.connections,
             self._transfers,
             self._jobs,
-            tell=self._tell,
+            dispatch=self._dispatch,
             connect=self._connect,
             fatal=options.fatal,
             stall_seconds=options.transfer_stall_seconds,
@@ -131,39 +131,39 @@ class Receives:
             self._jobs[job.serial] = job
             self._by_id[request.request_id] = job.serial
             if self._rebuild.over is not None:
-                self._tell(job, Failed(self._rebuild.over))
+                self._dispatch(job, Failed(self._rebuild.over))
             elif len(self._jobs) > self._options.max_requests:
                 message = f"{self._options.max_requests} receives are under way already"
-                self._tell(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
+                self._dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
             else:
-                self._tell(job, Started())
+                self._dispatch(job, Started())
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """Give requests up."""
-        self._tell_each((request_id, Abandoned()) for request_id in request_ids)
+        self._dispatch_each((request_id, Abandoned()) for request_id in request_ids)
 
     def acknowledge(self, until: Mapping[str, float]) -> None:
         """Take in until when prefill has promised to hold the KV of requests."""
-        self._tell_each((request_id, Acknowledged(end)) for request_id, end in until.items())
+        self._dispatch_each((request_id, Acknowledged(end)) for request_id, end in until.items())
 
     def refuse(self, failures: Mapping[str, Failure]) -> None:
         """Take in which requests have no lease any more, and why."""
-        self._tell_each((request_id, Failed(why)) for request_id, why in failures.items())
+        self._dispatch_each((request_id, Failed(why)) for request_id, why in failures.items())
 
     def rebuild(self, failure: Failure, *, final: bool = False) -> None:
         """Destroy the agent, because the thread failed; see :meth:`AgentRebuild.carry_out`."""
         self._rebuild.carry_out(failure, crashed=True, final=final)
 
-    def _tell_each(self, events: Iterable[tuple[str, Event]]) -> None:
-        """Tell machines by request id. Requests that have ended already are left out."""
+    def _dispatch_each(self, events: Iterable[tuple[str, Event]]) -> None:
+        """Pass events to machines by request id. Requests that have ended already are left out."""
         for request_id, event in events:
             if (serial := self._by_id.get(request_id)) is not None:
-                self._tell(self._jobs[serial], event)
+                self._dispatch(self._jobs[serial], event)
 
     def time_is_up(self, serial: int) -> None:
         """Take in that a job's timer has run out."""
         if (job := self._jobs.get(serial)) is not None:
-            self._tell(job, Tick())
+            self._dispatch(job, Tick())
 
     # Turns of the transfer thread.
 
@@ -195,8 +195,8 @@ class Receives:
 
     # One receive, in the order of its way.
 
-    def _tell(self, job: Job, event: Event) -> None:
-        """Tell a machine what happened, and carry out what it decides."""
+    def _dispatch(self, job: Job, event: Event) -> None:
+        """Pass an event to the machine of a job, and carry out its actions in order."""
         now = self._clock()
         if now >= job.machine.next_tick and job.machine.open:
             job.machine.queue_moved(self._transfers.queue_moved_at(job))
@@ -216,9 +216,9 @@ class Receives:
 
     def _connect(self, job: Job) -> None:
         job.begin()
-        with guarded(job, self._tell):
+        with guarded(job, self._dispatch):
             if job.request.start >= job.request.stop:
-                self._tell(job, Connected())
+                self._dispatch(job, Connected())
                 return
             connection = self.connections.by_engine.get(job.request.ticket.engine_id)
             if connection is None or connection.broken is not None or self._draining:
@@ -227,7 +227,7 @@ class Receives:
                 self.connections.join(job, connection)
             else:
                 job.connection = connection
-                self._tell(job, Connected())
+                self._dispatch(job, Connected())
 
     def _hold(self, job: Job) -> bool:
         """Keep a job for the next agent if this one is about to be destroyed."""
@@ -243,14 +243,14 @@ class Receives:
 
     def _read(self, job: Job, plan: Callable[[Connection], Failure | None]) -> None:
         """Plan reads and post them. Without a connection there is nothing to read."""
-        with guarded(job, self._tell):
+        with guarded(job, self._dispatch):
             failure = None if job.connection is None else plan(job.connection)
             if failure is not None:
-                self._tell(job, Failed(failure))
+                self._dispatch(job, Failed(failure))
             elif job.reads:
                 self._transfers.add(job)
             else:
-                self._tell(job, Posted())
+                self._dispatch(job, Posted())
 
     def _report(self, job: Job) -> None:
         self._jobs.pop(job.serial, None)

@@ -160,7 +160,7 @@ class TransferThread:
     Args:
         prepare: called first on the thread; what it raises, :meth:`start` raises.
         executor: what the thread drives; used on the thread only.
-        timers: used on the thread only; the executor hears of those that run out.
+        timers: used on the thread only; the executor gets those that run out.
         fatal: called when nothing can stop the transfers of a thread that ends, or when one of
             its calls does not return.
         stall_seconds: how long one command or one turn may last.

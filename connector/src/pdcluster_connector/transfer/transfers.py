@@ -1,7 +1,7 @@
 """The transfers of all receives: posted one after the other, polled, never forgotten.
 
 A transfer leaves in one of three ways: it landed, the transport broke it, or it became
-*unseen*: it may still write, but NIXL no longer tells how it is. Only destroying the agent
+*unseen*: it may still write, but NIXL no longer reports its state. Only destroying the agent
 ends an unseen one. Lease words are read by transfers like the others.
 """
 
@@ -47,10 +47,10 @@ class Transfers:
     """Posts and polls for all jobs.
 
     Args:
-        words: where lease words are read into.
-        tell: takes what happened to a job's machine.
-        broken: told that a connection cannot be used any more.
-        settle: told that a broken connection has one transfer less under way.
+        words: the memory that lease words are read into.
+        dispatch: passes an event to the machine of a job.
+        broken: called when a connection cannot be used any more.
+        settle: called when a transfer over a broken connection has ended.
 
     Attributes:
         unseen: transfers that may still write and that nobody can observe.
@@ -60,14 +60,14 @@ class Transfers:
         self,
         words: FenceWords,
         *,
-        tell: Callable[[Job, Event], None],
+        dispatch: Callable[[Job, Event], None],
         broken: Callable[[Connection, Failure], None],
         settle: Callable[[Connection], None],
         clock: Callable[[], float],
     ) -> None:
         self.unseen = 0
         self._words = words
-        self._tell = tell
+        self._dispatch = dispatch
         self._broken = broken
         self._settle = settle
         self._clock = clock
@@ -123,7 +123,7 @@ class Transfers:
                 self.drop_reads(job)  # it failed meanwhile: none of its other reads follows
                 continue
             if job.connection.broken is not None and job.machine.state is State.POSTED:
-                self._tell(job, Failed(job.connection.broken))
+                self._dispatch(job, Failed(job.connection.broken))
                 continue
             self._post(job, job.connection)
             if not job.machine.may_post:
@@ -131,7 +131,7 @@ class Transfers:
             if job.reads:
                 self._posting.append(job)
             else:
-                self._tell(job, Posted())
+                self._dispatch(job, Posted())
             if self._clock() >= until:
                 break
         return True
@@ -141,7 +141,7 @@ class Transfers:
         word = read.word
         number = next(self._numbers)
         # Before the call: whatever it does, the transfer counts as able to write.
-        self._tell(job, Opened(number))
+        self._dispatch(job, Opened(number))
         if number not in job.machine.open:
             self._give_back(word)
             if word is not None:
@@ -171,7 +171,7 @@ class Transfers:
         moved = False
         for number, transfer in list(self._under_way.items()):
             if number not in self._under_way:
-                continue  # the agent was destroyed while telling
+                continue  # the agent was destroyed by an event before
             job, connection, source = transfer.job, transfer.connection, transfer.source
             try:
                 if source.agent.state(transfer.handle) != "DONE":
@@ -191,7 +191,7 @@ class Transfers:
                 source.moved_at = self._clock()
                 if transfer.word is None:  # lease words are small and come first anyway
                     source.newest_landed = max(source.newest_landed, number)
-                self._tell(job, self._landed(number, transfer))
+                self._dispatch(job, self._landed(number, transfer))
                 self._ended(connection)  # after its fence was planned
             moved = True
         return moved
@@ -237,7 +237,7 @@ class Transfers:
         if error.kind.of_peer:
             self._broken(connection, failure)
         self._ended(connection)
-        self._tell(job, Broken(number, failure))
+        self._dispatch(job, Broken(number, failure))
 
     def _lost(self, job: Job, message: str) -> None:
         self.unseen += 1
@@ -246,7 +246,7 @@ class Transfers:
             job.request.request_id,
             message,
         )
-        self._tell(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
+        self._dispatch(job, Failed(Failure(Reason.BACKEND_ERROR, message)))
 
     def _ended(self, connection: Connection) -> None:
         connection.transfers -= 1

@@ -41,7 +41,7 @@ class RankResults:
             self._receipts[request_id] = Receipt(received.nbytes, received.seconds)
         if unreceivable:
             self._stats.receives(0, {}, {Reason.BACKEND_ERROR.value: len(unreceivable)})
-        self._stats.receives(ended.stats.nbytes, ended.stats.phase_seconds, ended.stats.failures)
+        self._stats.receives(ended.nbytes, ended.phase_seconds, ended.failures)
         return KVConnectorTransferResults(
             finished_sending=sent,
             finished_recving=ended.finished | unreceivable.keys(),
