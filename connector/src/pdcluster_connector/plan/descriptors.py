@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -35,7 +36,7 @@ class Side:
         unit_stride: bytes from one unit to the next in a block; 0 if a block is one unit.
         units: units in a block.
         device: device index.
-        steps: how far a run's flattened index moves from block to block, and from unit to unit.
+        per_block, per_unit: how far a run's flattened index moves with a block and with a unit.
     """
 
     num_blocks: int
@@ -44,7 +45,8 @@ class Side:
     unit_stride: int
     units: int
     device: int
-    steps: tuple[int, int]
+    per_block: int
+    per_unit: int
 
     @property
     def dense(self) -> bool:
@@ -170,6 +172,7 @@ def _unit(prefill: Region, decode: Region) -> int:
 def _side(region: Region, unit: int) -> Side:
     units = region.block_tokens // unit
     stride = 0 if units == 1 or region.token_stride is None else unit * region.token_stride
+    dense = region.block_stride == units * stride
     return Side(
         num_blocks=region.num_blocks,
         block_tokens=region.block_tokens,
@@ -177,8 +180,17 @@ def _side(region: Region, unit: int) -> Side:
         unit_stride=stride,
         units=units,
         device=region.device,
-        steps=(units, 1) if region.block_stride == units * stride else (1, region.num_blocks),
+        per_block=units if dense else 1,
+        per_unit=1 if dense else region.num_blocks,
     )
+
+
+class _Axis(NamedTuple):
+    """The length of an axis of a unit, and its strides on both sides, in bytes."""
+
+    length: int
+    prefill: int
+    decode: int
 
 
 def _runs(item: Assignment, unit: int) -> tuple[int, Int64, Int64]:
@@ -188,23 +200,29 @@ def _runs(item: Assignment, unit: int) -> tuple[int, Int64, Int64]:
     give one run for each of their indices.
     """
     prefill, decode = item.prefill, item.decode
-    axes = [(item.head_stop - item.head_start, prefill.head_stride, decode.head_stride)]
+    heads = item.head_stop - item.head_start
+    axes = [_Axis(heads, prefill.head_stride, decode.head_stride)]
     if prefill.token_stride is None or decode.token_stride is None:
         length = prefill.block_tokens * prefill.token_bytes
     else:
         length = prefill.token_bytes
-        axes.append((unit, prefill.token_stride, decode.token_stride))
-    while inner := [axis for axis in axes if axis[1] == axis[2] == length]:
-        axes.remove(inner[0])
-        length *= inner[0][0]
-    offsets = []
-    for region, column in ((prefill, 1), (decode, 2)):
+        axes.append(_Axis(unit, prefill.token_stride, decode.token_stride))
+    while inner := next((axis for axis in axes if axis.prefill == axis.decode == length), None):
+        axes.remove(inner)
+        length *= inner.length
+
+    def offsets(region: Region, strides: Sequence[int]) -> Int64:
         start = (item.head_start - region.head_start) * region.head_stride
         offset = np.array([start], np.int64)
-        for axis in axes:
-            offset = np.add.outer(offset, np.arange(axis[0]) * axis[column]).ravel()
-        offsets.append(offset)
-    return length, offsets[0], offsets[1]
+        for axis, stride in zip(axes, strides, strict=True):
+            offset = np.add.outer(offset, np.arange(axis.length) * stride).ravel()
+        return offset
+
+    return (
+        length,
+        offsets(prefill, [axis.prefill for axis in axes]),
+        offsets(decode, [axis.decode for axis in axes]),
+    )
 
 
 def _concatenated(runs: Sequence[Runs]) -> Runs:

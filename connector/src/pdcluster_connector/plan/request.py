@@ -83,15 +83,19 @@ def plan_request(
     _check_count("decode", decode, Reason.COVERAGE_INCOMPLETE)
     found: list[SourceIndices] = []
     for groups, unit in units(plan).items():
-        ours, theirs = _group(prefill, groups[0]), _group(decode, groups[1])
-        if LayerKind.MAMBA in (ours[0].kind, theirs[0].kind):
+        ours, our_blocks = _group(prefill, groups[0])
+        theirs, their_blocks = _group(decode, groups[1])
+        if LayerKind.MAMBA in (ours.kind, theirs.kind):
             if stop != tokens:
                 message = f"the state after {stop} tokens is needed, the ticket's is after {tokens}"
                 raise CoverageError(message)
-            pairs = _pair_slots(ours[1], theirs[1])
+            pairs = _pair_slots(our_blocks, their_blocks)
         else:
-            lists = _kernel_blocks(*ours, stop), _kernel_blocks(*theirs, stop)
-            first = _first_needed(theirs[0].window, lists, start, stop, unit)
+            lists = (
+                _kernel_blocks(ours, our_blocks, stop),
+                _kernel_blocks(theirs, their_blocks, stop),
+            )
+            first = _first_needed(theirs.window, lists, start, stop, unit)
             pairs = pair_blocks(*lists, first, stop)
         found += descriptor_indices(plan, pairs, groups)
     return found
@@ -186,14 +190,14 @@ def descriptor_indices(
         chosen = [item for item in source.classes if item.key.groups == groups]
         if not chosen:
             continue
-        columns = [_class_indices(item, pairs) for item in chosen]
+        ours, theirs, nbytes = zip(*(_class_indices(item, pairs) for item in chosen), strict=True)
         found.append(
             SourceIndices(
                 source=number,
                 rank=source.rank,
-                prefill_indices=np.concatenate([column[0] for column in columns]),
-                decode_indices=np.concatenate([column[1] for column in columns]),
-                nbytes=sum(column[2] for column in columns),
+                prefill_indices=np.concatenate(ours),
+                decode_indices=np.concatenate(theirs),
+                nbytes=sum(nbytes),
             )
         )
     return found
@@ -209,7 +213,7 @@ def _class_indices(item: StrideClass, pairs: Pairs) -> tuple[Int32, Int32, int]:
     inner = np.arange(before.size) - before
 
     def indices(side: Side, runs: Int64, first: Int64) -> Int32:
-        elements = np.repeat(first[order], counts) + inner * side.steps[1]
+        elements = np.repeat(first[order], counts) + inner * side.per_unit
         found: Int32 = np.add.outer(runs, elements).ravel().astype(np.int32)
         return found
 
@@ -247,6 +251,5 @@ def _first_unit(name: str, key: ClassKey, pairs: Pairs) -> Int64:
     if rest.any():
         message = f"tokens start inside of a {name} block's unit of {key.unit} tokens, "
         raise CoverageError(message + "which can only be moved whole")
-    per_block, per_unit = side.steps
-    first: Int64 = blocks.astype(np.int64) * per_block + units * per_unit
+    first: Int64 = blocks.astype(np.int64) * side.per_block + units * side.per_unit
     return first

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.plan.errors import PlanError
@@ -25,8 +26,12 @@ class Assignment:
     head_stop: int
 
 
-# A shard that holds some heads of a layer: (index of the shard, first head, one past the last).
-Holder = tuple[int, int, int]
+class Holder(NamedTuple):
+    """A prefill shard, by its index, that holds the heads [first, stop) of a layer."""
+
+    source: int
+    first: int
+    stop: int
 
 
 def head_interval(kv_heads: int, tensor: int, rank: int) -> tuple[int, int]:
@@ -72,7 +77,7 @@ def assign_sources(decode: Shard, prefill: Sequence[Shard]) -> list[Assignment]:
         if isinstance(choice, int):
             message = f"no prefill shard holds KV head {choice} of layer {name}"
             raise PlanError(Reason.SHARD_MISSING, message)
-        regions = {holder[0]: prefill_region for holder, prefill_region in held}
+        regions = {holder.source: prefill_region for holder, prefill_region in held}
         assignments += [
             Assignment(source, regions[source], region, start, stop)
             for source, start, stop in choice
@@ -95,7 +100,7 @@ def _holders(prefill: Sequence[Shard]) -> dict[tuple[str, str], list[tuple[Holde
     holders: dict[tuple[str, str], list[tuple[Holder, Region]]] = {}
     for source, shard in sorted(enumerate(prefill), key=lambda item: item[1].rank):
         for key, region in _by_array(shard, "prefill").items():
-            holder = (source, region.head_start, region.head_stop)
+            holder = Holder(source, region.head_start, region.head_stop)
             holders.setdefault(key, []).append((holder, region))
     return holders
 
@@ -111,8 +116,8 @@ def _choose(start: int, stop: int, held: tuple[Holder, ...], turn: int) -> list[
         if not able:
             return low
         source = able[turn % len(able)]
-        if choice and choice[-1][0] == source:
-            choice[-1] = (source, choice[-1][1], high)
+        if choice and choice[-1].source == source:
+            choice[-1] = Holder(source, choice[-1].first, high)
         else:
-            choice.append((source, low, high))
+            choice.append(Holder(source, low, high))
     return choice

@@ -137,6 +137,7 @@ class LeaseClient:
             outbox.task = self._thread.loop.create_task(self._deliver(address, outbox))
 
     async def _deliver(self, address: Address, outbox: _Outbox) -> None:
+        *_, engine_id = address
         pause = FIRST_RETRY_SECONDS
         try:
             if not outbox.renewals:  # a receive may wait for what prefill says to one
@@ -152,7 +153,7 @@ class LeaseClient:
                     continue
                 pause = FIRST_RETRY_SECONDS
                 if isinstance(reply, LeaseReply):
-                    self._note(address[2], renewals, reply, sent_at)
+                    self._note(engine_id, renewals, reply, sent_at)
                 for key in releases:
                     outbox.releases.pop(key, None)
                 for key in renewals:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from pdcluster_connector.compat.reasons import Reason
 from pdcluster_connector.nixl_io.interface import NixlError
@@ -189,6 +190,11 @@ WARM_UP_SLOTS = 1024
 PROBE_SLOTS = 2
 
 
+class _Probe(NamedTuple):
+    run: ProbeRun
+    future: Future[ProbeResult]
+
+
 class Probing:
     """Runs the reads and answers those that asked for them.
 
@@ -229,7 +235,7 @@ class Probing:
         }
         self.runs: list[ProbeRun] = []
         self.waiting: dict[Future[ProbeResult], EngineMetadata] = {}
-        self._probe: tuple[ProbeRun, Future[ProbeResult]] | None = None  # the one under way
+        self._probe: _Probe | None = None  # the one under way
         self._over: Failure | None = None
 
     @property
@@ -304,7 +310,7 @@ class Probing:
         runs = list(self.runs)
         self.runs.clear()
         for run in runs:
-            if self._probe is not None and run is self._probe[0]:
+            if self._probe is not None and run is self._probe.run:
                 run.report(failure)
             elif run.check:
                 run.report(failure if final else None)  # unknown; the next check shows it
@@ -326,7 +332,7 @@ class Probing:
         That is one probe, or the warm-up of a connection. Warm-ups run side by side: of a peer
         that is cut off, each lasts until it fails, and peers behind it would wait for all of them.
         """
-        if self._probe and not self._probe[1].done():
+        if self._probe is not None and not self._probe.future.done():
             return False
         for future, metadata in list(self.waiting.items()):
             if future.cancelled():
@@ -344,7 +350,7 @@ class Probing:
                     answer(future, ProbeResult(metadata.engine_id, (), connection.broken))
                 else:
                     run = self._start(connection, PROBE_BYTES, self._answering(future))
-                    self._probe = (run, future)
+                    self._probe = _Probe(run, future)
             except Exception as error:  # noqa: BLE001 - one probe fails, whatever the cause
                 self.waiting.pop(future, None)
                 answer(future, _no_probe(metadata, f"{type(error).__name__}: {error}"))
