@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from pdcluster_connector.protocol.lease import LEASE_SECONDS
 from pdcluster_connector.protocol.prompt_outcomes import MOST_TOKENS_PER_STEP
 from pdcluster_operator.api.spec.engine_types import (
     Model,
@@ -106,7 +107,7 @@ class Transfer:
         Example(120),
         Doc("is how long prefill holds KV for a decode engine, in seconds."),
         Whole(5, 3600),
-    ] = 60
+    ] = int(LEASE_SECONDS)
     min_bandwidth_mbps: Annotated[
         int | None,
         JsonName("minBandwidthMBps"),
