@@ -131,7 +131,7 @@ def pytest_terminal_summary(
         (report.nodeid, report.longrepr[2].removeprefix("Skipped: "))
         for report in terminalreporter.stats.get("skipped", ())
     ]
-    make, cache = os.environ.get("PDCLUSTER_RUN", ""), config.cache
+    make, cache = os.environ.get("PDCLUSTER_RUN", ""), getattr(config, "cache", None)
     before = cache.get(NOT_RUN, {}).get(make, ()) if cache and make else ()
     lines = machine.not_run(skipped, before)
     if lines:

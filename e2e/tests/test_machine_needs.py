@@ -87,6 +87,10 @@ def test_what_is_skipped_is_listed_at_the_end(tmp_path: Path) -> None:
     other = run_pytest(tmp_path, SAMPLE, "-k", "what_is_here", PDCLUSTER_RUN="1235")
     assert "1 passed" in other
     assert "not run" not in other
+    without_cache = run_pytest(
+        tmp_path, SAMPLE, "-p", "no:cacheprovider", PDCLUSTER_WITHOUT="files"
+    )
+    assert len(listed_at_the_end(without_cache, "1 passed, 4 skipped")) == 3
 
 
 @pytest.mark.process
