@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +11,8 @@ import pytest
 
 import virtual_time
 from pdcluster_operator.adapters.api_server.client import NotFound
-from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, WATCHED
-from pdcluster_operator.adapters.api_server.reflector import LONGEST, Reflectors
+from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER, WATCHED, Kind
+from pdcluster_operator.adapters.api_server.reflector import LONGEST, SOON, Reflectors
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.queue import Key
@@ -34,6 +34,7 @@ class Server:
         self.refused: set[str | None] = set()  # namespaces without rights
         self.clusters = {"ns/a"}
         self.silent = False
+        self.watched: set[str] = set()
         self.version = 5
         self.meanwhile: Callable[[], None] = lambda: None
 
@@ -54,6 +55,7 @@ class Server:
         return {"metadata": {"resourceVersion": str(self.version)}, "items": items}
 
     async def lines(self, path: str, query: Mapping[str, str]) -> AsyncIterator[bytes]:
+        self.watched.add(path.rpartition("/")[2])
         ends = now() + float(query["timeoutSeconds"])
         while (left := ends - now()) > 0:
             await asyncio.sleep(min(60.0, left))
@@ -67,13 +69,13 @@ def cluster(namespace: str, name: str, version: int = 5) -> dict[str, Any]:
 
 
 class Running:
-    def __init__(self, *namespaces: str) -> None:
+    def __init__(self, *namespaces: str, elsewhere: Collection[Kind] = ()) -> None:
         self.server = Server()
         unused: Any = self.server
         self.loop = ControlLoop(
             api=unused, launchers=unused, events=unused, connector=unused, clock=unused
         )
-        self.reflectors = Reflectors(unused, self.loop, namespaces, AGE)
+        self.reflectors = Reflectors(unused, self.loop, namespaces, AGE, elsewhere)
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> Running:
@@ -277,6 +279,46 @@ def test_what_a_watch_reports_while_a_list_is_on_its_way_stays() -> None:
         run.start()
         await run.reflectors.ready()
         assert set(run.loop.store.keys()) == {Key("ns", "a"), Key("ns", "new")}
+        run.stop()
+
+    virtual_time.run(story())
+
+
+def test_what_kopf_watches_is_listed_after_each_list_of_kopf_and_never_watched() -> None:
+    async def story() -> None:
+        run = Running(elsewhere=(PDCLUSTER, PREFILL_SCALER)).start()
+        await run.reflectors.ready()
+        await asyncio.sleep(10.0)
+        run.server.clusters = {"ns/b"}  # in a gap of kopf's watch
+        run.server.version = 6
+        for name in ("b", "b"):
+            run.reflectors.see(None, cluster("ns", name, 6))
+        assert set(run.loop.store.keys()) == {Key("ns", "a"), Key("ns", "b")}
+        await asyncio.sleep(SOON + 0.1)
+        assert run.loop.store.keys() == [Key("ns", "b")]
+        assert run.lists() == [0.0, 10.0 + SOON]
+        run.reflectors.see("MODIFIED", cluster("ns", "b", 7))
+        run.reflectors.see("DELETED", cluster("ns", "b", 8))
+        assert run.loop.store.keys() == []
+        await asyncio.sleep(3600.0)
+        assert len(run.lists()) > 10, "its age counts, too"
+        assert not run.server.watched & {"pdclusters", "prefillscalers"}
+        assert "pods" in run.server.watched
+        run.stop()
+
+    virtual_time.run(story())
+
+
+def test_a_kind_that_kopf_did_not_find_at_its_start_is_watched_when_it_comes() -> None:
+    async def story() -> None:
+        run = Running(elsewhere=(PDCLUSTER, PREFILL_SCALER))
+        run.server.absent = {"PrefillScaler"}
+        run.start()
+        await run.reflectors.ready()
+        run.server.absent = set()
+        await asyncio.sleep(1.2 * AGE)
+        assert "prefillscalers" in run.server.watched
+        assert "pdclusters" not in run.server.watched
         run.stop()
 
     virtual_time.run(story())

@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ContentTypeError, web
 from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 from reached import reaching
 
+from pdcluster_operator import handlers
 from pdcluster_operator.adapters.api_server.children import KubeApi
 from pdcluster_operator.adapters.api_server.client import (
     LEVELS,
@@ -102,3 +103,29 @@ async def test_an_answer_that_is_no_object_is_no_empty_list(text: bytes) -> None
         api = KubeApi(client, EngineAuthority.new(time.time())[0])
         with pytest.raises(ApiError, match="the answer is no JSON object"):
             await api.list(POD, [None])
+
+
+async def test_kopf_is_given_documents_that_its_parser_can_read() -> None:
+    """What is too deep ends kopf, and would end it again after each start."""
+    deep = b'{"spec": ' * 3_000 + b"1" + b"}" * 3_000
+
+    async def answer(request: web.Request) -> web.Response:
+        if "error" in request.query:
+            return web.Response(status=503, text="a page of a proxy")
+        if "watch" not in request.query:
+            return web.Response(body=deep, content_type="application/json")
+        return web.Response(body=b'{"type": "ADDED", "object": ' + deep + b"}\n" + b"{}\n")
+
+    application = web.Application()
+    application.router.add_get("/{path:.*}", answer)
+    async with TestServer(application) as there:
+        async with KubeClient(reaching(there), connections=0) as client:
+            session = await client.session(handlers._Response)
+        async with session:
+            assert "spec" in await (await session.get(there.make_url("/"))).json()
+            watch = await session.get(there.make_url("/?watch=true"))
+            text = b"".join([part async for part in watch.content.iter_chunked(1)])
+            lines = [json.loads(line) for line in text.splitlines()]
+            assert [one.get("type") for one in lines] == ["ADDED", None]
+            with pytest.raises(ContentTypeError):
+                await (await session.get(there.make_url("/?error=1"))).json()
