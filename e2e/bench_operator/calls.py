@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdcluster_operator.adapters.api_server.client import KubeClient
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.interfaces import ApiError
 
 TRIES = 5
 

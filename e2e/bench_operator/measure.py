@@ -21,7 +21,7 @@ from bench_operator import account
 from bench_operator.calls import answered
 from bench_operator.watching import events
 from pdcluster_operator.adapters.api_server.client import MERGE, KubeClient
-from pdcluster_operator.runtime.errors import Conflict
+from pdcluster_operator.runtime.interfaces import Conflict
 
 SIDE_BY_SIDE = 32
 QUIET_SECONDS = 10.0

@@ -29,7 +29,7 @@ from cluster.places import Places
 from loopback import free_ports
 from pdcluster_operator.adapters.api_server.client import KubeClient
 from pdcluster_operator.adapters.api_server.kubeconfig import find_configuration
-from pdcluster_operator.runtime.errors import Conflict
+from pdcluster_operator.runtime.interfaces import Conflict
 
 GROUP = "/apis/disaggregatedset.x-k8s.io/v1"
 REST_SECONDS = 60.0

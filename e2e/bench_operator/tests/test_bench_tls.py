@@ -18,7 +18,7 @@ from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.types import WriteCertificates
-from pdcluster_operator.runtime.errors import LauncherError
+from pdcluster_operator.runtime.interfaces import LauncherError
 
 ENGINE, OTHER = "bench.c-1.prefill.7f9c4.0", "bench.c-1.decode.7f9c4.0"
 NOW = int(time.time())
@@ -66,7 +66,7 @@ def ready(engines: EnginesHttp, target: Target) -> Awaitable[Any]:
 def test_an_engine_has_the_certificate_of_the_operators_secret() -> None:
     certificates = Certificates()
     certificates.take(secret(AUTHORITY, ENGINE))
-    assert asked(certificates, news).engine.certificate_expires == EXPIRES
+    assert asked(certificates, news).readyz.certificate_expires == EXPIRES
 
 
 def test_an_engine_that_is_added_gets_a_certificate_and_the_others_keep_their_context() -> None:

@@ -13,7 +13,7 @@ from kubernetes.aio import client as kubernetes
 from reached import reaching
 
 from pdcluster_operator.adapters.api_server.client import KubeClient, NotFound
-from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
+from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid
 
 
 def answered(

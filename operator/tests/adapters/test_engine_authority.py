@@ -31,7 +31,7 @@ from pdcluster_operator.api.labels import CERTIFICATES_HASH_ANNOTATION
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.types import HeldCertificates, WriteCertificates
-from pdcluster_operator.runtime.errors import LauncherError
+from pdcluster_operator.runtime.interfaces import LauncherError
 
 NOW = time.time()
 DAY = 86_400.0

@@ -10,7 +10,7 @@ import pytest
 from pdcluster_operator.adapters.api_server.client import NotFound
 from pdcluster_operator.adapters.api_server.events import KubeEvents
 from pdcluster_operator.plan.types import Event
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.interfaces import ApiError
 
 CLUSTER = {"metadata": {"namespace": "ns", "name": "tiny", "uid": "u"}}
 READY = Event("Normal", "Ready", "it serves")

@@ -33,8 +33,13 @@ from pdcluster_operator.plan.types import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid, NamespaceTerminating
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import (
+    ApiError,
+    Conflict,
+    Invalid,
+    Key,
+    NamespaceTerminating,
+)
 from pdcluster_operator.runtime.store import Store
 
 pytestmark = pytest.mark.cluster

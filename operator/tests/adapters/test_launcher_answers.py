@@ -29,7 +29,7 @@ from pdcluster_operator.adapters.engine_authority import EngineAuthority, Signed
 from pdcluster_operator.adapters.engines_http import EnginesHttp
 from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.runtime.errors import LauncherError
+from pdcluster_operator.runtime.interfaces import LauncherError
 
 NOBODY = PeersDocument(7, ())
 AUTHORITY, _ = EngineAuthority.new(time.time())

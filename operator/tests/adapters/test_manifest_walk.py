@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from reached import reaching
@@ -34,9 +33,8 @@ from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.controllers import Workloads
 from pdcluster_operator.plan.forecast.world import running
 from pdcluster_operator.plan.types import ConnectorBundle, Event
-from pdcluster_operator.runtime import control_loop
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.queue import Backoff
+from pdcluster_operator.runtime.pacing.queue import Backoff
 
 MANIFEST = {
     "apiVersion": PDCLUSTER.api_version,
@@ -147,9 +145,8 @@ class Others:
         return 1_700_000_000.0
 
 
-async def walked(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+async def walked() -> list[Call]:
     """What is called from the admission of a manifest until its engines were told their peers."""
-    monkeypatch.setattr(control_loop, "GATHER_SECONDS", 0.01)
     authority, _ = EngineAuthority.new(Others().now())
     server, others = Server(free_network()), Others()
     async with AsyncExitStack() as stack:
@@ -193,8 +190,8 @@ async def walked(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     return calls.seen
 
 
-async def test_a_manifest_goes_the_way_of_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = await walked(monkeypatch)
+async def test_a_manifest_goes_the_way_of_the_walk() -> None:
+    seen = await walked()
     happened(seen, "manifest", "1", "2", "3", "9")
     reconcile = ("runtime/reconcile.py", "Reconciler.reconcile")
     happened(seen, "manifest", "4", "5", turn=reconcile)

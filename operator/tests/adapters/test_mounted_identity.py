@@ -22,7 +22,7 @@ from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.adapters.engines_http import EnginesHttp, IdentityError, MountedIdentity
 from pdcluster_operator.api.spec.enums import Certificates, Role
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.runtime.errors import LauncherError
+from pdcluster_operator.runtime.interfaces import LauncherError
 
 ENGINE = Identity("ns.tiny.decode.aaaaa.0", "00000000000000dd")
 OWN, _ = EngineAuthority.new(time.time())

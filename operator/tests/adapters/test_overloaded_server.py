@@ -17,8 +17,8 @@ from reached import reaching
 import virtual_time
 from pdcluster_operator.adapters.api_server import client
 from pdcluster_operator.adapters.api_server.client import APPLY, TRIES, KubeClient
-from pdcluster_operator.adapters.api_server.overload import MOST_PATIENCE, Overload
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.interfaces import ApiError
+from pdcluster_operator.runtime.pacing.api_calls import MOST_PATIENCE, Overload
 
 
 class Time:
@@ -43,7 +43,7 @@ async def test_a_client_waits_as_long_as_it_is_asked_to_within_bounds(
     overload = Overload(time.clock, time.sleep)
     await overload.wait("ns")
     assert time.now == 100.0
-    overload.told("ns", asked)
+    overload.refused("ns", asked)
     await overload.wait("ns")
     assert seconds <= time.now - 100.0 <= seconds * 1.5
 
@@ -51,8 +51,8 @@ async def test_a_client_waits_as_long_as_it_is_asked_to_within_bounds(
 async def test_who_was_asked_to_wait_long_does_so_although_others_were_asked_for_less() -> None:
     time = Time()
     overload = Overload(time.clock, time.sleep)
-    overload.told("ns", "9")
-    overload.told("ns", "1")
+    overload.refused("ns", "9")
+    overload.refused("ns", "1")
     await overload.wait("ns")
     assert 9.0 <= time.now - 100.0 <= 9.0 + 0.5
 
@@ -61,11 +61,11 @@ async def test_what_one_namespace_is_told_holds_for_no_other() -> None:
     """A webhook for one namespace can answer 429 all day."""
     time = Time()
     overload = Overload(time.clock, time.sleep)
-    overload.told("ns", "9")
+    overload.refused("ns", "9")
     for other in ("", "other"):
         await overload.wait(other)
     assert time.now == 100.0
-    overload.told("other", "2")
+    overload.refused("other", "2")
     await overload.wait("other")
     assert time.now <= 103.0
     await overload.wait("ns")
@@ -76,7 +76,7 @@ async def test_what_was_asked_long_ago_is_forgotten() -> None:
     time = Time()
     overload = Overload(time.clock, time.sleep)
     for number in range(1000):
-        overload.told(str(number), "2")
+        overload.refused(str(number), "2")
         time.now += 1
     assert len(overload._asked) <= 3
 
@@ -87,7 +87,7 @@ async def test_calls_that_waited_together_do_not_come_back_together(
     monkeypatch.setattr("random.uniform", lambda _, most: most)
     time = Time()
     overload = Overload(time.clock, time.sleep)
-    overload.told("ns", "4")
+    overload.refused("ns", "4")
     await overload.wait("ns")
     assert time.now - 100.0 == 6.0
 

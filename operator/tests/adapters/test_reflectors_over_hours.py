@@ -14,8 +14,7 @@ from pdcluster_operator.adapters.api_server.client import NotFound
 from pdcluster_operator.adapters.api_server.kinds import PDCLUSTER, PREFILL_SCALER, WATCHED, Kind
 from pdcluster_operator.adapters.api_server.reflector import LONGEST, SOON, Reflectors
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 AGE = 300.0
 

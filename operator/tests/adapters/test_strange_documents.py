@@ -25,7 +25,7 @@ from pdcluster_operator.adapters.api_server.client import (
 )
 from pdcluster_operator.adapters.api_server.kinds import POD
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.interfaces import ApiError
 
 DEEPEST = 9_990  # the API server refuses what has more than 10,000 levels
 

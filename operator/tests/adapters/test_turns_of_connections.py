@@ -12,7 +12,7 @@ from reached import reaching
 
 import virtual_time
 from pdcluster_operator.adapters.api_server.client import CONNECTIONS, KubeClient
-from pdcluster_operator.adapters.api_server.connections import (
+from pdcluster_operator.runtime.pacing.api_calls import (
     Connections,
     namespace_of,
     written_namespace,
@@ -155,7 +155,7 @@ def test_many_namespaces_in_which_calls_hang_get_three_quarters_together() -> No
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert connections._shares.free() == 32
-        assert not connections._waiting
+        assert connections._slots.free() == 32
+        assert not len(connections._slots)
 
     virtual_time.run(story())

@@ -16,8 +16,7 @@ from pdcluster_operator.cli.connection import Where
 from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.rollout.announce import Announcement
 from pdcluster_operator.plan.rollout.undo import Undo
-from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 HERE = Where(None, "ns")
 

@@ -24,7 +24,7 @@ from pdcluster_operator.plan.types import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.interfaces import ApiError
 
 SECRET = {"kind": "Secret", "metadata": {"name": "keys"}}
 STORED = {"kind": "ControllerRevision", "metadata": {"name": "revision"}}

@@ -4,7 +4,7 @@ import pytest
 
 from pdcluster_operator.local.api import LocalApi
 from pdcluster_operator.local.controllers import Workloads
-from pdcluster_operator.runtime.errors import Conflict, Invalid
+from pdcluster_operator.runtime.interfaces import Conflict, Invalid
 
 
 def config_map(name: str = "c", **fields: object) -> dict:

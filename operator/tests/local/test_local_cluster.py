@@ -19,7 +19,7 @@ from loopback import free_network, free_port
 from pdcluster_operator.api.object_names import is_connector_name
 from pdcluster_operator.cli.once import ask, describe_path
 from pdcluster_operator.local.cluster import LocalCluster
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
 
 pytestmark = pytest.mark.process
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.plan.operators.operator_start import (
+from pdcluster_operator.plan.lifecycle import (
     LONGEST_WAIT_SECONDS,
     wait_before_judging,
 )

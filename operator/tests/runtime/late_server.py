@@ -23,8 +23,7 @@ from pdcluster_operator.plan.types import (
 )
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.errors import ApiError, Conflict
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Key
 
 NAMESPACE = "ns"
 KINDS = [kind for kind in WATCHED if not kind.optional]

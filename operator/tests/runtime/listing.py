@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.store import Store
 
 LATER = "1000000"

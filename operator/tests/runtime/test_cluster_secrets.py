@@ -12,8 +12,7 @@ from pdcluster_operator.plan.types import (
 )
 from pdcluster_operator.runtime.cluster_secrets import SECRET_SECONDS, ClusterSecrets
 from pdcluster_operator.runtime.control_loop import RESYNC_SECONDS
-from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 KEY = Key("ns", "tiny")
 

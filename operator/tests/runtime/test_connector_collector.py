@@ -14,7 +14,7 @@ from pdcluster_operator.api.labels import UNUSED_ANNOTATION
 from pdcluster_operator.plan.connectors import MarkConnector
 from pdcluster_operator.plan.types import Delete
 from pdcluster_operator.runtime.connector_collector import ConnectorCollector
-from pdcluster_operator.runtime.errors import ApiError, Conflict
+from pdcluster_operator.runtime.interfaces import ApiError, Conflict
 from pdcluster_operator.runtime.store import Store
 
 NAME = "pdcluster-connector-aaaaaaaaaaaaaaaa"

@@ -20,9 +20,8 @@ from pdcluster_operator.plan.types import (
 )
 from pdcluster_operator.runtime import executor
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
-from pdcluster_operator.runtime.errors import ApiError
 from pdcluster_operator.runtime.executor import Executor, RewriteNotes
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 KEY = Key("ns", "tiny")
 

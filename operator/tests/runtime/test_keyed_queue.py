@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
+from pdcluster_operator.runtime.interfaces import Key
+from pdcluster_operator.runtime.pacing.queue import Backoff, KeyedQueue
 
 A, B = Key("ns", "a"), Key("ns", "b")
 
@@ -92,23 +93,6 @@ async def test_urgent_keys_and_others_take_turns() -> None:
     assert order == ["u0", "n0", "u1", "n1", "u2", "n2", "n4", "n3"]
 
 
-async def test_new_keys_have_a_line_of_their_own() -> None:
-    ran: list[str] = []
-
-    async def handler(key: Key) -> None:
-        ran.append(key.name)
-
-    queue = KeyedQueue(handler, workers=1, is_new=lambda key: key.name.startswith("new"))
-    for number in range(4):
-        queue.add(Key("ns", f"old{number}"))
-    for number in range(2):
-        queue.add(Key("ns", f"new{number}"))
-    queue.add(Key("ns", "changed"), urgent=True)
-    assert (queue.depth, queue.new) == (7, 2)
-    order = await run_in_order(queue, ran, 7)
-    assert order == ["changed", "new0", "old0", "new1", "old1", "old2", "old3"]
-
-
 async def test_a_key_that_was_worked_on_rests_and_a_change_wakes_it() -> None:
     loop = asyncio.get_running_loop()
     times: dict[str, list[float]] = {"a": [], "b": []}
@@ -137,22 +121,6 @@ async def test_a_key_that_was_worked_on_rests_and_a_change_wakes_it() -> None:
     first, second = times["a"]
     assert second - first >= 0.3, "once for all five, after its rest"
     assert times["b"][1] < second
-
-
-async def test_keys_rest_longer_while_many_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    async def handler(_: Key) -> None:
-        return
-
-    queue = KeyedQueue(handler, workers=1, rest=0.5)
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(loop, "call_later", lambda seconds, *_: waits.append(seconds))
-    for number in range(400):
-        queue._let_rest(Key("ns", str(number)), again=False)
-    assert waits[:25] == [0.5] * 25
-    assert waits[99] == 2.0, "fifty looks a second"
-    assert waits[-1] == 5.0
 
 
 async def test_a_key_that_rests_waits_once_whoever_asks_for_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
 
 
 def test_every_cluster_is_looked_at_when_a_kind_comes_or_goes(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import virtual_time
-from pdcluster_operator.plan.operators.namespace_lease import holding_of
-from pdcluster_operator.runtime.errors import ApiError, Conflict
+from pdcluster_operator.plan.namespace_lease import holding_of
+from pdcluster_operator.runtime.interfaces import ApiError, Conflict
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
 
 NAME = "pdcluster-operator"

@@ -22,11 +22,9 @@ from pdcluster_operator.api.spec.enums import Role
 from pdcluster_operator.plan.launchers import Target
 from pdcluster_operator.plan.status.local_prefill import local_share
 from pdcluster_operator.plan.types import PeerAssignment
-from pdcluster_operator.runtime import launcher_watch
-from pdcluster_operator.runtime.errors import LauncherError
-from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
-from pdcluster_operator.runtime.launcher_watch import LauncherWatch
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime import launcher_monitor
+from pdcluster_operator.runtime.interfaces import Key, LauncherError
+from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor, LauncherWatch
 
 KEY = Key("ns", "tiny")
 P = Target("ns.tiny.prefill.a.0", Role.PREFILL, "http://p", "1/0")
@@ -142,26 +140,6 @@ async def test_reports_come_in_and_a_change_wakes_the_cluster_once() -> None:
     await until(lambda: monitor.engines(KEY)[P.engine].engine_id == "p/2")
     await asyncio.sleep(0.05)
     assert len(woken) == 3
-    await monitor.stop()
-
-
-async def test_an_engine_that_is_not_ready_yet_is_told_as_one_that_starts() -> None:
-    launchers = Launchers()
-    launchers.ready_now = False
-    woken: list[str] = []
-    monitor = LauncherMonitor(
-        launchers,
-        lambda _: woken.append("changed"),
-        starting=lambda _: woken.append("starting"),
-        period=0.01,
-    )
-    monitor.follow(KEY, [P])
-    await until(lambda: woken)
-    for ready in (True, False):
-        launchers.ready_now = ready
-        await until(lambda ready=ready: monitor.engines(KEY)[P.engine].ready is ready)
-    await until(lambda: len(woken) == 3)
-    assert woken == ["starting", "changed", "changed"]
     await monitor.stop()
 
 
@@ -530,7 +508,7 @@ async def test_an_engine_that_refused_peers_while_it_was_asked_for_news_is_follo
 async def test_a_launcher_without_news_is_asked_for_all_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launcher_watch, "CHECK_SECONDS", 1.5)
+    monkeypatch.setattr(launcher_monitor, "CHECK_SECONDS", 1.5)
     launchers = Launchers()
     launchers.revision, launchers.tells_all = "1", True
     monitor, _ = monitor_of(launchers)

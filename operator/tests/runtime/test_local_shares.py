@@ -8,7 +8,7 @@ import pytest
 
 from pdcluster_connector.protocol.launcher_documents import LinksReport, PromptsReport
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.reconcile import Place
 
 

@@ -8,7 +8,7 @@ import pytest
 from listing import loop_lists
 
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
 
 DIGEST = "a" * 16
 CONNECTOR = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdcluster_operator.plan.operators.namespace_lease import (
+from pdcluster_operator.plan.namespace_lease import (
     LONGEST_SECONDS,
     SHORTEST_SECONDS,
     Holding,
@@ -21,7 +21,7 @@ from pdcluster_operator.plan.operators.namespace_lease import (
     term_of,
 )
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.errors import ApiError, Conflict
+from pdcluster_operator.runtime.interfaces import ApiError, Conflict
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases
 from pdcluster_operator.runtime.reconcile import Place
 

@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import virtual_time
-from pdcluster_operator.runtime.queue import Key, KeyedQueue
+from pdcluster_operator.runtime.interfaces import Key
+from pdcluster_operator.runtime.pacing.queue import KeyedQueue
 
 A, B = Key("ns", "a"), Key("ns", "b")
 
@@ -190,30 +191,5 @@ def test_a_stop_waits_five_seconds_for_what_is_under_way() -> None:
         worked.queue.add_after(B, 0.0)
         await asyncio.sleep(10.0)
         assert B not in worked.moments, "it takes no more keys"
-
-    play(story)
-
-
-def test_an_added_key_wakes_one_worker_and_a_burst_wakes_all_of_them() -> None:
-    async def story(worked: Worked) -> None:
-        worked.takes = 1.0
-        looks = 0
-        take = worked.queue._lines.take
-
-        def counted() -> Key | None:
-            nonlocal looks
-            looks += 1
-            return take()
-
-        worked.queue._lines.take = counted  # type: ignore[method-assign]
-        await asyncio.sleep(0.1)
-        looks = 0
-        worked.queue.add(A)
-        await asyncio.sleep(0.1)
-        assert looks == 1
-        for number in range(17):
-            worked.queue.add(Key("ns", str(number)))
-        await asyncio.sleep(0.1)
-        assert len(worked.moments) == 18, "at once"
 
     play(story)

@@ -32,8 +32,11 @@ from pdcluster_operator.plan import launchers
 from pdcluster_operator.plan.builders.engine_objects import POD_GROUP_KIND
 from pdcluster_operator.plan.builders.protection import operator_namespace_in
 from pdcluster_operator.plan.launchers import Target, launchers_to_poll
-from pdcluster_operator.plan.lifecycle import FIRST_CHILDREN_SECONDS, JUST_REPORTED_SECONDS
-from pdcluster_operator.plan.operators.operator_start import LONGEST_WAIT_SECONDS
+from pdcluster_operator.plan.lifecycle import (
+    FIRST_CHILDREN_SECONDS,
+    JUST_REPORTED_SECONDS,
+    LONGEST_WAIT_SECONDS,
+)
 from pdcluster_operator.plan.status.pace import LONGEST_SECONDS
 from pdcluster_operator.plan.types import (
     ConnectorBundle,
@@ -51,9 +54,8 @@ from pdcluster_operator.plan.types import (
 from pdcluster_operator.runtime import reconcile
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.errors import ApiError, Conflict, NamespaceTerminating
+from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Key, NamespaceTerminating
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
-from pdcluster_operator.runtime.queue import Key
 from pdcluster_operator.runtime.reconcile import Place, Reconciler
 from pdcluster_operator.runtime.store import Store
 
@@ -210,11 +212,11 @@ class World:
         manifest["spec"] |= spec
         self.api.apply(manifest)
 
-    def start(self, launchers: object, new: int = 0, **allowed: Any) -> None:
+    def start(self, launchers: object, queued: int = 0, **allowed: Any) -> None:
         """A process of the operator, which has not asked anybody yet.
 
         Args:
-            new: how many other clusters are new.
+            queued: how many other clusters wait to be reconciled.
             allowed: what the Reconciler is told of its place and of its rights.
         """
         self.monitor = LauncherMonitor(launchers, lambda _: None, period=0.01)  # type: ignore[arg-type]
@@ -225,7 +227,7 @@ class World:
             events=self.events,
             connector=Fixed(),
             clock=Fixed(),
-            new=lambda: new,
+            queued=lambda: queued,
             **allowed,
         )
 
@@ -255,11 +257,11 @@ async def test_children_come_first_then_the_status() -> None:
     assert len(world.store.connectors("ns")) == 1
 
 
-async def test_in_a_crowd_children_are_written_and_the_status_waits(
+async def test_in_a_crowd_children_are_written_and_the_first_status_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World()
-    world.start(world.events, new=1000)
+    world.start(world.events, queued=1000)
     wait = await world.reconcile()
     assert wait is not None
     assert wait <= LONGEST_SECONDS
@@ -272,30 +274,9 @@ async def test_in_a_crowd_children_are_written_and_the_status_waits(
     assert world.port.writes == ["status"]
 
 
-async def test_the_crowd_is_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_crowd_is_whose_status_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     crowds: list[int] = []
-
-    def waits(*arguments: Any) -> float:
-        crowds.append(arguments[3])
-        return 4.0
-
-    monkeypatch.setattr(reconcile, "wait_before_writing", waits)
-    world = World()
-    world.start(world.events, new=5)
-    for _ in range(2):
-        await world.reconcile()
-    world.api.delete("PDCluster", *KEY)
-    await world.reconcile()
-    world.api.apply(copy.deepcopy(MANIFEST))
-    await world.reconcile()
-    assert crowds == [5, 6, 5]
-
-
-async def test_a_status_that_is_right_again_is_no_part_of_the_crowd(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    crowds: list[int] = []
-    pause = 0.0
+    pause = 4.0
 
     def waits(*arguments: Any) -> float:
         crowds.append(arguments[3])
@@ -303,17 +284,36 @@ async def test_a_status_that_is_right_again_is_no_part_of_the_crowd(
 
     monkeypatch.setattr(reconcile, "wait_before_writing", waits)
     world = World()
-    world.start(world.events, new=5)
+    world.start(world.events, queued=2)
+    others = {Key("ns", str(number)) for number in range(5)}
+    world.reconciler._waiting.update(others)
+    for _ in range(2):
+        await world.reconcile()
+    assert world.reconciler._waiting == {KEY, *others}
+    world.api.delete("PDCluster", *KEY)
+    await world.reconcile()
+    assert world.reconciler._waiting == others
+    world.api.apply(copy.deepcopy(MANIFEST))
+    await world.reconcile()
+    pause = 0.0
+    await world.reconcile()
+    assert world.reconciler._waiting == others, "it is written"
+    assert crowds == [7, 7, 7, 7], "a PDCluster does not wait because of itself"
+
+
+async def test_a_status_that_is_right_again_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 0.0)
     for _ in range(3):
         await world.reconcile()
+    monkeypatch.setattr(reconcile, "wait_before_writing", lambda *_: 4.0)
     cluster = world.api.get("PDCluster", *KEY)
     assert cluster is not None
-    right, pause = cluster["status"], 4.0
-    crowds.clear()
-    for status in ({**right, "links": "7/7"}, right, {**right, "links": "8/8"}):
+    right = cluster["status"]
+    for status, waits in (({**right, "links": "7/7"}, True), (right, False)):
         world.store.put({**cluster, "status": status})
         await world.reconcile()
-    assert crowds == [5, 5], "two statuses are wrong, one after the other"
+        assert (KEY in world.reconciler._waiting) is waits
 
 
 @pytest.mark.parametrize("refused", ["apply Service", "event"])
@@ -726,7 +726,7 @@ async def test_the_secret_of_a_cluster_that_seemed_new_keeps_its_key() -> None:
 
 @pytest.mark.parametrize("gone", ["children", "status"])
 async def test_a_cluster_of_which_something_is_there_is_not_new(gone: str) -> None:
-    """In a crowd an operator is killed before it has written a status."""
+    """An operator is killed before it has written a status."""
     world = World()
     await world.reconcile()
     before = keys(world)
@@ -824,7 +824,6 @@ async def test_a_status_that_nobody_waits_for_is_written_five_seconds_after_the_
     monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: 1005.0))
     await world.reconcile()
     assert world.port.writes == ["status"]
-    assert not world.reconciler._held_back, "it is no part of a crowd any more"
     monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: 1006.0))
     cluster = world.api.get("PDCluster", *KEY)
     assert cluster is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 from pdcluster_operator.plan.objects.drift import stamped
 from pdcluster_operator.runtime.executor import RewriteNotes
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
 
 KEY, OTHER = Key("ns", "llama"), Key("ns", "other")
 

@@ -10,7 +10,7 @@ from listing import list_into, loop_lists
 
 from pdcluster_operator.plan.objects import ownership
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
 from pdcluster_operator.runtime.store import Store
 
 KEY = Key("ns", "tiny")

@@ -7,8 +7,8 @@ from listing import list_into
 
 from pdcluster_operator.adapters.api_server.kinds import BY_NAME, as_kept
 from pdcluster_operator.api.labels import CLUSTER_LABEL
-from pdcluster_operator.runtime.object_versions import GONE_SECONDS
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
+from pdcluster_operator.runtime.object_metadata import GONE_SECONDS
 from pdcluster_operator.runtime.store import Store
 
 KEY = Key("default", "llama")

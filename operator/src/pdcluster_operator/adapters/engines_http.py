@@ -40,7 +40,7 @@ from pdcluster_connector.protocol.messages import Malformed
 from pdcluster_operator.adapters.engine_authority import EngineAuthority
 from pdcluster_operator.api.spec.enums import Certificates
 from pdcluster_operator.plan.launchers import Target
-from pdcluster_operator.runtime.errors import LauncherError
+from pdcluster_operator.runtime.interfaces import LauncherError
 
 TIMEOUT = aiohttp.ClientTimeout(total=2.0, connect=1.0)
 WAIT_SECONDS = 30

@@ -34,7 +34,7 @@ from pdcluster_operator.adapters.metrics import Metrics
 from pdcluster_operator.adapters.own_secrets import CertificateKeeper, WebhookPlace, find_authority
 from pdcluster_operator.adapters.status_pages import serve_pages
 from pdcluster_operator.plan.connectors import KEEP_SECONDS
-from pdcluster_operator.plan.operators.namespace_lease import lease_name
+from pdcluster_operator.plan.namespace_lease import lease_name
 from pdcluster_operator.runtime.connector_collector import PERIOD_SECONDS, ConnectorCollector
 from pdcluster_operator.runtime.control_loop import ControlLoop
 from pdcluster_operator.runtime.namespace_leases import NamespaceLeases

@@ -25,7 +25,7 @@ from pdcluster_operator.adapters.webhook_certificate import (
     why_renew,
 )
 from pdcluster_operator.api.labels import FIELD_MANAGER
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.interfaces import ApiError
 
 log = logging.getLogger(__name__)
 

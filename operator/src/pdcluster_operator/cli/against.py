@@ -28,8 +28,7 @@ from pdcluster_operator.cli.lint import print_findings
 from pdcluster_operator.cli.manifest import read_cluster as read_file
 from pdcluster_operator.plan.forecast.course import Course, Round, forecast, with_rewrites
 from pdcluster_operator.plan.types import Apply, Delete, RestartPod, Step, TryOut
-from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 
 def show_plan_against(file: str, where: Where) -> Exit:

@@ -13,7 +13,7 @@ from pdcluster_operator.adapters.api_server.kubeconfig import (
     namespace_of_context,
 )
 from pdcluster_operator.cli.exits import Exit, UserError
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.interfaces import ApiError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from pdcluster_operator.cli.exits import Exit, UserError
 from pdcluster_operator.plan.rollout.announce import Announcement, announce
 from pdcluster_operator.plan.rollout.undo import Undo, undo
 from pdcluster_operator.plan.types import ConnectorBundle
-from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import ApiError, Key
 
 POLL_SECONDS = 1.0
 OBJECT = "pdcluster.pdcluster.dev"

@@ -13,7 +13,7 @@ from pdcluster_operator.api.object_names import EngineName
 from pdcluster_operator.local.cluster import LocalCluster
 from pdcluster_operator.local.controllers import is_ready
 from pdcluster_operator.plan.observed.pods import describe_end
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
 
 WAITS_FOR_ENGINES = "waits until every engine answers"
 

@@ -25,7 +25,7 @@ from pdcluster_operator.cli.snapshot import Snapshot, take_snapshot
 from pdcluster_operator.cli.tables import conditions_table, links_table, waiting_for
 from pdcluster_operator.cli.view import View
 from pdcluster_operator.local.cluster import LocalCluster
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key
 
 LOOK_SECONDS = 0.3
 STOP_SECONDS = 10.0

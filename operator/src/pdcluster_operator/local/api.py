@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from pdcluster_operator.runtime.errors import Conflict, Invalid
+from pdcluster_operator.runtime.interfaces import Conflict, Invalid
 
 Manifest = dict[str, Any]
 Identity = tuple[str, str, str]

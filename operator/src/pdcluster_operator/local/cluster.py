@@ -48,8 +48,8 @@ from pdcluster_operator.plan.types import (
 )
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.interfaces import ConnectorSource
-from pdcluster_operator.runtime.queue import Backoff, Key
+from pdcluster_operator.runtime.interfaces import ConnectorSource, Key
+from pdcluster_operator.runtime.pacing.queue import Backoff
 from pdcluster_operator.runtime.reconcile import Place
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""How far a PDCluster has come, as its status and its children say.
+"""How far a PDCluster has come, and what may be done in that stage.
 
 The queue, the reconcile and the pace of status writes all ask :func:`stage_of`, so they agree on
 which PDCluster is new.
@@ -9,10 +9,13 @@ from __future__ import annotations
 from enum import StrEnum
 
 from pdcluster_operator.api.conditions import ConditionType, Status, find_condition
+from pdcluster_operator.plan.observed.engines import known_ids
 from pdcluster_operator.plan.types import Manifest
 
 JUST_REPORTED_SECONDS = 5.0
 FIRST_CHILDREN_SECONDS = 300.0
+LONGEST_WAIT_SECONDS = 5.0
+"""The longest wait of :func:`wait_before_judging`. Then an engine without an answer is silent."""
 
 
 class Stage(StrEnum):
@@ -58,3 +61,21 @@ def needs_live_check(stage: Stage, reported_seconds: float) -> bool:
     """
     first = stage is Stage.NEW
     return reported_seconds >= (FIRST_CHILDREN_SECONDS if first else JUST_REPORTED_SECONDS)
+
+
+def wait_before_judging(cluster: Manifest, *, followed_seconds: float, all_heard: bool) -> float:
+    """Return how many seconds a new operator process waits before its first plan; 0 for no wait.
+
+    The process before it had asked the engines how they are. A plan without their answers would
+    write that no engine answers, and a moment later that all do.
+
+    Args:
+        cluster: the live PDCluster. Nothing is waited for unless its status holds an engine
+            that some operator has heard before.
+        followed_seconds: how long this process has polled the cluster's engines.
+        all_heard: whether each engine that was there at the beginning has answered since, or
+            has missed its polls.
+    """
+    if all_heard or not any(known_ids(cluster).values()):
+        return 0.0
+    return max(0.0, LONGEST_WAIT_SECONDS - followed_seconds)

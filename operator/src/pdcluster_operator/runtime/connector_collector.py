@@ -1,7 +1,8 @@
-"""Deletes the ConfigMaps with a connector that nothing mounts any more; ``plan`` decides which.
+"""Deletes the ConfigMaps with a connector that nothing mounts any more.
 
-It needs no Lease, because a namespace without PDClusters has none. Several operators may do the
-same at once: each write is only for the version that was seen.
+``plan/connectors.py`` decides which. It needs no Lease, because a
+namespace without PDClusters has none. Several operators may do the same at once: each write is only
+for the version that was seen.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from pdcluster_operator.plan.connectors import (
     step_for_connector,
 )
 from pdcluster_operator.plan.types import Delete
-from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.interfaces import Clock
+from pdcluster_operator.runtime.interfaces import ApiError, Clock
 from pdcluster_operator.runtime.store import Store
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ PERIOD_SECONDS = 60.0
 
 
 class ConnectorApi(Protocol):
-    """What is asked of the API server. Failures are :class:`ApiError`."""
+    """The calls to the API server. Failures are :class:`ApiError`."""
 
     async def list_mounting(self, namespace: str) -> Iterable[Manifest]:
-        """Return whatever may mount a connector in a namespace, whoever made it, as it is now."""
+        """Return all live objects of a namespace that may mount a connector, whoever made them."""
         ...
 
     async def mark_connector(self, step: MarkConnector) -> None:
@@ -45,7 +45,7 @@ class ConnectorApi(Protocol):
 
 
 class ConnectorCollector:
-    """Looks at all such ConfigMaps once a period."""
+    """Checks all such ConfigMaps once a period."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class ConnectorCollector:
         self._period, self._keep = period, keep
 
     async def run(self) -> None:
-        """Look until the task is cancelled. What failed is tried again in the next period."""
+        """Collect until the task is cancelled. What failed is tried again in the next period."""
         while True:
             await asyncio.sleep(self._period)
             await self.collect()
 
     async def collect(self) -> None:
-        """Look at each ConfigMap once."""
+        """Check each ConfigMap once."""
         for live in self._store.all_connectors():
             try:
                 await self._one(live)
@@ -78,7 +78,7 @@ class ConnectorCollector:
     async def _one(self, live: Manifest) -> None:
         namespace, name = str(live["metadata"]["namespace"]), str(live["metadata"]["name"])
         step = self._step(live, mounted=self._store.is_mounted(namespace, name))
-        if isinstance(step, Delete):  # the store may be behind, and knows only what is ours
+        if isinstance(step, Delete):  # the store may be stale, and holds only our objects
             there = await self._api.list_mounting(namespace)
             step = self._step(live, mounted=any(name in shared_connectors_of(one) for one in there))
         if step is None:

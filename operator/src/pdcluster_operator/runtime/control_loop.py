@@ -15,20 +15,24 @@ from typing import Protocol
 from pdcluster_operator.api.conditions import ConditionType, StatusReason, find_condition
 from pdcluster_operator.api.labels import SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector
-from pdcluster_operator.plan.operators.operator_class import belongs_to
-from pdcluster_operator.plan.queueing.changed_specs import is_changed_spec
-from pdcluster_operator.plan.queueing.gathered_news import GATHER_SECONDS, may_be_gathered, starts
+from pdcluster_operator.plan.lifecycle import Stage, stage_of
+from pdcluster_operator.plan.namespace_lease import belongs_to
 from pdcluster_operator.plan.status.local_prefill import local_share
-from pdcluster_operator.runtime.interfaces import Api, Clock, ConnectorSource, EventSink, Launchers
+from pdcluster_operator.runtime.interfaces import (
+    ApiServer,
+    Clock,
+    ConnectorSource,
+    EventSink,
+    Key,
+    Launchers,
+)
 from pdcluster_operator.runtime.launcher_monitor import LauncherMonitor
-from pdcluster_operator.runtime.object_places import CLUSTER_KIND
-from pdcluster_operator.runtime.queue import Backoff, Key, KeyedQueue
+from pdcluster_operator.runtime.object_metadata import CLUSTER_KIND
+from pdcluster_operator.runtime.pacing.queue import Backoff, KeyedQueue
 from pdcluster_operator.runtime.reconcile import Place, Reconciler
 from pdcluster_operator.runtime.store import Manifest, Store
 
 RESYNC_SECONDS = 300.0
-FIRST = 1
-"""The generation of a spec that nobody has changed."""
 
 
 Worked = Callable[[float, bool], None]
@@ -49,7 +53,7 @@ class ControlLoop:
     def __init__(
         self,
         *,
-        api: Api,
+        api: ApiServer,
         launchers: Launchers,
         events: EventSink,
         connector: ConnectorSource,
@@ -65,16 +69,8 @@ class ControlLoop:
         self._worked = worked
         self._leases = leases
         self.store = store or Store()
-        self.queue = KeyedQueue(
-            self._work,
-            is_urgent=self._is_urgent,
-            is_new=self._is_new,
-            is_silent=self._is_silent,
-            backoff=backoff,
-        )
-        self.monitor = LauncherMonitor(
-            launchers, self.queue.add, starting=self._gather, period=poll_seconds
-        )
+        self.queue = KeyedQueue(self._work, is_urgent=self._is_urgent, backoff=backoff)
+        self.monitor = LauncherMonitor(launchers, self.queue.add, period=poll_seconds)
         self._reconciler = Reconciler(
             store=self.store,
             api=api,
@@ -84,7 +80,7 @@ class ControlLoop:
             clock=clock,
             place=place,
             may_write=self._holds,
-            new=lambda: self.queue.new,
+            queued=self.queue.waiting,
         )
         self._resync: asyncio.Task[None] | None = None
         self.unlisted: frozenset[str] = frozenset()
@@ -94,10 +90,9 @@ class ControlLoop:
         for left in self.store.left_by(manifest):
             self.queue.add(left)
         key = self.store.drop(manifest) if event == "DELETED" else self.store.put(manifest)
-        if key is not None and event != "DELETED" and may_be_gathered(manifest):
-            self._gather(key)
-        elif key is not None:
-            self.queue.add(key, urgent=is_changed_spec(manifest))
+        if key is not None:
+            changed = manifest["kind"] == CLUSTER_KIND and self._is_urgent(key)
+            self.queue.add(key, urgent=changed)
         elif event == "DELETED" and is_shared_connector(manifest):
             self.wake(str(manifest["metadata"]["namespace"]))
 
@@ -114,28 +109,12 @@ class ControlLoop:
         metadata, known = manifest["metadata"], before["metadata"]
         if metadata.get("generation") != known.get("generation"):
             key = Key(metadata["namespace"], metadata["name"])
-            self.queue.add(key, urgent=is_changed_spec(manifest))
-
-    def _gather(self, key: Key) -> None:
-        """Queue a cluster: in a moment if it starts."""
-        if starts(self.store.cluster(key)):
-            self.queue.add_after(key, GATHER_SECONDS)
-        else:
-            self.queue.add(key)
+            changed = manifest["kind"] == CLUSTER_KIND and self._is_urgent(key)
+            self.queue.add(key, urgent=changed)
 
     def _is_urgent(self, key: Key) -> bool:
         cluster = self.store.cluster(key)
-        return cluster is not None and is_changed_spec(cluster)
-
-    def _is_new(self, key: Key) -> bool:
-        cluster = self.store.cluster(key)
-        return cluster is not None and not (cluster.get("status") or self.store.children(key))
-
-    def _is_silent(self, key: Key) -> bool:
-        cluster = self.store.cluster(key)
-        if cluster is None or cluster.get("status"):
-            return False
-        return bool(cluster["metadata"].get("generation", FIRST) == FIRST)
+        return cluster is not None and stage_of(cluster, has_children=True) is Stage.CHANGED
 
     def set_unlisted(self, namespaces: Collection[str]) -> None:
         """Say in which namespaces nothing can be done: not all of their objects are known."""

@@ -23,8 +23,7 @@ from pdcluster_operator.plan.types import (
     stages,
 )
 from pdcluster_operator.runtime.cluster_secrets import ClusterSecrets
-from pdcluster_operator.runtime.interfaces import Api
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import ApiServer, Key
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class _LeaseLostError(Exception):
 
 
 class Executor:
-    """Performs plan steps by calls of ``Api``.
+    """Performs plan steps by calls of ``ApiServer``.
 
     Args:
         may_write: whether this process holds the Lease of a cluster's namespace.
@@ -48,12 +47,12 @@ class Executor:
 
     def __init__(
         self,
-        api: Api,
+        api: ApiServer,
         secrets: ClusterSecrets,
         rewrites: RewriteNotes,
         may_write: Callable[[Key], bool],
     ) -> None:
-        self._api = api
+        self._api_server = api
         self._secrets = secrets
         self._rewrites = rewrites
         self._may_write = may_write
@@ -121,14 +120,14 @@ class Executor:
             elif isinstance(step, WriteCertificates):
                 await self._secrets.write_certificates(key, step)
             elif isinstance(step, Apply):
-                answer = await self._api.apply(step.manifest, step.uid)
+                answer = await self._api_server.apply(step.manifest, step.uid)
                 if (event := self._rewrites.note(key, step.manifest, answer)) is not None:
                     events.append(event)
             elif isinstance(step, TryOut):
-                await self._api.try_out(step)
-                await self._api.apply(step.stored)
+                await self._api_server.try_out(step)
+                await self._api_server.apply(step.stored)
             else:
-                await self._api.delete(step)
+                await self._api_server.delete(step)
         done.append(f"{type(step).__name__}: {step.why}")
 
 

@@ -1,5 +1,7 @@
 """The interfaces through which the control loop reads and writes everything outside of it.
 
+Also the errors that their calls raise, and the key by which a PDCluster is known.
+
 ``adapters`` implements them for a cluster: with HTTP to the API server and to launchers.
 ``local`` implements them with memory and with processes of this machine.
 """
@@ -7,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pdcluster_connector.protocol.launcher_documents import (
     ChangesReport,
@@ -28,13 +30,65 @@ from pdcluster_operator.plan.types import (
     WriteCertificates,
     WriteTicketKey,
 )
-from pdcluster_operator.runtime.queue import Key
 
 Manifest = Mapping[str, Any]
 
 
-class Api(Protocol):
-    """Writes, and the reads that must be live. Failures are :class:`.errors.ApiError`."""
+class Key(NamedTuple):
+    """A PDCluster, by name."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+class ApiError(Exception):
+    """A refused or failed API call.
+
+    Attributes:
+        reason: CamelCase, as it stands in a condition.
+        terminal: trying the same call again cannot help.
+        passing: the next reconcile starts from the newer object; the status does not say it.
+    """
+
+    def __init__(
+        self, reason: str, message: str, *, terminal: bool = False, passing: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.terminal = terminal
+        self.passing = passing
+
+
+class Conflict(ApiError):  # noqa: N818 - the API server's own name for it
+    """The object changed since it was read: a UID or resourceVersion precondition failed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("Conflict", message, passing=True)
+
+
+class Invalid(ApiError):  # noqa: N818 - the API server's own name for it
+    """The object can never be accepted as it is."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("Invalid", message, terminal=True)
+
+
+class NamespaceTerminating(ApiError):  # noqa: N818 - the API server's own name for it
+    """Nothing can be created in the namespace any more, because it is being deleted."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("NamespaceTerminating", message)
+
+
+class LauncherError(Exception):
+    """A launcher did not answer, or with something else than what was requested."""
+
+
+class ApiServer(Protocol):
+    """Writes, and the reads that no watch can serve. Failures are :class:`ApiError`."""
 
     async def read_uid(self, key: Key) -> str | None:
         """Return the cluster's UID as the server has it now; None when it is gone."""
@@ -100,18 +154,18 @@ class Launchers(Protocol):
     """
 
     async def ready(self, target: Target) -> EngineReport:
-        """``GET /readyz``, answered with 200 or 503. Raises :class:`.errors.LauncherError`."""
+        """``GET /readyz``, answered with 200 or 503. Raises :class:`LauncherError`."""
         ...
 
     async def links(self, target: Target) -> LinksReport:
-        """``GET /v1/links`` of a decode engine. Raises :class:`.errors.LauncherError`."""
+        """``GET /v1/links`` of a decode engine. Raises :class:`LauncherError`."""
         ...
 
     async def changes(self, target: Target, seen: str, *, wait: bool) -> ChangesReport | None:
         """``GET /v1/changes``: what a launcher reports if its revision is not ``seen``.
 
         Return None if the launcher is of a version without this path. Raises
-        :class:`.errors.LauncherError`.
+        :class:`LauncherError`.
 
         Args:
             wait: whether to wait for a while until something changes. If nothing does, the revision
@@ -120,13 +174,13 @@ class Launchers(Protocol):
         ...
 
     async def put_peers(self, target: Target, document: PeersDocument) -> None:
-        """``PUT /v1/peers`` of a decode engine. Raises :class:`.errors.LauncherError`."""
+        """``PUT /v1/peers`` of a decode engine. Raises :class:`LauncherError`."""
         ...
 
     async def tell_routed(self, target: Target, *, routed: bool) -> None:
         """``PUT`` or ``DELETE /v1/routed``: whether routers may send the engine requests.
 
-        Raises :class:`.errors.LauncherError`.
+        Raises :class:`LauncherError`.
         """
         ...
 
@@ -135,7 +189,7 @@ class EventSink(Protocol):
     """Kubernetes events, or lines in a terminal."""
 
     async def publish(self, cluster: Manifest, events: Iterable[Event]) -> None:
-        """Publish. An event that is lost is no error.
+        """Publish events. One that is lost is no error.
 
         Raises:
             NamespaceTerminating: no event can be published there any more.

@@ -1,33 +1,44 @@
-"""Asks launchers for the state of their engines and links, and tells decode engines their peers.
+"""Watches the launchers: the state of their engines and links. Sends them peers and routes.
 
-The planner gets the last answer of each launcher. A launcher that does not answer has no entry:
-its engine is unknown, which is not the same as failed. Each launcher is asked by a task of its
-own, so one that hangs does not delay the others. A change wakes the cluster's reconcile.
+The planner gets the last report of each launcher. A launcher that does not answer has no report:
+its engine is unknown, which is not the same as failed. Each launcher has a task of its own, so one
+that hangs does not delay the others. A report that differs from the one before queues its cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
-from pdcluster_connector.protocol.launcher_documents import EngineReport, LinksReport
-from pdcluster_operator.plan.launchers import Target
+from msgspec.structs import replace
+
+from pdcluster_connector.protocol.launcher_documents import (
+    ChangesReport,
+    EngineReport,
+    LinksReport,
+    PeersDocument,
+)
+from pdcluster_operator.api.spec.enums import Role
+from pdcluster_operator.plan.launchers import Target, has_other_peers, is_unreachable
 from pdcluster_operator.plan.types import PeerAssignment
-from pdcluster_operator.runtime.errors import LauncherError
-from pdcluster_operator.runtime.interfaces import Launchers
-from pdcluster_operator.runtime.launcher_watch import LauncherWatch
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import Key, LauncherError, Launchers
+
+log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 60.0
+"""How often the whole state of a launcher is read, also if it reports no change."""
+SLACK_SECONDS = 1.0
 
 
 class LauncherMonitor:
-    """Follows every target's launcher; see :mod:`.launcher_watch`. Used from one event loop.
+    """Watches the launcher of every target. Used from one event loop.
 
     Args:
-        changed: called when something else is known of an engine or of its links.
-        starting: called instead if the engine was not ready, and is not.
+        changed: called with a cluster when a report of one of its launchers differs.
     """
 
     def __init__(
@@ -35,12 +46,10 @@ class LauncherMonitor:
         launchers: Launchers,
         changed: Callable[[Key], None],
         *,
-        starting: Callable[[Key], None] | None = None,
         period: float = 1.0,
     ) -> None:
         self._launchers = launchers
         self._changed = changed
-        self._starting = starting or changed
         self._period = period
         self._watches: dict[Key, dict[str, LauncherWatch]] = {}
         self._since: dict[Key, float] = {}  # when this process began to follow each cluster
@@ -48,7 +57,7 @@ class LauncherMonitor:
         self._releases: set[asyncio.Task[None]] = set()
 
     def follow(self, key: Key, targets: Iterable[Target]) -> None:
-        """Poll exactly these engines of a cluster from now on."""
+        """Watch exactly these engines of a cluster from now on."""
         wanted = {target.engine: target for target in targets}
         if key not in self._watches:
             self._since[key] = time.monotonic()
@@ -61,7 +70,7 @@ class LauncherMonitor:
                 wanted[engine],
                 self._launchers,
                 self._period,
-                lambda starts: (self._starting if starts else self._changed)(key),
+                lambda: self._changed(key),
             )
 
     def followed_seconds(self, key: Key) -> float:
@@ -81,14 +90,14 @@ class LauncherMonitor:
         return not unheard
 
     def forget(self, key: Key) -> None:
-        """Stop polling a cluster."""
+        """Stop watching the engines of a cluster."""
         self._since.pop(key, None)
         self._unheard.pop(key, None)
         for watch in self._watches.pop(key, {}).values():
             watch.stop()
 
     def dismiss(self, key: Key) -> None:
-        """Stop polling a cluster that was deleted. Its engines need not wait for routers."""
+        """Stop watching a cluster that was deleted. Its engines need not wait for routers."""
         for watch in self._watches.get(key, {}).values():
             if watch.report is not None and watch.report.routed:
                 task = asyncio.create_task(self._release(watch.target))
@@ -116,7 +125,7 @@ class LauncherMonitor:
             watch.route(routed=engine in routed)
 
     def engines(self, key: Key) -> Mapping[str, EngineReport]:
-        """Return what each reachable engine of a cluster last said."""
+        """Return the last report of each reachable engine of a cluster."""
         return {
             engine: watch.report
             for engine, watch in self._watches.get(key, {}).items()
@@ -124,7 +133,7 @@ class LauncherMonitor:
         }
 
     def links(self, key: Key) -> Mapping[str, LinksReport]:
-        """Return what each reachable decode engine of a cluster last said of its links."""
+        """Return the last report on links of each reachable decode engine of a cluster."""
         return {
             engine: watch.links
             for engine, watch in self._watches.get(key, {}).items()
@@ -132,8 +141,225 @@ class LauncherMonitor:
         }
 
     async def stop(self) -> None:
-        """End all polling."""
+        """Stop watching all engines."""
         tasks = [watch.task for watches in self._watches.values() for watch in watches.values()]
         for key in list(self._watches):
             self.forget(key)
         await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
+
+
+class LauncherWatch:
+    """Watches the launcher of one engine, and sends it its peers and routes.
+
+    A launcher answers a long poll when its state changes. Some numbers do not count as a change, so
+    its whole state is also read once a minute. A launcher of an older version has no long poll, and
+    is polled every period.
+
+    Args:
+        period: the least seconds between two requests for its state.
+        changed: called when a report differs from the one before.
+
+    Attributes:
+        report, links: the last reports; None while the launcher is unreachable.
+        routed: whether routers may send requests to the engine; None until a plan says.
+        heard: whether the launcher has answered, or has missed its polls.
+    """
+
+    def __init__(
+        self, target: Target, launchers: Launchers, period: float, changed: Callable[[], None]
+    ) -> None:
+        self.target = target
+        self.report: EngineReport | None = None
+        self.links: LinksReport | None = None
+        self.peers: PeerAssignment | None = None
+        self.routed: bool | None = None
+        self.heard = False
+        self._launchers = launchers
+        self._period = period
+        self._changed = changed
+        self._misses = 0
+        self._logged = ""  # why it does not answer
+        self._refused = ""  # why it did not accept its routes
+        self._sent: tuple[str, PeersDocument] | None = None  # engine id, and its peers
+        self._revision = ""
+        self._read_at = 0.0  # when its whole state was last read
+        self._next = 0.0  # when it may be polled again
+        self._no_long_poll_until = 0.0  # its version has none
+        self._assigned = asyncio.Event()
+        self._waiting: asyncio.Task[ChangesReport | None] | None = None
+        self.task = asyncio.create_task(self._run(), name=f"links-{target.engine}")
+
+    def stop(self) -> None:
+        """End it."""
+        self.task.cancel()
+        self.task.add_done_callback(_forget_error)
+
+    def assign(self, peers: PeerAssignment) -> None:
+        """Send the launcher these peers soon."""
+        if self.peers is None or self.peers.document != peers.document:
+            self._assigned.set()
+        self.peers = peers
+
+    def route(self, *, routed: bool) -> None:
+        """Send the launcher soon whether routers may send requests to its engine."""
+        if self.routed is not routed:
+            self._assigned.set()
+        self.routed = routed
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._next - time.monotonic())
+                before = (self.report, self.links, self.heard)
+                try:
+                    await (self._long_poll() if self._can_long_poll() else self._poll())
+                    await self._send()
+                    self._misses, self.heard, self._logged = 0, True, ""
+                except LauncherError as error:
+                    self._missed()
+                    self._log(str(error))
+                except Exception:
+                    # This is a bug of the operator. A task that ended would leave the last report
+                    # as it is, also one that says Ready.
+                    self._missed()
+                    log.exception("%s: its launcher's answer cannot be read", self.target.engine)
+                if before != (self.report, self.links, self.heard):
+                    self._changed()
+        finally:
+            await self._stop_waiting()
+
+    def _can_long_poll(self) -> bool:
+        """Whether it answers, accepts its routes, and its whole state was read lately."""
+        if self.report is None or self._misses or not self._revision or self._refused:
+            return False
+        return time.monotonic() - self._read_at < CHECK_SECONDS - SLACK_SECONDS
+
+    def _has_other_routes(self, report: EngineReport) -> bool:
+        return self.routed is not None and report.routed not in (None, self.routed)
+
+    def _has_other_peers(self) -> bool:
+        if self.report is None or self.peers is None or self.target.role is not Role.DECODE:
+            return False
+        linked = self.links is None or self.links.links
+        if self._sent is None and not linked and self.peers.document.peers == ():
+            return False  # it has no peer, and there is none yet
+        return self._sent != (self.report.engine_id, self.peers.document)
+
+    async def _long_poll(self) -> None:
+        """Return when its state changed, when something is to be sent, or after a while.
+
+        The long poll goes on while something is sent.
+        """
+        if self._waiting is None:
+            request = self._launchers.changes(self.target, self._revision, wait=True)
+            self._waiting = asyncio.create_task(request)
+        assigned = asyncio.create_task(self._assigned.wait())
+        try:
+            await asyncio.wait((self._waiting, assigned), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            assigned.cancel()
+            self._assigned.clear()
+        if not self._waiting.done():
+            return
+        self._rest()
+        answered, self._waiting = self._waiting, None
+        try:
+            changes = answered.result()
+        except LauncherError as error:
+            log.debug("%s: %s", self.target.engine, error)
+            await self._poll()
+            return
+        if changes is None:
+            await self._poll()
+        elif changes.revision != self._revision:
+            await self._take(changes)
+
+    async def _poll(self) -> None:
+        """Read the whole state of the launcher."""
+        await self._stop_waiting()
+        self._rest()
+        changes = None
+        if time.monotonic() >= self._no_long_poll_until:
+            changes = await self._launchers.changes(self.target, "", wait=False)
+            if changes is None:
+                self._no_long_poll_until = time.monotonic() + CHECK_SECONDS
+        await self._take(changes)
+
+    async def _take(self, changes: ChangesReport | None) -> None:
+        """Store an answer, and request the parts that it lacks."""
+        readyz = changes.readyz if changes is not None else None
+        report = readyz if readyz is not None else await self._launchers.ready(self.target)
+        if report.engine != self.target.engine:
+            raise LauncherError(f"answers as {report.engine}")
+        if self.report is not None and self.report.engine_id != report.engine_id:
+            self.links = None  # they are of the engine's former incarnation
+        self.report = report
+        self._revision = changes.revision if changes is not None else ""
+        self._read_at = time.monotonic()
+        if self.target.role is Role.DECODE:
+            await self._take_links(changes.links if changes is not None else None)
+
+    async def _take_links(self, links: LinksReport | None) -> None:
+        self.links = links if links is not None else await self._launchers.links(self.target)
+        if self._sent is not None and has_other_peers(self._sent[1], self.links):
+            self._sent = None
+
+    def _rest(self) -> None:
+        self._next = time.monotonic() + self._period
+
+    async def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            await asyncio.gather(self._waiting, return_exceptions=True)
+            self._waiting = None
+
+    def _missed(self) -> None:
+        self._rest()
+        self._misses += 1
+        if is_unreachable(self._misses):
+            self.heard = True
+            self.report = self.links = None
+            self._sent = None
+
+    def _log(self, problem: str) -> None:
+        """Log why an engine cannot be reached, if it is another reason than before."""
+        if is_unreachable(self._misses) and problem != self._logged:
+            self._logged = problem
+            log.info("%s does not answer: %s", self.target.engine, problem)
+
+    async def _send(self) -> None:
+        """Send routes and peers that differ. If it refuses routes, its engine stays as ready."""
+        if self.report is None:
+            return
+        if self._has_other_routes(self.report):
+            await self._send_routed(self.report, routed=self.routed is True)
+        if self.peers is not None and self._has_other_peers():
+            sent = self.peers.document  # others may be assigned before the launcher answers
+            await self._launchers.put_peers(self.target, sent)
+            self._sent = (self.report.engine_id, sent)
+            if not self._revision:  # without a long poll
+                await self._take_links(None)
+
+    async def _send_routed(self, report: EngineReport, *, routed: bool) -> None:
+        try:
+            await self._launchers.tell_routed(self.target, routed=routed)
+            self.report = replace(report, routed=routed)
+            self._refused = ""
+        except LauncherError as error:
+            if str(error) != self._refused:
+                self._refused = str(error)
+                log.warning(
+                    "%s cannot be told whether routers send it requests: %s",
+                    self.target.engine,
+                    error,
+                )
+
+
+def _forget_error(task: asyncio.Task[None]) -> None:
+    """Take the error from a task that has ended, as whoever awaits it does.
+
+    Its traceback holds the watch, and the watch holds the task. Only a garbage collection frees
+    such a circle, and the operator makes few.
+    """
+    with contextlib.suppress(asyncio.CancelledError):
+        task.exception()

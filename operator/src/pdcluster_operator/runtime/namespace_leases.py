@@ -1,7 +1,7 @@
-"""Holds a Lease in each namespace that has PDClusters of ours, and says whether it is held.
+"""Holds the Lease of each namespace that has PDClusters of this operator's class.
 
-``plan/operators/namespace_lease.py`` has the rules. Without the Lease of its namespace,
-no PDCluster is worked on.
+``plan/namespace_lease.py`` has the rules. A PDCluster is reconciled only while the Lease
+of its namespace is held.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from pdcluster_operator.plan.operators.namespace_lease import (
+from pdcluster_operator.plan.namespace_lease import (
     Holding,
     Term,
     holding_of,
@@ -20,7 +20,7 @@ from pdcluster_operator.plan.operators.namespace_lease import (
     may_hold,
     term_of,
 )
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.interfaces import ApiError
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ class NamespaceLeases:
     """The Leases of one process. Used from one event loop.
 
     Args:
-        me: who holds them; differs between processes that may run at the same time.
-        renew: seconds between two renewals; as ``plan/operators/namespace_lease.py`` says if None.
-        needed: whether a namespace has PDClusters of ours.
-        acquired: called with a namespace when its Lease becomes ours.
+        me: the holder's name, which differs between processes that may run at the same time.
+        renew: seconds between two renewals; as ``plan/namespace_lease.py`` says if None.
+        needed: returns whether a namespace has PDClusters of this operator's class.
+        acquired: called with a namespace when this process begins to hold its Lease.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class NamespaceLeases:
         self._claims: dict[str, _Claim] = {}
 
     def holds(self, namespace: str) -> bool:
-        """Whether the Lease of a namespace is ours now. The first question begins to ask for it."""
+        """Whether this process holds a namespace's Lease. The first call begins to acquire it."""
         claim = self._claims.get(namespace)
         if claim is None:
             claim = self._claims[namespace] = _Claim(namespace)
@@ -76,7 +76,7 @@ class NamespaceLeases:
         return self._clock() < claim.until
 
     async def stop(self) -> None:
-        """Give all Leases back, so that the next process need not wait."""
+        """Release all Leases, so that the next process need not wait."""
         claims = list(self._claims.values())
         for claim in claims:
             if claim.task is not None:
@@ -98,7 +98,7 @@ class NamespaceLeases:
             renew = self._renew or self._term().renew_seconds
             await asyncio.sleep(renew if held else self._retry)
             if not self._needed(claim.namespace):
-                # A PDCluster may be created meanwhile. It has been left alone, so it is needed.
+                # If a PDCluster is created meanwhile, the loop goes on: nobody reconciles it yet.
                 await self._give_back(claim)
         del self._claims[claim.namespace]
 
@@ -110,7 +110,7 @@ class NamespaceLeases:
             claim.version, claim.seen = version, began
         if live is not None:
             claim.held = holding_of(live)
-        # Somebody may have deleted it, and its holder does not know yet.
+        # If somebody deleted it, its last holder may still act until its term ends.
         held = claim.held
         if not may_hold(held, self._me, began - claim.seen):
             claim.until = 0.0
@@ -123,7 +123,7 @@ class NamespaceLeases:
                 )  # fmt: skip
             return
         term = self._term()
-        # The write may be done and its answer lost. It may give others an earlier turn than before.
+        # If only the answer of this write is lost, others may act after the new term.
         claim.until = min(claim.until, began + term.act_seconds)
         await self._write(claim, live, self._me, term)
         claim.held = Holding(self._me, term.seconds)
@@ -151,13 +151,13 @@ class NamespaceLeases:
 
 
 class _Claim:
-    """What is known of one namespace's Lease."""
+    """The Lease of one namespace, as this process last read and wrote it."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self.until = 0.0  # until when we may act
         self.version: str | None = None  # of the Lease as it was read last
         self.seen = 0.0  # when that version was first read
-        self.held = Holding()  # what it said last
+        self.held = Holding()  # its holder then
         self.other = ""  # the holder that was named in the log
         self.task: asyncio.Task[None] | None = None

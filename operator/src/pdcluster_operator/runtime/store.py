@@ -4,7 +4,7 @@ A watch misses a deletion if its connection was broken for longer than the API s
 So after each LIST of a kind, :meth:`Store.listed` returns what is held and the LIST lacks.
 
 What is read for one cluster comes from indexes, so that an event costs as much as its own cluster
-is large. :mod:`.object_places` says where an object stands in them.
+is large. :mod:`.object_metadata` says where an object stands in them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ from pdcluster_operator.api.labels import SCALER_KIND
 from pdcluster_operator.plan.connectors import is_shared_connector
 from pdcluster_operator.plan.objects.ownership import own_pods
 from pdcluster_operator.plan.objects.shared_parts import with_shared_parts
-from pdcluster_operator.runtime.object_places import (
+from pdcluster_operator.runtime.interfaces import Key
+from pdcluster_operator.runtime.object_metadata import (
     CLUSTER_KIND,
     CLUSTERS,
     CONNECTOR,
     MOUNTED,
     OWNER,
     POD_LABEL,
+    Deletions,
     Identity,
     Place,
     identity_of,
-    key_of,
-    places_of,
-)
-from pdcluster_operator.runtime.object_versions import (
-    Deletions,
     is_from_before,
     is_older,
+    key_of,
+    places_of,
     says_the_same,
     uid_of,
     version_of,
 )
-from pdcluster_operator.runtime.queue import Key
 
 Manifest = dict[str, Any]
 
@@ -68,7 +66,7 @@ class Store:
         """
         identity = identity_of(manifest)
         held = self._held(identity)
-        if is_older(manifest, held) or self._gone.tell_of(manifest):
+        if is_older(manifest, held) or self._gone.include(manifest):
             return key_of(manifest)
         self._report(identity)
         if manifest is held:

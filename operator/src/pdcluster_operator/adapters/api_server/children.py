@@ -52,8 +52,7 @@ from pdcluster_operator.plan.types import (
     WriteTicketKey,
 )
 from pdcluster_operator.runtime.cluster_secrets import ticket_key_of, with_a_new_key
-from pdcluster_operator.runtime.errors import ApiError, Conflict, Invalid
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import ApiError, Conflict, Invalid, Key
 
 Manifest = Mapping[str, Any]
 NO_OBJECT = "1"
@@ -66,7 +65,7 @@ MARKER = f"{FIELD_MANAGER}-collector"
 
 
 class KubeApi:
-    """See :class:`pdcluster_operator.runtime.interfaces.Api`.
+    """See :class:`pdcluster_operator.runtime.interfaces.ApiServer`.
 
     Args:
         authority: signs the engines' certificates.

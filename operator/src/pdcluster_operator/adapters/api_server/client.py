@@ -28,19 +28,19 @@ import msgspec
 from kubernetes.aio import client
 from yarl import URL
 
-from pdcluster_operator.adapters.api_server.connections import (
-    Connections,
-    namespace_of,
-    written_namespace,
-)
-from pdcluster_operator.adapters.api_server.overload import Overload
-from pdcluster_operator.runtime.errors import (
+from pdcluster_operator.runtime.interfaces import (
     ApiError,
     Conflict,
     Invalid,
     NamespaceTerminating,
 )
-from pdcluster_operator.runtime.shares import most_given
+from pdcluster_operator.runtime.pacing.api_calls import (
+    Connections,
+    Overload,
+    namespace_of,
+    written_namespace,
+)
+from pdcluster_operator.runtime.pacing.fair_slots import most_given
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class KubeClient:
                 status, text, retry_after = await self._once(method, path, query, body, content)
             if status != TOO_MANY:
                 break
-            self._overload.told(namespace, retry_after)
+            self._overload.refused(namespace, retry_after)
             if self._overload.is_over(patience):
                 break
         if not 200 <= status < 300:
@@ -150,7 +150,7 @@ class KubeClient:
             async with answer as response:
                 if response.status == TOO_MANY:
                     asked = response.headers.get("Retry-After", "")
-                    self._overload.told(namespace_of(path), asked)
+                    self._overload.refused(namespace_of(path), asked)
                 if response.status != OK:
                     raise classified(response.status, _document(await response.read()))
                 async for line in lines_of(response.content.iter_any()):

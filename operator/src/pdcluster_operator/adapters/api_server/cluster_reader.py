@@ -20,8 +20,7 @@ from pdcluster_operator.plan.builders.protection import operator_namespace_in
 from pdcluster_operator.plan.forecast.user_view import merge_patch, reports_in, server_side_manager
 from pdcluster_operator.plan.secrets import certificates_as_due
 from pdcluster_operator.plan.types import ConnectorBundle, HeldCertificates, Observed, TicketKey
-from pdcluster_operator.runtime.errors import ApiError
-from pdcluster_operator.runtime.queue import Key
+from pdcluster_operator.runtime.interfaces import ApiError, Key
 from pdcluster_operator.runtime.store import Store
 
 Manifest = Mapping[str, Any]

@@ -16,7 +16,7 @@ from pdcluster_operator.adapters.api_server.kinds import EVENT
 from pdcluster_operator.api.labels import API_VERSION, GROUP, KIND
 from pdcluster_operator.plan.rollout.revisions import short_hash
 from pdcluster_operator.plan.types import Event
-from pdcluster_operator.runtime.errors import ApiError, NamespaceTerminating
+from pdcluster_operator.runtime.interfaces import ApiError, NamespaceTerminating
 
 log = logging.getLogger(__name__)
 

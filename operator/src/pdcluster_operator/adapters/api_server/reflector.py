@@ -32,7 +32,7 @@ from pdcluster_operator.adapters.api_server.client import (
 from pdcluster_operator.adapters.api_server.kinds import WATCHED, Kind, as_kept, slim
 from pdcluster_operator.api.labels import GROUP
 from pdcluster_operator.runtime.control_loop import ControlLoop
-from pdcluster_operator.runtime.errors import ApiError
+from pdcluster_operator.runtime.interfaces import ApiError
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Who works on the PDClusters of a namespace: the holder of Kubernetes' Lease object there.
+"""Which operator works on a PDCluster: one of its class, which holds the Lease of its namespace.
 
 Operators of two releases may watch the same namespace. Without a Lease, each would undo what the
 other does. The rules are those of Kubernetes' own leader election: a Lease whose holder has not
@@ -18,6 +18,16 @@ from pdcluster_operator.plan.types import Manifest
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 30, 120
 RENEWALS_PER_SECOND = 1.0
+
+
+def belongs_to(cluster: Manifest, operator_class: str | None) -> bool:
+    """Whether operators of a class work on a cluster.
+
+    Args:
+        operator_class: empty for operators without a class; None for one that works on all.
+    """
+    asked = (cluster.get("spec") or {}).get("operatorClass") or ""
+    return operator_class is None or bool(asked == operator_class)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,0 @@
-"""Which operator works on a PDCluster, and from when on."""

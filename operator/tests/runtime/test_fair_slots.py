@@ -1,0 +1,363 @@
+"""No namespace takes all workers or connections, and namespaces take turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import virtual_time
+from pdcluster_operator.runtime.interfaces import Key
+from pdcluster_operator.runtime.pacing import fair_slots
+from pdcluster_operator.runtime.pacing.fair_slots import (
+    BELIEVED_SECONDS,
+    TIMES_FREE,
+    FairSlots,
+    most_given,
+)
+from pdcluster_operator.runtime.pacing.queue import WORKERS, KeyedQueue
+
+HANGS_SECONDS = 5.0
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    moment = Time()
+    monkeypatch.setattr(fair_slots, "_now", moment)
+    return moment
+
+
+def slots_of(total: int) -> FairSlots[str]:
+    """Slots whose items begin with the name of their namespace."""
+    return FairSlots(total, HANGS_SECONDS, lambda _: None)
+
+
+def add(slots: FairSlots[str], items: Iterable[str], *, urgent: bool = False) -> None:
+    for item in items:
+        slots.add(item.split("/")[0], item, urgent=urgent)
+
+
+def take_all(slots: FairSlots[str]) -> list[str]:
+    return list(iter(slots.take, None))
+
+
+def give_back(slots: FairSlots[str], items: Iterable[str]) -> None:
+    for item in items:
+        slots.done(item.split("/")[0], item)
+
+
+def hungry(*namespaces: str, count: int = 40, batch: str = "") -> list[str]:
+    return [f"{name}/{batch}{number}" for number in range(count) for name in namespaces]
+
+
+def taken_by(slots: FairSlots[str], *namespaces: str, batch: str = "") -> Counter[str]:
+    """Let the namespaces take in turn until none may; forget what waits then."""
+    add(slots, hungry(*namespaces, batch=batch))
+    had = Counter(item.split("/")[0] for item in take_all(slots))
+    slots.clear()
+    return had
+
+
+@pytest.mark.usefixtures("time")
+@pytest.mark.parametrize(
+    ("total", "namespaces", "most"),
+    [(24, 1, 18), (32, 1, 24), (24, 2, 11), (32, 2, 14), (4, 1, 3), (2, 1, 2), (1, 1, 1)],
+)
+def test_what_hungry_namespaces_get(total: int, namespaces: int, most: int) -> None:
+    had = taken_by(slots_of(total), *(str(number) for number in range(namespaces)))
+    assert max(had.values()) == most
+    assert sum(had.values()) < total or total <= 2, "something is left"
+
+
+@given(
+    st.integers(1, 40),
+    st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.sampled_from(("take", "give", "wait"))),
+        max_size=200,
+    ),
+)
+def test_a_namespace_that_has_nothing_gets_one_while_one_is_free(
+    total: int, steps: list[tuple[str, str]]
+) -> None:
+    moment, held = Time(), dict[str, list[str]]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fair_slots, "_now", moment)
+        slots = slots_of(total)
+        for number, (namespace, step) in enumerate(steps):
+            own = held.setdefault(namespace, [])
+            if step == "wait":
+                moment.now += 1.0
+            elif step == "give" and own:
+                give_back(slots, [own.pop(0)])
+            elif step == "take":
+                free = slots.free()
+                add(slots, [f"{namespace}/{number}"])
+                if (taken := slots.take()) is not None:
+                    assert len(own) < TIMES_FREE * free
+                    own.append(taken)
+                slots.clear()
+            given = sum(map(len, held.values()))
+            assert total - given <= slots.free() <= most_given(total) - given
+            assert slots._limits()("another") == (slots.free() > 0)
+
+
+def test_namespaces_in_which_something_hangs_count_as_one(time: Time) -> None:
+    slots = slots_of(24)
+    names = [f"hangs-{number}" for number in range(8)]
+    add(slots, hungry(*names))
+    first = take_all(slots)
+    slots.clear()
+    assert len(first) == 24, "until it is known that they hang"
+    time.now = HANGS_SECONDS + 0.1
+    assert slots.hanging() == set(names)
+    assert slots.free() == 6, "what they have beyond 18 is given out a second time"
+    assert not taken_by(slots, *names, batch="more-"), "and not to them"
+    give_back(slots, [item for item in first if item.split("/")[0] in names[:6]])
+    assert slots.free() == 18
+    assert taken_by(slots, *names, batch="new-").total() == 12, "18 of 24 together"
+    assert slots.free() == 6
+    taken_by(slots, "well")
+    assert slots.free() == 1, "one that is well has a share of its own"
+
+
+def test_what_no_webhook_can_hold_never_counts_as_hanging(time: Time) -> None:
+    """One slow read would put all reads behind the calls that hang."""
+    slots = slots_of(32)
+    slots.add("", "slow")
+    assert slots.take() == "slow"
+    time.now = 100.0
+    assert not slots.hanging()
+    slots.done("", "slow")
+    assert not slots.hanging()
+
+
+def test_no_more_is_given_out_than_said_however_many_hang_one_after_another(time: Time) -> None:
+    slots = slots_of(32)
+    had = 0
+    for number in range(20):
+        had += taken_by(slots, *(f"hangs-{number}-{other}" for other in range(20))).total()
+        time.now += HANGS_SECONDS + 1
+    assert had == most_given(32) == 40
+
+
+def test_a_namespace_is_believed_to_be_well_again_after_a_while(time: Time) -> None:
+    slots = slots_of(8)
+
+    def hold(seconds: float) -> None:
+        add(slots, ["ns/1"])
+        assert slots.take() == "ns/1"
+        time.now += seconds
+        give_back(slots, ["ns/1"])
+
+    hold(HANGS_SECONDS)
+    assert not slots.hanging(), "that was slow, but not too slow"
+    hold(HANGS_SECONDS + 1)
+    hold(0.0)
+    time.now += BELIEVED_SECONDS - 1
+    assert slots.hanging() == {"ns"}, "although others ended at once"
+    time.now += 1
+    assert not slots.hanging()
+    assert not slots._hung_until
+
+
+@pytest.mark.usefixtures("time")
+@pytest.mark.parametrize("urgent", [False, True])
+def test_namespaces_take_turns_and_the_oldest_item_of_one_is_first(*, urgent: bool) -> None:
+    slots = slots_of(40)
+    add(slots, ["a/1", "a/2", "a/3", "b/1", "b/2", "c/1", "a/1"], urgent=urgent)
+    slots.drop("a", "a/2")
+    slots.drop("d", "d/1")
+    assert (len(slots), slots.waits("a", "a/3"), slots.waits("a", "a/2")) == (5, True, False)
+    assert take_all(slots) == ["a/1", "b/1", "c/1", "a/3", "b/2"]
+    assert len(slots) == 0
+
+
+@pytest.mark.usefixtures("time")
+def test_urgent_items_and_others_take_turns_and_an_item_waits_once() -> None:
+    slots = slots_of(40)
+    add(slots, ["a/1", "a/2", "a/3"])
+    add(slots, ["a/4", "a/3"], urgent=True)
+    add(slots, ["a/4", "a/3"])
+    assert len(slots) == 4
+    assert take_all(slots) == ["a/4", "a/1", "a/3", "a/2"]
+    add(slots, ["a/5"])
+    slots.clear()
+    assert len(slots) == 0
+    assert slots.take() is None
+
+
+@pytest.mark.usefixtures("time")
+@pytest.mark.parametrize("urgent", [False, True])
+def test_items_of_one_namespace_get_three_quarters_of_the_slots(*, urgent: bool) -> None:
+    slots = slots_of(8)
+    add(slots, hungry("a", count=9), urgent=urgent)
+    add(slots, ["b/0"])
+    got = take_all(slots)
+    assert Counter(item[0] for item in got) == {"a": 6, "b": 1}
+    assert slots.take() is None, "a namespace that may not have more keeps its turn"
+    give_back(slots, ["a/0"])
+    assert slots.take() == "a/6", "a slot that is free again is used"
+
+
+@pytest.mark.usefixtures("time")
+def test_no_scan_of_all_namespaces_while_no_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restored backup brings thousands of namespaces at once."""
+    slots = slots_of(24)
+    add(slots, (f"n{number}/x" for number in range(2000)))
+    assert len(take_all(slots)) == 24
+    asked: list[str] = []
+    limits = slots._limits
+
+    def counted() -> Callable[[str], bool]:
+        may = limits()
+        return may if may is fair_slots._nobody else lambda name: asked.append(name) or may(name)
+
+    monkeypatch.setattr(slots, "_limits", counted)
+    assert slots.take() is None
+    assert asked == []
+    give_back(slots, ["n3/x"])
+    assert slots.take() == "n24/x"
+    assert len(asked) == 1
+
+
+def test_a_namespace_whose_calls_hang_delays_no_other() -> None:
+    """Sixty PDClusters of one namespace hang for ten seconds at each look; others take 50 ms."""
+
+    async def story() -> None:
+        seen: list[tuple[float, float]] = []
+        asked: dict[Key, float] = {}
+
+        async def work(key: Key) -> None:
+            if key.namespace == "hangs":
+                await asyncio.sleep(10.0)
+                raise TimeoutError
+            await asyncio.sleep(0.05)
+            seen.append((now(), now() - asked[key]))
+
+        queue = KeyedQueue(work)
+        queue.start()
+        for number in range(60):
+            queue.add(Key("hangs", str(number)), urgent=True)
+        for number in range(175):
+            await asyncio.sleep(0.5)
+            key = Key(f"ns{number % 7}", str(number))
+            asked[key] = now()
+            queue.add(key, urgent=True)
+            queue.add(Key("hangs", str(number % 60)), urgent=True)
+        await asyncio.sleep(0.1)
+        assert len(seen) == 175
+        assert max(waited for _, waited in seen) < 0.1
+        await queue.stop()
+
+    virtual_time.run(story())
+
+
+def test_two_namespaces_whose_calls_hang_delay_no_other() -> None:
+    async def story() -> None:
+        done: list[Key] = []
+
+        async def work(key: Key) -> None:
+            if key.namespace.startswith("hangs"):
+                await asyncio.sleep(30.0)
+            done.append(key)
+
+        queue = KeyedQueue(work)
+        queue.start()
+        for number in range(60):
+            for namespace in ("hangs-1", "hangs-2"):
+                queue.add(Key(namespace, str(number)))
+        await asyncio.sleep(1.0)
+        queue.add(Key("well", "one"))
+        await asyncio.sleep(0.1)
+        assert done == [Key("well", "one")]
+        await asyncio.sleep(400.0)
+        hung = Counter(key.namespace for key in done)
+        assert hung["hangs-1"] == hung["hangs-2"] == 60, "they are worked on all the same"
+        await queue.stop()
+
+    virtual_time.run(story())
+
+
+@pytest.mark.parametrize("namespaces", [8, 50])
+def test_many_namespaces_whose_calls_hang_delay_no_other(namespaces: int) -> None:
+    async def story() -> None:
+        done: list[Key] = []
+
+        async def work(key: Key) -> None:
+            await asyncio.sleep(30.0 if key.namespace.startswith("hangs") else 0.05)
+            done.append(key)
+
+        queue = KeyedQueue(work)
+        queue.start()
+        for number in range(400):
+            queue.add(Key(f"hangs-{number % namespaces}", str(number)), urgent=True)
+        await asyncio.sleep(1.0)
+        first = Key("well", "first")
+        queue.add(first, urgent=True)
+        await asyncio.sleep(15.5 if namespaces < 24 else 90.0)
+        assert first in done, "as soon as it is known of each that it hangs"
+        for number in range(20):
+            key = Key("well", str(number))
+            queue.add(key, urgent=True)
+            await asyncio.sleep(0.1)
+            assert key in done
+            await asyncio.sleep(5.0)
+        await queue.stop(grace=0.0)
+
+    virtual_time.run(story())
+
+
+def test_keys_that_hang_or_fail_count_as_nobody_who_waits() -> None:
+    """The first status of others waits while many keys wait."""
+
+    async def story() -> None:
+        async def work(key: Key) -> None:
+            await asyncio.sleep(30.0 if key.namespace == "hangs" else 0.0)
+            raise TimeoutError
+
+        queue = KeyedQueue(work)
+        queue.start()
+        for number in range(40):
+            queue.add(Key("hangs", str(number)))
+            queue.add(Key("fails", str(number)))
+        assert queue.waiting() > 40
+        for moment in (16.0, 100.0, 900.0):
+            await asyncio.sleep(moment - now())
+            assert queue.waiting() == 0
+        await queue.stop(grace=0.0)
+
+    virtual_time.run(story())
+
+
+def test_one_namespace_alone_has_most_workers() -> None:
+    async def story() -> None:
+        at_work: set[Key] = set()
+
+        async def work(key: Key) -> None:
+            at_work.add(key)
+            await asyncio.sleep(10.0)
+
+        queue = KeyedQueue(work)
+        queue.start()
+        for number in range(60):
+            queue.add(Key("ns", str(number)))
+        await asyncio.sleep(1.0)
+        assert len(at_work) == WORKERS * 3 // 4
+        await queue.stop(grace=0.0)
+
+    virtual_time.run(story())
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
